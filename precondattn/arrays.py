@@ -1,0 +1,149 @@
+"""What is known about the array libraries, in one place.
+
+No other module outside the bridges names a framework, and none is imported here: a library is
+recognised by the arrays it made, and its module is then already loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import array_api_compat
+
+Array = Any
+"""An array of any supported library."""
+
+HALF = frozenset({"float16", "bfloat16"})
+FLOATING = HALF | {"float32", "float64"}
+
+
+def library_of(array: Array) -> str | None:
+    """The name of the library that made `array`, or None when it is not an array."""
+    if array_api_compat.is_numpy_array(array):
+        return "numpy"
+    if array_api_compat.is_torch_array(array):
+        return "torch"
+    if array_api_compat.is_jax_array(array):
+        return "jax"
+    if array_api_compat.is_cupy_array(array):
+        return "cupy"
+    if hasattr(array, "__array_namespace__"):
+        name: str = array.__array_namespace__().__name__
+        return name.partition(".")[0]
+    return None
+
+
+def namespace(*arrays: Array | None) -> Any:
+    """The array-API namespace of the arrays; None is passed over."""
+    return array_api_compat.array_namespace(*[a for a in arrays if a is not None])
+
+
+def dtype_name(array: Array) -> str:
+    """`"float32"` for every library's float32."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def upcast(array: Array) -> Array:
+    """A half-precision array in float32; any other array as it is."""
+    if dtype_name(array) in HALF:
+        xp = namespace(array)
+        return xp.astype(array, xp.float32)
+    return array
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """The array in `dtype`; the same array when it already is."""
+    return array if array.dtype == dtype else namespace(array).astype(array, dtype)
+
+
+def device_of(array: Array) -> str:
+    """The kind of device: `"cpu"`, `"cuda"`, `"tpu"` …"""
+    library = library_of(array)
+    if library == "torch":
+        return str(array.device.type)
+    if library == "cupy":
+        return "cuda"
+    if library == "jax":
+        jax = sys.modules["jax"]
+        if isinstance(array, jax.core.Tracer):
+            # A traced array has no device yet; it will run where this process runs jitted code.
+            platform = jax.default_backend()
+        else:
+            platform = next(iter(array.devices())).platform
+        return "cuda" if platform == "gpu" else str(platform)
+    return "cpu"
+
+
+def exact_device(array: Array) -> Any:
+    """The device itself, to compare; None where an array (a traced one) has none."""
+    if library_of(array) == "jax":
+        return None if is_traced(array) else frozenset(array.devices())
+    return array_api_compat.device(array)
+
+
+def is_traced(array: Array) -> bool:
+    """Whether the array's values can not be looked at: under jit, compile, vmap or grad."""
+    library = library_of(array)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling() or array.device.type == "meta":
+            return True
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(array)
+        return bool(wrapped) or type(array).__name__ == "FakeTensor"
+    if library == "jax":
+        return isinstance(array, sys.modules["jax"].core.Tracer)
+    return False
+
+
+def wants_gradient(*arrays: Array) -> bool:
+    """Whether a derivative of a function of these arrays may be asked for later.
+
+    PyTorch says so. JAX does not: an array that is being traced may be differentiated.
+    """
+    library = library_of(arrays[0])
+    if library == "torch":
+        torch = sys.modules["torch"]
+        return bool(torch.is_grad_enabled()) and any(a.requires_grad for a in arrays)
+    return library == "jax" and any(is_traced(a) for a in arrays)
+
+
+def writes_in_place(array: Array) -> bool:
+    """Whether `array[index] = values` is allowed, with arrays of integers as the index."""
+    return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
+
+
+def stop_gradient(array: Array) -> Array:
+    """The same values, constant to automatic differentiation."""
+    library = library_of(array)
+    if library == "torch":
+        return array.detach()
+    if library == "jax":
+        return sys.modules["jax"].lax.stop_gradient(array)
+    return array
+
+
+def placement(array: Array) -> dict[str, Any]:
+    """Keyword arguments that create an array beside `array`.
+
+    JAX places new arrays itself, and its traced arrays have no device to name.
+    """
+    if library_of(array) == "jax":
+        return {}
+    return {"device": array_api_compat.device(array)}
+
+
+def arange_like(n: int, array: Array) -> Array:
+    """0, 1, … n − 1 as int32, beside `array`."""
+    xp = namespace(array)
+    return xp.arange(n, dtype=xp.int32, **placement(array))
+
+
+def zero_where_not(mask: Array, array: Array) -> Array:
+    """`array` where `mask` holds, else 0; a NaN or an infinity that is masked out does not pass."""
+    return namespace(array).where(mask, array, 0.0)
+
+
+def is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

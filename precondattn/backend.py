@@ -1,0 +1,132 @@
+"""What a backend is: a few methods, each about one piece, group of pieces, or whole mechanism.
+
+A backend never sees strings of options or a user's call. It is asked whether it supports a
+mechanism under a request, and then gets arrays by name and a frame. A mechanism here is a leaf
+(`isinstance(mechanism, LucidSolve)`), or a group of leaf calls, to be recognised by its program:
+
+    mechanism.program == group_of("lucid")          # from precondattn.group
+    mechanism.program.leaves                        # to match on the leaves' options
+
+Backends are found through the entry-point group `precondattn.backends`, whose entries name a
+`Backend` or a class of one. The module of an entry must not import a framework at its top: it is
+loaded before anyone has handed in one of that framework's arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from precondattn.arrays import Array
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+
+if TYPE_CHECKING:
+    from precondattn.mechanism import Arrays, Mechanism, Residuals
+
+
+class UnsupportedError(RuntimeError):
+    """A backend that was asked for by name can not do what was asked."""
+
+
+class PassedOverWarning(UserWarning):
+    """A backend made for this device was installed, and did not take the work."""
+
+
+class Support(NamedTuple):
+    """Whether a backend takes a piece of work."""
+
+    ok: bool
+    reason: str = ""
+    """Why not."""
+    differentiable: bool = False
+    """Whether `forward` is made of a framework's own differentiable calls, so that it is left to
+    the framework's autograd and `backward` serves the explicit vjp only."""
+
+    @classmethod
+    def yes(cls, *, differentiable: bool = False) -> Support:
+        return cls(True, "", differentiable)
+
+    @classmethod
+    def no(cls, reason: str) -> Support:
+        return cls(False, reason)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is about to be asked of a backend. Hashable, and made without looking at values."""
+
+    verb: str
+    """`"forward"`, `"vjp"` or `"extend"`. A call whose gradient may be wanted is a `"vjp"`."""
+    library: str
+    device: str
+    dtype: str
+    """The dtype of q, k, v and of the output."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """The shape of every input of the piece, by the piece's own names."""
+    masks: frozenset[str]
+    """Which of `segment_ids`, `lengths` and `key_mask` the call has."""
+    differentiated: bool = False
+    """Whether a gradient may be asked for later."""
+
+
+class ArraySpec(NamedTuple):
+    """Shape and dtype of an array that does not exist yet."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Subclass it, or write a class with these attributes and methods."""
+
+    name: str
+    libraries: frozenset[str] = frozenset()
+    """Whose arrays it takes: `"numpy"`, `"torch"`, `"jax"`, `"cupy"`; empty for any."""
+    accelerates: frozenset[str] = frozenset()
+    """The devices it is made for, such as `"cuda"`: being passed over there is worth a warning."""
+    preference: int = 0
+    """Between two backends that take the same work, the higher one gets it."""
+
+    def supports(self, mechanism: Mechanism, request: Request) -> Support:
+        """Yes, or why not. Cheap, pure, and without a look at values."""
+        ...
+
+    def forward(
+        self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        """The output, and what `backward` needs besides inputs and output."""
+        ...
+
+    def backward(
+        self,
+        mechanism: Mechanism,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        """The gradient of every input, by name."""
+        ...
+
+    def step(
+        self,
+        mechanism: Mechanism,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        """The output for new tokens, and the update of every buffer in `past`.
+
+        Buffers go by the names of `mechanism.program`'s slots.
+        """
+        ...
+
+    def residual_shapes(
+        self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        """What `forward` would return as residuals, without running it; for tracing."""
+        ...

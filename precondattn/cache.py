@@ -1,0 +1,100 @@
+"""Caches: what a sequence has to remember to be continued.
+
+A cache is `Cache(length, store)`: how many tokens each sequence of the batch holds, and buffers
+keyed by the value whose history they hold, so that one value is stored once however many pieces
+of a mechanism read it. Both are plain tuples and dicts of arrays: pytrees in JAX and PyTorch, and
+picklable. The layout belongs to the mechanism, not to a backend: one backend may prefill a cache
+and another decode from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from precondattn.arrays import (
+    HALF,
+    Array,
+    arange_like,
+    cast,
+    dtype_name,
+    namespace,
+    placement,
+    writes_in_place,
+)
+from precondattn.declaration import Pattern, Sizes
+
+KEY_MASK = "key_mask"
+"""The buffer of which cached keys may be seen; only in a cache that was asked to keep it."""
+
+
+class Cache(NamedTuple):
+    """Tokens per sequence (b,), and buffers by the value whose history they hold."""
+
+    length: Array
+    store: dict[str, Array]
+
+
+class Slot(NamedTuple):
+    """One buffer that a leaf keeps: its declaration."""
+
+    name: str
+    """What the leaf calls it."""
+    holds: str
+    """The value whose history it is, a template over the leaf's inputs and `out`: `"rms({k})"`."""
+    pattern: str
+    """Its shape; the axis `c` is the capacity."""
+    wide: bool = False
+    """Whether it is kept in float32 when the inputs are in half precision."""
+
+
+class Append(NamedTuple):
+    """An update of a buffer (b, c, …): new tokens (b, t, …) behind those it holds."""
+
+    tokens: Array
+
+
+Updates = dict[str, Append]
+
+
+def new_buffer(slot: Slot, sizes: Sizes, like: Array) -> Array:
+    """A buffer of zeros for `slot`, of the library, dtype and device of `like`."""
+    xp = namespace(like)
+    dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
+    return xp.zeros(Pattern.read(slot.pattern).shape(sizes), dtype=dtype, **placement(like))
+
+
+def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate: bool) -> Array:
+    """`buffer` (b, c, …) with `count` (b,) of `tokens` (b, t, …) behind its first `length` (b,).
+
+    A token beyond the capacity is dropped. With `donate` the buffer itself is written to, where
+    the library can.
+    """
+    tokens = cast(tokens, buffer.dtype)
+    if donate and writes_in_place(buffer):
+        return _append_in_place(buffer, tokens, length, count)
+    xp = namespace(buffer, tokens)
+    b, capacity = buffer.shape[:2]
+    t = tokens.shape[1]
+    source = arange_like(capacity, length)[None, :] - length[:, None]
+    is_new = (source >= 0) & (source < count[:, None])
+    row = arange_like(b, length)[:, None] * t + xp.clip(source, min=0, max=t - 1)
+    flat = xp.reshape(tokens, (b * t, *tokens.shape[2:]))
+    moved = xp.reshape(xp.take(flat, xp.reshape(row, (-1,)), axis=0), buffer.shape)
+    return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), moved, buffer)
+
+
+def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
+    xp = namespace(buffer, tokens)
+    b, t = tokens.shape[:2]
+    new = arange_like(t, length)[None, :]
+    slot = length[:, None] + new
+    kept = (new < count[:, None]) & (slot < buffer.shape[1])
+    sequence = xp.broadcast_to(arange_like(b, length)[:, None], (b, t))
+    buffer[sequence[kept], slot[kept]] = tokens[kept]
+    return buffer
+
+
+def is_spent(cache: Cache, keys: Mapping[str, object]) -> bool:
+    """Whether the cache was given away by `extend(..., donate=True)`."""
+    return bool(keys) and not cache.store

@@ -1,0 +1,412 @@
+"""One call's arguments, checked: every error that bad input can cause is raised here.
+
+Nothing has been computed when an error is raised. What can only be seen by looking at values
+(a length out of range, segments that are not contiguous, a cache that is full) raises too, unless
+the values are traced; then the sequences concerned come out as NaN, never as something plausible.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from precondattn.arrays import (
+    FLOATING,
+    HALF,
+    Array,
+    cast,
+    dtype_name,
+    exact_device,
+    is_traced,
+    library_of,
+    namespace,
+    placement,
+    zero_where_not,
+)
+from precondattn.cache import KEY_MASK, Cache, is_spent
+from precondattn.declaration import Inputs, ShapeError, Sizes
+from precondattn.frame import Frame, extending_frame, full_frame
+
+if TYPE_CHECKING:
+    from precondattn.mechanism import Mechanism
+
+CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
+
+
+class BoundCall(NamedTuple):
+    """A call whose arguments are in order."""
+
+    inputs: dict[str, Array]
+    frame: Frame
+    sizes: Sizes
+    library: str
+    dtype: str
+    masks: frozenset[str]
+    """Which of segment_ids, lengths and key_mask were given."""
+    spoiled: Array | None
+    """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
+
+
+def bind(
+    mechanism: Mechanism,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    *,
+    segment_ids: Array | None = None,
+    lengths: Any = None,
+    key_mask: Array | None = None,
+) -> BoundCall:
+    """The arguments of a full call."""
+    owner, declared = str(mechanism), mechanism.inputs
+    inputs = _inputs_by_name(owner, declared, arrays, named, complete=True)
+    library = _check_arrays(owner, inputs)
+    sizes = declared.sizes(owner, _shapes(inputs))
+    b = sizes["b"]
+    t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
+    if t > s and mechanism.offers.causal:
+        raise ShapeError(
+            f"{owner}: is causal, and so takes at most as many queries as keys; "
+            f"found t = {t} and s = {s}"
+        )
+    if t != s and not mechanism.offers.causal:
+        for name, given in (("lengths", lengths), ("segment_ids", segment_ids)):
+            if given is not None:
+                raise ValueError(
+                    f"{owner}: {name} speaks of positions, which queries (t = {t}) and keys "
+                    f"(s = {s}) of a non-causal call do not share; use key_mask"
+                )
+    like = next(iter(inputs.values()))
+    checks = _ValueChecks(owner)
+    lengths = _check_lengths(owner, lengths, like, b, s, "s", checks)
+    key_mask = _check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
+    segment_ids = _check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
+    if segment_ids is not None:
+        checks.require(
+            _is_contiguous(segment_ids), "segment_ids must be contiguous: equal ids stand together"
+        )
+    frame = full_frame(
+        t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids
+    )
+    masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
+    inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
+    return BoundCall(inputs, frame, sizes, library, _call_dtype(inputs), masks, checks.spoiled)
+
+
+def bind_extension(
+    mechanism: Mechanism,
+    cache: Cache,
+    slot_keys: Mapping[str, object],
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    *,
+    lengths: Any = None,
+    key_mask: Array | None = None,
+) -> BoundCall:
+    """The arguments of `extend`."""
+    owner, declared = str(mechanism), mechanism.inputs.extending()
+    check_cacheable(mechanism)
+    inputs = _inputs_by_name(owner, declared, arrays, named, complete=True)
+    library = _check_arrays(owner, inputs)
+    capacity = _check_cache(owner, cache, slot_keys, inputs)
+    sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
+    _check_buffers(owner, mechanism, cache, sizes)
+    b, t = sizes["b"], sizes["t"]
+    like = next(iter(inputs.values()))
+    checks = _ValueChecks(owner)
+    lengths = _check_lengths(owner, lengths, like, b, t, "t", checks)
+    key_mask = _check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
+    if key_mask is not None and KEY_MASK not in cache.store:
+        raise ValueError(
+            f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
+        )
+    count = t if lengths is None else lengths
+    checks.require(
+        cache.length + count <= capacity,
+        f"capacity exceeded: the cache holds at most {capacity} tokens, and {t} more do not fit",
+    )
+    frame = extending_frame(
+        cache.length,
+        capacity,
+        t,
+        lengths=lengths,
+        key_mask=key_mask,
+        past_mask=cache.store.get(KEY_MASK),
+    )
+    masks = _names(lengths=lengths, key_mask=cache.store.get(KEY_MASK))
+    new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
+    inputs = zero_padding(inputs, mechanism.inputs, frame.q_valid, new_valid)
+    return BoundCall(inputs, frame, sizes, library, _call_dtype(inputs), masks, checks.spoiled)
+
+
+def bind_shapes(
+    mechanism: Mechanism, arrays: Sequence[Array], named: Mapping[str, Array]
+) -> tuple[Array, Sizes]:
+    """An input to make buffers like, and the sizes that (some of) the inputs have."""
+    owner, declared = str(mechanism), mechanism.inputs.extending()
+    inputs = _inputs_by_name(owner, declared, arrays, named, complete=False)
+    if not inputs:
+        raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
+    _check_arrays(owner, inputs)
+    token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
+    sizes = declared.sizes(owner, _shapes(token_inputs))
+    like = next((a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs)))
+    return like, sizes
+
+
+def zero_padding(
+    inputs: Mapping[str, Array],
+    declared: Inputs,
+    q_valid: Array | None,
+    k_valid: Array | None,
+) -> dict[str, Array]:
+    """The inputs (or their gradients) with padded tokens 0, so that NaN padding poisons nothing.
+
+    q_valid (b, t) goes with the time axis of queries, k_valid (b, s) with that of keys.
+    """
+    zeroed = {}
+    for name, array in inputs.items():
+        letters = declared[name].letters
+        for letter, valid in (("t", q_valid), ("s", k_valid)):
+            if valid is None or letter not in letters:
+                continue
+            shape = [1] * array.ndim
+            axis = letters.index(letter)
+            if valid.shape[1] != array.shape[axis]:
+                continue  # Pairs in `extend`: their keys are the cache's slots, which are masked.
+            shape[0], shape[axis] = valid.shape
+            array = zero_where_not(namespace(valid).reshape(valid, tuple(shape)), array)
+        zeroed[name] = array
+    return zeroed
+
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class _ValueChecks:
+    """Conditions on values: raised at once, or kept as a spoiled sequence when traced."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.spoiled: Array | None = None
+
+    def require(self, good: Array, message: str) -> None:
+        """`good` (b,) must hold for every sequence."""
+        xp = namespace(good)
+        if not is_traced(good):
+            if not bool(xp.all(good)):
+                bad = [i for i in range(good.shape[0]) if not bool(good[i, ...])]
+                raise ValueError(f"{self.owner}: {message} (sequence {bad[0]} of the batch)")
+            return
+        bad = xp.logical_not(good)
+        self.spoiled = bad if self.spoiled is None else self.spoiled | bad
+
+
+def _inputs_by_name(
+    owner: str,
+    declared: Inputs,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    *,
+    complete: bool,
+) -> dict[str, Array]:
+    takes = f"{owner} takes {', '.join(declared)}"
+    if len(arrays) > min(3, len(declared)):
+        raise TypeError(
+            f"{takes}: at most {min(3, len(declared))} by position, the others by name; "
+            f"found {len(arrays)} by position"
+        )
+    given = dict(zip(declared, arrays, strict=False))
+    for name, array in named.items():
+        if name in given:
+            raise TypeError(f"{owner}: {name} is given by position and by name")
+        if name not in declared:
+            near = difflib.get_close_matches(name, [*declared, *CALL_OPTIONS], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(
+                f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(CALL_OPTIONS)}"
+            )
+        given[name] = array
+    missing = [name for name in declared if name not in given]
+    if missing and complete:
+        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
+    return {name: given[name] for name in declared if name in given}
+
+
+def _check_arrays(owner: str, inputs: Mapping[str, Array]) -> str:
+    """One library, one device, dtypes that go together; returns the library."""
+    libraries = {}
+    for name, array in inputs.items():
+        library = library_of(array)
+        if library is None:
+            raise TypeError(
+                f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
+                f"array-API library; found {type(array).__name__}"
+            )
+        libraries[name] = library
+    if len(set(libraries.values())) > 1:
+        raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
+    devices = {name: exact_device(array) for name, array in inputs.items()}
+    placed = {name: device for name, device in devices.items() if device is not None}
+    if len(set(placed.values())) > 1:
+        found = {name: str(device) for name, device in placed.items()}
+        raise ValueError(f"{owner}: inputs on one device expected; found {found}")
+    dtypes = {name: dtype_name(array) for name, array in inputs.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOATING:
+            raise TypeError(
+                f"{owner}: {name} must be of dtype float16, bfloat16, float32 or float64; "
+                f"found {dtype}"
+            )
+    call_dtype = _call_dtype(inputs)
+    for name, dtype in dtypes.items():
+        wider_gate = call_dtype in HALF and dtype == "float32" and name not in ("q", "k", "v")
+        if dtype != call_dtype and not wider_gate:
+            raise TypeError(
+                f"{owner}: inputs of one dtype expected (beside half-precision q, k, v the others "
+                f"may be float32); found {dtypes}"
+            )
+    return next(iter(libraries.values()))
+
+
+def _call_dtype(inputs: Mapping[str, Array]) -> str:
+    """The dtype of the output: v's, or the first input's where there is no v."""
+    return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
+
+
+def _check_lengths(
+    owner: str,
+    lengths: Any,
+    like: Array,
+    b: int,
+    longest: int,
+    letter: str,
+    checks: _ValueChecks,
+) -> Array | None:
+    if lengths is None:
+        return None
+    xp = namespace(like)
+    if isinstance(lengths, list | tuple):
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
+            raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}")
+        lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
+    lengths = _check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
+    lengths = cast(lengths, xp.int32)
+    checks.require(
+        (lengths >= 0) & (lengths <= longest),
+        f"lengths must lie between 0 and {letter} = {longest}",
+    )
+    return lengths
+
+
+def _check_mask(
+    owner: str,
+    name: str,
+    mask: Array | None,
+    like: Array,
+    shape: tuple[int, ...],
+    dtypes: Sequence[str],
+    pattern: str,
+) -> Array | None:
+    if mask is None:
+        return None
+    library = library_of(mask)
+    if library != library_of(like):
+        found = type(mask).__name__ if library is None else f"one of {library}"
+        raise TypeError(
+            f"{owner}: {name} must be an array of {library_of(like)}, as the inputs; found {found}"
+        )
+    if tuple(mask.shape) != shape:
+        raise ShapeError(
+            f"{owner}: {name} is declared {pattern}, that is {shape}; found {tuple(mask.shape)}"
+        )
+    if dtype_name(mask) not in dtypes:
+        expected = "bool" if dtypes == ("bool",) else "an integer dtype"
+        raise TypeError(f"{owner}: {name} must have {expected}; found {dtype_name(mask)}")
+    device, expected_device = exact_device(mask), exact_device(like)
+    if None not in (device, expected_device) and device != expected_device:
+        raise ValueError(f"{owner}: {name} is on {device}; the inputs are on {expected_device}")
+    return mask
+
+
+def _is_contiguous(segment_ids: Array) -> Array:
+    """Per sequence, whether equal ids stand together: as many runs as there are ids."""
+    xp = namespace(segment_ids)
+
+    def runs(ids: Array) -> Array:
+        return xp.sum(cast(ids[:, 1:] != ids[:, :-1], xp.int32), axis=1)
+
+    return runs(segment_ids) == runs(xp.sort(segment_ids, axis=1))
+
+
+def check_cacheable(mechanism: Mechanism) -> None:
+    if not mechanism.offers.causal:
+        raise ValueError(f"{mechanism}: is not causal, so nothing of it can be cached")
+
+
+def _check_cache(
+    owner: str, cache: Cache, slot_keys: Mapping[str, object], inputs: Mapping[str, Array]
+) -> int:
+    """The capacity of the cache."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"{owner}: extend takes a Cache first, as init_cache makes it; "
+            f"found {type(cache).__name__}"
+        )
+    if is_spent(cache, slot_keys):
+        raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
+    missing = sorted(set(slot_keys) - set(cache.store))
+    surplus = sorted(set(cache.store) - set(slot_keys) - {KEY_MASK})
+    if missing or surplus:
+        raise ValueError(
+            f"{owner}: the cache is of another mechanism: it holds {sorted(cache.store)}, "
+            f"and {sorted(slot_keys)} are needed"
+        )
+    everything = {"the cache": cache.length, **inputs}
+    libraries = {name: library_of(array) for name, array in everything.items()}
+    if len(set(libraries.values())) > 1:
+        raise TypeError(f"{owner}: cache and inputs of one library expected; found {libraries}")
+    buffer = next(iter(cache.store.values()), None)
+    return 0 if buffer is None else int(buffer.shape[1])
+
+
+def _check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes) -> None:
+    from precondattn.declaration import Pattern
+
+    for call in mechanism.program.calls:
+        keys = call.slot_keys()
+        for slot in call.leaf.slots():
+            shape = Pattern.read(slot.pattern).shape(sizes)
+            found = tuple(cache.store[keys[slot.name]].shape)
+            if found != shape:
+                raise ShapeError(
+                    f"{owner}: the cache's {keys[slot.name]!r} has shape {found}; "
+                    f"these inputs need {shape}"
+                )
+
+
+def _shapes(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in inputs.items()}
+
+
+def _names(**masks: Array | None) -> frozenset[str]:
+    return frozenset(name for name, mask in masks.items() if mask is not None)
+
+
+def spoil(out: Array, spoiled: Array | None) -> Array:
+    """The output, NaN for sequences whose traced arguments were out of range."""
+    if spoiled is None:
+        return out
+    xp = namespace(out)
+    return xp.where(xp.reshape(spoiled, (-1,) + (1,) * (out.ndim - 1)), float("nan"), out)
+
+
+
+def new_token_count(bound: BoundCall, cache: Cache, lengths: Any) -> Array:
+    """How many tokens (b,) each sequence grows by."""
+    xp = namespace(cache.length)
+    if lengths is None:
+        return xp.full_like(cache.length, bound.sizes["t"])
+    if isinstance(lengths, list | tuple):
+        return xp.asarray(lengths, dtype=xp.int32, **placement(cache.length))
+    return cast(lengths, xp.int32)

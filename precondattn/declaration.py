@@ -1,0 +1,183 @@
+"""Declared inputs: name and symbolic shape, said once, used for checks, cases and docs.
+
+A pattern is a few axes, one letter each:
+
+===  ======================================================================
+b    batch
+t    query time
+s    key time
+c    capacity of a cache
+h    query heads
+n    key/value heads, a divisor of h
+u    value heads, a multiple of h
+d    key width
+e    value width
+m    slots
+===  ======================================================================
+
+An axis may be a multiple (`2*d`) or may broadcast (`1|b`: either b or 1). After the axes a range
+may stand: `"b s n in [0, 2]"`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+LETTERS = {
+    "b": "batch",
+    "t": "query time",
+    "s": "key time",
+    "c": "capacity",
+    "h": "query heads",
+    "n": "key/value heads",
+    "u": "value heads",
+    "d": "key width",
+    "e": "value width",
+    "m": "slots",
+}
+
+Shape = tuple[int, ...]
+Sizes = dict[str, int]
+
+
+class ShapeError(ValueError):
+    """An input's shape disagrees with its declaration or with another input."""
+
+
+class Axis(NamedTuple):
+    letter: str
+    multiple: int = 1
+    broadcasts: bool = False
+
+    def __str__(self) -> str:
+        multiple = f"{self.multiple}*" if self.multiple != 1 else ""
+        return ("1|" if self.broadcasts else "") + multiple + self.letter
+
+
+class Pattern(NamedTuple):
+    """One input's symbolic shape and, where it has one, the range of its values."""
+
+    axes: tuple[Axis, ...]
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Pattern:
+        """From its text, such as `"b s n in [0, 2]"`."""
+        axes_text, _, range_text = text.partition(" in ")
+        axes = []
+        for word in axes_text.split():
+            match = re.fullmatch(r"(1\|)?(?:(\d+)\*)?([a-z])", word)
+            if match is None or match[3] not in LETTERS:
+                raise ValueError(f"pattern {text!r}: {word!r} is no axis; letters are {[*LETTERS]}")
+            axes.append(Axis(match[3], int(match[2] or 1), bool(match[1])))
+        if not range_text:
+            return cls(tuple(axes))
+        low, high = (float(bound) for bound in range_text.strip("[]").split(","))
+        return cls(tuple(axes), low, high)
+
+    @property
+    def letters(self) -> str:
+        return "".join(axis.letter for axis in self.axes)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether it speaks of pairs of a query and a key, as an additive bias does."""
+        return "t" in self.letters and "s" in self.letters
+
+    def shape(self, sizes: Mapping[str, int]) -> Shape:
+        return tuple(axis.multiple * sizes[axis.letter] for axis in self.axes)
+
+    def renamed(self, letters: Mapping[str, str]) -> Pattern:
+        """The pattern with some of its letters replaced."""
+        renamed = (axis._replace(letter=letters.get(axis.letter, axis.letter)) for axis in self.axes)
+        return self._replace(axes=tuple(renamed))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.axes))
+
+
+class Inputs(Mapping[str, Pattern]):
+    """The inputs of a mechanism, in order.
+
+    Examples
+    --------
+    >>> inputs = Inputs(q="b t h d", k="b s n d")
+    >>> inputs.sizes("softmax", {"q": (2, 3, 8, 16), "k": (2, 5, 4, 16)})
+    {'b': 2, 't': 3, 'h': 8, 'd': 16, 's': 5, 'n': 4}
+    """
+
+    def __init__(self, **patterns: str | Pattern) -> None:
+        self._patterns = {
+            name: Pattern.read(pattern) if isinstance(pattern, str) else pattern
+            for name, pattern in patterns.items()
+        }
+
+    def __getitem__(self, name: str) -> Pattern:
+        return self._patterns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._patterns)
+
+    def __len__(self) -> int:
+        return len(self._patterns)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._patterns.items()))
+
+    def __repr__(self) -> str:
+        patterns = ", ".join(f'{name}="{pattern}"' for name, pattern in self.items())
+        return f"Inputs({patterns})"
+
+    def extending(self) -> Inputs:
+        """The inputs of `extend`: keys come with the queries, pairs span the cache's capacity."""
+        return Inputs(
+            **{
+                name: pattern.renamed({"s": "c"} if pattern.is_pairwise else {"s": "t"})
+                for name, pattern in self.items()
+            }
+        )
+
+    def sizes(
+        self, owner: str, shapes: Mapping[str, Shape], known: Mapping[str, int] | None = None
+    ) -> Sizes:
+        """The size of every letter, from the shapes of (some of) the inputs.
+
+        Raises
+        ------
+        ShapeError
+            naming the input, its pattern, the shape found and the axis in conflict.
+        """
+        sizes: Sizes = dict(known or {})
+        source: dict[str, str] = dict.fromkeys(sizes, "the cache")
+        for name, shape in shapes.items():
+            pattern = self[name]
+            about = f"{owner}: {name} is declared ({pattern}), found shape {shape}"
+            if len(shape) != len(pattern.axes):
+                raise ShapeError(f"{about}: {len(pattern.axes)} axes expected, not {len(shape)}")
+            for i, (axis, size) in enumerate(zip(pattern.axes, shape, strict=True)):
+                where = f"{about}: axis {i} ({axis})"
+                if size == 0:
+                    raise ShapeError(f"{where} is empty")
+                if axis.broadcasts and size == 1:
+                    continue
+                if size % axis.multiple:
+                    raise ShapeError(f"{where} is {size}, not a multiple of {axis.multiple}")
+                letter, found = axis.letter, size // axis.multiple
+                if sizes.setdefault(letter, found) != found:
+                    expected = axis.multiple * sizes[letter]
+                    raise ShapeError(f"{where} is {size}, but {expected} in {source[letter]}")
+                source.setdefault(letter, name)
+        _check_heads(owner, sizes, shapes)
+        return sizes
+
+
+def _check_heads(owner: str, sizes: Sizes, shapes: Mapping[str, Shape]) -> None:
+    for few, many in (("n", "h"), ("h", "u")):
+        if few in sizes and many in sizes and sizes[many] % sizes[few]:
+            raise ShapeError(
+                f"{owner}: {LETTERS[many]} ({many} = {sizes[many]}) must be a multiple of "
+                f"{LETTERS[few]} ({few} = {sizes[few]}); found shapes {dict(shapes)}"
+            )

@@ -1,0 +1,144 @@
+"""Running a plan: the output, the gradient in reverse, and the extension of a cache.
+
+Values between calls are in float32 or wider where the reference made them; a backend other than
+the reference gets its inputs in the call's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precondattn.arrays import Array, cast, dtype_name, namespace
+from precondattn.backend import Support
+from precondattn.cache import KEY_MASK, Cache, append
+from precondattn.call import BoundCall, spoil
+from precondattn.dispatch import Plan, PlannedCall
+
+Arrays = dict[str, Array]
+
+
+def forward(plan: Plan, call: BoundCall) -> Array:
+    """The output; differentiable by the arrays' own framework."""
+    values = dict(call.inputs)
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
+    return spoil(_in_call_dtype(values[plan.out], call), call.spoiled)
+
+
+def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
+    """The output, and the function that takes its cotangent to the gradients by input name."""
+    values = dict(call.inputs)
+    trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        out, residuals = planned.backend.forward(planned.piece, inputs, call.frame)
+        values[planned.out] = out
+        trace.append((planned, inputs, out, residuals))
+
+    def pullback(cotangent: Array) -> Arrays:
+        cotangents: Arrays = {plan.out: cotangent}
+        for planned, inputs, out, residuals in reversed(trace):
+            if planned.out not in cotangents:
+                continue
+            gradients = planned.backend.backward(
+                planned.piece,
+                inputs,
+                call.frame,
+                out,
+                residuals,
+                cast(cotangents[planned.out], out.dtype),
+            )
+            for name, value in planned.arguments:
+                gradient = gradients[name]
+                if value in cotangents:
+                    gradient = _sum(cotangents[value], gradient)
+                cotangents[value] = gradient
+        return {
+            name: cast(cotangents[name], array.dtype)
+            if name in cotangents
+            else namespace(array).zeros_like(array)
+            for name, array in call.inputs.items()
+        }
+
+    return spoil(_in_call_dtype(values[plan.out], call), call.spoiled), pullback
+
+
+def extend(
+    plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
+) -> tuple[Array, Cache]:
+    """The output for the new tokens, and the cache with them."""
+    values = dict(call.inputs)
+    updates: dict[str, Any] = {}
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        past = {own: cache.store[key] for own, key in planned.buffers}
+        out, made = planned.backend.step(planned.piece, past, inputs, call.frame)
+        values[planned.out] = out
+        for own, key in planned.buffers:
+            updates.setdefault(key, made[own])
+    store = {
+        key: append(cache.store[key], update.tokens, cache.length, count, donate=donate)
+        for key, update in updates.items()
+    }
+    if KEY_MASK in cache.store:
+        new = _new_key_mask(call, cache)
+        store[KEY_MASK] = append(cache.store[KEY_MASK], new, cache.length, count, donate=donate)
+    out = spoil(_in_call_dtype(values[plan.out], call), call.spoiled)
+    extended = Cache(cache.length + count, store)
+    if donate:
+        cache.store.clear()
+    return out, extended
+
+
+def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
+    k_valid = call.frame.k_valid
+    assert k_valid is not None  # The frame of an extension always says which slots are filled.
+    capacity = cache.store[KEY_MASK].shape[1]
+    return k_valid[:, capacity:]
+
+
+def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
+    inputs = {name: values[value] for name, value in planned.arguments}
+    if planned.backend.name == "reference":
+        return inputs
+    given = {id(array) for array in call.inputs.values()}
+    return {
+        name: array if id(array) in given else _in_call_dtype(array, call)
+        for name, array in inputs.items()
+    }
+
+
+def _in_call_dtype(array: Array, call: BoundCall) -> Array:
+    if dtype_name(array) == call.dtype:
+        return array
+    xp = namespace(array)
+    return xp.astype(array, getattr(xp, call.dtype))
+
+
+def _sum(a: Array, b: Array) -> Array:
+    """a + b in the wider of their dtypes: gradients of one value from two backends."""
+    xp = namespace(a, b)
+    dtype = xp.result_type(a.dtype, b.dtype)
+    return cast(a, dtype) + cast(b, dtype)
+
+
+def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
+    """How the framework's autograd is told about a call."""
+    support: Support = planned.support
+    if not support.differentiable:
+        if call.library == "torch":
+            from precondattn.bridges.torch import apply
+
+            return apply
+        if call.library == "jax":
+            from precondattn.bridges.jax import apply
+
+            return apply
+    return _plain
+
+
+def _plain(planned: PlannedCall, inputs: Arrays, frame: Any) -> Array:
+    out: Array = planned.backend.forward(planned.piece, inputs, frame)[0]
+    return out

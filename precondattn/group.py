@@ -1,0 +1,56 @@
+"""A group: several leaf calls as one mechanism, for a backend that does them in one go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from precondattn.declaration import Inputs
+from precondattn.expression import parse
+from precondattn.mechanism import Mechanism
+from precondattn.program import Program, read_program
+
+
+@dataclass(frozen=True)
+class Group(Mechanism):
+    """Leaf calls cut from a program, under names that do not depend on where they were cut."""
+
+    calls: Program
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(**self.calls.inputs)
+
+    @property
+    def program(self) -> Program:
+        return self.calls
+
+    @property
+    def output(self) -> str:
+        """The pattern of its result, that of its last leaf."""
+        return self.calls.calls[-1].leaf.output
+
+    def __str__(self) -> str:
+        return str(self.calls)
+
+
+def group_of(expression: str | Mechanism) -> Program:
+    """The program by which a backend recognises a mechanism: `group_of("lucid")`.
+
+    Examples
+    --------
+    >>> print(group_of("lucid"))
+    y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)
+    >>> group_of("lucid(laser)") == group_of("lucid(softmax[read=log_mean_exp])")
+    True
+    """
+    mechanism = parse(expression) if isinstance(expression, str) else expression
+    program = mechanism.program
+    return program.part(range(len(program.calls)))[0]
+
+
+@lru_cache(maxsize=None)
+def read_mechanism(text: str) -> Any:
+    """The leaf or group that `str` gave this text."""
+    return Group(read_program(text)) if " = " in text else parse(text)

@@ -1,0 +1,149 @@
+"""Options of mechanisms: dataclass fields that check their value at construction.
+
+An option is a field made by one of the functions below. It is checked when the mechanism is
+built, so that a mechanism that exists has options that make sense, and it knows how to read
+itself from the text of an expression.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from precondattn.arrays import is_finite_number
+
+
+class Kind(NamedTuple):
+    """What an option may be."""
+
+    expected: str
+    """In words, for the error."""
+    accept: Callable[[Any], Any]
+    """The value in its canonical form; raises ValueError when it is not one."""
+    read: Callable[[str], Any]
+    """The value from the text of an expression."""
+
+
+def _option(default: Any, kind: Kind) -> Any:
+    return dataclasses.field(default=default, metadata={"kind": kind})
+
+
+def _reject(_: Any) -> Any:
+    raise ValueError
+
+
+def _flag(value: Any) -> bool:
+    return value if isinstance(value, bool) else _reject(value)
+
+
+def _read_flag(text: str) -> Any:
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _number(lowest: float, *, inclusive: bool) -> Callable[[Any], float]:
+    def accept(value: Any) -> float:
+        value = value.item() if type(value).__module__ == "numpy" else value
+        if not is_finite_number(value) or value < lowest or (value == lowest and not inclusive):
+            raise ValueError
+        return float(value)
+
+    return accept
+
+
+def _read_number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError
+    return value
+
+
+def _read_count(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _or_none(kind: Kind) -> Kind:
+    return Kind(
+        f"{kind.expected}, or None",
+        lambda value: None if value is None else kind.accept(value),
+        lambda text: None if text == "none" else kind.read(text),
+    )
+
+
+def flag(default: bool) -> Any:
+    """True or False."""
+    return _option(default, Kind("True or False", _flag, _read_flag))
+
+
+def positive_or_none(default: float | None = None) -> Any:
+    """A finite number above 0, or None."""
+    kind = Kind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
+    return _option(default, _or_none(kind))
+
+
+def non_negative(default: float) -> Any:
+    """A finite number, 0 or above."""
+    kind = Kind("a finite number, 0 or above", _number(0.0, inclusive=True), _read_number)
+    return _option(default, kind)
+
+
+def count_or_none(default: int | None = None) -> Any:
+    """A whole number, 1 or above, or None."""
+    return _option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
+
+
+def choice(default: str, *others: str) -> Any:
+    """One of a few words."""
+    words = (default, *others)
+
+    def accept(value: Any) -> str:
+        return value if isinstance(value, str) and value in words else str(_reject(value))
+
+    return _option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str))
+
+
+def one_of(default: Any, *others: Any) -> Any:
+    """One of a few frozen objects, each of which has a `name`."""
+    objects = {each.name: each for each in (default, *others)}
+
+    def accept(value: Any) -> Any:
+        return value if value in objects.values() else _reject(value)
+
+    expected = "one of " + ", ".join(objects)
+    return _option(default, Kind(expected, accept, lambda text: objects.get(text, text)))
+
+
+def fields_of(mechanism: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The option fields of a mechanism or of its class, by name."""
+    return {f.name: f for f in dataclasses.fields(mechanism) if "kind" in f.metadata}
+
+
+def check_options(mechanism: Any) -> None:
+    """Bring every option into canonical form, or raise a ValueError that names it."""
+    for name, field in fields_of(mechanism).items():
+        kind: Kind = field.metadata["kind"]
+        value = getattr(mechanism, name)
+        try:
+            canonical = kind.accept(value)
+        except ValueError:
+            message = f"{mechanism.name}: option {name} must be {kind.expected}; found {value!r}"
+            raise ValueError(message) from None
+        object.__setattr__(mechanism, name, canonical)
+
+
+def text_of(value: Any) -> str:
+    """An option's value as it stands in an expression; the inverse of `Kind.read`."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return str(getattr(value, "name", value))

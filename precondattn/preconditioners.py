@@ -1,0 +1,177 @@
+"""The preconditioners: each a list of steps, and the reasons why some bases will not do.
+
+No mathematics stands here; it is in `spec/`, a file a leaf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.options import choice, flag, non_negative, positive_or_none
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.rms_norm import RMSNorm
+from precondattn.spec.softmax import Softmax
+
+
+@dataclass(frozen=True)
+class Lucid(Preconditioner):
+    """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
+
+    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is built with the base's own score function, from the
+    keys that reach the base, and inherits its causality, window, segments and lengths. There is
+    one solve for each key/value head, however many query heads read it.
+
+    With `normalize` "keys" or "queries_and_keys", no `beta` and no window, the inverse P of the
+    matrix obeys |P_ij| ≤ 1 and cond ≤ N √(N + 1) for any keys, duplicate and zero ones included.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any causal base with a score function.
+    normalize : {"keys", "queries_and_keys", "rows", "none"}
+        What is normalised: the keys inside Φ (Eq. 2); queries and keys everywhere; each row of the
+        matrix by its maximum (the paper's "max"; unbounded); nothing (Table 1; unbounded, and
+        overflows for long keys).
+    scale : float, optional
+        s inside Φ; the base's own by default.
+    eps : float
+        In the norm: rms(k) = √(mean(k²) + eps).
+    beta : bool
+        Whether there is an input `lucid_beta` (b, s, n) in [0, 2].
+    detach_max : bool
+        With "rows": whether the maximum is constant to the gradient.
+
+    Source
+    ------
+    LUCID, Eq. 2 and Table 5; its §3.4 for beta.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 2, 6, 4, 8))
+    >>> o = pa.Lucid()(q, k, v)
+    >>> o, cache = pa.Lucid().extend(pa.Lucid().init_cache(q, k, v, capacity=16), q, k, v)
+    >>> sorted(cache.store)
+    ['k', 'rms(k)', 'y']
+    """
+
+    name: ClassVar[str] = "lucid"
+    variants: ClassVar[tuple[str, ...]] = (
+        "lucid[eps=0]",
+        "lucid[scale=0.5]",
+        "lucid[beta=true]",
+        "lucid[normalize=queries_and_keys]",
+        "lucid[normalize=queries_and_keys,beta=true]",
+        "lucid[normalize=rows]",
+        "lucid[normalize=rows,detach_max=true]",
+        "lucid[normalize=none]",
+        "lucid(softmax[window=3])",
+        "lucid(softmax[scale=0.3])",
+        "lucid(softmax[bias=true])",
+    )
+
+    base: Mechanism = Softmax()
+    normalize: str = choice("keys", "queries_and_keys", "rows", "none")
+    scale: float | None = positive_or_none()
+    eps: float = non_negative(1e-6)
+    beta: bool = flag(False)
+    detach_max: bool = flag(False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.detach_max and self.normalize != "rows":
+            raise ValueError(
+                f"lucid: detach_max belongs to normalize='rows'; found {self.normalize!r}"
+            )
+        if self.normalize in ("rows", "none") and self.eps != LucidSolve.eps:
+            raise ValueError(f"lucid: eps belongs to a norm; normalize={self.normalize!r} has none")
+
+    @property
+    def offers(self) -> Offers:
+        # A row of A E⁻¹ neither sums to one nor is non-negative, and the score is used up.
+        return self.base.offers._replace(metric=None, read=None)
+
+    def refuses(self) -> str | None:
+        base = self.base.offers
+        if base.metric is None:
+            return "lucid needs a base with a score function of a query and a key"
+        if not base.causal:
+            return (
+                "lucid is causal: its matrix has to be triangular to be solved in quadratic time, "
+                "and the method defines no other"
+            )
+        if self.beta and self.normalize in ("rows", "none"):
+            return f"beta needs the unit diagonal that normalize={self.normalize!r} has not"
+        return None
+
+    def solve(self) -> LucidSolve:
+        """The preconditioner's own piece."""
+        base = self.base.offers
+        normalize = "given" if self.normalize == "queries_and_keys" else self.normalize
+        return LucidSolve(
+            metric=base.metric,
+            scale=base.scale if self.scale is None else self.scale,
+            window=base.window,
+            normalize=normalize,
+            eps=self.eps if normalize == "keys" else LucidSolve.eps,
+            beta=self.beta,
+            detach_max=self.detach_max,
+        )
+
+    def steps(self) -> tuple[Step, ...]:
+        if self.normalize != "queries_and_keys":
+            return (step("y", self.solve()), step("out", self.base, v="y"))
+        return (
+            step("q_unit", RMSNorm(self.eps), x="q"),
+            step("k_unit", RMSNorm(self.eps), x="k"),
+            step("y", self.solve(), k="k_unit"),
+            step("out", self.base, q="q_unit", k="k_unit", v="y"),
+        )
+
+
+@dataclass(frozen=True)
+class Laser(Preconditioner):
+    """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
+
+    Parameters
+    ----------
+    base : Mechanism
+        A base that reads its values as a mean, with non-negative weights that sum to one.
+
+    Source
+    ------
+    LASER (arXiv 2411.03493), Eq. 6–9.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 2, 6, 4, 8))
+    >>> bool(np.all(pa.Laser()(q, k, v) >= pa.Softmax()(q, k, v) - 1e-12))
+    True
+    """
+
+    name: ClassVar[str] = "laser"
+    variants: ClassVar[tuple[str, ...]] = (
+        "laser(softmax[causal=false])",
+        "laser(softmax[window=3])",
+        "laser(softmax[bias=true])",
+    )
+
+    base: Mechanism = Softmax()
+
+    @property
+    def offers(self) -> Offers:
+        return self.base.offers._replace(read=None)
+
+    def refuses(self) -> str | None:
+        if self.base.offers.read != "mean":
+            return "laser needs non-negative weights that sum to one, to take a logarithm of"
+        return None
+
+    def steps(self) -> tuple[Step, ...]:
+        return (step("out", self.base.with_read(LOG_MEAN_EXP)),)

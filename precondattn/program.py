@@ -1,0 +1,220 @@
+"""Programs: what a mechanism is once its steps are unfolded, a list of leaf calls.
+
+`lucid(laser)` is
+
+    y = lucid_solve(k, v); out = softmax[read=log_mean_exp](q, k, v=y)
+
+Every value has one name and is made once; a leaf called twice on the same values is one call.
+Output, gradient, cache, declared inputs and the choice of backends are all derived from the
+program. Equal programs get equal kernels, however the mechanism was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from precondattn.declaration import Pattern
+
+if TYPE_CHECKING:
+    from precondattn.mechanism import Leaf, Mechanism, Preconditioner
+
+
+class Call(NamedTuple):
+    """One leaf, applied to named values."""
+
+    out: str
+    leaf: Leaf
+    arguments: tuple[tuple[str, str], ...]
+    """(the leaf's name of an input, the name of the value)."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(value for _, value in self.arguments)
+
+    def slot_keys(self) -> dict[str, str]:
+        """The leaf's slots, by the name of the value whose history each holds."""
+        names = {**dict(self.arguments), "out": self.out}
+        return {slot.name: slot.holds.format(**names) for slot in self.leaf.slots()}
+
+    def __str__(self) -> str:
+        arguments = (a if a == value else f"{a}={value}" for a, value in self.arguments)
+        return f"{self.out} = {self.leaf}({', '.join(arguments)})"
+
+
+class Program:
+    """Leaf calls in order; the last value named `out` is the result. Hashable by its text."""
+
+    def __init__(
+        self,
+        calls: Iterable[Call],
+        out: str,
+        meanings: Mapping[str, object],
+        patterns: Mapping[str, Pattern],
+    ) -> None:
+        self.calls = tuple(calls)
+        self.out = out
+        self.meanings = dict(meanings)
+        """What each input means."""
+        self.inputs = dict(patterns)
+        """Each input's pattern, in order of first use."""
+        self.text = "; ".join(map(str, self.calls))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<program {self.text}>"
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and (self.text, self.out) == (other.text, other.out)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return tuple(call.leaf for call in self.calls)
+
+    def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
+        """Some of the calls as a program of their own, and its names for this program's values.
+
+        Names in a part do not depend on where it was cut from: a value from outside is called
+        what the first leaf to read it calls it (with a number where that is taken), a value made
+        inside is y1, y2 … and the result is out. So `softmax` around `lucid_solve` is one
+        program, whether or not something stands before, between or after them.
+        """
+        calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
+        names: dict[str, str] = {}
+        made = {call.out for call in calls}
+        patterns: dict[str, Pattern] = {}
+        taken: set[str] = set()
+        for call in calls:
+            for formal, value in call.arguments:
+                if value in made or value in names:
+                    continue
+                name, number = formal, 1
+                while name in taken:
+                    number += 1
+                    name = f"{formal}{number}"
+                taken.add(name)
+                names[value] = name
+                patterns[name] = call.leaf.inputs[formal]
+        for i, call in enumerate(calls):
+            names[call.out] = "out" if i == len(calls) - 1 else f"y{i + 1}"
+        renamed = [
+            Call(names[c.out], c.leaf, tuple((a, names[v]) for a, v in c.arguments)) for c in calls
+        ]
+        return Program(renamed, "out", dict.fromkeys(patterns, "given"), patterns), names
+
+
+def _canonical_order(calls: list[Call]) -> list[Call]:
+    """The calls in an order that does not depend on how independent ones were written."""
+    ordered: list[Call] = []
+    waiting = list(calls)
+    while waiting:
+        to_come = {call.out for call in waiting}
+        ready = [call for call in waiting if not call.reads & to_come]
+        following = min(ready, key=lambda call: str(call.leaf))
+        ordered.append(following)
+        waiting.remove(following)
+    return ordered
+
+
+def read_program(text: str) -> Program:
+    """The program from its text: the inverse of `str` for programs made by `Program.part`."""
+    from precondattn.expression import parse
+
+    calls: list[Call] = []
+    patterns: dict[str, Pattern] = {}
+    made: set[str] = set()
+    for line in text.split("; "):
+        match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
+        if match is None:
+            raise ValueError(f"{line!r} is no call of a leaf")
+        leaf: Any = parse(match[2])
+        arguments = []
+        for word in match[3].split(", "):
+            formal, _, value = word.partition("=")
+            arguments.append((formal, value or formal))
+            if (value or formal) not in made:
+                patterns.setdefault(value or formal, leaf.inputs[formal])
+        calls.append(Call(match[1], leaf, tuple(arguments)))
+        made.add(match[1])
+    return Program(calls, calls[-1].out, dict.fromkeys(patterns, "given"), patterns)
+
+
+@lru_cache(maxsize=None)
+def program_of(mechanism: Mechanism) -> Program:
+    """A mechanism, unfolded.
+
+    Raises
+    ------
+    TypeError
+        where two inputs of one name mean different things, or a renaming hits a taken name.
+    """
+    steps = getattr(mechanism, "steps", None)
+    if steps is None:
+        leaf: Any = mechanism
+        call = Call("out", leaf, tuple((name, name) for name in leaf.inputs))
+        meanings = {name: leaf.meaning(name) for name in leaf.inputs}
+        return Program([call], "out", meanings, leaf.inputs)
+    return _unfold(mechanism)  # type: ignore[arg-type]
+
+
+def _unfold(mechanism: Preconditioner) -> Program:
+    """The steps' programs, one after the other, under this preconditioner's names."""
+    calls: list[Call] = []
+    known: dict[tuple[Leaf, tuple[tuple[str, str], ...]], str] = {}
+    values: dict[str, str] = {}  # A step's name of its output, or an input -> the value's name.
+    meanings: dict[str, object] = {}
+    patterns: dict[str, Pattern] = {}
+    made: set[str] = set()
+    steps = mechanism.steps()
+    for step in steps:
+        inner, renamed = step.mechanism.program, dict(step.renamed)
+        inside = {}
+        for name, pattern in inner.inputs.items():
+            outer = renamed.get(name, name)
+            if outer not in made:
+                _declare(mechanism, step.mechanism, name, outer, meanings)
+                patterns.setdefault(outer, pattern)
+                values.setdefault(outer, outer)
+            inside[name] = values[outer]
+        for call in inner.calls:
+            arguments = tuple((formal, inside[value]) for formal, value in call.arguments)
+            last = call.out == inner.out
+            name = step.out if last else f"{step.out}.{call.out}"
+            if (call.leaf, arguments) not in known:
+                known[call.leaf, arguments] = name
+                calls.append(Call(name, call.leaf, arguments))
+            inside[call.out] = known[call.leaf, arguments]
+        made.add(step.out)
+        if step.out in patterns:
+            raise TypeError(f"{mechanism.name}: a step makes {step.out!r}, which is an input too")
+        values[step.out] = inside[inner.out]
+    return Program(calls, values[steps[-1].out], meanings, patterns)
+
+
+def _declare(
+    owner: Preconditioner, piece: Mechanism, name: str, outer: str, meanings: dict[str, object]
+) -> None:
+    """Note that `piece` reads the input `outer` as its `name`, if that is no contradiction."""
+    if outer != name and piece == owner.base and outer in owner.base.inputs:
+        raise TypeError(
+            f"{owner.name}({owner.base}): {name} would be renamed to {outer}, "
+            f"which {owner.base} declares already"
+        )
+    from precondattn.mechanism import ATTENTION_INPUTS
+
+    if outer == name:
+        meaning = piece.meaning(name)
+    else:
+        meaning = "attention" if outer in ATTENTION_INPUTS else owner.name
+    if meanings.setdefault(outer, meaning) != meaning:
+        raise TypeError(
+            f"{owner.name}({owner.base}): the input {outer!r} would mean two things, "
+            f"that of {meanings[outer]} and that of {meaning}"
+        )

@@ -1,0 +1,69 @@
+"""The reference backend: the oracle itself, leaf by leaf, on any array library.
+
+It is plain differentiable code. Half-precision inputs are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import Array, upcast
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+
+if TYPE_CHECKING:
+    from precondattn.mechanism import Arrays, Leaf, Residuals
+
+
+class Reference(Backend):
+    """Correct, clear, and quadratic in memory."""
+
+    name = "reference"
+    preference = -1_000_000
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) > 1:
+            return Support.no("runs one leaf at a time")
+        return Support.yes(differentiable=True)
+
+    def forward(
+        self, mechanism: Leaf, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        return mechanism.forward(_upcast(inputs), frame)
+
+    def backward(
+        self,
+        mechanism: Leaf,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        return mechanism.backward(
+            _upcast(inputs), frame, upcast(out), residuals, upcast(cotangent)
+        )
+
+    def step(
+        self,
+        mechanism: Leaf,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        names = {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+        past = {names[key]: buffer for key, buffer in past.items()}
+        out, updates = mechanism.step(_upcast(past), _upcast(inputs), frame)
+        keys = {slot: key for key, slot in names.items()}
+        return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def residual_shapes(
+        self, mechanism: Leaf, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        raise NotImplementedError("the reference is traced itself; nothing has to be foretold")
+
+
+def _upcast(arrays: Mapping[str, Array]) -> Arrays:
+    return {name: upcast(array) for name, array in arrays.items()}

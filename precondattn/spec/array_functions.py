@@ -1,0 +1,87 @@
+"""What the oracle needs and the array-API standard lacks.
+
+Shapes inside the oracle put heads before time, `(b, h, t, d)`, so that a matrix product over the
+last two axes is one attention head.
+"""
+
+from __future__ import annotations
+
+import math
+
+from precondattn.arrays import Array, namespace, placement
+
+
+def transpose(x: Array) -> Array:
+    """The last two axes exchanged."""
+    return namespace(x).matrix_transpose(x)
+
+
+def swap_time_and_heads(x: Array) -> Array:
+    """(b, t, h, …) to (b, h, t, …), and back."""
+    return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+def repeat_heads(x: Array, heads: int) -> Array:
+    """(b, n, …) to (b, heads, …): query head i reads key/value head ⌊i / (heads / n)⌋."""
+    group = heads // x.shape[1]
+    return x if group == 1 else namespace(x).repeat(x, group, axis=1)
+
+
+def sum_heads(x: Array, heads: int) -> Array:
+    """(b, h, …) to (b, heads, …), the sum over each group: the transpose of `repeat_heads`."""
+    if x.shape[1] == heads:
+        return x
+    xp = namespace(x)
+    return xp.sum(xp.reshape(x, (x.shape[0], heads, -1, *x.shape[2:])), axis=2)
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """The sum over the axes along which `shape` was broadcast to x."""
+    xp = namespace(x)
+    for axis, (wide, narrow) in enumerate(zip(x.shape, shape, strict=True)):
+        if wide != narrow:
+            x = xp.sum(x, axis=axis, keepdims=True)
+    return x
+
+
+def row_sum(x: Array) -> Array:
+    """The sum along the last axis, which is kept."""
+    return namespace(x).sum(x, axis=-1, keepdims=True)
+
+
+def identity_like(x: Array) -> Array:
+    """The identity matrix of x's last axis."""
+    return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))
+
+
+def solve(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right, for stacks of matrices (…, s, s) and (…, s, e)."""
+    xp = namespace(matrix, right)
+    batch = tuple(
+        max(m, r) for m, r in zip(matrix.shape[:-2], right.shape[:-2], strict=True)
+    )  # Not every library broadcasts the stacks.
+    matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
+    right = xp.broadcast_to(right, batch + right.shape[-2:])
+    return xp.linalg.solve(matrix, right)
+
+
+def finite_or_zero(x: Array) -> Array:
+    """x, with 0 in place of −∞: the shift of a row in which there is nothing."""
+    return namespace(x).where(x == -math.inf, 0.0, x)
+
+
+def log_sum_exp(x: Array, axis: int) -> Array:
+    """log Σ eˣ along an axis, which is kept; −∞ where every x is −∞.
+
+    Neither it nor its derivative is NaN there.
+    """
+    xp = namespace(x)
+    shift = finite_or_zero(xp.max(x, axis=axis, keepdims=True))
+    total = xp.sum(xp.exp(x - shift), axis=axis, keepdims=True)
+    some = total > 0
+    return xp.where(some, shift + xp.log(xp.where(some, total, 1.0)), -math.inf)
+
+
+def mask_scores(visible: Array, scores: Array) -> Array:
+    """The scores, −∞ where a pair is not visible. Exponents are masked before `exp`, always."""
+    return namespace(scores).where(visible, scores, -math.inf)

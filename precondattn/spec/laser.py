@@ -1,0 +1,52 @@
+"""LASER: attention in exponential value space.
+
+    o = log(A eᵛ),    A = softmax(s q kᵀ)              (LASER Eq. 6)
+
+elementwise, or, as one log-sum-exp over the visible keys j for each channel c,
+
+    o_ic = log Σ_j exp(log a_ij + v_jc).
+
+The second form is exact: nothing under- or overflows, whatever the values, and no value that a
+query may not see enters its output, which is not true of the paper's Algorithm 1 (the column
+maximum it subtracts is taken over future tokens as well).
+
+With the posterior weights w_ijc = a_ij exp(v_jc − o_ic), Σ_j w_ijc = 1,
+
+    dv_jc = Σ_i dO_ic w_ijc,    dS_ij = Σ_c dO_ic w_ijc − a_ij Σ_c dO_ic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import finite_or_zero, log_sum_exp, row_sum
+
+
+def _each_channel(log_weights: Array, v: Array) -> Array:
+    """log a_ij + v_jc, of shape (b, h, t, s, e)."""
+    return log_weights[..., None] + v[:, :, None, :, :]
+
+
+@dataclass(frozen=True)
+class LogMeanExp:
+    """o = log(A eᵛ)."""
+
+    name: ClassVar[str] = "log_mean_exp"
+
+    def forward(self, log_weights: Array, v: Array) -> Array:
+        o = log_sum_exp(_each_channel(log_weights, v), axis=3)
+        return finite_or_zero(o[:, :, :, 0, :])
+
+    def backward(
+        self, log_weights: Array, v: Array, o: Array, d_o: Array
+    ) -> tuple[Array, Array]:
+        xp = namespace(v)
+        posterior = xp.exp(_each_channel(log_weights, v) - o[:, :, :, None, :])
+        weighted = d_o[:, :, :, None, :] * posterior
+        d_scores = xp.sum(weighted, axis=-1) - xp.exp(log_weights) * row_sum(d_o)
+        return d_scores, xp.sum(weighted, axis=2)
+
+
+LOG_MEAN_EXP = LogMeanExp()

@@ -1,0 +1,295 @@
+"""LUCID's preconditioner: values decorrelated by the keys, in a triangular solve.
+
+    E y = diag(β) v,    E = I + diag(β) stril(Φ),    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d)
+
+and attention then reads y in place of v: o = softmax(s q kᵀ + mask) y. With β = 1, ε = 0 this is
+Eq. 2 of LUCID, since there diag(Φ) = 1; here the unit diagonal is enforced and never computed. The
+shift s·d makes Φ ≤ 1. One solve serves all query heads of a key/value head.
+
+As a recurrence (the second form, `forward_substitution`): y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j).
+
+LUCID's Table 5 and Table 1 have two variants without a unit diagonal and without a bound:
+
+    rows:    E_ij = exp(s ⟨k_i, k_j⟩ − m_i),  m_i = max_{j≤i} s ⟨k_i, k_j⟩
+    none:    E_ij = exp(s ⟨k_i, k_j⟩)
+
+Gradient, with Eᵀ X = dy:
+
+    dv = β∘X,    dβ_t = X_t·(v_t − Σ_{j<t} Φ_tj y_j),    dE = −(β∘X) yᵀ below the diagonal,
+
+then through exp, the metric, and the norm. `rows` adds dm_i = X_i·v_i at the (first) maximum.
+
+Cache: the keys, y, and rms(k); never v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    cast,
+    namespace,
+    stop_gradient,
+    zero_where_not,
+)
+from precondattn.cache import Append, Slot, Updates
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Leaf, Residuals
+from precondattn.options import (
+    choice,
+    count_or_none,
+    flag,
+    non_negative,
+    one_of,
+    positive_or_none,
+    text_of,
+)
+from precondattn.spec.array_functions import (
+    finite_or_zero,
+    identity_like,
+    mask_scores,
+    repeat_heads,
+    row_sum,
+    solve,
+    swap_time_and_heads,
+    transpose,
+)
+from precondattn.spec.metric import DOT, Metric
+from precondattn.spec.rms_norm import rms, rms_norm_vjp
+
+
+class System(NamedTuple):
+    """The triangular system of one call: queries are the keys whose y is wanted."""
+
+    strict: Array
+    """Φ, or E, strictly below the diagonal (b, n, t, s)."""
+    diagonal: Array
+    """E's diagonal (b, n, t, 1)."""
+    beta: Array
+    """β (b, n, t, 1)."""
+    at_maximum: Array | None
+    """Where each row's maximum stands (b, n, t, s), in the variant `rows`."""
+
+    def matrix(self) -> Array:
+        """E of the last t keys among themselves."""
+        t, s = self.strict.shape[-2:]
+        strict = self.strict[..., s - t :]
+        return identity_like(strict) * self.diagonal + self.beta * strict
+
+
+@dataclass(frozen=True)
+class LucidSolve(Leaf):
+    """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
+
+    Parameters
+    ----------
+    metric : Metric
+        The score function ⟨·, ·⟩, that of the base.
+    scale : float, optional
+        s; d^{-1/2} by default.
+    window : int, optional
+        Only keys less than this far apart meet.
+    normalize : {"keys", "given", "rows", "none"}
+        Whether keys are normalised here ("keys"), were so before ("given"), or which unbounded
+        variant is meant ("rows": each row by its maximum; "none").
+    eps : float
+        In the norm: rms(k) = √(mean(k²) + eps).
+    beta : bool
+        Whether there is an input `lucid_beta` in [0, 2]; with normalised keys only.
+    detach_max : bool
+        Whether the maximum of "rows" is constant to the gradient.
+
+    Source
+    ------
+    LUCID Eq. 2, §3.2–3.4; variants: Table 1, Table 5.
+
+    Examples
+    --------
+    Equal keys turn values into differences: y_t = v_t − v_{t−1}.
+
+    >>> import numpy as np
+    >>> k = np.ones((1, 4, 1, 8))
+    >>> v = np.asarray([1.0, 4.0, 9.0, 16.0]).reshape(1, 4, 1, 1)
+    >>> LucidSolve()(k, v).ravel().round(6)
+    array([1., 3., 5., 7.])
+    """
+
+    name: ClassVar[str] = "lucid_solve"
+    role: ClassVar[str] = "piece"
+    variants: ClassVar[tuple[str, ...]] = (
+        "lucid_solve[beta=true]",
+        "lucid_solve[window=3]",
+        "lucid_solve[normalize=rows]",
+        "lucid_solve[normalize=none]",
+    )
+
+    metric: Metric = one_of(DOT)
+    scale: float | None = positive_or_none()
+    window: int | None = count_or_none()
+    normalize: str = choice("keys", "given", "rows", "none")
+    eps: float = non_negative(1e-6)
+    beta: bool = flag(False)
+    detach_max: bool = flag(False)
+
+    output = "b s n e"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta and not self.has_unit_diagonal:
+            raise ValueError(
+                f"lucid_solve: beta is defined with a unit diagonal only, that is with "
+                f"normalize='keys'; found normalize={self.normalize!r}"
+            )
+
+    @property
+    def has_unit_diagonal(self) -> bool:
+        return self.normalize in ("keys", "given")
+
+    @property
+    def inputs(self) -> Inputs:
+        beta: dict[str, Any] = {"lucid_beta": "b s n in [0, 2]"} if self.beta else {}
+        return Inputs(k="b s n d", v="b s n e", **self.metric.inputs, **beta)
+
+    def meaning(self, name: str) -> object:
+        return self.metric if name in self.metric.inputs else super().meaning(name)
+
+    def _scale(self, d: int) -> float:
+        return d**-0.5 if self.scale is None else self.scale
+
+    def _extra(self, x: Mapping[str, Array]) -> Arrays:
+        return {name: swap_time_and_heads(x[name]) for name in self.metric.inputs}
+
+    def _rms(self, k: Array) -> Array:
+        """The factor 1/r of every key in the scores (b, n, s, 1)."""
+        return rms(k, self.eps) if self.normalize == "keys" else namespace(k).ones_like(k[..., :1])
+
+    def _system(self, x: Mapping[str, Array], scores: Array, frame: Frame) -> System:
+        """The system whose unscaled scores (b, n, t, s) are those of its keys."""
+        xp = namespace(scores)
+        d = x["k"].shape[3]
+        scores = self._scale(d) * scores
+        below = frame.visible(causal=True, window=self.window, strict=True)
+        valid = xp.ones_like(scores[..., :1]) > 0
+        if frame.q_valid is not None:
+            valid = valid & frame.q_valid[:, None, :, None]
+        one = xp.ones_like(scores[..., :1])
+        if self.has_unit_diagonal:
+            shifted = mask_scores(below, scores - self._scale(d) * d)
+            beta = swap_time_and_heads(x["lucid_beta"])[..., None] if self.beta else one
+            return System(xp.exp(shifted), one, zero_where_not(valid, beta), None)
+
+        t, s = scores.shape[-2:]
+        on_diagonal = (arange_like(t, scores)[:, None] + (s - t)) == arange_like(s, scores)
+        scores = mask_scores(below | (on_diagonal & valid), scores)
+        at_maximum = None
+        if self.normalize == "rows":
+            first = xp.argmax(scores, axis=-1)[..., None]
+            at_maximum = cast(first, xp.int32) == arange_like(s, scores)
+            maximum = row_sum(xp.where(at_maximum, finite_or_zero(scores), 0.0))
+            scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
+        weights = xp.exp(scores)
+        diagonal = row_sum(zero_where_not(on_diagonal, weights))
+        # A row of padding sees not even itself; a unit diagonal keeps the system regular there.
+        diagonal = xp.where(valid, diagonal, 1.0)
+        return System(
+            zero_where_not(below, weights), diagonal, zero_where_not(valid, one), at_maximum
+        )
+
+    def _full_system(self, x: Mapping[str, Array], frame: Frame) -> System:
+        k = swap_time_and_heads(x["k"])
+        normed = k / self._rms(k)
+        scores = self.metric.scores(normed, normed, self._extra(x))
+        return self._system(x, scores, frame.among_keys(k.shape[2]))
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        system = self._full_system(x, frame)
+        v = swap_time_and_heads(x["v"])
+        return swap_time_and_heads(solve(system.matrix(), system.beta * v)), ()
+
+    def forward_substitution(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        """The second form, one token after the other; for tests."""
+        system = self._full_system(x, frame)
+        v = swap_time_and_heads(x["v"])
+        xp = namespace(v)
+        rows: list[Array] = []
+        for t in range(v.shape[2]):
+            residual = v[:, :, t, :]
+            for j, y_j in enumerate(rows):
+                residual = residual - system.strict[:, :, t, j : j + 1] * y_j
+            rows.append(system.beta[:, :, t, :] * residual / system.diagonal[:, :, t, :])
+        return swap_time_and_heads(xp.stack(rows, axis=2))
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
+        y, extra = swap_time_and_heads(out), self._extra(x)
+        system = self._full_system(x, frame)
+        solved = solve(transpose(system.matrix()), swap_time_and_heads(cotangent))
+        d_v = system.beta * solved
+
+        # d_scores is the gradient of the exponents, before the scale.
+        exponentials = system.strict
+        if not self.has_unit_diagonal:
+            exponentials = exponentials + identity_like(exponentials) * system.diagonal
+        d_scores = -(d_v @ transpose(y)) * exponentials
+        if system.at_maximum is not None and not self.detach_max:
+            d_maximum = row_sum(d_v * v)
+            d_scores = d_scores + zero_where_not(system.at_maximum, d_maximum)
+
+        normed = k / self._rms(k)
+        d_left, d_right, d_extra = self.metric.vjp(
+            normed, normed, extra, self._scale(k.shape[3]) * d_scores
+        )
+        d_k = d_left + d_right
+        if self.normalize == "keys":
+            d_k = rms_norm_vjp(k, self.eps, d_k)
+        gradients = {"k": swap_time_and_heads(d_k), "v": swap_time_and_heads(d_v)}
+        gradients |= {name: swap_time_and_heads(d) for name, d in d_extra.items()}
+        if self.beta:
+            d_beta = row_sum(solved * (v - system.strict @ y))[..., 0]
+            gradients["lucid_beta"] = swap_time_and_heads(d_beta)
+        return gradients
+
+    def slots(self) -> tuple[Slot, ...]:
+        kept = (
+            Slot("key", self.metric.holds, "b c n d"),
+            Slot("solved", "{out}", "b c n e"),
+        )
+        if self.normalize != "keys":
+            return kept
+        eps = "" if self.eps == 1e-6 else f"[eps={text_of(self.eps)}]"
+        return (*kept, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
+
+    def step(
+        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        xp = namespace(x["k"])
+        k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
+        past_k, past_y = swap_time_and_heads(past["key"]), swap_time_and_heads(past["solved"])
+        r, past_r = self._rms(k), xp.ones_like(past_k[..., :1])
+        if self.normalize == "keys":
+            # The norm is that of the key as it came; a cached key may have been transported since.
+            past_r = swap_time_and_heads(past["rms"])[..., None]
+            past_r = xp.where(past_r > 0, past_r, 1.0)
+        scores = self.metric.extended_scores(k / r, past_k, k, self._extra(x))
+        scores = scores / transpose(xp.concat([past_r, r], axis=2))
+        system = self._system(x, scores, frame.among_keys(k.shape[2]))
+
+        capacity = past_k.shape[2]
+        residual = v - system.strict[..., :capacity] @ past_y
+        y = swap_time_and_heads(solve(system.matrix(), system.beta * residual))
+        updates = {"key": Append(x["k"]), "solved": Append(y)}
+        if self.normalize == "keys":
+            updates["rms"] = Append(swap_time_and_heads(r)[..., 0])
+        return y, updates

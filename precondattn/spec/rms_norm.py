@@ -1,0 +1,72 @@
+"""Root-mean-square norm without gain.
+
+    RN(x) = x / rms(x),    rms(x) = √(mean(x²) + ε)
+
+Source: LUCID §3.2 (with ε = 0). Rows of RN(x) have length √d when ε = 0.
+
+The row x = 0 with ε = 0 is taken to be 0 (rms := 1), so that a zero key stays a zero key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals, TokenWise
+from precondattn.options import non_negative
+from precondattn.spec.array_functions import row_sum
+
+
+def rms(x: Array, eps: float) -> Array:
+    """√(mean(x²) + ε) along the last axis, which is kept."""
+    xp = namespace(x)
+    mean_square = row_sum(x * x) / x.shape[-1] + eps
+    return xp.sqrt(xp.where(mean_square > 0, mean_square, 1.0))
+
+
+def rms_norm(x: Array, eps: float) -> Array:
+    return x / rms(x, eps)
+
+
+def rms_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
+    """dx = (g − x (x·g) / (d rms²)) / rms, exact for every ε."""
+    r = rms(x, eps)
+    return (cotangent - x * row_sum(x * cotangent) / (x.shape[-1] * r * r)) / r
+
+
+@dataclass(frozen=True)
+class RMSNorm(TokenWise):
+    """RN(x), row by row.
+
+    Source: LUCID §3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.asarray([3.0, 4.0]).reshape(1, 1, 1, 2)
+    >>> np.linalg.vector_norm(RMSNorm(eps=0.0)(x)).round(6) == np.sqrt(2).round(6)
+    np.True_
+    """
+
+    name: ClassVar[str] = "rms_norm"
+    eps: float = non_negative(1e-6)
+
+    inputs = Inputs(x="b t h d")
+    output = "b t h d"
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        return rms_norm(x["x"], self.eps), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        return {"x": rms_norm_vjp(x["x"], self.eps, cotangent)}

@@ -1,0 +1,202 @@
+"""Softmax attention.
+
+    S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
+
+with s = d^{-1/2} unless given. Source: Vaswani et al. 2017; LUCID §3.1, LASER Eq. 2.
+
+The weights are never normalised by a division of small numbers: log a_ij = S_ij − lse_i, where
+lse_i = log Σ_j e^{S_ij} over the visible keys.
+
+Gradient, with dS from the read (`read.py`, `laser.py`):
+
+    (dq, dk) = s · vjp of ⟨q, k⟩ at dS,    dbias = dS.
+
+Cache: keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.cache import Append, Slot, Updates
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Leaf, Offers, Residuals
+from precondattn.options import count_or_none, flag, one_of, positive_or_none
+from precondattn.spec.array_functions import (
+    finite_or_zero,
+    log_sum_exp,
+    mask_scores,
+    repeat_heads,
+    sum_heads,
+    sum_to,
+    swap_time_and_heads,
+)
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.metric import DOT, Metric
+from precondattn.spec.read import MEAN, Read
+
+
+@dataclass(frozen=True)
+class Softmax(Leaf):
+    """Softmax attention: o = softmax(s q kᵀ + bias + mask) v.
+
+    Query i of t stands at position i + s − t of the keys. With fewer key/value heads than query
+    heads (n < h), query head i reads key/value head ⌊i n / h⌋.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether a query sees only keys at its own position and before.
+    scale : float, optional
+        The factor s of the logits; d^{-1/2} by default.
+    window : int, optional
+        A query at i sees keys at j with |i − j| < window.
+    bias : bool
+        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits. In
+        `extend` its last axis is the cache's capacity: column j is the key at position j.
+    read : Mean or LogMeanExp
+        How the values are read. `Laser` sets it.
+
+    Source
+    ------
+    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.normal(size=(2, 5, 8, 16))
+    >>> k, v = rng.normal(size=(2, 2, 5, 4, 16))
+    >>> pa.Softmax()(q, k, v).shape
+    (2, 5, 8, 16)
+    """
+
+    name: ClassVar[str] = "softmax"
+    variants: ClassVar[tuple[str, ...]] = (
+        "softmax[causal=false]",
+        "softmax[scale=0.3]",
+        "softmax[window=3]",
+        "softmax[causal=false,window=3]",
+        "softmax[bias=true]",
+    )
+    metric: ClassVar[Metric] = DOT
+
+    causal: bool = flag(True)
+    scale: float | None = positive_or_none()
+    window: int | None = count_or_none()
+    bias: bool = flag(False)
+    read: Read = one_of(MEAN, LOG_MEAN_EXP)
+
+    output = "b t h e"
+
+    @property
+    def inputs(self) -> Inputs:
+        bias: dict[str, Any] = {"bias": "1|b 1|h t s"} if self.bias else {}
+        return Inputs(q="b t h d", k="b s n d", v="b s n e", **self.metric.inputs, **bias)
+
+    @property
+    def offers(self) -> Offers:
+        return Offers(
+            metric=self.metric,
+            scale=self.scale,
+            causal=self.causal,
+            window=self.window,
+            read=self.read.name,
+        )
+
+    def meaning(self, name: str) -> object:
+        return self.metric if name in self.metric.inputs else super().meaning(name)
+
+    def with_read(self, read: Read) -> Softmax:
+        return replace(self, read=read)
+
+    def _scale(self, d: int) -> float:
+        return d**-0.5 if self.scale is None else self.scale
+
+    def _extra(self, x: Mapping[str, Array], heads: int) -> Arrays:
+        """The metric's own inputs, one for each of `heads`."""
+        names = self.metric.inputs
+        return {n: repeat_heads(swap_time_and_heads(x[n]), heads) for n in names}
+
+    def _visible(self, frame: Frame) -> Array:
+        return frame.visible(causal=self.causal, window=self.window)
+
+    def _scores(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
+        h, d = q.shape[1], q.shape[3]
+        scores = self._scale(d) * self.metric.scores(q, repeat_heads(k, h), self._extra(x, h))
+        if self.bias:
+            scores = scores + x["bias"]
+        return mask_scores(self._visible(frame), scores)
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
+        scores = self._scores(x, frame)
+        lse = log_sum_exp(scores, axis=-1)
+        o = self.read.forward(scores - finite_or_zero(lse), v)
+        return swap_time_and_heads(o), (lse,)
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
+        h, n, d = q.shape[1], k.shape[1], q.shape[3]
+        (lse,) = residuals
+        d_scores, d_v = self.read.backward(
+            self._scores(x, frame) - finite_or_zero(lse),
+            repeat_heads(v, h),
+            swap_time_and_heads(out),
+            swap_time_and_heads(cotangent),
+        )
+        d_q, d_k, d_extra = self.metric.vjp(
+            q, repeat_heads(k, h), self._extra(x, h), self._scale(d) * d_scores
+        )
+        gradients = {
+            "q": swap_time_and_heads(d_q),
+            "k": swap_time_and_heads(sum_heads(d_k, n)),
+            "v": swap_time_and_heads(sum_heads(d_v, n)),
+        }
+        for name, d_input in d_extra.items():
+            gradients[name] = swap_time_and_heads(sum_heads(d_input, n))
+        if self.bias:
+            gradients["bias"] = sum_to(d_scores, x["bias"].shape)
+        return gradients
+
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("key", self.metric.holds, "b c n d"), Slot("value", "{v}", "b c n e"))
+
+    def step(
+        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        xp = namespace(x["q"])
+        q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
+        h, d = q.shape[1], q.shape[3]
+        past_keys = repeat_heads(swap_time_and_heads(past["key"]), h)
+        scores = self._scale(d) * self.metric.extended_scores(
+            q, past_keys, repeat_heads(k, h), self._extra(x, h)
+        )
+        if self.bias:
+            scores = scores + _bias_of_keys(x["bias"], frame)
+        scores = mask_scores(self._visible(frame), scores)
+        values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
+        log_weights = scores - finite_or_zero(log_sum_exp(scores, axis=-1))
+        o = self.read.forward(log_weights, repeat_heads(values, h))
+        return swap_time_and_heads(o), {"key": Append(x["k"]), "value": Append(x["v"])}
+
+
+def _bias_of_keys(bias: Array, frame: Frame) -> Array:
+    """Columns of bias (b or 1, h or 1, t, capacity) at the positions of the frame's keys (b, s)."""
+    xp = namespace(bias)
+    b, s = frame.k_position.shape
+    column = xp.clip(frame.k_position, max=bias.shape[3] - 1)
+    bias = xp.broadcast_to(bias, (b, *bias.shape[1:]))
+    return xp.take_along_axis(bias, xp.astype(column, xp.int64)[:, None, None, :], axis=3)

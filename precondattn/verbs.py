@@ -1,0 +1,275 @@
+"""What can be done with a mechanism: call it, differentiate it, cache it, ask how it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from precondattn.arrays import Array
+
+if TYPE_CHECKING:
+    from precondattn.backend import Request
+    from precondattn.cache import Cache
+    from precondattn.call import BoundCall
+    from precondattn.explanation import Explanation
+    from precondattn.mechanism import Mechanism
+
+BackendNames = str | tuple[str, ...] | None
+
+
+class Verbs:
+    """The public methods of every mechanism.
+
+    The modules that do the work are imported by the first call, so that `import precondattn`
+    stays as quick as importing NumPy.
+    """
+
+    def __call__(
+        self,
+        *arrays: Array,
+        backend: BackendNames = None,
+        segment_ids: Array | None = None,
+        lengths: Any = None,
+        key_mask: Array | None = None,
+        **named: Array,
+    ) -> Array:
+        """The output, of shape (b, t, h, e) and v's dtype. Differentiable in PyTorch and JAX.
+
+        Parameters
+        ----------
+        *arrays, **named
+            The declared inputs (see `inputs`): the first three by position, usually q, k, v, and
+            any by name. All of one library, device and dtype; beside half-precision q, k, v the
+            others may be float32.
+        backend : str or tuple of str, optional
+            Use only these, in this order; what they do not take raises `UnsupportedError`.
+        segment_ids : integer array (b, s), optional
+            Packed sequences: tokens see only tokens of the same id. Equal ids stand together.
+        lengths : integer array (b,), optional
+            Valid tokens of each sequence; those behind are padding: ignored, and 0 in the output.
+        key_mask : boolean array (b, s), optional
+            False for keys that nobody may see, in the base and in every preconditioner.
+
+        Raises
+        ------
+        TypeError, ValueError
+            for bad input, naming it, before any work.
+        """
+        from precondattn import call, execution
+
+        bound = call.bind(
+            self._mechanism,
+            arrays,
+            named,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            key_mask=key_mask,
+        )
+        return execution.forward(self._plan("forward", bound, backend), bound)
+
+    def vjp(
+        self,
+        *arrays: Array,
+        backend: BackendNames = None,
+        segment_ids: Array | None = None,
+        lengths: Any = None,
+        key_mask: Array | None = None,
+        **named: Array,
+    ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
+        """The output and its pullback: from a cotangent of the output to all gradients, by name.
+
+        It needs no automatic differentiation, and so works on every array library.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+        >>> out, pullback = pa.Lucid().vjp(q, k, v)
+        >>> sorted(pullback(np.ones_like(out)))
+        ['k', 'q', 'v']
+        """
+        from precondattn import call, execution
+        from precondattn.arrays import dtype_name, library_of
+
+        bound = call.bind(
+            self._mechanism,
+            arrays,
+            named,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            key_mask=key_mask,
+        )
+        out, pull = execution.vjp(self._plan("vjp", bound, backend), bound)
+
+        def pullback(cotangent: Array) -> dict[str, Array]:
+            if library_of(cotangent) != bound.library:
+                raise TypeError(
+                    f"{self}: the cotangent must be an array of {bound.library}, as the output; "
+                    f"found {type(cotangent).__name__}"
+                )
+            if tuple(cotangent.shape) != tuple(out.shape) or dtype_name(cotangent) != bound.dtype:
+                raise ValueError(
+                    f"{self}: the cotangent must have the output's shape {tuple(out.shape)} and "
+                    f"dtype {bound.dtype}; found {tuple(cotangent.shape)} and "
+                    f"{dtype_name(cotangent)}"
+                )
+            frame = bound.frame
+            return call.zero_padding(
+                pull(cotangent), self._mechanism.inputs, frame.q_valid, frame.k_valid
+            )
+
+        return out, pullback
+
+    def init_cache(
+        self, *arrays: Array, capacity: int, key_mask: bool = False, **named: Array
+    ) -> Cache:
+        """An empty cache of `capacity` tokens a sequence, for arrays like these.
+
+        Of the arrays only shape, dtype and device matter; their time axis does not. With
+        `key_mask` the cache remembers which keys `extend` was told to hide.
+        """
+        from precondattn import cache as caching
+        from precondattn import call
+        from precondattn.arrays import namespace, placement
+        from precondattn.declaration import ShapeError
+
+        call.check_cacheable(self._mechanism)
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(
+                f"{self}: capacity must be a whole number, 1 or above; found {capacity!r}"
+            )
+        like, sizes = call.bind_shapes(self._mechanism, arrays, named)
+        sizes["c"] = capacity
+        store: dict[str, Array] = {}
+        for piece in self._mechanism.program.calls:
+            keys = piece.slot_keys()
+            for slot in piece.leaf.slots():
+                if keys[slot.name] in store:
+                    continue
+                unknown = {letter for letter in slot.pattern.split() if letter not in sizes}
+                if unknown:
+                    raise ShapeError(
+                        f"{self}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
+                        f"from these inputs; pass k and v"
+                    )
+                store[keys[slot.name]] = caching.new_buffer(slot, sizes, like)
+        xp = namespace(like)
+        if key_mask:
+            shape = (sizes["b"], capacity)
+            store[caching.KEY_MASK] = xp.zeros(shape, dtype=xp.bool, **placement(like))
+        return caching.Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store)
+
+    def extend(
+        self,
+        cache: Cache,
+        *arrays: Array,
+        backend: BackendNames = None,
+        lengths: Any = None,
+        key_mask: Array | None = None,
+        donate: bool = False,
+        **named: Array,
+    ) -> tuple[Array, Cache]:
+        """The output for new tokens behind those in the cache, and the cache with them.
+
+        One verb for prefill, chunked prefill and decoding: any number of new tokens, and any
+        split of a sequence gives the output of the full call.
+
+        Parameters
+        ----------
+        cache : Cache
+            From `init_cache` or an earlier `extend`. It stays as it was, unless donated.
+        lengths : integer array (b,), optional
+            How many of the new tokens of each sequence count; the others are padding.
+        key_mask : boolean array (b, t), optional
+            False for new keys to hide, now and later; the cache must have been made for it.
+        donate : bool
+            Write into the cache's own buffers where the library can (NumPy, PyTorch, CuPy). The
+            old cache is spent, and using it raises.
+
+        Raises
+        ------
+        ValueError
+            when the capacity is exceeded; under jit the sequences concerned come out as NaN.
+        """
+        from precondattn import call, execution
+
+        mechanism = self._mechanism
+        if "segment_ids" in named:
+            raise TypeError(
+                f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
+            )
+        keys = {key: slot for c in mechanism.program.calls for slot, key in c.slot_keys().items()}
+        bound = call.bind_extension(
+            mechanism, cache, keys, arrays, named, lengths=lengths, key_mask=key_mask
+        )
+        plan = self._plan("extend", bound, backend)
+        if donate and bound.library == "torch" and self._request("extend", bound).differentiated:
+            raise ValueError(
+                f"{self}: donate=True writes in place, which leaves nothing to differentiate; "
+                f"call it under torch.no_grad(), or without donate"
+            )
+        count = call.new_token_count(bound, cache, lengths)
+        return execution.extend(plan, bound, cache, count, donate=donate)
+
+    def explain(
+        self,
+        *arrays: Array,
+        verb: str = "forward",
+        backend: BackendNames = None,
+        segment_ids: Array | None = None,
+        lengths: Any = None,
+        key_mask: Array | None = None,
+        **named: Array,
+    ) -> Explanation:
+        """Which backend would run which piece of this call, and why not the others.
+
+        Parameters
+        ----------
+        verb : {"forward", "vjp", "extend"}
+            For `extend` the arrays are the new tokens.
+        """
+        from precondattn import call
+        from precondattn.discovery import discover
+        from precondattn.explanation import Explanation
+
+        if verb not in ("forward", "vjp", "extend"):
+            raise ValueError(f"{self}: verb must be forward, vjp or extend; found {verb!r}")
+        bound = call.bind(
+            self._mechanism,
+            arrays,
+            named,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            key_mask=key_mask,
+        )
+        request = self._request(verb, bound)
+        plan = self._plan(verb, bound, backend)
+        return Explanation(str(self), self._mechanism.program, request, plan, discover())
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        return cast("Mechanism", self)
+
+    def _request(self, verb: str, bound: BoundCall) -> Request:
+        from precondattn.arrays import device_of, wants_gradient
+        from precondattn.backend import Request
+
+        arrays = bound.inputs
+        differentiated = wants_gradient(*arrays.values())
+        return Request(
+            verb="vjp" if verb == "forward" and differentiated else verb,
+            library=bound.library,
+            device=device_of(next(iter(arrays.values()))),
+            dtype=bound.dtype,
+            shapes=tuple((name, tuple(array.shape)) for name, array in arrays.items()),
+            masks=bound.masks,
+            differentiated=differentiated,
+        )
+
+    def _plan(self, verb: str, bound: BoundCall, backend: BackendNames) -> Any:
+        from precondattn.discovery import allowed_backends
+        from precondattn.dispatch import make_plan
+
+        request = self._request(verb, bound)
+        capacity = bound.sizes.get("c")
+        return make_plan(self._mechanism, request, capacity, allowed_backends(backend))
