@@ -19,8 +19,19 @@ HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
 
 
+_library_of_type: dict[type, str | None] = {}
+_namespaces: dict[str, Any] = {}
+
+
 def library_of(array: Array) -> str | None:
     """The name of the library that made `array`, or None when it is not an array."""
+    kind = type(array)
+    if kind not in _library_of_type:
+        _library_of_type[kind] = _recognise(array)
+    return _library_of_type[kind]
+
+
+def _recognise(array: Array) -> str | None:
     if array_api_compat.is_numpy_array(array):
         return "numpy"
     if array_api_compat.is_torch_array(array):
@@ -37,7 +48,14 @@ def library_of(array: Array) -> str | None:
 
 def namespace(*arrays: Array | None) -> Any:
     """The array-API namespace of the arrays; None is passed over."""
-    return array_api_compat.array_namespace(*[a for a in arrays if a is not None])
+    given = [array for array in arrays if array is not None]
+    library = library_of(given[0])
+    if library is None or library not in _namespaces:
+        found = array_api_compat.array_namespace(*given)
+        if library is None:
+            return found
+        _namespaces[library] = found
+    return _namespaces[library]
 
 
 def dtype_name(array: Array) -> str:
@@ -95,6 +113,12 @@ def is_traced(array: Array) -> bool:
     if library == "jax":
         return isinstance(array, sys.modules["jax"].core.Tracer)
     return False
+
+
+def is_compiling() -> bool:
+    """Whether `torch.compile` is looking."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def wants_gradient(*arrays: Array) -> bool:

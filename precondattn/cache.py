@@ -9,7 +9,6 @@ and another decode from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from precondattn.arrays import (
@@ -93,8 +92,3 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
     sequence = xp.broadcast_to(arange_like(b, length)[:, None], (b, t))
     buffer[sequence[kept], slot[kept]] = tokens[kept]
     return buffer
-
-
-def is_spent(cache: Cache, keys: Mapping[str, object]) -> bool:
-    """Whether the cache was given away by `extend(..., donate=True)`."""
-    return bool(keys) and not cache.store

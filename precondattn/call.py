@@ -24,7 +24,7 @@ from precondattn.arrays import (
     placement,
     zero_where_not,
 )
-from precondattn.cache import KEY_MASK, Cache, is_spent
+from precondattn.cache import KEY_MASK, Cache
 from precondattn.declaration import Inputs, ShapeError, Sizes
 from precondattn.frame import Frame, extending_frame, full_frame
 
@@ -96,7 +96,6 @@ def bind(
 def bind_extension(
     mechanism: Mechanism,
     cache: Cache,
-    slot_keys: Mapping[str, object],
     arrays: Sequence[Array],
     named: Mapping[str, Array],
     *,
@@ -108,7 +107,7 @@ def bind_extension(
     check_cacheable(mechanism)
     inputs = _inputs_by_name(owner, declared, arrays, named, complete=True)
     library = _check_arrays(owner, inputs)
-    capacity = _check_cache(owner, cache, slot_keys, inputs)
+    capacity = _check_cache(owner, mechanism, cache, inputs)
     sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
     _check_buffers(owner, mechanism, cache, sizes)
     b, t = sizes["b"], sizes["t"]
@@ -345,22 +344,23 @@ def check_cacheable(mechanism: Mechanism) -> None:
 
 
 def _check_cache(
-    owner: str, cache: Cache, slot_keys: Mapping[str, object], inputs: Mapping[str, Array]
+    owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> int:
     """The capacity of the cache."""
+    keys = {key for call in mechanism.program.calls for key in call.slot_keys().values()}
     if not isinstance(cache, Cache):
         raise TypeError(
             f"{owner}: extend takes a Cache first, as init_cache makes it; "
             f"found {type(cache).__name__}"
         )
-    if is_spent(cache, slot_keys):
+    if keys and not cache.store:
         raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
-    missing = sorted(set(slot_keys) - set(cache.store))
-    surplus = sorted(set(cache.store) - set(slot_keys) - {KEY_MASK})
+    missing = sorted(keys - set(cache.store))
+    surplus = sorted(set(cache.store) - keys - {KEY_MASK})
     if missing or surplus:
         raise ValueError(
             f"{owner}: the cache is of another mechanism: it holds {sorted(cache.store)}, "
-            f"and {sorted(slot_keys)} are needed"
+            f"and {sorted(keys)} are needed"
         )
     everything = {"the cache": cache.length, **inputs}
     libraries = {name: library_of(array) for name, array in everything.items()}

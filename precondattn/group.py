@@ -31,8 +31,11 @@ class Group(Mechanism):
         """The pattern of its result, that of its last leaf."""
         return self.calls.calls[-1].leaf.output
 
-    def __str__(self) -> str:
+    def _expression(self) -> str:
         return str(self.calls)
+
+    def __str__(self) -> str:
+        return self._text
 
 
 def group_of(expression: str | Mechanism) -> Program:

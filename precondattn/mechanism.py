@@ -57,9 +57,14 @@ class Mechanism(Verbs):
 
     def __post_init__(self) -> None:
         check_options(self)
+        object.__setattr__(self, "_text", self._expression())
+        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
+
+    def _expression(self) -> str:
+        return expression.text_of_mechanism(self)
 
     def __str__(self) -> str:
-        return expression.text_of_mechanism(self)
+        return self._text
 
     @property
     def inputs(self) -> Inputs:
@@ -164,13 +169,13 @@ class Preconditioner(Mechanism):
     base: Mechanism
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.base, Mechanism):
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
+        check_options(self)
         reason = self.refuses()
         if reason is not None:
             raise TypeError(f"{self.name}({self.base}) makes no sense: {reason}")
-        _ = self.program  # Names that clash surface here.
+        super().__post_init__()  # Names that clash surface here.
 
     def refuses(self) -> str | None:
         """Why this base will not do; None where it does."""

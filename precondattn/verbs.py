@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, is_compiling
 
 if TYPE_CHECKING:
     from precondattn.backend import Request
     from precondattn.cache import Cache
     from precondattn.call import BoundCall
+    from precondattn.dispatch import Plan
     from precondattn.explanation import Explanation
     from precondattn.mechanism import Mechanism
 
@@ -23,6 +24,11 @@ class Verbs:
     The modules that do the work are imported by the first call, so that `import precondattn`
     stays as quick as importing NumPy.
     """
+
+    _text: str
+    """The mechanism's expression, and below the inputs that may be given by position: both at
+    hand as plain constants, because Dynamo reads them."""
+    _positional: tuple[str, ...]
 
     def __call__(
         self,
@@ -55,17 +61,14 @@ class Verbs:
         TypeError, ValueError
             for bad input, naming it, before any work.
         """
-        from precondattn import call, execution
+        masks = (segment_ids, lengths, key_mask)
+        if is_compiling():
+            from precondattn.bridges.torch_compile import captured_call
 
-        bound = call.bind(
-            self._mechanism,
-            arrays,
-            named,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            key_mask=key_mask,
-        )
-        return execution.forward(self._plan("forward", bound, backend), bound)
+            names = (*self._positional[: len(arrays)], *named)
+            tensors = (*arrays, *named.values())
+            return captured_call(self._text, backend, names, tensors, masks)
+        return call_now(self._mechanism, arrays, named, backend, *masks)
 
     def vjp(
         self,
@@ -99,7 +102,7 @@ class Verbs:
             lengths=lengths,
             key_mask=key_mask,
         )
-        out, pull = execution.vjp(self._plan("vjp", bound, backend), bound)
+        out, pull = execution.vjp(_plan(self._mechanism, "vjp", bound, backend), bound)
 
         def pullback(cotangent: Array) -> dict[str, Array]:
             if library_of(cotangent) != bound.library:
@@ -191,25 +194,29 @@ class Verbs:
         ValueError
             when the capacity is exceeded; under jit the sequences concerned come out as NaN.
         """
-        from precondattn import call, execution
-
-        mechanism = self._mechanism
         if "segment_ids" in named:
             raise TypeError(
                 f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
             )
-        keys = {key: slot for c in mechanism.program.calls for slot, key in c.slot_keys().items()}
-        bound = call.bind_extension(
-            mechanism, cache, keys, arrays, named, lengths=lengths, key_mask=key_mask
-        )
-        plan = self._plan("extend", bound, backend)
-        if donate and bound.library == "torch" and self._request("extend", bound).differentiated:
-            raise ValueError(
-                f"{self}: donate=True writes in place, which leaves nothing to differentiate; "
-                f"call it under torch.no_grad(), or without donate"
+        masks = (lengths, key_mask)
+        if is_compiling() and not donate:
+            from precondattn.bridges.torch_compile import captured_extend
+            from precondattn.cache import Cache
+
+            keys = tuple(cache.store)
+            names = (*self._positional[: len(arrays)], *named)
+            out, length, *buffers = captured_extend(
+                self._text,
+                backend,
+                cache.length,
+                keys,
+                tuple(cache.store.values()),
+                names,
+                (*arrays, *named.values()),
+                masks,
             )
-        count = call.new_token_count(bound, cache, lengths)
-        return execution.extend(plan, bound, cache, count, donate=donate)
+            return out, Cache(length, dict(zip(keys, buffers, strict=True)))
+        return extend_now(self._mechanism, cache, arrays, named, backend, *masks, donate=donate)
 
     def explain(
         self,
@@ -242,34 +249,80 @@ class Verbs:
             lengths=lengths,
             key_mask=key_mask,
         )
-        request = self._request(verb, bound)
-        plan = self._plan(verb, bound, backend)
+        request = _request(verb, bound)
+        plan = _plan(self._mechanism, verb, bound, backend)
         return Explanation(str(self), self._mechanism.program, request, plan, discover())
 
     @property
     def _mechanism(self) -> Mechanism:
         return cast("Mechanism", self)
 
-    def _request(self, verb: str, bound: BoundCall) -> Request:
-        from precondattn.arrays import device_of, wants_gradient
-        from precondattn.backend import Request
 
-        arrays = bound.inputs
-        differentiated = wants_gradient(*arrays.values())
-        return Request(
-            verb="vjp" if verb == "forward" and differentiated else verb,
-            library=bound.library,
-            device=device_of(next(iter(arrays.values()))),
-            dtype=bound.dtype,
-            shapes=tuple((name, tuple(array.shape)) for name, array in arrays.items()),
-            masks=bound.masks,
-            differentiated=differentiated,
+def call_now(
+    mechanism: Mechanism,
+    arrays: tuple[Array, ...],
+    named: dict[str, Array],
+    backend: BackendNames,
+    segment_ids: Array | None,
+    lengths: Any,
+    key_mask: Array | None,
+) -> Array:
+    """A full call."""
+    from precondattn import call, execution
+
+    bound = call.bind(
+        mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
+    )
+    return execution.forward(_plan(mechanism, "forward", bound, backend), bound)
+
+
+def extend_now(
+    mechanism: Mechanism,
+    cache: Cache,
+    arrays: tuple[Array, ...],
+    named: dict[str, Array],
+    backend: BackendNames,
+    lengths: Any,
+    key_mask: Array | None,
+    *,
+    donate: bool,
+) -> tuple[Array, Cache]:
+    """An extension of a cache."""
+    from precondattn import call, execution
+
+    bound = call.bind_extension(
+        mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
+    )
+    plan = _plan(mechanism, "extend", bound, backend)
+    if donate and bound.library == "torch" and _request("extend", bound).differentiated:
+        raise ValueError(
+            f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
+            f"call it under torch.no_grad(), or without donate"
         )
+    count = call.new_token_count(bound, cache, lengths)
+    return execution.extend(plan, bound, cache, count, donate=donate)
 
-    def _plan(self, verb: str, bound: BoundCall, backend: BackendNames) -> Any:
-        from precondattn.discovery import allowed_backends
-        from precondattn.dispatch import make_plan
 
-        request = self._request(verb, bound)
-        capacity = bound.sizes.get("c")
-        return make_plan(self._mechanism, request, capacity, allowed_backends(backend))
+def _request(verb: str, bound: BoundCall) -> Request:
+    from precondattn.arrays import device_of, wants_gradient
+    from precondattn.backend import Request
+
+    arrays = bound.inputs
+    differentiated = wants_gradient(*arrays.values())
+    return Request(
+        verb="vjp" if verb == "forward" and differentiated else verb,
+        library=bound.library,
+        device=device_of(next(iter(arrays.values()))),
+        dtype=bound.dtype,
+        shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
+        masks=bound.masks,
+        differentiated=differentiated,
+    )
+
+
+def _plan(mechanism: Mechanism, verb: str, bound: BoundCall, backend: BackendNames) -> Plan:
+    from precondattn.discovery import allowed_backends
+    from precondattn.dispatch import make_plan
+
+    request = _request(verb, bound)
+    return make_plan(mechanism, request, bound.sizes.get("c"), allowed_backends(backend))

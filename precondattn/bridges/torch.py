@@ -1,0 +1,241 @@
+"""PyTorch: a backend's forward and backward as custom operators.
+
+Three operators serve every backend and every piece: `forward` with the residuals of the gradient,
+`backward`, and `inference` without residuals. A piece travels as its text and a backend as its
+name, so that compiled and exported graphs need nothing but strings and tensors. Autograd is
+registered for `forward` alone: a second derivative through a backend is refused by PyTorch, and
+offered by `backend="reference"`, which is plain differentiable code.
+
+vmap folds the mapped axis into the batch axis, which every input but a weight has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.backend import ArraySpec
+from precondattn.declaration import Pattern
+from precondattn.discovery import discover
+from precondattn.dispatch import PlannedCall
+from precondattn.frame import Frame
+from precondattn.group import read_mechanism
+
+
+def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
+    """The output of a planned call, differentiable in its inputs."""
+    piece, backend = str(planned.piece), planned.backend.name
+    tensors, masks = list(inputs.values()), list(frame)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return forward(piece, backend, tensors, masks)[0]
+    return inference(piece, backend, tensors, masks)
+
+
+def _named(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(piece.inputs, tensors, strict=True))
+
+
+def _own(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs, none of which shares memory with an input or another output."""
+    taken = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    own = []
+    for output in outputs:
+        if output.untyped_storage().data_ptr() in taken:
+            output = output.clone()
+        taken.add(output.untyped_storage().data_ptr())
+        own.append(output.contiguous())
+    return own
+
+
+@torch.library.custom_op("precondattn::forward", mutates_args=())
+def forward(
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+) -> list[Tensor]:
+    """The output and, behind it, the residuals."""
+    mechanism = read_mechanism(piece)
+    out, residuals = discover().named(backend).forward(
+        mechanism, _named(mechanism, tensors), Frame(*frame)
+    )
+    return _own([out, *residuals], [*tensors, *frame])
+
+
+@torch.library.custom_op("precondattn::inference", mutates_args=())
+def inference(
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+) -> Tensor:
+    """The output alone."""
+    mechanism = read_mechanism(piece)
+    out, _ = discover().named(backend).forward(
+        mechanism, _named(mechanism, tensors), Frame(*frame)
+    )
+    return _own([out], [*tensors, *frame])[0]
+
+
+@torch.library.custom_op("precondattn::backward", mutates_args=())
+def backward(
+    piece: str,
+    backend: str,
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+    outputs: list[Tensor],
+    cotangent: Tensor,
+) -> list[Tensor]:
+    """The gradient of every tensor."""
+    mechanism = read_mechanism(piece)
+    gradients = discover().named(backend).backward(
+        mechanism,
+        _named(mechanism, tensors),
+        Frame(*frame),
+        outputs[0],
+        tuple(outputs[1:]),
+        cotangent,
+    )
+    made = [
+        gradients[name].to(tensor.dtype)
+        for name, tensor in zip(mechanism.inputs, tensors, strict=True)
+    ]
+    return _own(made, [*tensors, *frame, *outputs, cotangent])
+
+
+# ------------------------------------------------------------------------- shapes, for tracing
+
+
+def _output_like(mechanism: Any, tensors: Sequence[Tensor]) -> Tensor:
+    shapes = {n: tuple(t.shape) for n, t in _named(mechanism, tensors).items()}
+    sizes = mechanism.inputs.sizes(str(mechanism), shapes)
+    values = _named(mechanism, tensors).get("v", tensors[0])
+    return values.new_empty(Pattern.read(mechanism.output).shape(sizes))
+
+
+@forward.register_fake
+def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
+    mechanism = read_mechanism(piece)
+    specs = {
+        name: ArraySpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for name, t in _named(mechanism, tensors).items()
+    }
+    residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
+    return [
+        _output_like(mechanism, tensors),
+        *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
+    ]
+
+
+@inference.register_fake
+def _(piece: str, backend: str, tensors: Any, frame: Any) -> Tensor:
+    return _output_like(read_mechanism(piece), tensors)
+
+
+@backward.register_fake
+def _(
+    piece: str, backend: str, tensors: Any, frame: Any, outputs: Any, cotangent: Any
+) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
+# ----------------------------------------------------------------------------------- autograd
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.piece, ctx.backend, tensors, frame = inputs
+    ctx.split = len(tensors), len(tensors) + len(frame)
+    ctx.save_for_backward(*tensors, *frame, *output)
+
+
+def _differentiate(ctx: Any, cotangents: Any) -> Any:
+    saved, (end, split) = list(ctx.saved_tensors), ctx.split
+    tensors, frame, outputs = saved[:end], saved[end:split], saved[split:]
+    gradients = backward(ctx.piece, ctx.backend, tensors, frame, outputs, cotangents[0])
+    return None, None, gradients, [None] * len(frame)
+
+
+forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+# --------------------------------------------------------------------------------------- vmap
+
+
+def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) -> Tensor | None:
+    """A mapped tensor with the mapped axis folded into its batch axis, which comes first."""
+    if tensor is None:
+        return None
+    if not has_batch:
+        if axis is not None:
+            raise NotImplementedError(
+                "vmap over an input without a batch axis is not offered by this backend; "
+                'use backend="reference"'
+            )
+        return tensor
+    tensor = (
+        tensor.movedim(axis, 0)
+        if axis is not None
+        else tensor.unsqueeze(0).expand(count, *tensor.shape)
+    )
+    return tensor.reshape(count * tensor.shape[1], *tensor.shape[2:])
+
+
+def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> Any:
+    """Tensors and frame of the folded call; a batch axis of 1 is first made as long as b."""
+    mechanism, count = read_mechanism(piece), info.batch_size
+
+    def inner(tensor: Tensor | None, axis: int | None) -> tuple[int, ...]:
+        shape = list(tensor.shape) if tensor is not None else [1]
+        if axis is not None:
+            del shape[axis]
+        return tuple(shape)
+
+    patterns = list(mechanism.inputs.values())
+    lead = [p.axes[0].letter == "b" for p in patterns]
+    b = max(
+        inner(t, a)[0] for t, a, has in zip(tensors, axes[2], lead, strict=True) if has
+    )
+
+    def fold(tensor: Any, axis: Any, has_batch: bool) -> Any:
+        if tensor is not None and has_batch and inner(tensor, axis)[0] == 1 and b > 1:
+            at = 0 if axis is None else (1 if axis == 0 else 0)
+            tensor = tensor.expand(*[b if i == at else n for i, n in enumerate(tensor.shape)])
+        return _fold(count, tensor, axis, has_batch)
+
+    folded = [fold(t, a, has) for t, a, has in zip(tensors, axes[2], lead, strict=True)]
+    masks = [fold(t, a, True) for t, a in zip(frame, axes[3], strict=True)]
+    return folded, masks, b
+
+
+def _unfold(count: int, tensor: Tensor) -> Tensor:
+    return tensor.reshape(count, tensor.shape[0] // count, *tensor.shape[1:])
+
+
+@forward.register_vmap
+def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
+    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    outputs = forward(piece, backend, folded, masks)
+    return [_unfold(info.batch_size, o) for o in outputs], [0] * len(outputs)
+
+
+@inference.register_vmap
+def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
+    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    return _unfold(info.batch_size, inference(piece, backend, folded, masks)), 0
+
+
+@backward.register_vmap
+def _(
+    info: Any,
+    in_dims: Any,
+    piece: str,
+    backend: str,
+    tensors: Any,
+    frame: Any,
+    outputs: Any,
+    cotangent: Any,
+) -> Any:
+    count = info.batch_size
+    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    outs = [_fold(count, o, a, True) for o, a in zip(outputs, in_dims[4], strict=True)]
+    gradients = backward(
+        piece, backend, folded, masks, outs, _fold(count, cotangent, in_dims[5], True)
+    )
+    return [_unfold(count, g) for g in gradients], [0] * len(gradients)
