@@ -164,6 +164,11 @@ def arange_like(n: int, array: Array) -> Array:
     return xp.arange(n, dtype=xp.int32, **placement(array))
 
 
+def as_index(array: Array) -> Array:
+    """Integers in a dtype that the library takes as an index. PyTorch takes int64 only."""
+    return array.long() if library_of(array) == "torch" else array
+
+
 def zero_where_not(mask: Array, array: Array) -> Array:
     """`array` where `mask` holds, else 0; a NaN or an infinity that is masked out does not pass."""
     return namespace(array).where(mask, array, 0.0)

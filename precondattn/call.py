@@ -120,10 +120,12 @@ def bind_extension(
             f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
         )
     count = t if lengths is None else lengths
-    checks.require(
-        cache.length + count <= capacity,
-        f"capacity exceeded: the cache holds at most {capacity} tokens, and {t} more do not fit",
-    )
+    if cache.store:
+        checks.require(
+            cache.length + count <= capacity,
+            f"capacity exceeded: the cache holds at most {capacity} tokens, and {t} more "
+            f"do not fit",
+        )
     frame = extending_frame(
         cache.length,
         capacity,
@@ -346,7 +348,7 @@ def check_cacheable(mechanism: Mechanism) -> None:
 def _check_cache(
     owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> int:
-    """The capacity of the cache."""
+    """The capacity of the cache; 0 for a mechanism that has nothing to remember."""
     keys = {key for call in mechanism.program.calls for key in call.slot_keys().values()}
     if not isinstance(cache, Cache):
         raise TypeError(

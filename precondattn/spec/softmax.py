@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.declaration import Inputs
 from precondattn.frame import Frame
@@ -199,4 +199,4 @@ def _bias_of_keys(bias: Array, frame: Frame) -> Array:
     b, s = frame.k_position.shape
     column = xp.clip(frame.k_position, max=bias.shape[3] - 1)
     bias = xp.broadcast_to(bias, (b, *bias.shape[1:]))
-    return xp.take_along_axis(bias, xp.astype(column, xp.int64)[:, None, None, :], axis=3)
+    return xp.take_along_axis(bias, as_index(column)[:, None, None, :], axis=3)

@@ -1,0 +1,118 @@
+"""Cases: what is checked, on which library, dtype and data. Ids are stable and replay a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import precondattn as pa
+
+from precondattn_conformance import libraries
+from precondattn_conformance.declared import expressions, is_bounded
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
+
+CHECKS = ("outputs", "gradients", "caching")
+LEVELS = ("smoke", "full")
+
+PLAIN = Layout("plain")
+RAGGED = Layout("ragged", mask="lengths")
+PACKED = Layout("packed", mask="segment_ids")
+MASKED = Layout("masked", mask="key_mask")
+REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
+
+SMOKE = (
+    (PLAIN, "clustered"),
+    (RAGGED, "duplicate"),
+    (PACKED, "zero"),
+    (REAL_SHORT, "real"),
+)
+FULL = (
+    *SMOKE,
+    (PLAIN, "random"),
+    (PLAIN, "duplicate"),
+    (PLAIN, "zero"),
+    (MASKED, "clustered"),
+    (Layout("single_token", t=1, s=1), "random"),
+    (Layout("fewer_queries", t=3, s=9), "clustered"),
+    (Layout("one_kv_head", h=8, n=1), "clustered"),
+    (Layout("own_kv_heads", h=3, n=3), "clustered"),
+    (Layout("odd_width", d=5, e=3), "clustered"),
+    (Layout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8), "clustered"),
+    (Layout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8), "clustered"),
+    (REAL, "real"),
+    (REAL_GROUPED, "real"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of one mechanism on one kind of data."""
+
+    check: str
+    mechanism: str
+    library: str
+    dtype: str
+    layout: Layout
+    kind: str
+
+    @property
+    def id(self) -> str:
+        parts = (self.check, self.library, self.dtype, self.layout.name, self.kind, self.mechanism)
+        return "-".join(parts)
+
+
+def cases(
+    level: str = "smoke",
+    *,
+    only_libraries: tuple[str, ...] = (),
+    only_mechanisms: tuple[str, ...] = (),
+    only_checks: tuple[str, ...] = (),
+    only_dtypes: tuple[str, ...] = (),
+) -> Iterator[Case]:
+    """The cases of a level, on every installed library unless told otherwise.
+
+    A mechanism that was asked for need not be declared; any expression will do.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
+    for wanted, known, what in (
+        (only_checks, CHECKS, "check"),
+        (only_libraries, tuple(libraries.installed()), "installed array library"),
+        (only_dtypes, libraries.WIDE + libraries.HALF, "dtype"),
+    ):
+        for each in wanted:
+            if each not in known:
+                raise ValueError(f"{each!r} is no {what}; there are {', '.join(known)}")
+    names = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
+    for library in only_libraries or libraries.installed():
+        for dtype in libraries.named(library).dtypes:
+            if only_dtypes and dtype not in only_dtypes:
+                continue
+            for name, check in product(names, only_checks or CHECKS):
+                for layout, kind in _data(level, dtype):
+                    case = Case(check, name, library, dtype, layout, kind)
+                    if makes_sense(case):
+                        yield case
+
+
+def _data(level: str, dtype: str) -> tuple[tuple[Layout, str], ...]:
+    """Layouts and kinds of keys. Smoke tries the masks in float64, where nothing blurs them."""
+    if level == "full":
+        return FULL
+    return {"float64": SMOKE, "float32": (SMOKE[0], SMOKE[3])}.get(dtype, SMOKE[:1])
+
+
+def makes_sense(case: Case) -> bool:
+    """Whether a mechanism has an answer for this data that could be compared."""
+    mechanism = pa.parse(case.mechanism)
+    if not is_bounded(mechanism) and case.kind in ("duplicate", "real"):
+        return False
+    if case.check == "caching":
+        letters = "".join(pattern.letters for pattern in mechanism.inputs.values())
+        return (
+            mechanism.offers.causal
+            and case.layout.mask != "segment_ids"
+            and (case.layout.t == case.layout.s or "t" not in letters or "s" not in letters)
+        )
+    return True

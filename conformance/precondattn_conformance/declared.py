@@ -1,0 +1,63 @@
+"""What there is to check: every declared mechanism, its variants, and every composition."""
+
+from __future__ import annotations
+
+import precondattn as pa
+from precondattn import registry
+
+
+def compositions() -> dict[str, str | None]:
+    """Every preconditioner around every other mechanism: the expression, and why it is refused.
+
+    The reason is None where the composition makes sense.
+    """
+    classes = pa.mechanisms()
+    found: dict[str, str | None] = {}
+    for outer in classes.values():
+        if outer.role != "preconditioner":
+            continue
+        for inner in classes.values():
+            try:
+                found[str(outer(base=inner()))] = None
+            except TypeError as reason:
+                found[f"{outer.name}({inner.name})"] = str(reason)
+    return found
+
+
+def expressions(*, pieces: bool = True) -> list[str]:
+    """Everything that can be called, as expressions, each once."""
+    found: list[str] = []
+    for cls in registry.registered().values():
+        if pieces or cls.role != "piece":
+            found += [cls.name, *cls.variants]
+    found += [expression for expression, refused in compositions().items() if refused is None]
+    return list(dict.fromkeys(str(pa.parse(expression)) for expression in found))
+
+
+def is_bounded(mechanism: pa.Mechanism) -> bool:
+    """Whether its preconditioner obeys a bound for any keys.
+
+    LUCID with normalize "rows" or "none" does not: on correlated keys its system can have any
+    condition, and then no two ways of computing it agree. Such a mechanism gets harmless keys.
+    """
+    return all(
+        leaf.has_unit_diagonal
+        for leaf in mechanism.program.leaves
+        if isinstance(leaf, pa.LucidSolve)
+    )
+
+
+def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
+    """Whether central differences can show the gradient for keys of this kind.
+
+    They can not where something is constant to the gradient by declaration, nor at a point where
+    the function has a kink: two equal maxima, or a zero key under a norm without eps.
+    """
+    for leaf in mechanism.program.leaves:
+        if getattr(leaf, "detach_max", False):
+            return False
+        if kind in ("zero", "duplicate") and getattr(leaf, "normalize", None) == "rows":
+            return False
+        if kind == "zero" and getattr(leaf, "eps", None) == 0:
+            return False
+    return True

@@ -1,0 +1,138 @@
+"""Inputs for a case, from the declarations: NumPy arrays in float64.
+
+On i.i.d. random keys LUCID is nearly softmax, and every bug hides; so keys come in kinds:
+
+===========  ====================================================================
+random       i.i.d. normal
+clustered    a few directions, with a little noise: cosines of 0.99 within one
+duplicate    three distinct keys, repeated
+zero         every third key is zero
+real         a trained model's queries, keys and values on English text
+===========  ====================================================================
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import numpy as np
+import precondattn as pa
+
+KINDS = ("random", "clustered", "duplicate", "zero", "real")
+
+Arrays = dict[str, np.ndarray]
+
+
+class Layout(NamedTuple):
+    """The sizes of a call, and its masks."""
+
+    name: str
+    b: int = 2
+    t: int = 7
+    s: int = 7
+    h: int = 4
+    n: int = 2
+    d: int = 8
+    e: int = 6
+    mask: str | None = None
+    """`"lengths"`, `"key_mask"` or `"segment_ids"`."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in "btshnde"}
+
+    def masks(self) -> Arrays:
+        """The masks of the call, by name."""
+        if self.mask == "lengths":
+            return {"lengths": np.asarray([max(self.s - 3 * i, 0) for i in range(self.b)])}
+        if self.mask == "key_mask":
+            index = np.arange(self.b)[:, None] + np.arange(self.s)
+            return {"key_mask": index % 4 != 1}
+        if self.mask == "segment_ids":
+            index = np.arange(self.b)[:, None] + np.arange(self.s)
+            return {"segment_ids": index // 3}
+        return {}
+
+
+def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 0) -> Arrays:
+    """The declared inputs of a mechanism, with keys of a kind."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    made: Arrays = {}
+    for name, pattern in mechanism.inputs.items():
+        shape = pattern.shape(layout.sizes)
+        if pattern.low is None or pattern.high is None:
+            made[name] = rng.normal(size=shape)
+        else:
+            made[name] = rng.uniform(pattern.low, pattern.high, size=shape)
+            # The ends of a range are where a formula divides by zero, or a state stops decaying.
+            made[name].flat[::5] = pattern.low
+            made[name].flat[3::7] = pattern.high
+    if kind == "real":
+        made |= {name: array for name, array in real_heads(layout).items() if name in made}
+    elif "k" in made:
+        made["k"] = _keys(rng, made["k"].shape, kind)
+    if kind == "clustered" and "q" in made and "k" in made:
+        made["q"] = _queries_near(rng, made["q"], made["k"])
+    return made
+
+
+def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    b, s, n, d = shape
+    keys = rng.normal(size=shape)
+    few = rng.normal(size=(b, 3, n, d))
+    which = rng.integers(3, size=s)
+    if kind == "clustered":
+        return few[:, which] + 0.1 * keys
+    if kind == "duplicate":
+        return few[:, which]
+    if kind == "zero":
+        keys[:, ::3] = 0
+    return keys
+
+
+def _queries_near(rng: np.random.Generator, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Queries close to keys, as trained ones are."""
+    t, h = q.shape[1:3]
+    near = np.repeat(k, h // k.shape[2], axis=2)[:, rng.integers(k.shape[1], size=t)]
+    return near + 0.3 * q
+
+
+@lru_cache(maxsize=1)
+def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    path = files("precondattn_conformance").joinpath("data/minilm.npz")
+    with path.open("rb") as file, np.load(file) as arrays:
+        return tuple(arrays[name].astype(np.float64) for name in "qkv")  # type: ignore[return-value]
+
+
+REAL = Layout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
+"""Nine heads of a trained model: three each of layers 0, 2 and 5, on 252 tokens."""
+
+REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
+"""The same with grouped queries: each layer's three query heads read its first key/value head."""
+
+
+def real_heads(layout: Layout) -> Arrays:
+    """q, k, v of the trained model, cut to the layout's times: n is 9, or 3 for grouped queries."""
+    q, k, v = (array.transpose(1, 0, 2, 3) for array in _minilm())  # time, layer, head, width
+    if layout.n == 3:
+        k, v = k[:, :, :1], v[:, :, :1]
+
+    def heads(array: np.ndarray, time: int) -> np.ndarray:
+        flat = array[layout.s - time : layout.s].reshape(time, -1, array.shape[3])
+        return np.repeat(flat[None], layout.b, axis=0)
+
+    return {"q": heads(q, layout.t), "k": heads(k, layout.s), "v": heads(v, layout.s)}
+
+
+def slice_tokens(mechanism: pa.Mechanism, inputs: Arrays, start: int, stop: int) -> Arrays:
+    """The inputs of `extend` for tokens start … stop − 1; pairs keep all their key columns."""
+    sliced = {}
+    for name, pattern in mechanism.inputs.items():
+        letters = pattern.letters
+        axis = letters.index("t") if "t" in letters else letters.index("s")
+        index = [slice(None)] * len(letters)
+        index[axis] = slice(start, stop)
+        sliced[name] = inputs[name][tuple(index)]
+    return sliced

@@ -1,0 +1,153 @@
+"""The array libraries as the suite sees them: to and from NumPy, and their own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, Any]
+WIDE = ("float64", "float32")
+HALF = ("float16", "bfloat16")
+
+
+class Library:
+    """An array library: NumPy itself, and the base of the others."""
+
+    name = "numpy"
+    module = "numpy"
+    dtypes: tuple[str, ...] = WIDE
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return find_spec(cls.module) is not None
+
+    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+        """What has to be switched on for this dtype."""
+        return nullcontext()
+
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        """A copy of a NumPy array, floating ones in `dtype`."""
+        return values.astype(dtype) if dtype and values.dtype.kind == "f" else values.copy()
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """Back, in float64 where it is floating."""
+        return np.asarray(array, dtype=np.float64)
+
+    def gradients(
+        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+    ) -> Arrays | None:
+        """The gradients by the library's own automatic differentiation, if it has one."""
+        return None
+
+
+class Strict(Library):
+    name = "array_api_strict"
+    module = "array_api_strict"
+
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        import array_api_strict
+
+        return array_api_strict.asarray(super().array(values, dtype))
+
+
+class Torch(Library):
+    name = "torch"
+    module = "torch"
+    dtypes = WIDE + HALF
+
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        import torch
+
+        tensor = torch.tensor(values, device=self.device)
+        return tensor.to(getattr(torch, dtype)) if dtype and values.dtype.kind == "f" else tensor
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.detach().double().cpu().numpy()
+
+    def gradients(
+        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+    ) -> Arrays:
+        import torch
+
+        leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
+        found = torch.autograd.grad(function(leaves), list(leaves.values()), cotangent)
+        return dict(zip(leaves, found, strict=True))
+
+
+class Jax(Library):
+    name = "jax"
+    module = "jax"
+    dtypes = WIDE + HALF
+
+    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+        import jax
+
+        return jax.enable_x64(dtype == "float64")
+
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        device = jax.devices(self.device)[0] if self.device else None
+        wanted = dtype if values.dtype.kind == "f" else None
+        if values.dtype.kind == "i":
+            wanted = "int32"
+        return jnp.asarray(values, dtype=wanted, device=device)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array).astype(np.float64)
+
+    def gradients(
+        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+    ) -> Arrays:
+        import jax
+
+        _, pullback = jax.vjp(function, inputs)
+        return pullback(cotangent)[0]
+
+
+class CuPy(Library):
+    name = "cupy"
+    module = "cupy"
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        if not super().is_installed():
+            return False
+        import cupy
+
+        try:
+            return cupy.cuda.runtime.getDeviceCount() > 0
+        except cupy.cuda.runtime.CUDARuntimeError:
+            return False
+
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        import cupy
+
+        return cupy.asarray(super().array(values, dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.get().astype(np.float64)
+
+
+ALL: tuple[type[Library], ...] = (Library, Strict, Torch, Jax, CuPy)
+
+
+def installed() -> list[str]:
+    """The names of the libraries that can be used here."""
+    return [cls.name for cls in ALL if cls.is_installed()]
+
+
+def named(name: str, device: str | None = None) -> Library:
+    """A library by its name."""
+    for cls in ALL:
+        if cls.name == name:
+            return cls(device)
+    raise ValueError(f"unknown array library {name!r}; known are {[c.name for c in ALL]}")

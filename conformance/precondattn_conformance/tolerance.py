@@ -1,0 +1,32 @@
+"""How far a result may be from the oracle.
+
+The oracle is computed in float64 on inputs rounded to the case's dtype, so what is left is the
+error of the computation. It is measured over the whole array and at the worst element, each
+relative to the size of the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BOUND = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
+CORRELATED_BOUND = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 7e-2}
+"""For keys of which some nearly or exactly coincide: a triangular solve amplifies rounding."""
+
+
+def bound(dtype: str, kind: str) -> float:
+    """The largest admissible error."""
+    return (BOUND if kind == "random" else CORRELATED_BOUND)[dtype]
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The larger of the relative error in norm and of the worst element; NaN where any is."""
+    if found.shape != expected.shape:
+        raise AssertionError(f"shape {found.shape} found, {expected.shape} expected")
+    difference = np.abs(found - expected)
+    if not difference.size:
+        return 0.0
+    size, norm = np.max(np.abs(expected)), np.sqrt(np.sum(expected**2))
+    if size == 0:
+        return float(np.max(difference))
+    return float(max(np.sqrt(np.sum(difference**2)) / norm, np.max(difference) / size))

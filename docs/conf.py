@@ -1,0 +1,37 @@
+"""Sphinx: `sphinx-build -W -b html docs docs/_build/html`."""
+
+from __future__ import annotations
+
+import re
+
+import precondattn
+
+project = "precondattn"
+author = "The precondattn authors"
+copyright = author
+version = release = precondattn.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"precondattn {version}"
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_type_aliases = {"Array": "Array", "BackendNames": "BackendNames"}
+napoleon_google_docstring = False
+napoleon_custom_sections = ["Source"]
+
+
+def _as_restructured_text(app, what, name, obj, options, lines):
+    """Docstrings write `code` and |x|, which reStructuredText would read as something else."""
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            code = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", r"``\1``", line)
+            lines[i] = code.replace("|", r"\|") if "``" not in code else code
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

@@ -1,0 +1,269 @@
+"""CuPy's rules on NumPy's arithmetic: a stand-in for CuPy on machines without a GPU.
+
+`asarray` moves a NumPy array in, `.get()` moves one out, and nothing else crosses. The arithmetic
+is that of `array_api_compat.numpy`; what differs from NumPy is what differs in CuPy 14:
+
+===========================================  =====================================================
+here                                         in CuPy
+===========================================  =====================================================
+np.asarray(x) raises TypeError               `ndarray.__array__`: no implicit transfer
+a NumPy array beside x raises TypeError      "Unsupported type <class 'numpy.ndarray'>"
+a list beside x raises TypeError             the same; only NumPy takes a list for an array
+scalars of Python and NumPy may stand by x   `_scalar.pyx`: they are kernel arguments
+bool(x), int(x), float(x) of 0-d arrays      allowed: an explicit transfer
+range(x) and shapes made of x                `ndarray.__index__` is left out, on purpose (#5784)
+a reduction or x[0] is a 0-d array           never a NumPy scalar
+hash(x), hash(x.device) raise TypeError      neither is hashable (Device: seen in 14.1)
+`device=` takes such a Device                not the word "cpu"
+linalg.solve does not broadcast stacks       ValueError, `_solve.py` and `cublas.batched_gesv`
+a singular matrix is solved into NaN         no LinAlgError; what comes out is undefined
+overflow, 0 / 0 and log 0 do not warn        kernels have no floating-point warnings
+where's condition is an array                it is asked for its `astype`
+repeat's count is no array                   ValueError before CuPy 14
+one boolean mask in an index, not two        not supported
+===========================================  =====================================================
+
+Stricter than CuPy, where CuPy would let a mistake pass: lists and NumPy arrays as an index (CuPy
+copies them to the device, unasked), an assignment that names an element twice (CuPy stores either
+value), NumPy's own functions (CuPy takes `np.exp(x)` over), array methods such as `x.sum()` (the
+array-API standard has none), and vectors as the right-hand side of a stack of matrices. Not
+imitated: integer indices out of bounds, which CuPy wraps around and NumPy refuses; names that
+NumPy has and CuPy lacks, which array_api_strict finds.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from typing import Any
+
+import array_api_compat.numpy as host_namespace
+import numpy as np
+
+SCALARS = (bool, int, float, complex, np.generic)
+
+
+class Device:
+    """The one device. Devices are compared, never hashed: like CuPy's, it has no `__hash__`."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device)
+
+    def __repr__(self) -> str:
+        return "<stand-in for CUDA Device 0>"
+
+
+class Array:
+    """A NumPy array that behaves like one of CuPy's."""
+
+    __array_ufunc__ = None  # NumPy's operators then leave the work, and the refusal, to ours.
+    __hash__ = None
+
+    def __init__(self, data: np.ndarray) -> None:
+        assert type(data) is np.ndarray, "use asarray"
+        self._data = data
+
+    dtype = property(lambda self: self._data.dtype)
+    shape = property(lambda self: self._data.shape)
+    ndim = property(lambda self: self._data.ndim)
+    size = property(lambda self: self._data.size)
+    T = property(lambda self: Array(self._data.T))
+    mT = property(lambda self: Array(self._data.mT))  # noqa: N815
+    device = property(lambda self: Device())
+
+    def __array_namespace__(self, api_version: str | None = None) -> Namespace:
+        return namespace
+
+    def get(self) -> np.ndarray:
+        """The explicit transfer out: a copy."""
+        return self._data.copy()
+
+    def __repr__(self) -> str:
+        return f"cupy_stand_in.{self._data!r}"
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. "
+            "Please use `.get()` to construct a NumPy array explicitly."
+        )
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise TypeError(f"np.{function.__name__} was given an array that is not NumPy's")
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    def __int__(self) -> int:
+        return int(self._data)
+
+    def __float__(self) -> float:
+        return float(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Array:
+        return Array(self._data[_index(index)])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        index = _index(index)
+        written = np.arange(self.size).reshape(self.shape)[index]
+        if np.unique(written).size < written.size:
+            raise ValueError("x[index] = … names an element twice; CuPy may store either value")
+        self._data[index] = _operand(value)
+
+
+def _index(index: Any) -> tuple[Any, ...]:
+    """The index for NumPy, with an ellipsis, under which NumPy never returns a scalar."""
+    parts = index if isinstance(index, tuple) else (index,)
+    for part in parts:
+        whole = isinstance(part, int | np.integer) and not isinstance(part, bool)
+        if not (whole or part is None or part is ... or isinstance(part, slice | Array)):
+            raise TypeError(f"an index of {type(part)} would be copied to the device: use asarray")
+    if sum(isinstance(part, Array) and part.dtype == bool for part in parts) > 1:
+        raise IndexError("CuPy does not support more than one boolean mask in an index")
+    found = tuple(part._data if isinstance(part, Array) else part for part in parts)
+    return found if any(part is ... for part in parts) else (*found, ...)
+
+
+def _operand(value: Any) -> Any:
+    """An array or a scalar, for NumPy."""
+    if isinstance(value, Array):
+        return value._data
+    if isinstance(value, SCALARS):
+        return value
+    raise TypeError(f"Unsupported type {type(value)}")
+
+
+def _argument(value: Any) -> Any:
+    """A positional argument that is, or may be, an array: or a sequence of arrays."""
+    if isinstance(value, list | tuple):
+        if not all(isinstance(each, Array) for each in value):
+            raise TypeError(f"Unsupported type {type(value)}, unless all in it are arrays")
+        return [each._data for each in value]
+    return value if value is None or isinstance(value, type | np.dtype) else _operand(value)
+
+
+def _keyword(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: Unsupported type {type(value)}")
+    return value._data if isinstance(value, Array) and name != "axis" else value
+
+
+def _result(value: Any) -> Any:
+    """What NumPy returned, with its arrays and its scalars on the device."""
+    if isinstance(value, np.ndarray | np.generic):
+        return Array(np.asarray(value))
+    if isinstance(value, list | tuple):
+        results = map(_result, value)
+        return type(value)(*results) if hasattr(value, "_fields") else tuple(results)
+    return value
+
+
+def _checked_device(device: Any) -> None:
+    if not (device is None or isinstance(device, Device)):
+        raise ValueError(f"device must be that of an array, or None; found {device!r}")
+
+
+# Sizes and counts reach NumPy as they came, so that an array among them meets its lack of
+# `__index__`.
+WITHOUT_ARRAYS = frozenset("arange broadcast_shapes empty eye full linspace ones zeros".split())
+ONE_ARRAY_FIRST = frozenset(
+    "astype broadcast_to expand_dims flip moveaxis permute_dims repeat reshape roll squeeze "
+    "tile".split()
+)
+OF_DTYPES = frozenset("can_cast finfo iinfo isdtype result_type".split())
+
+
+class Namespace:
+    """A namespace of the array API that holds a NumPy one to CuPy's rules."""
+
+    def __init__(self, name: str, numpys: types.ModuleType) -> None:
+        self.__name__ = name
+        self._numpys = numpys
+
+    def __repr__(self) -> str:
+        return f"<namespace {self.__name__}>"
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._numpys, name)
+        if isinstance(found, types.ModuleType):
+            raise AttributeError(f"{self.__name__} has no {name}")
+        return found if isinstance(found, type) or not callable(found) else _ruled(name, found)
+
+
+def _ruled(name: str, function: Any) -> Any:
+    """NumPy's function under CuPy's rules."""
+
+    @functools.wraps(function)
+    def under_the_rules(*arguments: Any, device: Any = None, **keywords: Any) -> Any:
+        _checked_device(device)
+        keywords = {key: _keyword(key, value) for key, value in keywords.items()}
+        if name in WITHOUT_ARRAYS:
+            given = list(arguments)
+        elif name in ONE_ARRAY_FIRST:
+            given = [arguments[0]._data if isinstance(arguments[0], Array) else None]
+            given += arguments[1:]
+        else:
+            given = [_argument(argument) for argument in arguments]
+        if name not in WITHOUT_ARRAYS | OF_DTYPES:
+            # Either operand of a ufunc may be a scalar; other functions act on their first.
+            places = given if isinstance(function, np.ufunc) else given[:1]
+            if not any(isinstance(each, np.ndarray | list) for each in places):
+                raise TypeError(f"{name} needs an array; found {[type(a) for a in arguments]}")
+        with np.errstate(all="ignore"):
+            return _result(function(*given, **keywords))
+
+    return under_the_rules
+
+
+def asarray(obj: Any, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None) -> Any:
+    """An array on the device: the explicit transfer in of scalars, lists and NumPy arrays."""
+    _checked_device(device)
+    if not isinstance(obj, Array):
+        if copy is False:
+            raise ValueError("Unable to avoid copy while creating an array as requested")
+        return Array(np.array(obj, dtype=dtype))
+    return Array(host_namespace.asarray(obj._data, dtype=dtype, copy=copy))
+
+
+def solve(a: Array, b: Array, /) -> Array:
+    """x with a x = b, for stacks (…, m, m) and (…, m, k) of equal batch shape."""
+    if a.ndim != b.ndim or a.shape[:-1] != b.shape[:-1]:
+        raise ValueError(
+            f"a must have shape (..., M, M) and b (..., M, K); found {a.shape} and {b.shape}"
+        )
+    try:
+        return Array(host_namespace.linalg.solve(_operand(a), _operand(b)))
+    except np.linalg.LinAlgError:
+        return namespace.full_like(b, float("nan"))
+
+
+namespace = Namespace("cupy_stand_in", host_namespace)
+namespace.asarray = asarray
+namespace.linalg = Namespace("cupy_stand_in.linalg", host_namespace.linalg)
+namespace.linalg.solve = solve
+namespace.fft = Namespace("cupy_stand_in.fft", host_namespace.fft)
+
+
+def _operator(apply: Any, *, reflected: bool = False, in_place: bool = False) -> Any:
+    def method(self: Array, *other: Any) -> Array:
+        operands = (*other, self) if reflected else (self, *other)
+        with np.errstate(all="ignore"):
+            result = _result(apply(*map(_operand, operands)))
+        return self if in_place else result
+
+    return method
+
+
+for _name in "neg pos abs invert lt le eq ne gt ge".split():
+    setattr(Array, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
+for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+    _apply, _apply_in_place = (getattr(operator, f"__{i}{_name}__") for i in ("", "i"))
+    setattr(Array, f"__{_name}__", _operator(_apply))
+    setattr(Array, f"__r{_name}__", _operator(_apply, reflected=True))
+    setattr(Array, f"__i{_name}__", _operator(_apply_in_place, in_place=True))
