@@ -27,11 +27,21 @@ napoleon_custom_sections = ["Source"]
 
 def _as_restructured_text(app, what, name, obj, options, lines):
     """Docstrings write `code` and |x|, which reStructuredText would read as something else."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(": ", " – ")  # Or napoleon takes what stands before for a type.
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             code = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", r"``\1``", line)
             lines[i] = code.replace("|", r"\|") if "``" not in code else code
 
 
+def _without_forward_references(app, what, name, obj, options, signature, annotation):
+    def plain(text):
+        return text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+
+    return plain(signature), plain(annotation)
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", _without_forward_references)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

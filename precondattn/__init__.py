@@ -6,11 +6,20 @@
 (2, 6, 4, 8)
 """
 
-from precondattn.backend import PassedOverWarning, UnsupportedError
-from precondattn.cache import Cache
+from precondattn.backend import (
+    ArraySpec,
+    Backend,
+    PassedOverWarning,
+    Request,
+    Support,
+    UnsupportedError,
+)
+from precondattn.cache import Append, Cache
 from precondattn.declaration import ShapeError
 from precondattn.discovery import register_backend, unregister_backend, use_backend
 from precondattn.expression import parse
+from precondattn.frame import Frame
+from precondattn.group import group_of
 from precondattn.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, TokenWise, step
 from precondattn.preconditioners import Laser, Lucid
 from precondattn.registry import mechanisms
@@ -22,7 +31,11 @@ from precondattn.spec.softmax import Softmax
 __version__ = "0.1.0"
 
 __all__ = [
+    "Append",
+    "ArraySpec",
+    "Backend",
     "Cache",
+    "Frame",
     "Laser",
     "Leaf",
     "Lucid",
@@ -32,11 +45,14 @@ __all__ = [
     "PassedOverWarning",
     "Preconditioner",
     "RMSNorm",
+    "Request",
     "ShapeError",
     "Softmax",
     "Step",
+    "Support",
     "TokenWise",
     "UnsupportedError",
+    "group_of",
     "laser",
     "lucid",
     "mechanisms",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from precondattn.arrays import Array
 from precondattn.cache import Updates
@@ -78,9 +78,9 @@ class ArraySpec(NamedTuple):
     dtype: str
 
 
-@runtime_checkable
 class Backend(Protocol):
-    """Subclass it, or write a class with these attributes and methods."""
+    """Subclass it. `name`, `supports` and `forward` are a must; a backend without one of the other
+    methods answers the requests that need it with `Support.no`."""
 
     name: str
     libraries: frozenset[str] = frozenset()
@@ -92,13 +92,13 @@ class Backend(Protocol):
 
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
         """Yes, or why not. Cheap, pure, and without a look at values."""
-        ...
+        raise NotImplementedError
 
     def forward(
         self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output, and what `backward` needs besides inputs and output."""
-        ...
+        raise NotImplementedError
 
     def backward(
         self,
@@ -110,7 +110,7 @@ class Backend(Protocol):
         cotangent: Array,
     ) -> Arrays:
         """The gradient of every input, by name."""
-        ...
+        raise NotImplementedError
 
     def step(
         self,
@@ -123,10 +123,10 @@ class Backend(Protocol):
 
         Buffers go by the names of `mechanism.program`'s slots.
         """
-        ...
+        raise NotImplementedError
 
     def residual_shapes(
         self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         """What `forward` would return as residuals, without running it; for tracing."""
-        ...
+        raise NotImplementedError

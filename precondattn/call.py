@@ -85,9 +85,7 @@ def bind(
         checks.require(
             _is_contiguous(segment_ids), "segment_ids must be contiguous: equal ids stand together"
         )
-    frame = full_frame(
-        t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids
-    )
+    frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
     masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
     inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
     return BoundCall(inputs, frame, sizes, library, _call_dtype(inputs), masks, checks.spoiled)
@@ -151,7 +149,7 @@ def bind_shapes(
     _check_arrays(owner, inputs)
     token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, _shapes(token_inputs))
-    like = next((a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs)))
+    like = next(a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs))
     return like, sizes
 
 
@@ -249,7 +247,8 @@ def _check_arrays(owner: str, inputs: Mapping[str, Array]) -> str:
         raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
     devices = {name: exact_device(array) for name, array in inputs.items()}
     placed = {name: device for name, device in devices.items() if device is not None}
-    if len(set(placed.values())) > 1:
+    # Compared, not hashed: CuPy's devices have no hash.
+    if any(device != next(iter(placed.values())) for device in placed.values()):
         found = {name: str(device) for name, device in placed.items()}
         raise ValueError(f"{owner}: inputs on one device expected; found {found}")
     dtypes = {name: dtype_name(array) for name, array in inputs.items()}
@@ -401,7 +400,6 @@ def spoil(out: Array, spoiled: Array | None) -> Array:
         return out
     xp = namespace(out)
     return xp.where(xp.reshape(spoiled, (-1,) + (1,) * (out.ndim - 1)), float("nan"), out)
-
 
 
 def new_token_count(bound: BoundCall, cache: Cache, lengths: Any) -> Array:

@@ -27,7 +27,7 @@ def list_all() -> None:
     table = Table("mechanism", "kind", "inputs", title="mechanisms", title_justify="left")
     for name, cls in sorted(pa.mechanisms().items()):
         mechanism = pa.parse(name)
-        inputs = ", ".join(f"{n} ({pattern})" for n, pattern in mechanism.inputs.items())
+        inputs = ", ".join(f"{n} ({pattern.text})" for n, pattern in mechanism.inputs.items())
         table.add_row(name, cls.role, inputs)
     console.print(table)
     found = discover()
@@ -61,7 +61,13 @@ def explain(
         with arrays_of.precision(dtype):
             made = make_inputs(parsed, Layout("explain", **chosen), "random")
             arrays = {name: arrays_of.array(array, dtype) for name, array in made.items()}
-            console.print(str(parsed.explain(**arrays, verb=verb)), markup=False, soft_wrap=True)
+            if verb == "extend":
+                like = {name: arrays[name] for name in ("q", "k", "v") if name in arrays}
+                cache = parsed.init_cache(**like, capacity=chosen["s"])
+                explanation = parsed.explain(**arrays, cache=cache)
+            else:
+                explanation = parsed.explain(**arrays, verb=verb)
+        console.print(str(explanation), markup=False, soft_wrap=True)
     except (ValueError, TypeError) as error:
         _stop(error)
 
@@ -82,11 +88,14 @@ def conformance(
     check: Annotated[
         list[str] | None, typer.Option(help="only outputs, gradients or caching; may be repeated")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="only this dtype; may be repeated")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="only this dtype; may be repeated")
+    ] = None,
 ) -> None:
     """Hold backends to the oracle: outputs, gradients and caching of every mechanism."""
-    from precondattn.discovery import discover
     from precondattn_conformance.command import conformance as run
+
+    from precondattn.discovery import discover
 
     try:
         for name in backend or ():

@@ -92,11 +92,20 @@ class Pattern(NamedTuple):
 
     def renamed(self, letters: Mapping[str, str]) -> Pattern:
         """The pattern with some of its letters replaced."""
-        renamed = (axis._replace(letter=letters.get(axis.letter, axis.letter)) for axis in self.axes)
+        renamed = (
+            axis._replace(letter=letters.get(axis.letter, axis.letter)) for axis in self.axes
+        )
         return self._replace(axes=tuple(renamed))
 
     def __str__(self) -> str:
         return " ".join(map(str, self.axes))
+
+    @property
+    def text(self) -> str:
+        """Axes and range, as `read` takes them."""
+        if self.low is None or self.high is None:
+            return str(self)
+        return f"{self} in [{self.low:g}, {self.high:g}]"
 
 
 class Inputs(Mapping[str, Pattern]):
@@ -128,7 +137,7 @@ class Inputs(Mapping[str, Pattern]):
         return hash(tuple(self._patterns.items()))
 
     def __repr__(self) -> str:
-        patterns = ", ".join(f'{name}="{pattern}"' for name, pattern in self.items())
+        patterns = ", ".join(f'{name}="{pattern.text}"' for name, pattern in self.items())
         return f"Inputs({patterns})"
 
     def extending(self) -> Inputs:

@@ -63,8 +63,15 @@ def register_backend(backend: Backend) -> None:
         when its name is taken.
     """
     global _discovered
-    if not isinstance(backend, Backend):
-        lacks = [name for name in _PROTOCOL if not hasattr(backend, name)]
+    lacks = [
+        name
+        for name in _PROTOCOL
+        # A method that is the protocol's own has not been written.
+        if getattr(type(backend), name, None) in (None, vars(Backend).get(name))
+    ]
+    if not isinstance(getattr(backend, "name", None), str):
+        lacks.insert(0, "name")
+    if lacks:
         raise TypeError(f"{backend!r} is no backend: it lacks {', '.join(lacks)}")
     known = {REFERENCE.name, *_registered}
     if backend.name in known:
@@ -76,21 +83,14 @@ def register_backend(backend: Backend) -> None:
 def unregister_backend(name: str) -> None:
     """Forget a backend that `register_backend` made known."""
     global _discovered
+    if name not in _registered:
+        raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
     del _registered[name]
     _discovered = None
 
 
-_PROTOCOL = (
-    "name",
-    "libraries",
-    "accelerates",
-    "preference",
-    "supports",
-    "forward",
-    "backward",
-    "step",
-    "residual_shapes",
-)
+_PROTOCOL = ("supports", "forward")
+"""What every backend must have. One without a gradient or a step says so in `supports`."""
 _entry_points_loaded = False
 
 
@@ -113,7 +113,7 @@ def _load_entry_points() -> None:
 def use_backend(*names: str) -> Iterator[None]:
     """Only these backends, in this order of preference, for every call inside.
 
-    Like `backend=` of a call it is strict: work that none of them takes raises.
+    Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict: work that none of them takes raises.
 
     Examples
     --------
@@ -122,8 +122,7 @@ def use_backend(*names: str) -> Iterator[None]:
     >>> with pa.use_backend("reference"):
     ...     out = pa.lucid(q, k, v)
     """
-    for name in names:
-        discover().named(name)
+    _check_names(names)
     token = _chosen.set(names)
     try:
         yield
@@ -136,8 +135,12 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
     if backend is None:
         return _chosen.get()
     names = (backend,) if isinstance(backend, str) else tuple(backend)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"backend must be a name or a tuple of names; found {backend!r}")
-        discover().named(name)
+    _check_names(names)
     return names
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"backend must be a name or a tuple of names; found {names!r}")
+    for name in names:
+        discover().named(name)

@@ -7,9 +7,10 @@ time. A plan is made from shapes, dtypes and the like, never from values, and is
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,9 +81,17 @@ def make_plan(
     return plan
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, PassedOverWarning, stacklevel=4)
+    warnings.warn(message, PassedOverWarning, stacklevel=_frames_of_this_package() + 1)
+
+
+def _frames_of_this_package() -> int:
+    """How many calls deep this package is, so that a warning points at the user's own line."""
+    depth, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 @lru_cache(maxsize=4096)
@@ -115,9 +124,7 @@ def _plan(
     left = set(range(len(program.calls))).difference(*taken)
     if left:
         raise UnsupportedError(_refusal(mechanism, program, left, considered, backends))
-    planned = [
-        _planned(program, calls, *taken[calls]) for calls in _in_order(program, list(taken))
-    ]
+    planned = [_planned(program, calls, *taken[calls]) for calls in _in_order(program, list(taken))]
     plan = Plan(tuple(planned), program.out, tuple(considered))
     return plan, _passed_over(mechanism, request, plan, backends)
 
@@ -268,18 +275,18 @@ def _refusal(
 def _passed_over(
     mechanism: Mechanism, request: Request, plan: Plan, backends: Iterable[Backend]
 ) -> str | None:
-    """A backend that was made for this device, and left work to one that was not."""
-    made_for_it = {b.name for b in backends if request.device in b.accelerates}
-    for call in plan.calls:
-        if call.backend.name in made_for_it:
+    """A backend that was made for this device and these arrays, and takes nothing of this call."""
+    working = {call.backend.name for call in plan.calls}
+    for backend in backends:
+        fits = not backend.libraries or request.library in backend.libraries
+        if request.device not in backend.accelerates or not fits or backend.name in working:
             continue
-        text = str(call.piece)
-        for c in plan.considered:
-            if c.backend in made_for_it and not c.support.ok and len(c.calls) == 1:
-                (i,) = c.calls
-                if str(mechanism.program.calls[i].leaf) == text:
-                    return (
-                        f"{c.backend} passes {text} of {mechanism} to {call.backend.name} "
-                        f"on {request.device}: {c.support.reason}"
-                    )
+        reasons = dict.fromkeys(
+            c.support.reason for c in plan.considered if c.backend == backend.name
+        )
+        if reasons:
+            return (
+                f"{backend.name} is made for {request.device}, and was passed over for "
+                f"{mechanism}: {'; '.join(reasons)}"
+            )
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from precondattn.declaration import Inputs
@@ -53,7 +53,7 @@ def group_of(expression: str | Mechanism) -> Program:
     return program.part(range(len(program.calls)))[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def read_mechanism(text: str) -> Any:
     """The leaf or group that `str` gave this text."""
     return Group(read_program(text)) if " = " in text else parse(text)

@@ -81,7 +81,7 @@ def _or_none(kind: Kind) -> Kind:
 
 def flag(default: bool) -> Any:
     """True or False."""
-    return _option(default, Kind("True or False", _flag, _read_flag))
+    return _option(default, Kind("true or false", _flag, _read_flag))
 
 
 def positive_or_none(default: float | None = None) -> Any:

@@ -87,6 +87,10 @@ class Lucid(Preconditioner):
             raise ValueError(
                 f"lucid: detach_max belongs to normalize='rows'; found {self.normalize!r}"
             )
+        if self.beta and self.normalize in ("rows", "none"):
+            raise ValueError(
+                f"lucid: beta needs the unit diagonal, which normalize={self.normalize!r} has not"
+            )
         if self.normalize in ("rows", "none") and self.eps != LucidSolve.eps:
             raise ValueError(f"lucid: eps belongs to a norm; normalize={self.normalize!r} has none")
 
@@ -98,14 +102,12 @@ class Lucid(Preconditioner):
     def refuses(self) -> str | None:
         base = self.base.offers
         if base.metric is None:
-            return "lucid needs a base with a score function of a query and a key"
+            return "lucid needs a base with a score function that no other preconditioner has used"
         if not base.causal:
             return (
                 "lucid is causal: its matrix has to be triangular to be solved in quadratic time, "
                 "and the method defines no other"
             )
-        if self.beta and self.normalize in ("rows", "none"):
-            return f"beta needs the unit diagonal that normalize={self.normalize!r} has not"
         return None
 
     def solve(self) -> LucidSolve:
@@ -170,7 +172,10 @@ class Laser(Preconditioner):
 
     def refuses(self) -> str | None:
         if self.base.offers.read != "mean":
-            return "laser needs non-negative weights that sum to one, to take a logarithm of"
+            return (
+                "laser needs a base that reads a mean of its values, under non-negative weights "
+                "that sum to one"
+            )
         return None
 
     def steps(self) -> tuple[Step, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.declaration import Pattern
@@ -146,7 +146,7 @@ def read_program(text: str) -> Program:
     return Program(calls, calls[-1].out, dict.fromkeys(patterns, "given"), patterns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def program_of(mechanism: Mechanism) -> Program:
     """A mechanism, unfolded.
 

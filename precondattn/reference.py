@@ -42,9 +42,7 @@ class Reference(Backend):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        return mechanism.backward(
-            _upcast(inputs), frame, upcast(out), residuals, upcast(cotangent)
-        )
+        return mechanism.backward(_upcast(inputs), frame, upcast(out), residuals, upcast(cotangent))
 
     def step(
         self,

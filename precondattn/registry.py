@@ -29,6 +29,13 @@ def register(cls: type[Mechanism]) -> None:
     _classes[cls.name] = cls
 
 
+def unregister(name: str) -> None:
+    """Forget a mechanism, such as one that was tried out in a notebook."""
+    if name not in _classes:
+        raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(_classes))}")
+    del _classes[name]
+
+
 def find(name: str) -> type[Mechanism] | None:
     """The class of that name, or None."""
     if name not in _classes:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
 from precondattn.arrays import Array
+from precondattn.call import CALL_OPTIONS
 from precondattn.mechanism import Mechanism
 from precondattn.options import fields_of
 from precondattn.preconditioners import Laser, Lucid
 from precondattn.spec.softmax import Softmax
 
+SWITCHES = {"bias": "bias", "lucid_beta": "beta"}
+"""Inputs that are there when an option says so; giving the array says so too."""
+
 
 def _shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
-    own = fields_of(cls)
-    of_base = {} if cls is Softmax else {n: f for n, f in fields_of(Softmax).items() if n not in own}
+    own = [*fields_of(cls)]
+    of_base = [] if cls is Softmax else [name for name in fields_of(Softmax) if name not in own]
 
     def call(*arrays: Array, **named: Any) -> Array:
-        options = {name: named.pop(name) for name in own if _is_option(name, named)}
-        if of_base:
-            base = {name: named.pop(name) for name in of_base if _is_option(name, named)}
-            options["base"] = Softmax(**base)
-        return cls(**options)(*arrays, **named)
+        options: dict[str, Any] = {}
+        for name in [*named]:
+            is_array = hasattr(named[name], "shape") and getattr(named[name], "ndim", 0) > 0
+            if is_array and name in SWITCHES:
+                options[SWITCHES[name]] = True
+            elif name in own or name in of_base:
+                options[name] = named.pop(name)
+        base = {name: options.pop(name) for name in of_base if name in options}
+        mechanism = cls(**options, base=Softmax(**base)) if base else cls(**options)
+        known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
+        for name in named:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise TypeError(
+                    f"{cls.name}: unknown keyword {name!r}{hint}; options are "
+                    f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
+                    f"{', '.join(CALL_OPTIONS)}"
+                )
+        return mechanism(*arrays, **named)
 
     around = "" if cls is Softmax else " around softmax"
-    names = ", ".join([*own, *of_base])
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = (
         f"`{cls.__name__}`{around}, called: inputs and masks as there, and as keywords the "
-        f"options {names}."
+        f"options {', '.join([*own, *of_base])}. An optional input switches its option on."
     )
     return call
-
-
-def _is_option(name: str, named: dict[str, Any]) -> bool:
-    # `bias` is an option's name and an input's; as an array it is the input.
-    return name in named and not hasattr(named[name], "shape")
 
 
 softmax = _shorthand(Softmax)

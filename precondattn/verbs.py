@@ -48,7 +48,8 @@ class Verbs:
             any by name. All of one library, device and dtype; beside half-precision q, k, v the
             others may be float32.
         backend : str or tuple of str, optional
-            Use only these, in this order; what they do not take raises `UnsupportedError`.
+            Use only these, in this order of preference (larger groups of calls still go before
+            smaller ones); what they do not take raises `UnsupportedError`.
         segment_ids : integer array (b, s), optional
             Packed sequences: tokens see only tokens of the same id. Equal ids stand together.
         lengths : integer array (b,), optional
@@ -222,33 +223,46 @@ class Verbs:
         self,
         *arrays: Array,
         verb: str = "forward",
+        cache: Cache | None = None,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
         lengths: Any = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:
-        """Which backend would run which piece of this call, and why not the others.
+        """Which backend would run which piece of this call, and why not the others. `print` it.
 
         Parameters
         ----------
-        verb : {"forward", "vjp", "extend"}
-            For `extend` the arrays are the new tokens.
+        verb : {"forward", "vjp"}
+        cache : Cache, optional
+            With a cache it is `extend` that is explained, and the arrays are the new tokens.
         """
         from precondattn import call
         from precondattn.discovery import discover
         from precondattn.explanation import Explanation
 
-        if verb not in ("forward", "vjp", "extend"):
-            raise ValueError(f"{self}: verb must be forward, vjp or extend; found {verb!r}")
-        bound = call.bind(
-            self._mechanism,
-            arrays,
-            named,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            key_mask=key_mask,
-        )
+        if verb not in ("forward", "vjp"):
+            raise ValueError(
+                f"{self}: verb must be 'forward' or 'vjp' (for extend, give the cache); "
+                f"found {verb!r}"
+            )
+        if cache is not None and (verb == "vjp" or segment_ids is not None):
+            raise ValueError(f"{self}: with a cache neither verb nor segment_ids can be given")
+        if cache is None:
+            bound = call.bind(
+                self._mechanism,
+                arrays,
+                named,
+                segment_ids=segment_ids,
+                lengths=lengths,
+                key_mask=key_mask,
+            )
+        else:
+            verb = "extend"
+            bound = call.bind_extension(
+                self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
+            )
         request = _request(verb, bound)
         plan = _plan(self._mechanism, verb, bound, backend)
         return Explanation(str(self), self._mechanism.program, request, plan, discover())
@@ -290,9 +304,7 @@ def extend_now(
     """An extension of a cache."""
     from precondattn import call, execution
 
-    bound = call.bind_extension(
-        mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
-    )
+    bound = call.bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
     plan = _plan(mechanism, "extend", bound, backend)
     if donate and bound.library == "torch" and _request("extend", bound).differentiated:
         raise ValueError(

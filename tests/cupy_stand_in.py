@@ -171,12 +171,17 @@ def _checked_device(device: Any) -> None:
 
 # Sizes and counts reach NumPy as they came, so that an array among them meets its lack of
 # `__index__`.
-WITHOUT_ARRAYS = frozenset("arange broadcast_shapes empty eye full linspace ones zeros".split())
-ONE_ARRAY_FIRST = frozenset(
-    "astype broadcast_to expand_dims flip moveaxis permute_dims repeat reshape roll squeeze "
-    "tile".split()
+WITHOUT_ARRAYS = frozenset(
+    ("arange", "broadcast_shapes", "empty", "eye", "full", "linspace", "ones", "zeros")
 )
-OF_DTYPES = frozenset("can_cast finfo iinfo isdtype result_type".split())
+ONE_ARRAY_FIRST = frozenset(
+    ("astype", "broadcast_to", "expand_dims", "flip", "moveaxis", "permute_dims", "repeat")
+) | frozenset(("reshape", "roll", "squeeze", "tile"))
+OF_DTYPES = frozenset(("can_cast", "finfo", "iinfo", "isdtype", "result_type"))
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+BITWISE = ("and", "or", "xor", "lshift", "rshift")
+COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+UNARY = ("neg", "pos", "abs", "invert")
 
 
 class Namespace:
@@ -260,9 +265,9 @@ def _operator(apply: Any, *, reflected: bool = False, in_place: bool = False) ->
     return method
 
 
-for _name in "neg pos abs invert lt le eq ne gt ge".split():
+for _name in UNARY + COMPARISONS:
     setattr(Array, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
-for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+for _name in ARITHMETIC + BITWISE:
     _apply, _apply_in_place = (getattr(operator, f"__{i}{_name}__") for i in ("", "i"))
     setattr(Array, f"__{_name}__", _operator(_apply))
     setattr(Array, f"__r{_name}__", _operator(_apply, reflected=True))

@@ -4,6 +4,8 @@ The definition is A = softmax over the visible keys of (scale · q kᵀ + bias),
 is float64, so an identity has to hold to 1e-10 of the largest number it speaks of.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -121,9 +123,7 @@ def test_tiled_online_form_gives_the_same_output(p, tile):
 @given(problems(), st.floats(0.01, 10))
 def test_scale_multiplies_the_scores_and_defaults_to_one_over_root_d(p, scale):
     expected, _ = online_attention(p.q, p.k, p.v, p.visible, scale=scale)
-    assert_close(
-        pa.Softmax(causal=p.causal, window=p.window, scale=scale)(p.q, p.k, p.v), expected
-    )
+    assert_close(pa.Softmax(causal=p.causal, window=p.window, scale=scale)(p.q, p.k, p.v), expected)
     assert_close(p.plain(np.sqrt(3) * scale * p.q, p.k, p.v), expected)
 
 
@@ -317,7 +317,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
     cache = p.plain.init_cache(p.q, p.k, p.v, capacity=t)
     outs = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         new = (x[:, start:stop] for x in (p.q, p.k, p.v))
         out, cache = p.plain.extend(cache, *new)
         outs.append(out)

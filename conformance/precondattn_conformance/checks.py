@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import precondattn as pa
 
+import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import is_bounded, is_smooth
@@ -152,13 +152,13 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
 
 
 def _splits(time: int) -> list[int]:
-    """Where the blocks end: one token, a block, single tokens, the rest."""
+    """Where the blocks end: a prefill and single tokens; short sequences also begin with one."""
+    if time > 16:
+        return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})
 
 
-def _with_capacity(
-    m: pa.Mechanism, name: str, array: np.ndarray, capacity: int
-) -> np.ndarray:
+def _with_capacity(m: pa.Mechanism, name: str, array: np.ndarray, capacity: int) -> np.ndarray:
     """Pairs of query and key, with as many key columns as the cache has slots."""
     if not m.inputs[name].is_pairwise:
         return array

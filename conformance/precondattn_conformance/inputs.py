@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
+
 import precondattn as pa
 
 KINDS = ("random", "clustered", "duplicate", "zero", "real")

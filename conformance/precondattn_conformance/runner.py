@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from precondattn import UnsupportedError
-
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend, Disagreement, Measured, run
 

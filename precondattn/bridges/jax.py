@@ -34,9 +34,7 @@ def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> An
 
 def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
     inputs, frame, out, residuals = saved
-    gradients = planned.backend.backward(
-        planned.piece, inputs, frame, out, residuals, cotangent
-    )
+    gradients = planned.backend.backward(planned.piece, inputs, frame, out, residuals, cotangent)
     cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     return cotangents, jax.tree.map(_no_cotangent, frame)
 

@@ -56,8 +56,8 @@ def forward(
 ) -> list[Tensor]:
     """The output and, behind it, the residuals."""
     mechanism = read_mechanism(piece)
-    out, residuals = discover().named(backend).forward(
-        mechanism, _named(mechanism, tensors), Frame(*frame)
+    out, residuals = (
+        discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
     )
     return _own([out, *residuals], [*tensors, *frame])
 
@@ -68,9 +68,7 @@ def inference(
 ) -> Tensor:
     """The output alone."""
     mechanism = read_mechanism(piece)
-    out, _ = discover().named(backend).forward(
-        mechanism, _named(mechanism, tensors), Frame(*frame)
-    )
+    out, _ = discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
     return _own([out], [*tensors, *frame])[0]
 
 
@@ -85,13 +83,17 @@ def backward(
 ) -> list[Tensor]:
     """The gradient of every tensor."""
     mechanism = read_mechanism(piece)
-    gradients = discover().named(backend).backward(
-        mechanism,
-        _named(mechanism, tensors),
-        Frame(*frame),
-        outputs[0],
-        tuple(outputs[1:]),
-        cotangent,
+    gradients = (
+        discover()
+        .named(backend)
+        .backward(
+            mechanism,
+            _named(mechanism, tensors),
+            Frame(*frame),
+            outputs[0],
+            tuple(outputs[1:]),
+            cotangent,
+        )
     )
     made = [
         gradients[name].to(tensor.dtype)
@@ -149,7 +151,9 @@ def _differentiate(ctx: Any, cotangents: Any) -> Any:
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
     tensors, frame, outputs = saved[:end], saved[end:split], saved[split:]
     gradients = backward(ctx.piece, ctx.backend, tensors, frame, outputs, cotangents[0])
-    return None, None, gradients, [None] * len(frame)
+    # A list with a None in it is one argument to autograd, a list of tensors is many.
+    no_gradient = None if any(mask is None for mask in frame) else [None] * len(frame)
+    return None, None, gradients, no_gradient
 
 
 forward.register_autograd(_differentiate, setup_context=_remember)
@@ -177,7 +181,7 @@ def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) 
     return tensor.reshape(count * tensor.shape[1], *tensor.shape[2:])
 
 
-def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> Any:
+def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tuple[Any, Any]:
     """Tensors and frame of the folded call; a batch axis of 1 is first made as long as b."""
     mechanism, count = read_mechanism(piece), info.batch_size
 
@@ -189,9 +193,7 @@ def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> Any
 
     patterns = list(mechanism.inputs.values())
     lead = [p.axes[0].letter == "b" for p in patterns]
-    b = max(
-        inner(t, a)[0] for t, a, has in zip(tensors, axes[2], lead, strict=True) if has
-    )
+    b = max(inner(t, a)[0] for t, a, has in zip(tensors, axes[2], lead, strict=True) if has)
 
     def fold(tensor: Any, axis: Any, has_batch: bool) -> Any:
         if tensor is not None and has_batch and inner(tensor, axis)[0] == 1 and b > 1:
@@ -201,7 +203,7 @@ def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> Any
 
     folded = [fold(t, a, has) for t, a, has in zip(tensors, axes[2], lead, strict=True)]
     masks = [fold(t, a, True) for t, a in zip(frame, axes[3], strict=True)]
-    return folded, masks, b
+    return folded, masks
 
 
 def _unfold(count: int, tensor: Tensor) -> Tensor:
@@ -210,14 +212,14 @@ def _unfold(count: int, tensor: Tensor) -> Tensor:
 
 @forward.register_vmap
 def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
-    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     outputs = forward(piece, backend, folded, masks)
     return [_unfold(info.batch_size, o) for o in outputs], [0] * len(outputs)
 
 
 @inference.register_vmap
 def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
-    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     return _unfold(info.batch_size, inference(piece, backend, folded, masks)), 0
 
 
@@ -233,7 +235,7 @@ def _(
     cotangent: Any,
 ) -> Any:
     count = info.batch_size
-    folded, masks, _ = _fold_all(info, in_dims, tensors, frame, piece)
+    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     outs = [_fold(count, o, a, True) for o, a in zip(outputs, in_dims[4], strict=True)]
     gradients = backward(
         piece, backend, folded, masks, outs, _fold(count, cotangent, in_dims[5], True)

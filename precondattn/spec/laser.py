@@ -39,9 +39,7 @@ class LogMeanExp:
         o = log_sum_exp(_each_channel(log_weights, v), axis=3)
         return finite_or_zero(o[:, :, :, 0, :])
 
-    def backward(
-        self, log_weights: Array, v: Array, o: Array, d_o: Array
-    ) -> tuple[Array, Array]:
+    def backward(self, log_weights: Array, v: Array, o: Array, d_o: Array) -> tuple[Array, Array]:
         xp = namespace(v)
         posterior = xp.exp(_each_channel(log_weights, v) - o[:, :, :, None, :])
         weighted = d_o[:, :, :, None, :] * posterior

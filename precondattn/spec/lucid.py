@@ -53,7 +53,6 @@ from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,
     mask_scores,
-    repeat_heads,
     row_sum,
     solve,
     swap_time_and_heads,
@@ -115,7 +114,7 @@ class LucidSolve(Leaf):
     >>> import numpy as np
     >>> k = np.ones((1, 4, 1, 8))
     >>> v = np.asarray([1.0, 4.0, 9.0, 16.0]).reshape(1, 4, 1, 1)
-    >>> LucidSolve()(k, v).ravel().round(6)
+    >>> LucidSolve(eps=0)(k, v).ravel().round(6)
     array([1., 3., 5., 7.])
     """
 
@@ -143,7 +142,7 @@ class LucidSolve(Leaf):
         if self.beta and not self.has_unit_diagonal:
             raise ValueError(
                 f"lucid_solve: beta is defined with a unit diagonal only, that is with "
-                f"normalize='keys'; found normalize={self.normalize!r}"
+                f"normalize='keys' or 'given'; found normalize={self.normalize!r}"
             )
 
     @property
@@ -268,7 +267,7 @@ class LucidSolve(Leaf):
         )
         if self.normalize != "keys":
             return kept
-        eps = "" if self.eps == 1e-6 else f"[eps={text_of(self.eps)}]"
+        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
         return (*kept, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
 
     def step(

@@ -53,9 +53,7 @@ class Dot:
     ) -> tuple[Array, Array, dict[str, Array]]:
         return d_scores @ k, transpose(d_scores) @ q, {}
 
-    def extended_scores(
-        self, q: Array, past: Array, k: Array, extra: Mapping[str, Array]
-    ) -> Array:
+    def extended_scores(self, q: Array, past: Array, k: Array, extra: Mapping[str, Array]) -> Array:
         xp = namespace(q)
         return xp.concat([q @ transpose(past), q @ transpose(k)], axis=-1)
 

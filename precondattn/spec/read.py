@@ -24,9 +24,7 @@ class Read(Protocol):
 
     def forward(self, log_weights: Array, v: Array) -> Array: ...
 
-    def backward(
-        self, log_weights: Array, v: Array, o: Array, d_o: Array
-    ) -> tuple[Array, Array]:
+    def backward(self, log_weights: Array, v: Array, o: Array, d_o: Array) -> tuple[Array, Array]:
         """The gradients of the scores (through the softmax) and of the values."""
         ...
 
@@ -40,9 +38,7 @@ class Mean:
     def forward(self, log_weights: Array, v: Array) -> Array:
         return namespace(v).exp(log_weights) @ v
 
-    def backward(
-        self, log_weights: Array, v: Array, o: Array, d_o: Array
-    ) -> tuple[Array, Array]:
+    def backward(self, log_weights: Array, v: Array, o: Array, d_o: Array) -> tuple[Array, Array]:
         """dS = A ∘ (dO vᵀ − rowsum(dO ∘ o)), dv = Aᵀ dO   (LASER Lemma 3.1)."""
         weights = namespace(v).exp(log_weights)
         d_scores = weights * (d_o @ transpose(v) - row_sum(d_o * o))
