@@ -27,11 +27,10 @@ from precondattn.arrays import (
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.declaration import Inputs, ShapeError, Sizes
 from precondattn.frame import Frame, extending_frame, full_frame
+from precondattn.verbs import CALL_OPTIONS
 
 if TYPE_CHECKING:
     from precondattn.mechanism import Mechanism
-
-CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
 
 
 class BoundCall(NamedTuple):

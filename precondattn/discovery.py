@@ -113,7 +113,8 @@ def _load_entry_points() -> None:
 def use_backend(*names: str) -> Iterator[None]:
     """Only these backends, in this order of preference, for every call inside.
 
-    Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict: work that none of them takes raises.
+    Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict:
+    work that none of them takes raises.
 
     Examples
     --------

@@ -14,7 +14,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 if TYPE_CHECKING:
-    from precondattn.mechanism import Arrays, Leaf, Residuals
+    from precondattn.mechanism import Arrays, Residuals
 
 
 class Reference(Backend):
@@ -29,24 +29,28 @@ class Reference(Backend):
         return Support.yes(differentiable=True)
 
     def forward(
-        self, mechanism: Leaf, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return mechanism.forward(_upcast(inputs), frame)
+        out, residuals = mechanism.forward(_upcast(inputs), frame)
+        return out, residuals
 
     def backward(
         self,
-        mechanism: Leaf,
+        mechanism: Any,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        return mechanism.backward(_upcast(inputs), frame, upcast(out), residuals, upcast(cotangent))
+        gradients: Arrays = mechanism.backward(
+            _upcast(inputs), frame, upcast(out), residuals, upcast(cotangent)
+        )
+        return gradients
 
     def step(
         self,
-        mechanism: Leaf,
+        mechanism: Any,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -58,7 +62,7 @@ class Reference(Backend):
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(
-        self, mechanism: Leaf, inputs: Mapping[str, ArraySpec], frame: Frame
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         raise NotImplementedError("the reference is traced itself; nothing has to be foretold")
 

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from precondattn.arrays import Array
-from precondattn.call import CALL_OPTIONS
-from precondattn.mechanism import Mechanism
 from precondattn.options import fields_of
 from precondattn.preconditioners import Laser, Lucid
 from precondattn.spec.softmax import Softmax
+from precondattn.verbs import CALL_OPTIONS
 
 SWITCHES = {"bias": "bias", "lucid_beta": "beta"}
 """Inputs that are there when an option says so; giving the array says so too."""
 
 
-def _shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
+def _shorthand(cls: Any) -> Callable[..., Array]:
     own = [*fields_of(cls)]
     of_base = [] if cls is Softmax else [name for name in fields_of(Softmax) if name not in own]
 

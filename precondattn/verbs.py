@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from precondattn.explanation import Explanation
     from precondattn.mechanism import Mechanism
 
+CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
+"""Keywords of a call that are not inputs."""
+
 BackendNames = str | tuple[str, ...] | None
 
 

@@ -31,7 +31,7 @@ class Measured:
     bound: float
 
 
-class Disagreement(AssertionError):
+class DisagreementError(AssertionError):
     """A result that is not the oracle's."""
 
 
@@ -96,7 +96,7 @@ def _check_direction(
     found, expected = (value(1) - value(-1)) / (2 * h), float(np.sum(g * direction))
     size = float(np.sqrt(np.sum(g**2) * np.sum(direction**2)))
     if not abs(found - expected) <= 1e-6 * max(size, 1e-3):
-        raise Disagreement(
+        raise DisagreementError(
             f"the oracle's own gradient of {name} is {expected:.9g} along a direction, "
             f"and {found:.9g} by central differences"
         )
@@ -126,7 +126,7 @@ def _gradients(case: Case, library: libraries.Library, backend: Backend) -> Meas
 
 def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measured:
     """A prefill, single tokens and a block, in a cache with room to spare, equal the full call."""
-    expected, m, inputs, masks = _prepare(case, library)
+    expected, m, inputs, _ = _prepare(case, library)
     time = case.layout.t
     capacity = time + 3
     arrays = {
@@ -176,7 +176,7 @@ def _prepare(case: Case, library: libraries.Library) -> tuple[Oracle, pa.Mechani
 def _check_purity(library: libraries.Library, inputs: Arrays, expected: Oracle) -> None:
     for name, array in inputs.items():
         if not np.array_equal(library.numpy(array), expected.inputs[name]):
-            raise Disagreement(f"the input {name} was written to")
+            raise DisagreementError(f"the input {name} was written to")
 
 
 def _compare(case: Case, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> Measured:
@@ -186,7 +186,7 @@ def _compare(case: Case, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> Mea
         seen = error(found, expected)
         if not seen <= limit:
             at = np.unravel_index(np.argmax(np.abs(found - expected)), expected.shape)
-            raise Disagreement(
+            raise DisagreementError(
                 f"{what} is off by {seen:.3g} (bound {limit:.1g}); worst at "
                 f"{tuple(map(int, at))}: {found[at]:.9g} found, {expected[at]:.9g} expected"
             )

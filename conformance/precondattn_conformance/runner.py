@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend, Disagreement, Measured, run
+from precondattn_conformance.checks import Backend, DisagreementError, Measured, run
 
 PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
 
@@ -46,7 +46,7 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
         return Outcome(case, PASSED, run(case, backend, device))
     except UnsupportedError as refusal:
         return Outcome(case, UNSUPPORTED, reason=str(refusal))
-    except Disagreement as disagreement:
+    except DisagreementError as disagreement:
         return Outcome(case, FAILED, reason=str(disagreement))
     except Exception:
         return Outcome(case, FAILED, reason=traceback.format_exc(limit=-4))

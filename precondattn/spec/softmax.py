@@ -196,7 +196,7 @@ class Softmax(Leaf):
 def _bias_of_keys(bias: Array, frame: Frame) -> Array:
     """Columns of bias (b or 1, h or 1, t, capacity) at the positions of the frame's keys (b, s)."""
     xp = namespace(bias)
-    b, s = frame.k_position.shape
+    b = frame.k_position.shape[0]
     column = xp.clip(frame.k_position, max=bias.shape[3] - 1)
     bias = xp.broadcast_to(bias, (b, *bias.shape[1:]))
     return xp.take_along_axis(bias, as_index(column)[:, None, None, :], axis=3)
