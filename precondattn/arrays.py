@@ -108,11 +108,15 @@ def is_traced(array: Array) -> bool:
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling() or array.device.type == "meta":
             return True
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(array)
-        return bool(wrapped) or type(array).__name__ == "FakeTensor"
+        return _is_transformed(array) or type(array).__name__ == "FakeTensor"
     if library == "jax":
         return isinstance(array, sys.modules["jax"].core.Tracer)
     return False
+
+
+def _is_transformed(tensor: Array) -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp) stands between the tensor and its values."""
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_compiling() -> bool:
@@ -129,7 +133,10 @@ def wants_gradient(*arrays: Array) -> bool:
     library = library_of(arrays[0])
     if library == "torch":
         torch = sys.modules["torch"]
-        return bool(torch.is_grad_enabled()) and any(a.requires_grad for a in arrays)
+        # A transformed tensor does not say whether the one below it wants a gradient.
+        return bool(torch.is_grad_enabled()) and any(
+            a.requires_grad or _is_transformed(a) for a in arrays
+        )
     return library == "jax" and any(is_traced(a) for a in arrays)
 
 

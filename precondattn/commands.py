@@ -93,9 +93,8 @@ def conformance(
     ] = None,
 ) -> None:
     """Hold backends to the oracle: outputs, gradients and caching of every mechanism."""
-    from precondattn_conformance.command import conformance as run
-
     from precondattn.discovery import discover
+    from precondattn_conformance.command import conformance as run
 
     try:
         for name in backend or ():

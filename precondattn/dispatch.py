@@ -83,11 +83,14 @@ def make_plan(
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, PassedOverWarning, stacklevel=_frames_of_this_package() + 1)
+    warnings.warn(message, PassedOverWarning, stacklevel=_frames_of_this_package())
 
 
 def _frames_of_this_package() -> int:
-    """How many calls deep this package is, so that a warning points at the user's own line."""
+    """How many calls deep this package is, this one included.
+
+    A warning that skips them points at the user's own line.
+    """
     depth, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
         depth, frame = depth + 1, frame.f_back

@@ -70,6 +70,11 @@ def problems(draw, causal=None, square=False, windows=True):
     )
 
 
+def grouped(x, group):
+    """(b, s, h, ·) as (b, s, n, group, ·)."""
+    return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
+
+
 def scores(q, k, bias=None, scale=None):
     """scale · q kᵀ + bias of shape (b, h, t, s), without masks."""
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -189,8 +194,7 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
     assert_close(grads["q"], repeated_grads["q"])
     for name in "kv":
-        b, s, heads, width = repeated_grads[name].shape
-        per_group = repeated_grads[name].reshape(b, s, heads // p.group, p.group, width)
+        per_group = grouped(repeated_grads[name], p.group)
         assert_close(grads[name], per_group.sum(3), size=np.abs(per_group).max())
 
 
@@ -342,9 +346,8 @@ def test_values_gradient_is_the_adjoint_and_keeps_the_total(p):
     cotangent = p.like_output()
     dv = pullback(cotangent)["v"]
     assert_close(np.sum(cotangent * out), np.sum(dv * p.v), size=np.sum(np.abs(cotangent * out)))
-    b, t, h, e = cotangent.shape
-    received = cotangent.reshape(b, t, h // p.group, p.group, e)
-    assert_close(dv.sum(1), received.sum((1, 3)), size=np.abs(cotangent).sum())
+    received = grouped(cotangent, p.group).sum((1, 3))
+    assert_close(dv.sum(1), received, size=np.abs(cotangent).max())
 
 
 @sampled
@@ -363,9 +366,7 @@ def test_score_gradient_is_the_weight_times_the_centred_return(p):
     assert_close(gradients["bias"].sum(-1), 0.0, size=size)
     assert_close(gradients["q"], np.einsum("bhts,bshd->bthd", dscores, k) / np.sqrt(3), size=size)
     dk = np.einsum("bhts,bthd->bshd", dscores, p.q) / np.sqrt(3)
-    b, s, h, d = dk.shape
-    dk = dk.reshape(b, s, h // p.group, p.group, d).sum(3)
-    assert_close(gradients["k"], dk, size=size * np.abs(p.q).max())
+    assert_close(gradients["k"], grouped(dk, p.group).sum(3), size=size * np.abs(p.q).max())
 
 
 @sampled

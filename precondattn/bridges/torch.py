@@ -6,7 +6,9 @@ name, so that compiled and exported graphs need nothing but strings and tensors.
 registered for `forward` alone: a second derivative through a backend is refused by PyTorch, and
 offered by `backend="reference"`, which is plain differentiable code.
 
-vmap folds the mapped axis into the batch axis, which every input but a weight has.
+vmap folds the mapped axis into the batch axis, which every input but a weight has, and the gradient
+of a mapped call follows. What PyTorch's custom operators have no rule for (torch.func.grad, several
+cotangents at once) it refuses itself.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precondattn.arrays import wants_gradient
 from precondattn.backend import ArraySpec
 from precondattn.declaration import Pattern
 from precondattn.discovery import discover
@@ -29,7 +32,7 @@ def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tens
     """The output of a planned call, differentiable in its inputs."""
     piece, backend = str(planned.piece), planned.backend.name
     tensors, masks = list(inputs.values()), list(frame)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if wants_gradient(*tensors):
         return forward(piece, backend, tensors, masks)[0]
     return inference(piece, backend, tensors, masks)
 
@@ -221,23 +224,3 @@ def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: An
 def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
     folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     return _unfold(info.batch_size, inference(piece, backend, folded, masks)), 0
-
-
-@backward.register_vmap
-def _(
-    info: Any,
-    in_dims: Any,
-    piece: str,
-    backend: str,
-    tensors: Any,
-    frame: Any,
-    outputs: Any,
-    cotangent: Any,
-) -> Any:
-    count = info.batch_size
-    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
-    outs = [_fold(count, o, a, True) for o, a in zip(outputs, in_dims[4], strict=True)]
-    gradients = backward(
-        piece, backend, folded, masks, outs, _fold(count, cotangent, in_dims[5], True)
-    )
-    return [_unfold(count, g) for g in gradients], [0] * len(gradients)

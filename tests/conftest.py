@@ -1,0 +1,33 @@
+"""What the tests share: an out-of-tree backend, and JAX in double precision."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from precondattn import discovery
+
+STRANGER = Path(__file__).parent / "stranger"
+"""A folder as pip leaves one: a module, and the metadata with its entry points."""
+
+jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture
+def afresh(monkeypatch):
+    """The backends as a new process would find them; what a test registers is forgotten."""
+    monkeypatch.setattr(discovery, "_registered", {})
+    monkeypatch.setattr(discovery, "_broken", {})
+    monkeypatch.setattr(discovery, "_discovered", None)
+    monkeypatch.setattr(discovery, "_entry_points_loaded", False)
+
+
+@pytest.fixture
+def stranger(afresh, monkeypatch):
+    """The out-of-tree backend's module, installed for one test."""
+    monkeypatch.syspath_prepend(str(STRANGER))
+    discovery.discover()
+    module = sys.modules["stranger_backend"]
+    module.calls.clear()
+    return module

@@ -1,0 +1,172 @@
+"""The laws of caches: any split is the full call, ragged batches are each sequence alone."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import precondattn as pa
+from precondattn_conformance.declared import expressions
+from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+
+CACHED = [
+    text
+    for text in expressions(pieces=False)
+    if pa.parse(text).offers.causal and "bias" not in text
+]
+LENGTH = 12
+
+
+def inputs_of(m, kind="clustered", **sizes):
+    return make_inputs(m, Layout("test", t=LENGTH, s=LENGTH, **sizes), kind)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_split_of_ragged_sequences_equals_each_sequence_alone(data):
+    m = pa.parse(data.draw(st.sampled_from(CACHED), label="mechanism"))
+    kind = data.draw(st.sampled_from(["random", "clustered", "zero"]), label="kind")
+    x = inputs_of(m, kind, b=3)
+    if "normalize" in str(m):
+        x["k"] = 0.5 * x["k"]
+    expected = m(**x)
+    cache = m.init_cache(**x, capacity=LENGTH)
+    done = np.zeros(3, dtype=int)
+    outs = [[], [], []]
+    for _ in range(30):
+        counts = np.asarray(
+            data.draw(st.lists(st.integers(0, 5), min_size=3, max_size=3), label="new tokens")
+        )
+        counts = np.minimum(counts, LENGTH - done)
+        block = max(int(counts.max()), 1)
+        # Each sequence stands at a place of its own; behind its new tokens there is NaN.
+        new = {n: np.full((3, block, *a.shape[2:]), np.nan) for n, a in x.items()}
+        for i in range(3):
+            for name in x:
+                new[name][i, : counts[i]] = x[name][i, done[i] : done[i] + counts[i]]
+        out, cache = m.extend(cache, **new, lengths=counts)
+        for i in range(3):
+            outs[i].append(out[i, : counts[i]])
+            np.testing.assert_array_equal(out[i, counts[i] :], 0)
+        done += counts
+        if done.min() == LENGTH:
+            break
+    np.testing.assert_array_equal(cache.length, done)
+    for i in range(3):
+        np.testing.assert_allclose(
+            np.concatenate(outs[i]), expected[i, : done[i]], rtol=1e-9, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("expression", [*CACHED, "softmax[bias=true]", "lucid(softmax[bias=true])"])
+def test_donated_caches_give_the_same_and_are_written_in_place(expression):
+    m = pa.parse(expression)
+    x = inputs_of(m)
+    expected = m(**x)
+    cache = m.init_cache(**{n: x[n] for n in "qkv"}, capacity=LENGTH)
+    buffers = dict(cache.store)
+    outs = []
+    for start in range(0, LENGTH, 4):
+        old = cache
+        out, cache = m.extend(old, **slice_tokens(m, x, start, start + 4), donate=True)
+        outs.append(out)
+        with pytest.raises(ValueError, match="spent by extend"):
+            m.extend(old, **slice_tokens(m, x, start, start + 4))
+    assert all(cache.store[key] is buffer for key, buffer in buffers.items())
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_cache_that_is_not_donated_can_be_continued_twice():
+    m = pa.Lucid()
+    x = inputs_of(m)
+    _, cache = m.extend(m.init_cache(**x, capacity=LENGTH), **slice_tokens(m, x, 0, 5))
+    first, _ = m.extend(cache, **slice_tokens(m, x, 5, 6))
+    m.extend(cache, **slice_tokens(m, x, 8, 12))
+    again, _ = m.extend(cache, **slice_tokens(m, x, 5, 6))
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.parametrize("expression", CACHED)
+def test_nothing_depends_on_the_future_and_sequences_of_a_batch_are_independent(expression):
+    m = pa.parse(expression)
+    x = inputs_of(m)
+    out = m(**x)
+    changed = {name: array.copy() for name, array in x.items()}
+    for array in changed.values():
+        array[:, 8:] += 0.7
+        array[1] *= 0.9
+    found = m(**changed)
+    np.testing.assert_allclose(found[0, :8], out[0, :8], rtol=0, atol=1e-13)
+    assert not np.allclose(found[0, 8:], out[0, 8:])
+    assert not np.allclose(found[1, :8], out[1, :8])
+
+
+@pytest.mark.parametrize("normalize", ["keys", "queries_and_keys", "rows", "none"])
+def test_after_a_prefill_and_one_token_the_cache_of_lucid_holds_y(normalize):
+    m = pa.Lucid(normalize=normalize)
+    x = inputs_of(m)
+    x["k"] = 0.5 * x["k"]
+    _, cache = m.extend(m.init_cache(**x, capacity=20), **slice_tokens(m, x, 0, LENGTH - 1))
+    _, cache = m.extend(cache, **slice_tokens(m, x, LENGTH - 1, LENGTH))
+    k = x["k"] if normalize != "queries_and_keys" else pa.RMSNorm()(x["k"])
+    y = m.solve()(k, x["v"])
+    np.testing.assert_allclose(cache.store["y"][:, :LENGTH], y, rtol=1e-10, atol=1e-12)
+    assert "v" not in cache.store
+    if normalize == "keys":
+        np.testing.assert_allclose(
+            cache.store["rms(k)"][:, :LENGTH], np.sqrt(np.mean(k**2, axis=-1) + 1e-6)
+        )
+
+
+def test_keys_hidden_in_an_extension_stay_hidden():
+    m = pa.Lucid()
+    x = inputs_of(m)
+    key_mask = np.arange(LENGTH)[None] % 3 != np.asarray([[0], [1]])
+    expected = m(**x, key_mask=key_mask)
+    cache, outs = m.init_cache(**x, capacity=LENGTH, key_mask=True), []
+    for start, stop in ((0, 5), (5, 6), (6, LENGTH)):
+        tokens = slice_tokens(m, x, start, stop)
+        out, cache = m.extend(cache, **tokens, key_mask=key_mask[:, start:stop])
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
+def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression):
+    m = pa.parse(expression)
+    products = []
+    for context in (64, 128, 256):
+        layout = Layout("test", t=context, s=context, d=16, e=16)
+        x = {n: torch.tensor(a) for n, a in make_inputs(m, layout, "random").items()}
+        cache = m.init_cache(**x, capacity=context)
+        _, cache = m.extend(cache, **slice_tokens(m, x, 0, context - 1))
+        with FlopCounterMode(display=False) as counter:
+            m.extend(cache, **slice_tokens(m, x, context - 1, context))
+        products.append(counter.get_total_flops())
+    assert products[1] <= 2.1 * products[0]
+    assert products[2] <= 2.1 * products[1]
+
+
+def test_a_cache_is_plain_arrays_that_pickle():
+    m = pa.Lucid()
+    x = inputs_of(m)
+    _, cache = m.extend(m.init_cache(**x, capacity=LENGTH), **slice_tokens(m, x, 0, 6))
+    loaded = pickle.loads(pickle.dumps(cache))
+    expected, _ = m.extend(cache, **slice_tokens(m, x, 6, LENGTH))
+    found, _ = m.extend(loaded, **slice_tokens(m, x, 6, LENGTH))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_half_precision_caches_keep_norms_in_float32():
+    m = pa.Lucid()
+    x = {n: torch.tensor(a).bfloat16() for n, a in inputs_of(m).items()}
+    cache = m.init_cache(**x, capacity=LENGTH)
+    assert {key: buffer.dtype for key, buffer in cache.store.items()} == {
+        "k": torch.bfloat16,
+        "y": torch.bfloat16,
+        "rms(k)": torch.float32,
+    }
