@@ -42,8 +42,10 @@ def make_keys(rng, kind, shape):
             return k * chosen[:, None, None]
         case "tiny":
             return 1e-4 * k
-        case "uneven":
-            return k * np.exp(rng.uniform(-1, 1.2, size=(*shape[:3], 1)))
+        case "growing" | "shrinking":  # Scores s‖k‖² from 0.1 to 250.
+            squares = np.sort(np.exp(rng.uniform(-2, 5.5, size=(*shape[:3], 1))), axis=1)
+            squares = squares if kind == "growing" else squares[:, ::-1]
+            return k * np.sqrt(squares * shape[-1] ** 0.5 / np.sum(k * k, axis=-1, keepdims=True))
         case "opposite":
             return centre * (2 * chosen - 1)[:, None, None]
     return k
@@ -193,7 +195,7 @@ def test_output_with_beta_and_eps_is_the_definition_written_as_loops(normalize, 
 
 @pytest.mark.parametrize("normalize", ["keys", "rows", "none"])
 @sampled
-@given(p=problems(longest=20, kinds=[*KEYS, "uneven"]))
+@given(p=problems(longest=20, kinds=["random", "zero", "growing", "shrinking"]))
 def test_solved_values_satisfy_their_equations(normalize, p):
     y = pa.LucidSolve(normalize=normalize)(p.k, p.v)
     for b, n in np.ndindex(p.k.shape[0], p.k.shape[2]):
@@ -441,7 +443,7 @@ def test_a_common_rotation_of_queries_and_keys_does_not_matter(normalize, p):
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @sampled
-@given(p=problems(), a=st.floats(-10, 10), c=st.floats(-10, 10))
+@given(p=problems(), a=st.sampled_from([-7, -1, 0, 0.3]), c=st.sampled_from([-1, 0, 1e-3, 9]))
 def test_output_is_linear_in_the_values(normalize, p, a, c):
     layer, w = pa.Lucid(normalize=normalize), p.rng.normal(size=p.v.shape)
     parts = a * layer(p.q, p.k, p.v), c * layer(p.q, p.k, w)
@@ -502,7 +504,9 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(normalize
     assert_close(out, repeated)
     cotangent = p.like_output()
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    assert_close(grads["q"], repeated_grads["q"])
+    longest = 1 / min(1, np.sqrt(np.mean(p.q**2, axis=-1)).min())  # of the RMS norm's Jacobian
+    size = longest * np.abs(out).max() * np.abs(cotangent).max()
+    assert_close(grads["q"], repeated_grads["q"], size=size)
     for name in "kv":
         shape = repeated_grads[name].shape
         per_group = repeated_grads[name].reshape(*shape[:2], -1, p.group, shape[-1])
@@ -535,12 +539,17 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(options, p, past):
     np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**now)[:, :past])
 
 
-def test_long_keys_of_the_future_leave_the_past_accurate_without_normalisation():
-    k = np.array([0.5, 1, 2, 4, 6, 8, 10]).reshape(1, 7, 1, 1)
+@pytest.mark.parametrize(
+    ("normalize", "keys"),
+    [("none", [0.5, 1, 2, 4, 6, 8, 10]), ("rows", [2, 10, -4, -2, 12, 6, 0, 8])],
+)
+def test_long_keys_of_the_future_leave_the_past_accurate(normalize, keys):
+    solve = pa.LucidSolve(normalize=normalize)
+    k = np.array(keys, dtype=float).reshape(1, -1, 1, 1)
     v = np.ones_like(k)
-    y = pa.LucidSolve(normalize="none")(k, v)
-    assert_close(y[0, 0, 0, 0], np.exp(-0.25))
-    assert_close(y[:, :3], pa.LucidSolve(normalize="none")(k[:, :3], v[:, :3]))
+    y = solve(k, v)
+    assert_close(y[0, 0, 0, 0], {"none": np.exp(-0.25), "rows": 1.0}[normalize])
+    assert_close(y[:, :4], solve(k[:, :4], v[:, :4]))
 
 
 @pytest.mark.parametrize("normalize", NORMALIZE)

@@ -65,7 +65,7 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     out, pullback = m.vjp(**inputs, **masks, backend="reference")
     cotangent = _rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
     gradients = pullback(cotangent)
-    for name in inputs if is_smooth(m, kind) else ():
+    for name in inputs if is_smooth(m, kind) and dtype == "float64" else ():
         _check_direction(m, inputs, masks, cotangent, name, gradients[name])
     return Oracle(inputs, masks, out, cotangent, gradients)
 

@@ -1,0 +1,204 @@
+"""The conformance suite, run on this repository's own backend, and tested by planted faults."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.spec import lucid, softmax
+from precondattn_conformance import checks
+from precondattn_conformance.case import Case, cases
+from precondattn_conformance.declared import compositions, expressions
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
+from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
+
+
+def groups(level, library, dtypes):
+    """The cases of each mechanism together: one test says what it proves of one mechanism."""
+    for expression in expressions():
+        found = [
+            *cases(
+                level, only_libraries=(library,), only_mechanisms=(expression,), only_dtypes=dtypes
+            )
+        ]
+        yield pytest.param(found, id=f"{library}-{expression}")
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *groups("full", "numpy", ("float64",)),
+        *groups("full", "torch", ("float64",)),
+        *groups("smoke", "torch", ("float32", "float16", "bfloat16")),
+        *groups("smoke", "array_api_strict", ("float64", "float32")),
+        *groups("smoke", "jax", ("float64",)),
+        *groups("smoke", "jax", ("float16", "bfloat16")),
+    ],
+)
+def test_the_reference_conforms(group):
+    report = run_cases(group)
+    failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
+    assert not failed, "\n".join(failed)
+    assert report.is_good
+
+
+def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with_a_reason():
+    found = compositions()
+    assert {expression for expression, refused in found.items() if refused is None} == {
+        "lucid",
+        "lucid(laser)",
+        "laser",
+    }
+    assert "mean of its values" in found["laser(lucid)"]
+    assert "no other preconditioner has used" in found["lucid(lucid)"]
+
+
+@pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
+def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
+    """On i.i.d. keys it hardly differs: a test on those would pass without any solve."""
+    x = real_heads(layout)
+    plain, solved = pa.softmax(**x), pa.lucid(**x)
+    difference = np.linalg.norm(solved - plain, axis=(1, 3)) / np.linalg.norm(plain, axis=(1, 3))
+    assert difference.shape == (1, 9)
+    assert difference.min() > 0.3
+    identity = np.broadcast_to(np.eye(layout.s)[None, :, None, :], (1, layout.s, 9, layout.s))
+    inverse = pa.LucidSolve()(real_heads(REAL)["k"], identity)[0].transpose(1, 0, 2)
+    condition = np.linalg.cond(inverse)
+    assert condition.min() > 5
+    assert condition.max() < 100
+
+
+def outcome(expression, check="outputs", kind="clustered", **named):
+    layout = Layout("fault", **named)
+    return run_case(Case(check, expression, "torch", "float64", layout, kind), "faulty")
+
+
+def sees_one_too_far(visible):
+    return lambda self, frame: visible(self, frame._replace(q_position=frame.q_position + 1))
+
+
+FAULTS = {
+    "mask off by one": (softmax.Softmax, "_visible", sees_one_too_far),
+    "1/d for the scale": (softmax.Softmax, "_scale", lambda scale: lambda self, d: 1 / d),
+    "scale of the solve": (
+        lucid.LucidSolve,
+        "_scale",
+        lambda scale: lambda self, d: 1.02 * scale(self, d),
+    ),
+    "mean square for its root": (
+        lucid.LucidSolve,
+        "_rms",
+        lambda rms: lambda self, k: rms(self, k) ** 2,
+    ),
+}
+
+
+@pytest.fixture
+def faulty(afresh):
+    """A backend that is the reference, with the fault that a test plants in its leaves."""
+
+    class Faulty(pa.Backend):
+        name = "faulty"
+        fault = None
+
+        def supports(self, mechanism, request):
+            if len(mechanism.program.calls) > 1:
+                return pa.Support.no("leaves only")
+            return pa.Support.yes(differentiable=True)
+
+        def run(self, method, *args):
+            if self.fault is None:
+                return method(*args)
+            cls, name, change = self.fault
+            original = getattr(cls, name)
+            setattr(cls, name, change(original))
+            try:
+                return method(*args)
+            finally:
+                setattr(cls, name, original)
+
+        def forward(self, mechanism, inputs, frame):
+            return self.run(mechanism.forward, inputs, frame)
+
+        def backward(self, mechanism, *args):
+            return self.run(mechanism.backward, *args)
+
+        def step(self, mechanism, past, inputs, frame):
+            names = {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+            past = {names[key]: buffer for key, buffer in past.items()}
+            out, updates = self.run(mechanism.step, past, inputs, frame)
+            keys = {slot: key for key, slot in names.items()}
+            return out, {keys[slot]: update for slot, update in updates.items()}
+
+    backend = Faulty()
+    pa.register_backend(backend)
+    return backend
+
+
+@pytest.mark.parametrize("check", ["outputs", "gradients", "caching"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught_and_without_it_the_backend_passes(faulty, name, check):
+    assert outcome("lucid", check).status == "passed"
+    faulty.fault = FAULTS[name]
+    assert outcome("lucid", check).status == FAILED
+
+
+def test_a_backend_that_answers_zero_nan_or_the_wrong_batch_fails(faulty, monkeypatch):
+    original = type(faulty).forward
+    for spoil in (lambda o: 0 * o, lambda o: o * float("nan"), lambda o: o.flip(0)):
+        monkeypatch.setattr(
+            type(faulty),
+            "forward",
+            lambda self, *args, spoil=spoil: (spoil(original(self, *args)[0]), ()),
+        )
+        assert outcome("softmax").status == FAILED
+
+
+def test_a_backend_that_raises_after_claiming_support_fails(faulty, monkeypatch):
+    def crash(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(type(faulty), "forward", crash)
+    found = outcome("softmax")
+    assert found.status == FAILED
+    assert "launch failed" in found.reason
+
+
+def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monkeypatch):
+    monkeypatch.setattr(
+        type(faulty), "supports", lambda self, mechanism, request: pa.Support.no("on Sundays")
+    )
+    found = outcome("softmax")
+    assert found.status == UNSUPPORTED
+    assert "on Sundays" in found.reason
+    layout = Layout("fault")
+    report = run_cases([Case("outputs", "softmax", "torch", "float64", layout, "random")], "faulty")
+    assert not report.is_good
+
+
+def test_one_wrong_element_fails():
+    expected = np.random.default_rng(0).normal(size=(4, 1000))
+    found = expected.copy()
+    found[2, 500] += 1e-3
+    assert checks.error(found, expected) > 1e-4
+    assert np.isnan(checks.error(np.full((2, 2), np.nan), np.ones((2, 2))))
+
+
+def test_cases_have_stable_unique_ids():
+    ids = [case.id for case in cases("full")]
+    assert len(ids) == len(set(ids))
+    assert "outputs-numpy-float64-plain-clustered-lucid(laser)" in ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"level": "huge"}, "level must be one of smoke, full; found 'huge'"),
+        ({"only_checks": ("speed",)}, "'speed' is no check; there are outputs"),
+        ({"only_dtypes": ("float8",)}, "'float8' is no dtype"),
+        ({"only_libraries": ("tinygrad",)}, "'tinygrad' is no installed array library"),
+        ({"only_mechanisms": ("lucit",)}, "unknown mechanism 'lucit'"),
+    ],
+)
+def test_an_unknown_choice_is_refused(asked, text):
+    with pytest.raises(ValueError, match=text):
+        list(cases(**asked))
