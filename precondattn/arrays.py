@@ -182,4 +182,9 @@ def zero_where_not(mask: Array, array: Array) -> Array:
 
 
 def is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # A whole number beyond the range of a float.
+        return False

@@ -25,7 +25,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.declaration import Inputs, ShapeError, Sizes
+from precondattn.declaration import Inputs, Pattern, ShapeError, Sizes
 from precondattn.frame import Frame, extending_frame, full_frame
 from precondattn.verbs import CALL_OPTIONS
 
@@ -58,7 +58,7 @@ def bind(
 ) -> BoundCall:
     """The arguments of a full call."""
     owner, declared = str(mechanism), mechanism.inputs
-    inputs = _inputs_by_name(owner, declared, arrays, named, complete=True)
+    inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
     library = _check_arrays(owner, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
     b = sizes["b"]
@@ -102,11 +102,16 @@ def bind_extension(
     """The arguments of `extend`."""
     owner, declared = str(mechanism), mechanism.inputs.extending()
     check_cacheable(mechanism)
-    inputs = _inputs_by_name(owner, declared, arrays, named, complete=True)
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"{owner}: extend takes a Cache first, as init_cache makes it; "
+            f"found {type(cache).__name__}"
+        )
+    inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
     library = _check_arrays(owner, inputs)
     capacity = _check_cache(owner, mechanism, cache, inputs)
     sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
-    _check_buffers(owner, mechanism, cache, sizes)
+    _check_buffers(owner, mechanism, cache, sizes, _call_dtype(inputs))
     b, t = sizes["b"], sizes["t"]
     like = next(iter(inputs.values()))
     checks = _ValueChecks(owner)
@@ -142,7 +147,7 @@ def bind_shapes(
 ) -> tuple[Array, Sizes]:
     """An input to make buffers like, and the sizes that (some of) the inputs have."""
     owner, declared = str(mechanism), mechanism.inputs.extending()
-    inputs = _inputs_by_name(owner, declared, arrays, named, complete=False)
+    inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
     _check_arrays(owner, inputs)
@@ -178,6 +183,8 @@ def zero_padding(
     return zeroed
 
 
+EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
+INIT_OPTIONS = ("capacity", "key_mask")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -205,8 +212,9 @@ def _inputs_by_name(
     declared: Inputs,
     arrays: Sequence[Array],
     named: Mapping[str, Array],
+    options: Sequence[str],
     *,
-    complete: bool,
+    complete: bool = True,
 ) -> dict[str, Array]:
     takes = f"{owner} takes {', '.join(declared)}"
     if len(arrays) > min(3, len(declared)):
@@ -219,10 +227,10 @@ def _inputs_by_name(
         if name in given:
             raise TypeError(f"{owner}: {name} is given by position and by name")
         if name not in declared:
-            near = difflib.get_close_matches(name, [*declared, *CALL_OPTIONS], n=1)
+            near = difflib.get_close_matches(name, [*declared, *options], n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise TypeError(
-                f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(CALL_OPTIONS)}"
+                f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
             )
         given[name] = array
     missing = [name for name in declared if name not in given]
@@ -285,17 +293,19 @@ def _check_lengths(
     if lengths is None:
         return None
     xp = namespace(like)
+    within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
             raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}")
+        outside = [i for i, n in enumerate(lengths) if not 0 <= n <= longest]
+        if outside:
+            raise ValueError(f"{owner}: {within} (sequence {outside[0]} of the batch)")
         lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
     lengths = _check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
-    lengths = cast(lengths, xp.int32)
-    checks.require(
-        (lengths >= 0) & (lengths <= longest),
-        f"lengths must lie between 0 and {letter} = {longest}",
-    )
-    return lengths
+    assert lengths is not None
+    # Compared before the cast, which would wrap a number beyond int32 around.
+    checks.require((lengths >= 0) & (lengths <= longest), within)
+    return cast(lengths, xp.int32)
 
 
 def _check_mask(
@@ -348,11 +358,6 @@ def _check_cache(
 ) -> int:
     """The capacity of the cache; 0 for a mechanism that has nothing to remember."""
     keys = {key for call in mechanism.program.calls for key in call.slot_keys().values()}
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            f"{owner}: extend takes a Cache first, as init_cache makes it; "
-            f"found {type(cache).__name__}"
-        )
     if keys and not cache.store:
         raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
     missing = sorted(keys - set(cache.store))
@@ -362,26 +367,43 @@ def _check_cache(
             f"{owner}: the cache is of another mechanism: it holds {sorted(cache.store)}, "
             f"and {sorted(keys)} are needed"
         )
-    everything = {"the cache": cache.length, **inputs}
-    libraries = {name: library_of(array) for name, array in everything.items()}
-    if len(set(libraries.values())) > 1:
-        raise TypeError(f"{owner}: cache and inputs of one library expected; found {libraries}")
+    like = next(iter(inputs.values()))
+    device = exact_device(like)
+    for name, array in {"length": cache.length, **cache.store}.items():
+        if library_of(array) != library_of(like):
+            raise TypeError(
+                f"{owner}: cache and inputs of one library expected; found the cache's {name!r} of "
+                f"{library_of(array)} and inputs of {library_of(like)}"
+            )
+        own_device = exact_device(array)
+        if None not in (own_device, device) and own_device != device:
+            raise ValueError(
+                f"{owner}: cache and inputs on one device expected; found the cache's {name!r} on "
+                f"{own_device} and inputs on {device}"
+            )
     buffer = next(iter(cache.store.values()), None)
     return 0 if buffer is None else int(buffer.shape[1])
 
 
-def _check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes) -> None:
-    from precondattn.declaration import Pattern
-
+def _check_buffers(
+    owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str
+) -> None:
     for call in mechanism.program.calls:
         keys = call.slot_keys()
         for slot in call.leaf.slots():
             shape = Pattern.read(slot.pattern).shape(sizes)
-            found = tuple(cache.store[keys[slot.name]].shape)
+            buffer = cache.store[keys[slot.name]]
+            found = tuple(buffer.shape)
             if found != shape:
                 raise ShapeError(
                     f"{owner}: the cache's {keys[slot.name]!r} has shape {found}; "
                     f"these inputs need {shape}"
+                )
+            needed = "float32" if slot.wide and dtype in HALF else dtype
+            if dtype_name(buffer) != needed:
+                raise TypeError(
+                    f"{owner}: the cache's {keys[slot.name]!r} has dtype {dtype_name(buffer)}; "
+                    f"these inputs need {needed}"
                 )
 
 
@@ -402,10 +424,17 @@ def spoil(out: Array, spoiled: Array | None) -> Array:
 
 
 def new_token_count(bound: BoundCall, cache: Cache, lengths: Any) -> Array:
-    """How many tokens (b,) each sequence grows by."""
+    """How many tokens (b,) each sequence grows by.
+
+    A spoiled sequence grows beyond the capacity, and so stays spoiled.
+    """
     xp = namespace(cache.length)
     if lengths is None:
-        return xp.full_like(cache.length, bound.sizes["t"])
-    if isinstance(lengths, list | tuple):
-        return xp.asarray(lengths, dtype=xp.int32, **placement(cache.length))
-    return cast(lengths, xp.int32)
+        count = xp.full_like(cache.length, bound.sizes["t"])
+    elif isinstance(lengths, list | tuple):
+        count = xp.asarray(lengths, dtype=xp.int32, **placement(cache.length))
+    else:
+        count = cast(lengths, xp.int32)
+    if bound.spoiled is None:
+        return count
+    return xp.where(bound.spoiled, bound.sizes["c"] + 1 - cache.length, count)

@@ -135,13 +135,14 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
     """The names that a call is restricted to, by its own word or by `use_backend`; or None."""
     if backend is None:
         return _chosen.get()
-    names = (backend,) if isinstance(backend, str) else tuple(backend)
+    names = (backend,) if isinstance(backend, str) else backend
     _check_names(names)
-    return names
+    return tuple(names)
 
 
 def _check_names(names: tuple[str, ...]) -> None:
-    if not names or not all(isinstance(name, str) for name in names):
+    is_sequence = isinstance(names, tuple | list)
+    if not is_sequence or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"backend must be a name or a tuple of names; found {names!r}")
     for name in names:
         discover().named(name)

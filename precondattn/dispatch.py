@@ -33,6 +33,10 @@ LARGEST_SEARCH = 8
 """Longer programs are searched for neighbouring calls only, not for every subset."""
 
 
+Names = dict[str, str]
+"""Values by a piece's names of them, or the other way round."""
+
+
 class PlannedCall(NamedTuple):
     """A leaf or a group, its backend, and the names of its values in the whole program."""
 
@@ -112,17 +116,17 @@ def _plan(
     else:
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []
-    taken: dict[frozenset[int], tuple[Any, dict[str, str], Backend, Support]] = {}
+    taken: dict[frozenset[int], tuple[Any, Names, Names, Backend, Support]] = {}
     for calls in _groups(program):
         if any(calls & other for other in taken) or not _is_acyclic(program, [*taken, calls]):
             continue
-        piece, names = _piece(program, calls)
-        asked = request_for(piece, names, request, shapes)
+        piece, arguments, names = _piece(program, calls)
+        asked = request_for(arguments, request, shapes)
         for backend in backends:
             support = ask(backend, piece, asked)
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
-                taken[calls] = piece, names, backend, support
+                taken[calls] = piece, arguments, names, backend, support
                 break
     left = set(range(len(program.calls))).difference(*taken)
     if left:
@@ -145,12 +149,9 @@ def ask(backend: Backend, piece: Any, request: Request) -> Support:
     return backend.supports(piece, request)
 
 
-def request_for(
-    piece: Any, names: Mapping[str, str], request: Request, shapes: Mapping[str, Shape]
-) -> Request:
+def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
     """The request as it looks to a piece, whose inputs are called otherwise."""
-    values = {piece_name: value for value, piece_name in names.items()}
-    own = tuple((name, shapes[values[name]]) for name in piece.inputs)
+    own = tuple((name, shapes[value]) for name, value in arguments.items())
     return Request(
         request.verb,
         request.library,
@@ -209,38 +210,35 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
     return ordered
 
 
-def _piece(program: Program, calls: frozenset[int]) -> tuple[Any, dict[str, str]]:
-    """The calls as one mechanism, and its names for the program's values."""
-    if len(calls) > 1:
-        part, names = program.part(calls)
-        return Group(part), names
-    (call,) = (program.calls[i] for i in calls)
-    return call.leaf, {value: name for name, value in reversed(call.arguments)}
+def _piece(program: Program, calls: frozenset[int]) -> tuple[Any, Names, Names]:
+    """The calls as one mechanism; the values of its inputs; its names of the values it makes."""
+    if len(calls) == 1:
+        (call,) = (program.calls[i] for i in calls)
+        return call.leaf, dict(call.arguments), {call.out: "out"}
+    part, names = program.part(calls)
+    values = {name: value for value, name in names.items()}
+    return Group(part), {name: values[name] for name in part.inputs}, names
 
 
 def _planned(
     program: Program,
     calls: frozenset[int],
     piece: Any,
-    names: dict[str, str],
+    arguments: Names,
+    names: Names,
     backend: Backend,
     support: Support,
 ) -> PlannedCall:
     (out,) = _results(program, calls)
     own_calls = {call.out: call for call in piece.program.calls}
     buffers = {}
-    for i in calls:
-        call = program.calls[i]
-        own = own_calls["out" if len(calls) == 1 else names[call.out]]
+    for call in (program.calls[i] for i in sorted(calls)):
         keys = call.slot_keys()
-        for slot, own_key in own.slot_keys().items():
+        for slot, own_key in own_calls[names[call.out]].slot_keys().items():
             buffers[own_key] = keys[slot]
-    if len(calls) == 1:
-        arguments = next(iter(program.calls[i] for i in calls)).arguments
-    else:
-        values = {name: value for value, name in names.items()}
-        arguments = tuple((name, values[name]) for name in piece.inputs)
-    return PlannedCall(out, piece, arguments, tuple(buffers.items()), backend, support)
+    return PlannedCall(
+        out, piece, tuple(arguments.items()), tuple(buffers.items()), backend, support
+    )
 
 
 def _value_shapes(program: Program, request: Request, capacity: int | None) -> dict[str, Shape]:

@@ -172,10 +172,14 @@ class Preconditioner(Mechanism):
         if not isinstance(self.base, Mechanism):
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
         check_options(self)
+        self.check_together()
         reason = self.refuses()
         if reason is not None:
             raise TypeError(f"{self.name}({self.base}) makes no sense: {reason}")
         super().__post_init__()  # Names that clash surface here.
+
+    def check_together(self) -> None:
+        """Raise a ValueError for options that do not go together."""
 
     def refuses(self) -> str | None:
         """Why this base will not do; None where it does."""

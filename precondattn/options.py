@@ -46,7 +46,7 @@ def _number(lowest: float, *, inclusive: bool) -> Callable[[Any], float]:
         value = value.item() if type(value).__module__ == "numpy" else value
         if not is_finite_number(value) or value < lowest or (value == lowest and not inclusive):
             raise ValueError
-        return float(value)
+        return float(value) + 0.0  # Minus zero is zero, also in text.
 
     return accept
 

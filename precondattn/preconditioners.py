@@ -81,8 +81,7 @@ class Lucid(Preconditioner):
     beta: bool = flag(False)
     detach_max: bool = flag(False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.detach_max and self.normalize != "rows":
             raise ValueError(
                 f"lucid: detach_max belongs to normalize='rows'; found {self.normalize!r}"

@@ -175,6 +175,14 @@ def _unfold(mechanism: Preconditioner) -> Program:
     steps = mechanism.steps()
     for step in steps:
         inner, renamed = step.mechanism.program, dict(step.renamed)
+        unknown = sorted(set(renamed) - set(inner.inputs))
+        if unknown:
+            raise TypeError(
+                f"{mechanism.name}: a step renames {', '.join(unknown)}, and {step.mechanism} "
+                f"takes {', '.join(inner.inputs)}"
+            )
+        if step.out in made:
+            raise TypeError(f"{mechanism.name}: two steps make {step.out!r}")
         inside = {}
         for name, pattern in inner.inputs.items():
             outer = renamed.get(name, name)

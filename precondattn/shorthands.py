@@ -25,7 +25,8 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
         for name in [*named]:
             is_array = hasattr(named[name], "shape") and getattr(named[name], "ndim", 0) > 0
             if is_array and name in SWITCHES:
-                options[SWITCHES[name]] = True
+                if SWITCHES[name] not in named or SWITCHES[name] == name:
+                    options[SWITCHES[name]] = True
             elif name in own or name in of_base:
                 options[name] = named.pop(name)
         base = {name: options.pop(name) for name in of_base if name in options}

@@ -145,6 +145,11 @@ class Verbs:
             raise ValueError(
                 f"{self}: capacity must be a whole number, 1 or above; found {capacity!r}"
             )
+        if not isinstance(key_mask, bool):
+            raise TypeError(
+                f"{self}: key_mask must be true or false, whether the cache keeps one; "
+                f"found {type(key_mask).__name__}"
+            )
         like, sizes = call.bind_shapes(self._mechanism, arrays, named)
         sizes["c"] = capacity
         store: dict[str, Array] = {}
@@ -308,8 +313,9 @@ def extend_now(
     from precondattn import call, execution
 
     bound = call.bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
-    plan = _plan(mechanism, "extend", bound, backend)
-    if donate and bound.library == "torch" and _request("extend", bound).differentiated:
+    plan = _plan(mechanism, "extend", bound, backend, tuple(cache.store.values()))
+    request = _request("extend", bound, tuple(cache.store.values()))
+    if donate and bound.library == "torch" and request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
             f"call it under torch.no_grad(), or without donate"
@@ -318,12 +324,12 @@ def extend_now(
     return execution.extend(plan, bound, cache, count, donate=donate)
 
 
-def _request(verb: str, bound: BoundCall) -> Request:
+def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
     from precondattn.arrays import device_of, wants_gradient
     from precondattn.backend import Request
 
     arrays = bound.inputs
-    differentiated = wants_gradient(*arrays.values())
+    differentiated = wants_gradient(*arrays.values(), *past)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=bound.library,
@@ -335,9 +341,15 @@ def _request(verb: str, bound: BoundCall) -> Request:
     )
 
 
-def _plan(mechanism: Mechanism, verb: str, bound: BoundCall, backend: BackendNames) -> Plan:
+def _plan(
+    mechanism: Mechanism,
+    verb: str,
+    bound: BoundCall,
+    backend: BackendNames,
+    past: tuple[Array, ...] = (),
+) -> Plan:
     from precondattn.discovery import allowed_backends
     from precondattn.dispatch import make_plan
 
-    request = _request(verb, bound)
+    request = _request(verb, bound, past)
     return make_plan(mechanism, request, bound.sizes.get("c"), allowed_backends(backend))
