@@ -32,7 +32,9 @@ def _as_restructured_text(app, what, name, obj, options, lines):
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             code = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", r"``\1``", line)
-            lines[i] = code.replace("|", r"\|") if "``" not in code else code
+            spans = code.split("``")  # Text and code take turns.
+            spans[::2] = [text.replace("|", r"\|") for text in spans[::2]]
+            lines[i] = "``".join(spans)
 
 
 def _without_forward_references(app, what, name, obj, options, signature, annotation):

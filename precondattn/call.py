@@ -372,14 +372,13 @@ def _check_cache(
     for name, array in {"length": cache.length, **cache.store}.items():
         if library_of(array) != library_of(like):
             raise TypeError(
-                f"{owner}: cache and inputs of one library expected; found the cache's {name!r} of "
-                f"{library_of(array)} and inputs of {library_of(like)}"
+                f"{owner}: the cache's {name!r} is an array of {library_of(array)}; the inputs are "
+                f"of {library_of(like)}"
             )
         own_device = exact_device(array)
         if None not in (own_device, device) and own_device != device:
             raise ValueError(
-                f"{owner}: cache and inputs on one device expected; found the cache's {name!r} on "
-                f"{own_device} and inputs on {device}"
+                f"{owner}: the cache's {name!r} is on {own_device}; the inputs are on {device}"
             )
     buffer = next(iter(cache.store.values()), None)
     return 0 if buffer is None else int(buffer.shape[1])

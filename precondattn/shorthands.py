@@ -22,10 +22,11 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
 
     def call(*arrays: Array, **named: Any) -> Array:
         options: dict[str, Any] = {}
+        given = set(named)
         for name in [*named]:
             is_array = hasattr(named[name], "shape") and getattr(named[name], "ndim", 0) > 0
             if is_array and name in SWITCHES:
-                if SWITCHES[name] not in named or SWITCHES[name] == name:
+                if SWITCHES[name] not in given or SWITCHES[name] == name:
                     options[SWITCHES[name]] = True
             elif name in own or name in of_base:
                 options[name] = named.pop(name)

@@ -54,8 +54,13 @@ def identity_like(x: Array) -> Array:
     return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))
 
 
-def solve(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right, for stacks of matrices (…, s, s) and (…, s, e)."""
+def solve_upper(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e).
+
+    The standard's general `solve` exchanges rows to put the largest entry of a column on the
+    diagonal. In an upper-triangular matrix there is nothing below the diagonal to exchange with, so
+    what is left is back substitution.
+    """
     xp = namespace(matrix, right)
     batch = tuple(
         max(m, r) for m, r in zip(matrix.shape[:-2], right.shape[:-2], strict=True)
@@ -63,6 +68,17 @@ def solve(matrix: Array, right: Array) -> Array:
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
     return xp.linalg.solve(matrix, right)
+
+
+def solve_lower(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right for lower-triangular matrices: forward substitution.
+
+    Read from the last row to the first the matrix is upper triangular. Without that, a large entry
+    in the future would be taken as a pivot, and the past would depend on it.
+    """
+    xp = namespace(matrix, right)
+    reversed_rows = solve_upper(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
+    return xp.flip(reversed_rows, axis=-2)
 
 
 def finite_or_zero(x: Array) -> Array:

@@ -54,7 +54,8 @@ from precondattn.spec.array_functions import (
     identity_like,
     mask_scores,
     row_sum,
-    solve,
+    solve_lower,
+    solve_upper,
     swap_time_and_heads,
     transpose,
 )
@@ -208,7 +209,7 @@ class LucidSolve(Leaf):
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         system = self._full_system(x, frame)
         v = swap_time_and_heads(x["v"])
-        return swap_time_and_heads(solve(system.matrix(), system.beta * v)), ()
+        return swap_time_and_heads(solve_lower(system.matrix(), system.beta * v)), ()
 
     def forward_substitution(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """The second form, one token after the other; for tests."""
@@ -234,7 +235,7 @@ class LucidSolve(Leaf):
         k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
         y, extra = swap_time_and_heads(out), self._extra(x)
         system = self._full_system(x, frame)
-        solved = solve(transpose(system.matrix()), swap_time_and_heads(cotangent))
+        solved = solve_upper(transpose(system.matrix()), swap_time_and_heads(cotangent))
         d_v = system.beta * solved
 
         # d_scores is the gradient of the exponents, before the scale.
@@ -287,7 +288,7 @@ class LucidSolve(Leaf):
 
         capacity = past_k.shape[2]
         residual = v - system.strict[..., :capacity] @ past_y
-        y = swap_time_and_heads(solve(system.matrix(), system.beta * residual))
+        y = swap_time_and_heads(solve_lower(system.matrix(), system.beta * residual))
         updates = {"key": Append(x["k"]), "solved": Append(y)}
         if self.normalize == "keys":
             updates["rms"] = Append(swap_time_and_heads(r)[..., 0])
