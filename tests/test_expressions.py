@@ -6,9 +6,13 @@ when it is made, with the reason.
 
 import dataclasses
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -533,3 +537,20 @@ class TestPrograms:
         assert pa.parse("toy_pair(lucid[eps=0])") == pair(pa.Lucid(eps=0))
         registry.unregister("toy_pair")
         assert_refused("toy_pair", ValueError, "unknown mechanism 'toy_pair'")
+
+
+def test_a_strangers_mechanism_is_found_by_its_entry_point(tmp_path):
+    stranger = Path(__file__).parent / "stranger"
+    program = (
+        "import numpy as np, precondattn as pa\n"
+        "assert pa.mechanisms()['doubled'] is type(pa.parse('doubled'))\n"
+        "assert pa.parse('doubled')(np.ones((1, 2, 1, 3))).sum() == 12\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(stranger)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

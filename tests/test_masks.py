@@ -1,0 +1,86 @@
+"""Masks of a call: what is hidden counts for nothing, whatever stands there."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance.declared import expressions
+from precondattn_conformance.inputs import Layout, make_inputs
+
+LAYOUT = Layout("test", b=2, t=6, s=6)
+
+
+def spoiled(m, x, hidden):
+    """The inputs with NaN at hidden keys (b, s); queries are spoiled where they stand alone."""
+    found = {}
+    for name, array in x.items():
+        letters = m.inputs[name].letters
+        array = array.copy()
+        if "t" not in letters:
+            array[hidden] = np.nan
+        found[name] = array
+    return found
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_nan_behind_the_length_poisons_neither_outputs_nor_gradients(expression):
+    m = pa.parse(expression)
+    x = make_inputs(m, LAYOUT, "clustered")
+    lengths = np.asarray([4, 0])
+    padding = np.arange(6) >= lengths[:, None]
+    bad = {name: array.copy() for name, array in x.items()}
+    for name, array in bad.items():
+        if m.inputs[name].is_pairwise:
+            array[np.broadcast_to(padding[:, None, :, None], array.shape)] = np.nan
+            array[np.broadcast_to(padding[:, None, None, :], array.shape)] = np.nan
+        else:
+            array[padding] = np.nan
+    expected, expected_pullback = m.vjp(**x, lengths=lengths)
+    out, pullback = m.vjp(**bad, lengths=lengths)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(out[padding], 0)
+    cotangent = np.ones_like(out)
+    gradients = pullback(cotangent)
+    for name, gradient in expected_pullback(cotangent).items():
+        np.testing.assert_array_equal(gradients[name], gradient)
+        if not m.inputs[name].is_pairwise:
+            np.testing.assert_array_equal(gradient[padding], 0)
+
+
+@pytest.mark.parametrize("expression", [e for e in expressions(pieces=False) if "bias" not in e])
+def test_a_hidden_key_is_as_good_as_absent(expression):
+    """In the base and in the preconditioner: dropping the key and its position changes nothing."""
+    m = pa.parse(expression)
+    if m.offers.window is not None:
+        pytest.skip("a window counts positions, and dropping a key moves them")
+    x = make_inputs(m, LAYOUT, "clustered")
+    seen = np.asarray([True, False, True, True, False, True])
+    key_mask = np.broadcast_to(seen, (2, 6))
+    out = m(**spoiled(m, x, ~key_mask), key_mask=key_mask)
+    without = m(**{name: array[:, seen] for name, array in x.items()})
+    np.testing.assert_allclose(out[:, seen], without, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("expression", [e for e in expressions() if "bias" not in e])
+def test_packed_sequences_are_each_alone(expression):
+    m = pa.parse(expression)
+    x = make_inputs(m, LAYOUT, "clustered")
+    segment_ids = np.asarray([[7, 7, 3, 3, 3, 9], [1, 1, 1, 1, 0, 0]])
+    out = m(**x, segment_ids=segment_ids)
+    for i, row in enumerate(segment_ids):
+        for segment in np.unique(row):
+            alone = {name: array[i : i + 1, row == segment] for name, array in x.items()}
+            np.testing.assert_allclose(
+                out[i, row == segment], m(**alone)[0], rtol=1e-10, atol=1e-12
+            )
+
+
+@pytest.mark.parametrize("expression", expressions(pieces=False))
+def test_grouped_queries_are_repeated_key_value_heads(expression):
+    m = pa.parse(expression)
+    x = make_inputs(m, LAYOUT, "clustered")
+    repeated = {
+        name: np.repeat(array, 2, axis=2) if "n" in m.inputs[name].letters else array
+        for name, array in x.items()
+    }
+    np.testing.assert_allclose(m(**x), m(**repeated), rtol=1e-10, atol=1e-12)
