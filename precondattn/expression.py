@@ -94,9 +94,12 @@ class _Reader:
         cls = registry.find(name)
         if cls is None:
             known = sorted(registry.mechanisms())
+            errors = "".join(
+                f"\n  {entry} could not be imported: {e}" for entry, e in registry.broken.items()
+            )
             raise ValueError(
                 f"{self.text!r}: unknown mechanism {name!r}{_nearest(name, known)}; "
-                f"known are {', '.join(known)}"
+                f"known are {', '.join(known)}{errors}"
             )
         arguments = self.options(cls)
         if self.accept("("):

@@ -16,6 +16,9 @@ GROUP = "precondattn.mechanisms"
 _classes: dict[str, type[Mechanism]] = {}
 _entry_points_loaded = False
 
+broken: dict[str, str] = {}
+"""Entry points that could not be imported, with the error."""
+
 
 def register(cls: type[Mechanism]) -> None:
     """Make a mechanism known; a name may be taken once."""
@@ -69,4 +72,7 @@ def _load_entry_points() -> None:
     from importlib.metadata import entry_points  # Slow to import, and seldom needed.
 
     for entry_point in entry_points(group=GROUP):
-        entry_point.load()
+        try:
+            entry_point.load()
+        except Exception as error:  # Whatever a stranger's module raises, the others still work.
+            broken[entry_point.name] = f"{type(error).__name__}: {error}"

@@ -208,7 +208,8 @@ class Verbs:
                 f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
             )
         masks = (lengths, key_mask)
-        if is_compiling() and not donate:
+        if is_compiling():
+            # A graph has no place to write to; the compiler reuses what is no longer needed.
             from precondattn.bridges.torch_compile import captured_extend
             from precondattn.cache import Cache
 
@@ -224,6 +225,8 @@ class Verbs:
                 (*arrays, *named.values()),
                 masks,
             )
+            if donate:
+                cache.store.clear()
             return out, Cache(length, dict(zip(keys, buffers, strict=True)))
         return extend_now(self._mechanism, cache, arrays, named, backend, *masks, donate=donate)
 

@@ -59,10 +59,13 @@ def test_extend_compiles_into_one_graph():
     m, x = pa.Lucid(), tensors_of("lucid", requires_grad=False)
     cache = m.init_cache(**x, capacity=8)
     compiled = torch.compile(
-        lambda cache, q, k, v: m.extend(cache, q, k, v), fullgraph=True, backend="aot_eager"
+        lambda cache, donate, *x: m.extend(cache, *x, donate=donate),
+        fullgraph=True,
+        backend="aot_eager",
     )
-    out, cache = compiled(cache, *(x[name][:, :4] for name in "qkv"))
-    more, cache = compiled(cache, *(x[name][:, 4:] for name in "qkv"))
+    out, kept = compiled(cache, False, *(x[name][:, :4] for name in "qkv"))
+    more, cache = compiled(kept, True, *(x[name][:, 4:] for name in "qkv"))
+    assert not kept.store
     torch.testing.assert_close(torch.cat([out, more], dim=1), m(**x))
     assert cache.length.tolist() == [6, 6]
 
