@@ -43,6 +43,8 @@ class BoundCall(NamedTuple):
     dtype: str
     masks: frozenset[str]
     """Which of segment_ids, lengths and key_mask were given."""
+    lengths: Array | None
+    """Valid tokens (b,) of each sequence, as int32."""
     spoiled: Array | None
     """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
 
@@ -87,7 +89,8 @@ def bind(
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
     masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
     inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
-    return BoundCall(inputs, frame, sizes, library, _call_dtype(inputs), masks, checks.spoiled)
+    dtype = _call_dtype(inputs)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.spoiled)
 
 
 def bind_extension(
@@ -139,7 +142,8 @@ def bind_extension(
     masks = _names(lengths=lengths, key_mask=cache.store.get(KEY_MASK))
     new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
     inputs = zero_padding(inputs, mechanism.inputs, frame.q_valid, new_valid)
-    return BoundCall(inputs, frame, sizes, library, _call_dtype(inputs), masks, checks.spoiled)
+    dtype = _call_dtype(inputs)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.spoiled)
 
 
 def bind_shapes(
@@ -422,18 +426,15 @@ def spoil(out: Array, spoiled: Array | None) -> Array:
     return xp.where(xp.reshape(spoiled, (-1,) + (1,) * (out.ndim - 1)), float("nan"), out)
 
 
-def new_token_count(bound: BoundCall, cache: Cache, lengths: Any) -> Array:
+def new_token_count(bound: BoundCall, cache: Cache) -> Array:
     """How many tokens (b,) each sequence grows by.
 
     A spoiled sequence grows beyond the capacity, and so stays spoiled.
     """
     xp = namespace(cache.length)
-    if lengths is None:
+    count = bound.lengths
+    if count is None:
         count = xp.full_like(cache.length, bound.sizes["t"])
-    elif isinstance(lengths, list | tuple):
-        count = xp.asarray(lengths, dtype=xp.int32, **placement(cache.length))
-    else:
-        count = cast(lengths, xp.int32)
     if bound.spoiled is None:
         return count
     return xp.where(bound.spoiled, bound.sizes["c"] + 1 - cache.length, count)

@@ -323,7 +323,7 @@ def extend_now(
             f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
             f"call it under torch.no_grad(), or without donate"
         )
-    count = call.new_token_count(bound, cache, lengths)
+    count = call.new_token_count(bound, cache)
     return execution.extend(plan, bound, cache, count, donate=donate)
 
 

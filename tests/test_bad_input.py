@@ -793,7 +793,7 @@ def as_torch(cache):
             lambda: SOFTMAX.init_cache(f32(Q), f32(K), f32(V), capacity=8),
             (Q, K, V),
             TypeError,
-            "softmax: the cache",
+            "softmax: the cache's 'k' has dtype float32; these inputs need float64",
             id="narrower-dtype",
         ),
         pytest.param(
@@ -801,7 +801,7 @@ def as_torch(cache):
             cache_for,
             (f32(Q), f32(K), f32(V)),
             TypeError,
-            "softmax: the cache",
+            "softmax: the cache's 'k' has dtype float64; these inputs need float32",
             id="wider-dtype",
         ),
         pytest.param(
@@ -809,7 +809,7 @@ def as_torch(cache):
             lambda: SOFTMAX.init_cache(*(a.to("meta") for a in (TQ, TK, TV)), capacity=8),
             (TQ, TK, TV),
             ValueError,
-            "softmax: the cache",
+            "softmax: the cache's 'length' is on meta; the inputs are on cpu",
             id="other-device",
         ),
         pytest.param(
