@@ -33,7 +33,8 @@ def library_of(array: Array) -> str | None:
 
 def _recognise(array: Array) -> str | None:
     if array_api_compat.is_numpy_array(array):
-        return "numpy"
+        # A masked array is a subclass that hides values, which nothing here would respect.
+        return None if hasattr(array, "mask") else "numpy"
     if array_api_compat.is_torch_array(array):
         return "torch"
     if array_api_compat.is_jax_array(array):

@@ -334,7 +334,7 @@ def _check_mask(
             f"{owner}: {name} is declared {pattern}, that is {shape}; found {tuple(mask.shape)}"
         )
     if dtype_name(mask) not in dtypes:
-        expected = "bool" if dtypes == ("bool",) else "an integer dtype"
+        expected = "dtype bool" if dtypes == ("bool",) else "an integer dtype"
         raise TypeError(f"{owner}: {name} must have {expected}; found {dtype_name(mask)}")
     device, expected_device = exact_device(mask), exact_device(like)
     if None not in (device, expected_device) and device != expected_device:

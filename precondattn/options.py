@@ -41,9 +41,14 @@ def _read_flag(text: str) -> Any:
     return {"true": True, "false": False}.get(text, text)
 
 
+def _python_number(value: Any) -> Any:
+    """A NumPy scalar as a number of Python; anything else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
+
+
 def _number(lowest: float, *, inclusive: bool) -> Callable[[Any], float]:
     def accept(value: Any) -> float:
-        value = value.item() if type(value).__module__ == "numpy" else value
+        value = _python_number(value)
         if not is_finite_number(value) or value < lowest or (value == lowest and not inclusive):
             raise ValueError
         return float(value) + 0.0  # Minus zero is zero, also in text.
@@ -59,6 +64,7 @@ def _read_number(text: str) -> Any:
 
 
 def _count(value: Any) -> int:
+    value = _python_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError
     return value
