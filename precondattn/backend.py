@@ -78,9 +78,16 @@ class ArraySpec(NamedTuple):
     dtype: str
 
 
+def _not_written(backend: Backend, method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"backend {backend.name!r} claimed work for which it needs a method {method!r}, which it "
+        f"has not; its `supports` must refuse such requests"
+    )
+
+
 class Backend(Protocol):
     """Subclass it. `name`, `supports` and `forward` are a must; a backend without one of the other
-    methods answers the requests that need it with `Support.no`."""
+    methods must answer the requests that need it with `Support.no`."""
 
     name: str
     libraries: frozenset[str] = frozenset()
@@ -92,13 +99,13 @@ class Backend(Protocol):
 
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
         """Yes, or why not. Cheap, pure, and without a look at values."""
-        raise NotImplementedError
+        raise _not_written(self, "supports")
 
     def forward(
         self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output, and what `backward` needs besides inputs and output."""
-        raise NotImplementedError
+        raise _not_written(self, "forward")
 
     def backward(
         self,
@@ -110,7 +117,7 @@ class Backend(Protocol):
         cotangent: Array,
     ) -> Arrays:
         """The gradient of every input, by name."""
-        raise NotImplementedError
+        raise _not_written(self, "backward")
 
     def step(
         self,
@@ -123,10 +130,10 @@ class Backend(Protocol):
 
         Buffers go by the names of `mechanism.program`'s slots.
         """
-        raise NotImplementedError
+        raise _not_written(self, "step")
 
     def residual_shapes(
         self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         """What `forward` would return as residuals, without running it; for tracing."""
-        raise NotImplementedError
+        raise _not_written(self, "residual_shapes")

@@ -52,8 +52,8 @@ def discover() -> Discovered:
     return _discovered
 
 
-def register_backend(backend: Backend) -> None:
-    """Make a backend known to this process, as an entry point would.
+def register_backend(backend: Backend | type[Backend]) -> None:
+    """Make a backend, or an instance of its class, known to this process, as an entry point would.
 
     Raises
     ------
@@ -63,12 +63,15 @@ def register_backend(backend: Backend) -> None:
         when its name is taken.
     """
     global _discovered
+    if isinstance(backend, type):
+        backend = backend()
     lacks = [
         name
         for name in _PROTOCOL
         # A method that is the protocol's own has not been written.
         if getattr(type(backend), name, None) in (None, vars(Backend).get(name))
     ]
+    lacks += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
         lacks.insert(0, "name")
     if lacks:
@@ -89,6 +92,8 @@ def unregister_backend(name: str) -> None:
     _discovered = None
 
 
+_ATTRIBUTES = ("libraries", "accelerates", "preference")
+"""What a subclass of `Backend` has already, and another class must have."""
 _PROTOCOL = ("supports", "forward")
 """What every backend must have. One without a gradient or a step says so in `supports`."""
 _entry_points_loaded = False
@@ -103,8 +108,7 @@ def _load_entry_points() -> None:
 
     for entry_point in entry_points(group=GROUP):
         try:
-            found = entry_point.load()
-            register_backend(found() if isinstance(found, type) else found)
+            register_backend(entry_point.load())
         except Exception as error:  # Whatever a stranger's module raises, the others still work.
             _broken[entry_point.name] = f"{type(error).__name__}: {error}"
 

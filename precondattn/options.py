@@ -118,10 +118,11 @@ def choice(default: str, *others: str) -> Any:
 
 
 def one_of(default: Any, *others: Any) -> Any:
-    """One of a few frozen objects, each of which has a `name`."""
+    """One of a few frozen objects, each of which has a `name` that may stand for it."""
     objects = {each.name: each for each in (default, *others)}
 
     def accept(value: Any) -> Any:
+        value = objects.get(value, value) if isinstance(value, str) else value
         return value if value in objects.values() else _reject(value)
 
     expected = "one of " + ", ".join(objects)

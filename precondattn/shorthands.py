@@ -25,7 +25,7 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
         given = set(named)
         for name in [*named]:
             is_array = hasattr(named[name], "shape") and getattr(named[name], "ndim", 0) > 0
-            if is_array and name in SWITCHES:
+            if is_array and SWITCHES.get(name) in (*own, *of_base):
                 if SWITCHES[name] not in given or SWITCHES[name] == name:
                     options[SWITCHES[name]] = True
             elif name in own or name in of_base:

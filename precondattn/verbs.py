@@ -259,7 +259,9 @@ class Verbs:
                 f"found {verb!r}"
             )
         if cache is not None and (verb == "vjp" or segment_ids is not None):
-            raise ValueError(f"{self}: with a cache neither verb nor segment_ids can be given")
+            raise ValueError(
+                f"{self}: a cache is for extend, which has neither verb='vjp' nor segment_ids"
+            )
         if cache is None:
             bound = call.bind(
                 self._mechanism,

@@ -166,8 +166,31 @@ def test_what_is_no_backend_is_refused_with_what_it_lacks(afresh):
 
     with pytest.raises(TypeError, match="lacks name, supports, forward"):
         pa.register_backend(Nameless())
+
+    class NotASubclass:
+        name = "not_a_subclass"
+        supports = forward = Nameless.backward
+
+    with pytest.raises(TypeError, match="lacks libraries, accelerates, preference"):
+        pa.register_backend(NotASubclass())
     with pytest.raises(ValueError, match="no backend 'reference' is registered"):
         pa.unregister_backend("reference")
+
+
+def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(afresh):
+    class ForwardOnly(pa.Backend):
+        name = "forward_only"
+
+        def supports(self, mechanism, request):
+            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+
+        def forward(self, mechanism, inputs, frame):
+            return mechanism.forward(inputs, frame)
+
+    pa.register_backend(ForwardOnly)
+    out, pullback = pa.Softmax().vjp(**inputs_of("softmax"))
+    with pytest.raises(NotImplementedError, match=r"'forward_only' claimed .* method 'backward'"):
+        pullback(out)
 
 
 def test_a_backend_gets_half_precision_inputs_as_they_are_and_wide_values_cast_down(stranger):

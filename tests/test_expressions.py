@@ -554,3 +554,15 @@ def test_a_strangers_mechanism_is_found_by_its_entry_point(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_option_that_is_an_object_may_be_given_by_its_name():
+    assert pa.Softmax(read="log_mean_exp") == pa.Softmax(read=LOG_MEAN_EXP)
+    assert pa.Softmax(window=np.int64(3)) == pa.Softmax(window=3)
+
+
+def test_a_shorthand_of_a_mechanism_without_an_option_refuses_its_input():
+    q = np.ones((1, 2, 1, 3))
+    for shorthand in (pa.softmax, pa.laser):
+        with pytest.raises(TypeError, match="unknown keyword 'lucid_beta'"):
+            shorthand(q, q, q, lucid_beta=q[..., 0])
