@@ -8,6 +8,7 @@ the values are traced; then the sequences concerned come out as NaN, never as so
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,10 +126,11 @@ def bind_extension(
             f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
         )
     count = t if lengths is None else lengths
+    checks.require(cache.length >= 0, "the cache's length is negative")
     if cache.store:
         checks.require(
             cache.length + count <= capacity,
-            f"capacity exceeded: the cache holds at most {capacity} tokens, and {t} more "
+            f"capacity exceeded: the cache holds at most {capacity} tokens, and the new ones "
             f"do not fit",
         )
     frame = extending_frame(
@@ -173,15 +175,12 @@ def zero_padding(
     """
     zeroed = {}
     for name, array in inputs.items():
-        letters = declared[name].letters
+        pattern = declared[name]
         for letter, valid in (("t", q_valid), ("s", k_valid)):
-            if valid is None or letter not in letters:
-                continue
+            if valid is None or letter not in pattern.letters or pattern.is_pairwise:
+                continue  # What stands at a hidden pair is masked with its score.
             shape = [1] * array.ndim
-            axis = letters.index(letter)
-            if valid.shape[1] != array.shape[axis]:
-                continue  # Pairs in `extend`: their keys are the cache's slots, which are masked.
-            shape[0], shape[axis] = valid.shape
+            shape[0], shape[pattern.letters.index(letter)] = valid.shape
             array = zero_where_not(namespace(valid).reshape(valid, tuple(shape)), array)
         zeroed[name] = array
     return zeroed
@@ -299,8 +298,10 @@ def _check_lengths(
     xp = namespace(like)
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
-            raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}")
+        try:
+            lengths = [_whole_number(n) for n in lengths]
+        except TypeError:
+            raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}") from None
         outside = [i for i, n in enumerate(lengths) if not 0 <= n <= longest]
         if outside:
             raise ValueError(f"{owner}: {within} (sequence {outside[0]} of the batch)")
@@ -310,6 +311,12 @@ def _check_lengths(
     # Compared before the cast, which would wrap a number beyond int32 around.
     checks.require((lengths >= 0) & (lengths <= longest), within)
     return cast(lengths, xp.int32)
+
+
+def _whole_number(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def _check_mask(
@@ -384,6 +391,11 @@ def _check_cache(
             raise ValueError(
                 f"{owner}: the cache's {name!r} is on {own_device}; the inputs are on {device}"
             )
+    if cache.length.ndim != 1 or dtype_name(cache.length) not in INTEGERS:
+        raise TypeError(
+            f"{owner}: the cache's 'length' must be integers of shape (b); found "
+            f"{dtype_name(cache.length)} of shape {tuple(cache.length.shape)}"
+        )
     buffer = next(iter(cache.store.values()), None)
     return 0 if buffer is None else int(buffer.shape[1])
 
@@ -391,6 +403,13 @@ def _check_cache(
 def _check_buffers(
     owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str
 ) -> None:
+    if KEY_MASK in cache.store:
+        kept, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
+        if tuple(kept.shape) != expected or dtype_name(kept) != "bool":
+            raise TypeError(
+                f"{owner}: the cache's {KEY_MASK!r} must be bool of shape {expected}; found "
+                f"{dtype_name(kept)} of shape {tuple(kept.shape)}"
+            )
     for call in mechanism.program.calls:
         keys = call.slot_keys()
         for slot in call.leaf.slots():
@@ -419,11 +438,15 @@ def _names(**masks: Array | None) -> frozenset[str]:
 
 
 def spoil(out: Array, spoiled: Array | None) -> Array:
-    """The output, NaN for sequences whose traced arguments were out of range."""
+    """The output, NaN for sequences whose traced arguments were out of range.
+
+    A product, so that the gradients of those sequences are NaN as well.
+    """
     if spoiled is None:
         return out
     xp = namespace(out)
-    return xp.where(xp.reshape(spoiled, (-1,) + (1,) * (out.ndim - 1)), float("nan"), out)
+    bad = xp.reshape(spoiled, (-1,) + (1,) * (out.ndim - 1))
+    return out * xp.where(bad, float("nan"), xp.ones_like(out))
 
 
 def new_token_count(bound: BoundCall, cache: Cache) -> Array:

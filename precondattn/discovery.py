@@ -118,7 +118,8 @@ def use_backend(*names: str) -> Iterator[None]:
     """Only these backends, in this order of preference, for every call inside.
 
     Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict:
-    work that none of them takes raises.
+    work that none of them takes raises. A function compiled by `torch.compile` or `jax.jit` keeps
+    the choice that was in force when it was traced; there, `backend=` of the call says it plainly.
 
     Examples
     --------

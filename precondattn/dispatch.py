@@ -7,6 +7,7 @@ time. A plan is made from shapes, dtypes and the like, never from values, and is
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
@@ -152,15 +153,7 @@ def ask(backend: Backend, piece: Any, request: Request) -> Support:
 def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
     """The request as it looks to a piece, whose inputs are called otherwise."""
     own = tuple((name, shapes[value]) for name, value in arguments.items())
-    return Request(
-        request.verb,
-        request.library,
-        request.device,
-        request.dtype,
-        own,
-        request.masks,
-        request.differentiated,
-    )
+    return dataclasses.replace(request, shapes=own)
 
 
 def _groups(program: Program) -> Iterable[frozenset[int]]:

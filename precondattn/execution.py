@@ -38,7 +38,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         trace.append((planned, inputs, out, residuals))
 
     def pullback(cotangent: Array) -> Arrays:
-        cotangents: Arrays = {plan.out: cotangent}
+        cotangents: Arrays = {plan.out: spoil(cotangent, call.spoiled)}
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue

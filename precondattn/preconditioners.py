@@ -40,7 +40,8 @@ class Lucid(Preconditioner):
     eps : float
         In the norm: rms(k) = √(mean(k²) + eps).
     beta : bool
-        Whether there is an input `lucid_beta` (b, s, n) in [0, 2].
+        Whether there is an input `lucid_beta` (b, s, n). Values are not looked at; beyond [0, 2]
+        the solve is still what the equation says, and has no bound.
     detach_max : bool
         With "rows": whether the maximum is constant to the gradient.
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, is_compiling
 from precondattn.options import fields_of
 from precondattn.preconditioners import Laser, Lucid
 from precondattn.spec.softmax import Softmax
@@ -16,11 +16,31 @@ SWITCHES = {"bias": "bias", "lucid_beta": "beta"}
 """Inputs that are there when an option says so; giving the array says so too."""
 
 
+BUILDERS: dict[str, Callable[..., Array]] = {}
+"""What the shorthands do, by the name of their mechanism."""
+
+
 def _shorthand(cls: Any) -> Callable[..., Array]:
     own = [*fields_of(cls)]
     of_base = [] if cls is Softmax else [name for name in fields_of(Softmax) if name not in own]
 
     def call(*arrays: Array, **named: Any) -> Array:
+        if is_compiling():
+            from precondattn.bridges.torch_compile import captured_shorthand
+
+            tensors = {name: value for name, value in named.items() if hasattr(value, "shape")}
+            constants = {name: value for name, value in named.items() if name not in tensors}
+            return captured_shorthand(
+                cls.name,
+                arrays,
+                tuple(tensors),
+                tuple(tensors.values()),
+                tuple(constants),
+                tuple(constants.values()),
+            )
+        return build_and_call(*arrays, **named)
+
+    def build_and_call(*arrays: Array, **named: Any) -> Array:
         options: dict[str, Any] = {}
         given = set(named)
         for name in [*named]:
@@ -45,6 +65,7 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
         return mechanism(*arrays, **named)
 
     around = "" if cls is Softmax else " around softmax"
+    BUILDERS[cls.name] = build_and_call
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = (
         f"`{cls.__name__}`{around}, called: inputs and masks as there, and as keywords the "

@@ -207,6 +207,8 @@ class Verbs:
             raise TypeError(
                 f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
             )
+        if not isinstance(donate, bool):
+            raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
         masks = (lengths, key_mask)
         if is_compiling():
             # A graph has no place to write to; the compiler reuses what is no longer needed.

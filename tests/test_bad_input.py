@@ -539,9 +539,9 @@ NORMALIZE = (
             for v in ("row", "given", None, True, [])
         ),
         case(
-            "read as text",
-            "softmax: option read must be one of mean, log_mean_exp; found 'mean'",
-            lambda: pa.Softmax(read="mean"),
+            "read of no name",
+            "softmax: option read must be one of mean, log_mean_exp; found 'max'",
+            lambda: pa.Softmax(read="max"),
         ),
         *(
             case(
@@ -717,7 +717,7 @@ def as_torch(cache):
             lambda: cache_for(capacity=3),
             (Q, K, V),
             ValueError,
-            "softmax: capacity exceeded: the cache holds at most 3 tokens, and 4 more do not fit "
+            "softmax: capacity exceeded: the cache holds at most 3 tokens, and the new ones do not fit "
             "(sequence 0 of the batch)",
             id="full-at-once",
         ),
@@ -726,7 +726,7 @@ def as_torch(cache):
             lambda: filled([1, 4], capacity=6),
             (Q, K, V),
             ValueError,
-            "softmax: capacity exceeded: the cache holds at most 6 tokens, and 4 more do not fit "
+            "softmax: capacity exceeded: the cache holds at most 6 tokens, and the new ones do not fit "
             "(sequence 1 of the batch)",
             id="full-in-one-sequence",
         ),
@@ -995,7 +995,7 @@ def test_explain_refuses_a_verb_that_is_none(verb):
 
 @pytest.mark.parametrize("named", [{"verb": "vjp"}, {"segment_ids": np.zeros((2, 4), int)}])
 def test_explain_refuses_a_cache_with_what_belongs_to_a_full_call(named):
-    text = "softmax: with a cache neither verb nor segment_ids can be given"
+    text = "softmax: a cache is for extend, which has neither verb='vjp' nor segment_ids"
     refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **named), ValueError, text)
 
 
@@ -1202,3 +1202,43 @@ def test_a_sequence_spoiled_by_traced_lengths_stays_nan_when_its_cache_is_extend
     _, sound = run(cache, jnp.asarray([2, 3, 4]))
     whole = jnp.asarray([4, 4, 4])
     assert_only_sequence_one_is_nan(run(spoiled, whole)[0], run(sound, whole)[0])
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "text"),
+    [
+        (np.asarray([-3, 0], np.int32), ValueError, "the cache's length is negative"),
+        (np.zeros(2), TypeError, "must be integers of shape .* found float64"),
+        (np.zeros((2, 1), np.int32), TypeError, "must be integers of shape .* found int32 of"),
+    ],
+)
+def test_a_cache_whose_length_is_no_length_is_refused(length, error, text):
+    m, q = pa.Softmax(), np.ones((2, 1, 2, 4))
+    cache = m.init_cache(q, q, q, capacity=4)._replace(length=length)
+    with pytest.raises(error, match=text):
+        m.extend(cache, q, q, q)
+
+
+def test_donate_must_be_true_or_false():
+    m, q = pa.Softmax(), np.ones((2, 1, 2, 4))
+    with pytest.raises(TypeError, match="donate must be true or false; found 'no'"):
+        m.extend(m.init_cache(q, q, q, capacity=4), q, q, q, donate="no")
+
+
+def test_lengths_may_be_a_list_of_numpys_whole_numbers():
+    q = np.ones((2, 3, 2, 4))
+    np.testing.assert_array_equal(
+        pa.softmax(q, q, q, lengths=[np.int64(3), 1]), pa.softmax(q, q, q, lengths=[3, 1])
+    )
+
+
+def test_gradients_of_a_sequence_with_bad_traced_lengths_are_nan():
+    import jax
+
+    q = np.random.default_rng(0).normal(size=(2, 3, 2, 4))
+    lengths = jax.numpy.asarray([9, 3])
+    found = jax.jit(jax.grad(lambda v, n: pa.softmax(q_, q_, v, lengths=n).sum()))
+    q_ = jax.numpy.asarray(q)
+    gradient = np.asarray(found(q_, lengths))
+    assert np.isnan(gradient[0]).all()
+    assert np.isfinite(gradient[1]).all()

@@ -175,6 +175,16 @@ def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monke
     assert not report.is_good
 
 
+def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(stranger):
+    layout = Layout("helped")
+    helped = ("stranger", "reference")
+    found = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
+    assert found.status == UNSUPPORTED
+    assert "stranger takes nothing of this" in found.reason
+    found = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
+    assert found.status == "passed"
+
+
 def test_one_wrong_element_fails():
     expected = np.random.default_rng(0).normal(size=(4, 1000))
     found = expected.copy()

@@ -84,3 +84,30 @@ def test_grouped_queries_are_repeated_key_value_heads(expression):
         for name, array in x.items()
     }
     np.testing.assert_allclose(m(**x), m(**repeated), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("masks", [{"lengths": [4, 3]}, {"key_mask": np.eye(2, 6) < 1}])
+def test_the_gradient_of_a_shared_bias_has_the_shape_of_the_bias(masks):
+    m = pa.Softmax(bias=True)
+    x = make_inputs(m, LAYOUT._replace(broadcast=True), "random")
+    assert x["bias"].shape == (1, 1, 6, 6)
+    out, pullback = m.vjp(**x, **masks)
+    found = pullback(np.ones_like(out) * out)["bias"]
+    each = {**x, "bias": np.repeat(x["bias"], 2, axis=0)}
+    out, pullback = m.vjp(**each, **masks)
+    expected = pullback(np.ones_like(out) * out)["bias"]
+    assert found.shape == (1, 1, 6, 6)
+    np.testing.assert_allclose(found, expected.sum(axis=(0,), keepdims=True))
+
+
+def test_a_padded_block_as_long_as_the_cache_sees_the_bias_of_past_keys():
+    m = pa.Softmax(bias=True)
+    x = make_inputs(m, Layout("test", b=1, t=4, s=4), "random")
+    expected = m(**x)
+    cache = m.init_cache(**{name: x[name] for name in "qkv"}, capacity=4)
+    for done in range(4):
+        # One token, in a block of four of which three are padding.
+        block = {name: np.roll(x[name], -done, axis=1) for name in "qkv"}
+        bias = np.roll(x["bias"], -done, axis=2)
+        out, cache = m.extend(cache, **block, bias=bias, lengths=[1])
+        np.testing.assert_allclose(out[:, 0], expected[:, done], rtol=1e-10)

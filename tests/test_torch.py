@@ -70,6 +70,20 @@ def test_extend_compiles_into_one_graph():
     assert cache.length.tolist() == [6, 6]
 
 
+def test_a_shorthand_compiles_into_one_graph_with_its_options_and_masks():
+    torch.compiler.reset()
+    x = tensors_of("lucid")
+    lengths = torch.tensor([3, 6])
+
+    def shorthand(q, k, v, lengths):
+        return pa.lucid(q, k, v, eps=0.0, lengths=lengths)
+
+    compiled = torch.compile(shorthand, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(**x, lengths=lengths), pa.Lucid(eps=0)(**x, lengths=lengths)
+    )
+
+
 def test_a_call_compiles_with_the_default_compiler():
     torch.compiler.reset()
     x = tensors_of("lucid")

@@ -15,9 +15,9 @@ CHECKS = ("outputs", "gradients", "caching")
 LEVELS = ("smoke", "full")
 
 PLAIN = Layout("plain")
-RAGGED = Layout("ragged", mask="lengths")
+RAGGED = Layout("ragged", mask="lengths", broadcast=True)
 PACKED = Layout("packed", mask="segment_ids")
-MASKED = Layout("masked", mask="key_mask")
+MASKED = Layout("masked", mask="key_mask", broadcast=True)
 REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
 
 SMOKE = (

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
+from precondattn.explanation import Explanation
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import is_bounded, is_smooth
@@ -102,8 +103,18 @@ def _check_direction(
         )
 
 
+def _require_work(backend: Backend, explanation: Explanation) -> None:
+    """The first backend named is the one under test; the others may help it, not replace it."""
+    if backend is None:
+        return
+    under_test = backend if isinstance(backend, str) else backend[0]
+    if under_test not in explanation.backends:
+        raise pa.UnsupportedError(f"{under_test} takes nothing of this:\n{explanation}")
+
+
 def _outputs(case: Case, library: libraries.Library, backend: Backend) -> Measured:
     expected, m, inputs, masks = _prepare(case, library)
+    _require_work(backend, m.explain(**inputs, **masks, backend=backend))
     out = m(**inputs, **masks, backend=backend)
     _check_purity(library, inputs, expected)
     return _compare(case, {"the output": (library.numpy(out), expected.out)})
@@ -111,6 +122,7 @@ def _outputs(case: Case, library: libraries.Library, backend: Backend) -> Measur
 
 def _gradients(case: Case, library: libraries.Library, backend: Backend) -> Measured:
     expected, m, inputs, masks = _prepare(case, library)
+    _require_work(backend, m.explain(**inputs, **masks, backend=backend, verb="vjp"))
     cotangent = library.array(expected.cotangent, case.dtype)
     out, pullback = m.vjp(**inputs, **masks, backend=backend)
     explicit = pullback(cotangent)
@@ -128,7 +140,7 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
     """A prefill, single tokens and a block, in a cache with room to spare, equal the full call."""
     expected, m, inputs, _ = _prepare(case, library)
     time = case.layout.t
-    capacity = time + 3
+    capacity = time if case.layout.mask == "lengths" else time + 3
     arrays = {
         name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
     }
@@ -144,6 +156,8 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
         if case.layout.mask == "key_mask":
             options["key_mask"] = library.array(expected.masks["key_mask"][:, start:stop])
         new = {name: library.array(array, case.dtype) for name, array in tokens.items()}
+        if start == 0:
+            _require_work(backend, m.explain(**new, **options, cache=cache, backend=backend))
         out, cache = m.extend(cache, **new, **options, backend=backend, donate=start > 1)
         outs.append(library.numpy(out))
         start = stop

@@ -39,6 +39,8 @@ class Layout(NamedTuple):
     e: int = 6
     mask: str | None = None
     """`"lengths"`, `"key_mask"` or `"segment_ids"`."""
+    broadcast: bool = False
+    """Whether the axes that may be 1 (those of an additive bias) are."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -62,7 +64,10 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     made: Arrays = {}
     for name, pattern in mechanism.inputs.items():
-        shape = pattern.shape(layout.sizes)
+        shape = tuple(
+            1 if axis.broadcasts and layout.broadcast else size
+            for axis, size in zip(pattern.axes, pattern.shape(layout.sizes), strict=True)
+        )
         if pattern.low is None or pattern.high is None:
             made[name] = rng.normal(size=shape)
         else:

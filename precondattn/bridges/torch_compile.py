@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precondattn.cache import Cache
 from precondattn.group import read_mechanism
+from precondattn.shorthands import BUILDERS
 from precondattn.verbs import call_now, extend_now
 
 Names = tuple[str, ...]
@@ -52,3 +53,18 @@ def captured_extend(
         donate=False,
     )
     return (out, cache.length, *(cache.store[key] for key in keys))
+
+
+@torch.compiler.allow_in_graph
+def captured_shorthand(
+    name: str,
+    arrays: tuple[Tensor, ...],
+    names: Names,
+    tensors: tuple[Tensor, ...],
+    options: Names,
+    values: tuple[Any, ...],
+) -> Tensor:
+    """A shorthand such as `pa.lucid`, which builds its mechanism from options."""
+    named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}
+    out: Tensor = BUILDERS[name](*arrays, **named)
+    return out

@@ -56,7 +56,8 @@ class Softmax(Leaf):
     window : int, optional
         A query at i sees keys at j with |i − j| < window.
     bias : bool
-        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits. In
+        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits:
+        finite, or −∞ for a pair that is hidden from softmax (no preconditioner sees it). In
         `extend` its last axis is the cache's capacity: column j is the key at position j.
     read : Mean or LogMeanExp
         How the values are read. `Laser` sets it.
