@@ -717,7 +717,8 @@ def as_torch(cache):
             lambda: cache_for(capacity=3),
             (Q, K, V),
             ValueError,
-            "softmax: capacity exceeded: the cache holds at most 3 tokens, and the new ones do not fit "
+            "softmax: capacity exceeded: the cache holds at most 3 tokens, and the new ones "
+            "do not fit "
             "(sequence 0 of the batch)",
             id="full-at-once",
         ),
@@ -726,7 +727,8 @@ def as_torch(cache):
             lambda: filled([1, 4], capacity=6),
             (Q, K, V),
             ValueError,
-            "softmax: capacity exceeded: the cache holds at most 6 tokens, and the new ones do not fit "
+            "softmax: capacity exceeded: the cache holds at most 6 tokens, and the new ones "
+            "do not fit "
             "(sequence 1 of the batch)",
             id="full-in-one-sequence",
         ),
