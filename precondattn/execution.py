@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from precondattn.arrays import Array, cast, dtype_name, namespace
+from precondattn.arrays import Array, cast, dtype_name, namespace, zero_where_not
 from precondattn.backend import Support
 from precondattn.cache import KEY_MASK, Cache, append
 from precondattn.call import BoundCall, spoil
@@ -24,7 +24,7 @@ def forward(plan: Plan, call: BoundCall) -> Array:
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
         values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
-    return spoil(_in_call_dtype(values[plan.out], call), call.spoiled)
+    return _finished(values[plan.out], call)
 
 
 def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
@@ -38,7 +38,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         trace.append((planned, inputs, out, residuals))
 
     def pullback(cotangent: Array) -> Arrays:
-        cotangents: Arrays = {plan.out: spoil(cotangent, call.spoiled)}
+        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
@@ -62,7 +62,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
             for name, array in call.inputs.items()
         }
 
-    return spoil(_in_call_dtype(values[plan.out], call), call.spoiled), pullback
+    return _finished(values[plan.out], call), pullback
 
 
 def extend(
@@ -85,11 +85,21 @@ def extend(
     if KEY_MASK in cache.store:
         new = _new_key_mask(call, cache)
         store[KEY_MASK] = append(cache.store[KEY_MASK], new, cache.length, count, donate=donate)
-    out = spoil(_in_call_dtype(values[plan.out], call), call.spoiled)
+    out = _finished(values[plan.out], call)
     extended = Cache(cache.length + count, store)
     if donate:
         cache.store.clear()
     return out, extended
+
+
+def _finished(out: Array, call: BoundCall) -> Array:
+    """An output, or its cotangent: 0 at padded tokens, NaN where arguments were out of range."""
+    out = _in_call_dtype(out, call)
+    valid = call.frame.q_valid
+    if valid is not None:
+        shape = (*valid.shape, *(1,) * (out.ndim - 2))
+        out = zero_where_not(namespace(valid).reshape(valid, shape), out)
+    return spoil(out, call.spoiled)
 
 
 def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
