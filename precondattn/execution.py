@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from precondattn.arrays import Array, cast, dtype_name, namespace, zero_where_not
-from precondattn.backend import Support
 from precondattn.cache import KEY_MASK, Cache, append
 from precondattn.call import BoundCall, spoil
 from precondattn.dispatch import Plan, PlannedCall
@@ -136,8 +135,7 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """How the framework's autograd is told about a call."""
-    support: Support = planned.support
-    if not support.differentiable:
+    if not planned.support.differentiable:
         if call.library == "torch":
             from precondattn.bridges.torch import apply
 

@@ -106,7 +106,9 @@ class Verbs:
             lengths=lengths,
             key_mask=key_mask,
         )
-        out, pull = execution.vjp(_plan(self._mechanism, "vjp", bound, backend), bound)
+        out, pull = execution.vjp(
+            _plan(self._mechanism, _request("vjp", bound), bound, backend), bound
+        )
 
         def pullback(cotangent: Array) -> dict[str, Array]:
             if library_of(cotangent) != bound.library:
@@ -279,7 +281,7 @@ class Verbs:
                 self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
             )
         request = _request(verb, bound)
-        plan = _plan(self._mechanism, verb, bound, backend)
+        plan = _plan(self._mechanism, request, bound, backend)
         return Explanation(str(self), self._mechanism.program, request, plan, discover())
 
     @property
@@ -302,7 +304,8 @@ def call_now(
     bound = call.bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
-    return execution.forward(_plan(mechanism, "forward", bound, backend), bound)
+    plan = _plan(mechanism, _request("forward", bound), bound, backend)
+    return execution.forward(plan, bound)
 
 
 def extend_now(
@@ -320,8 +323,8 @@ def extend_now(
     from precondattn import call, execution
 
     bound = call.bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
-    plan = _plan(mechanism, "extend", bound, backend, tuple(cache.store.values()))
     request = _request("extend", bound, tuple(cache.store.values()))
+    plan = _plan(mechanism, request, bound, backend)
     if donate and bound.library == "torch" and request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
@@ -348,15 +351,8 @@ def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Reque
     )
 
 
-def _plan(
-    mechanism: Mechanism,
-    verb: str,
-    bound: BoundCall,
-    backend: BackendNames,
-    past: tuple[Array, ...] = (),
-) -> Plan:
+def _plan(mechanism: Mechanism, request: Request, bound: BoundCall, backend: BackendNames) -> Plan:
     from precondattn.discovery import allowed_backends
     from precondattn.dispatch import make_plan
 
-    request = _request(verb, bound, past)
     return make_plan(mechanism, request, bound.sizes.get("c"), allowed_backends(backend))
