@@ -11,6 +11,9 @@ from precondattn import discovery
 STRANGER = Path(__file__).parent / "stranger"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
+collect_ignore = ["stranger"]
+"""Collecting it would import it, and make its mechanism known to every test."""
+
 jax.config.update("jax_enable_x64", True)
 
 
