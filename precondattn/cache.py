@@ -53,7 +53,21 @@ class Append(NamedTuple):
     tokens: Array
 
 
-Updates = dict[str, Append]
+class Rewrite(NamedTuple):
+    """An update of a buffer (b, c, …) whose past changes too: all of it anew, and new tokens."""
+
+    past: Array
+    tokens: Array
+
+
+class Replace(NamedTuple):
+    """An update of a buffer that is no history of tokens: its new value."""
+
+    value: Array
+
+
+Update = Append | Rewrite | Replace
+Updates = dict[str, Update]
 
 
 def new_buffer(slot: Slot, sizes: Sizes, like: Array) -> Array:
@@ -61,6 +75,20 @@ def new_buffer(slot: Slot, sizes: Sizes, like: Array) -> Array:
     xp = namespace(like)
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
     return xp.zeros(Pattern.read(slot.pattern).shape(sizes), dtype=dtype, **placement(like))
+
+
+def updated(buffer: Array, update: Update, length: Array, count: Array, *, donate: bool) -> Array:
+    """The buffer after an update by `count` (b,) tokens behind its first `length` (b,)."""
+    in_place = donate and writes_in_place(buffer)
+    if isinstance(update, Append):
+        return append(buffer, update.tokens, length, count, donate=donate)
+    new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
+    if in_place:
+        buffer[...] = new
+        new = buffer
+    if isinstance(update, Rewrite):
+        return append(new, update.tokens, length, count, donate=in_place)
+    return new
 
 
 def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate: bool) -> Array:

@@ -127,7 +127,7 @@ def bind_extension(
         )
     count = t if lengths is None else lengths
     checks.require(cache.length >= 0, "the cache's length is negative")
-    if cache.store:
+    if capacity:
         checks.require(
             cache.length + count <= capacity,
             f"capacity exceeded: the cache holds at most {capacity} tokens, and the new ones "
@@ -367,7 +367,7 @@ def check_cacheable(mechanism: Mechanism) -> None:
 def _check_cache(
     owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> int:
-    """The capacity of the cache; 0 for a mechanism that has nothing to remember."""
+    """The capacity of the cache; 0 for a mechanism that remembers no tokens."""
     keys = {key for call in mechanism.program.calls for key in call.slot_keys().values()}
     if keys and not cache.store:
         raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
@@ -396,8 +396,14 @@ def _check_cache(
             f"{owner}: the cache's 'length' must be integers of shape (b); found "
             f"{dtype_name(cache.length)} of shape {tuple(cache.length.shape)}"
         )
-    buffer = next(iter(cache.store.values()), None)
-    return 0 if buffer is None else int(buffer.shape[1])
+    for call in mechanism.program.calls:
+        own = call.slot_keys()
+        for slot in call.leaf.slots():
+            letters = Pattern.read(slot.pattern).letters
+            buffer = cache.store[own[slot.name]]
+            if "c" in letters and buffer.ndim == len(letters):
+                return int(buffer.shape[letters.index("c")])
+    return int(cache.store[KEY_MASK].shape[1]) if KEY_MASK in cache.store else 0
 
 
 def _check_buffers(

@@ -15,8 +15,9 @@ e    value width
 m    slots
 ===  ======================================================================
 
-An axis may be a multiple (`2*d`) or may broadcast (`1|b`: either b or 1). After the axes a range
-may stand: `"b s n in [0, 2]"`.
+An axis may be a multiple (`2*d`), a fixed size (`64`), or may broadcast (`1|b`: either b or 1). A
+pattern without axes is a single number. After the axes it may be said that the rows have length 1,
+`"b s n d unit"`, or in which range the values lie: `"b s n in [0, 2]"`, `"h in (0, inf)"`.
 """
 
 from __future__ import annotations
@@ -46,12 +47,21 @@ class ShapeError(ValueError):
     """An input's shape disagrees with its declaration or with another input."""
 
 
+FIXED = "."
+"""The letter of an axis of fixed size."""
+
+
 class Axis(NamedTuple):
     letter: str
     multiple: int = 1
     broadcasts: bool = False
 
+    def size(self, sizes: Mapping[str, int]) -> int:
+        return self.multiple * (1 if self.letter == FIXED else sizes[self.letter])
+
     def __str__(self) -> str:
+        if self.letter == FIXED:
+            return str(self.multiple)
         multiple = f"{self.multiple}*" if self.multiple != 1 else ""
         return ("1|" if self.broadcasts else "") + multiple + self.letter
 
@@ -62,21 +72,32 @@ class Pattern(NamedTuple):
     axes: tuple[Axis, ...]
     low: float | None = None
     high: float | None = None
+    open_low: bool = False
+    """Whether `low` itself is outside."""
+    open_high: bool = False
+    unit: bool = False
+    """Whether its rows, along the last axis, have length 1."""
 
     @classmethod
     def read(cls, text: str) -> Pattern:
         """From its text, such as `"b s n in [0, 2]"`."""
-        axes_text, _, range_text = text.partition(" in ")
+        parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
+        assert parts is not None  # Everything matches.
         axes = []
-        for word in axes_text.split():
+        words = parts[1].split()
+        unit = words[-1:] == ["unit"]
+        for word in words[:-1] if unit else words:
+            if word.isdecimal():
+                axes.append(Axis(FIXED, int(word)))
+                continue
             match = re.fullmatch(r"(1\|)?(?:(\d+)\*)?([a-z])", word)
             if match is None or match[3] not in LETTERS:
                 raise ValueError(f"pattern {text!r}: {word!r} is no axis; letters are {[*LETTERS]}")
             axes.append(Axis(match[3], int(match[2] or 1), bool(match[1])))
-        if not range_text:
-            return cls(tuple(axes))
-        low, high = (float(bound) for bound in range_text.strip("[]").split(","))
-        return cls(tuple(axes), low, high)
+        if parts[2] is None:
+            return cls(tuple(axes), unit=unit)
+        low, high = float(parts[3]), float(parts[4])
+        return cls(tuple(axes), low, high, parts[2] == "(", parts[5] == ")", unit)
 
     @property
     def letters(self) -> str:
@@ -88,7 +109,7 @@ class Pattern(NamedTuple):
         return "t" in self.letters and "s" in self.letters
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        return tuple(axis.multiple * sizes[axis.letter] for axis in self.axes)
+        return tuple(axis.size(sizes) for axis in self.axes)
 
     def renamed(self, letters: Mapping[str, str]) -> Pattern:
         """The pattern with some of its letters replaced."""
@@ -102,10 +123,12 @@ class Pattern(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Axes and range, as `read` takes them."""
+        """Axes, length and range, as `read` takes them."""
+        text = f"{self} unit" if self.unit else str(self)
         if self.low is None or self.high is None:
-            return str(self)
-        return f"{self} in [{self.low:g}, {self.high:g}]"
+            return text
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{text} in {left}{self.low:g}, {self.high:g}{right}".strip()
 
 
 class Inputs(Mapping[str, Pattern]):
@@ -171,6 +194,10 @@ class Inputs(Mapping[str, Pattern]):
                 if size == 0:
                     raise ShapeError(f"{where} is empty")
                 if axis.broadcasts and size == 1:
+                    continue
+                if axis.letter == FIXED and size != axis.multiple:
+                    raise ShapeError(f"{where} is {size}, but {axis.multiple} is needed")
+                if axis.letter == FIXED:
                     continue
                 if size % axis.multiple:
                     raise ShapeError(f"{where} is {size}, not a multiple of {axis.multiple}")

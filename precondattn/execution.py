@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from precondattn.arrays import Array, cast, dtype_name, namespace, zero_where_not
-from precondattn.cache import KEY_MASK, Cache, append
+from precondattn.cache import KEY_MASK, Append, Cache, updated
 from precondattn.call import BoundCall, spoil
 from precondattn.dispatch import Plan, PlannedCall
 
@@ -78,12 +78,12 @@ def extend(
         for own, key in planned.buffers:
             updates.setdefault(key, made[own])
     store = {
-        key: append(cache.store[key], update.tokens, cache.length, count, donate=donate)
+        key: updated(cache.store[key], update, cache.length, count, donate=donate)
         for key, update in updates.items()
     }
     if KEY_MASK in cache.store:
-        new = _new_key_mask(call, cache)
-        store[KEY_MASK] = append(cache.store[KEY_MASK], new, cache.length, count, donate=donate)
+        seen, new = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
+        store[KEY_MASK] = updated(seen, new, cache.length, count, donate=donate)
     out = _finished(values[plan.out], call)
     extended = Cache(cache.length + count, store)
     if donate:

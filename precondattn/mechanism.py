@@ -38,6 +38,14 @@ class Offers(NamedTuple):
     """`"mean"` where the output is a mean of the values under non-negative weights."""
     row_axis: str = "token"
     """Along which axis lie the rows of the attention matrix."""
+    key_steps: tuple[Any, ...] = ()
+    """What happens to the key before the metric sees it: `Step`s, each of which reads `k`."""
+    normalizes_query: bool = False
+    """Whether the query's length is divided out."""
+    paired: tuple[str, ...] = ()
+    """Inputs of a second map of scores, which the first map's inputs do not reach."""
+    unit_rows: bool = False
+    """Whether the rows of the output have length 1."""
 
 
 class Mechanism(Verbs):

@@ -25,7 +25,8 @@ class Kind(NamedTuple):
     """The value from the text of an expression."""
 
 
-def _option(default: Any, kind: Kind) -> Any:
+def option(default: Any, kind: Kind) -> Any:
+    """A field of a mechanism that is an option of this kind."""
     return dataclasses.field(default=default, metadata={"kind": kind})
 
 
@@ -87,24 +88,29 @@ def _or_none(kind: Kind) -> Kind:
 
 def flag(default: bool) -> Any:
     """True or False."""
-    return _option(default, Kind("true or false", _flag, _read_flag))
+    return option(default, Kind("true or false", _flag, _read_flag))
 
 
 def positive_or_none(default: float | None = None) -> Any:
     """A finite number above 0, or None."""
     kind = Kind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
-    return _option(default, _or_none(kind))
+    return option(default, _or_none(kind))
 
 
 def non_negative(default: float) -> Any:
     """A finite number, 0 or above."""
     kind = Kind("a finite number, 0 or above", _number(0.0, inclusive=True), _read_number)
-    return _option(default, kind)
+    return option(default, kind)
+
+
+def count(default: int) -> Any:
+    """A whole number, 1 or above."""
+    return option(default, Kind("a whole number, 1 or above", _count, _read_count))
 
 
 def count_or_none(default: int | None = None) -> Any:
     """A whole number, 1 or above, or None."""
-    return _option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
+    return option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
 
 
 def choice(default: str, *others: str) -> Any:
@@ -114,7 +120,7 @@ def choice(default: str, *others: str) -> Any:
     def accept(value: Any) -> str:
         return value if isinstance(value, str) and value in words else str(_reject(value))
 
-    return _option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str))
+    return option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str))
 
 
 def one_of(default: Any, *others: Any) -> Any:
@@ -126,7 +132,20 @@ def one_of(default: Any, *others: Any) -> Any:
         return value if value in objects.values() else _reject(value)
 
     expected = "one of " + ", ".join(objects)
-    return _option(default, Kind(expected, accept, lambda text: objects.get(text, text)))
+    return option(default, Kind(expected, accept, lambda text: objects.get(text, text)))
+
+
+def names(default: tuple[str, ...]) -> Any:
+    """A few different names, in an expression with strokes between them: `q/k`."""
+
+    def accept(value: Any) -> tuple[str, ...]:
+        value = tuple(value.split("/")) if isinstance(value, str) else value
+        good = isinstance(value, tuple | list) and all(
+            isinstance(name, str) and name.isidentifier() for name in value
+        )
+        return tuple(value) if good and value and len(set(value)) == len(value) else _reject(value)
+
+    return option(default, Kind("different names, such as q/k", accept, str))
 
 
 def fields_of(mechanism: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -153,4 +172,6 @@ def text_of(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
+    if isinstance(value, tuple):
+        return "/".join(value)
     return str(getattr(value, "name", value))

@@ -51,15 +51,14 @@ class Program:
         self,
         calls: Iterable[Call],
         out: str,
-        meanings: Mapping[str, object],
-        patterns: Mapping[str, Pattern],
+        meanings: Mapping[str, object] | None = None,
     ) -> None:
         self.calls = tuple(calls)
         self.out = out
-        self.meanings = dict(meanings)
-        """What each input means."""
-        self.inputs = dict(patterns)
+        self.inputs = _patterns_of_inputs(self.calls)
         """Each input's pattern, in order of first use."""
+        self.meanings = dict(meanings or dict.fromkeys(self.inputs, "given"))
+        """What each input means."""
         self.text = "; ".join(map(str, self.calls))
 
     def __str__(self) -> str:
@@ -89,7 +88,6 @@ class Program:
         calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
         names: dict[str, str] = {}
         made = {call.out for call in calls}
-        patterns: dict[str, Pattern] = {}
         taken: set[str] = set()
         for call in calls:
             for formal, value in call.arguments:
@@ -101,13 +99,32 @@ class Program:
                     name = f"{formal}{number}"
                 taken.add(name)
                 names[value] = name
-                patterns[name] = call.leaf.inputs[formal]
         for i, call in enumerate(calls):
             names[call.out] = "out" if i == len(calls) - 1 else f"y{i + 1}"
         renamed = [
             Call(names[c.out], c.leaf, tuple((a, names[v]) for a, v in c.arguments)) for c in calls
         ]
-        return Program(renamed, "out", dict.fromkeys(patterns, "given"), patterns), names
+        return Program(renamed, "out"), names
+
+
+def _patterns_of_inputs(calls: tuple[Call, ...]) -> dict[str, Pattern]:
+    """The pattern of every value that is read and not made, in order of first use.
+
+    A token-wise leaf says `x="b t h d"` of whatever it is given. So patterns are read from the
+    last call to the first: what a leaf's output is to those who read it, its input is too.
+    """
+    patterns: dict[str, Pattern] = {}
+    for call in reversed(calls):
+        letters: dict[str, str] = {}
+        if call.out in patterns:
+            own = Pattern.read(call.leaf.output).axes
+            read_as = patterns[call.out].axes
+            letters = {a.letter: b.letter for a, b in zip(own, read_as, strict=True)}
+        for formal, value in call.arguments:
+            patterns.setdefault(value, call.leaf.inputs[formal].renamed(letters))
+    made = {call.out for call in calls}
+    used = dict.fromkeys(value for call in calls for _, value in call.arguments)
+    return {value: patterns[value] for value in used if value not in made}
 
 
 def _canonical_order(calls: list[Call]) -> list[Call]:
@@ -128,8 +145,6 @@ def read_program(text: str) -> Program:
     from precondattn.expression import parse
 
     calls: list[Call] = []
-    patterns: dict[str, Pattern] = {}
-    made: set[str] = set()
     for line in text.split("; "):
         match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
         if match is None:
@@ -139,11 +154,8 @@ def read_program(text: str) -> Program:
         for word in match[3].split(", "):
             formal, _, value = word.partition("=")
             arguments.append((formal, value or formal))
-            if (value or formal) not in made:
-                patterns.setdefault(value or formal, leaf.inputs[formal])
         calls.append(Call(match[1], leaf, tuple(arguments)))
-        made.add(match[1])
-    return Program(calls, calls[-1].out, dict.fromkeys(patterns, "given"), patterns)
+    return Program(calls, calls[-1].out)
 
 
 @cache
@@ -160,7 +172,7 @@ def program_of(mechanism: Mechanism) -> Program:
         leaf: Any = mechanism
         call = Call("out", leaf, tuple((name, name) for name in leaf.inputs))
         meanings = {name: leaf.meaning(name) for name in leaf.inputs}
-        return Program([call], "out", meanings, leaf.inputs)
+        return Program([call], "out", meanings)
     return _unfold(mechanism)  # type: ignore[arg-type]
 
 
@@ -170,7 +182,6 @@ def _unfold(mechanism: Preconditioner) -> Program:
     known: dict[tuple[Leaf, tuple[tuple[str, str], ...]], str] = {}
     values: dict[str, str] = {}  # A step's name of its output, or an input -> the value's name.
     meanings: dict[str, object] = {}
-    patterns: dict[str, Pattern] = {}
     made: set[str] = set()
     steps = mechanism.steps()
     for step in steps:
@@ -184,11 +195,10 @@ def _unfold(mechanism: Preconditioner) -> Program:
         if step.out in made:
             raise TypeError(f"{mechanism.name}: two steps make {step.out!r}")
         inside = {}
-        for name, pattern in inner.inputs.items():
+        for name in inner.inputs:
             outer = renamed.get(name, name)
             if outer not in made:
                 _declare(mechanism, step.mechanism, name, outer, meanings)
-                patterns.setdefault(outer, pattern)
                 values.setdefault(outer, outer)
             inside[name] = values[outer]
         for call in inner.calls:
@@ -200,10 +210,10 @@ def _unfold(mechanism: Preconditioner) -> Program:
                 calls.append(Call(name, call.leaf, arguments))
             inside[call.out] = known[call.leaf, arguments]
         made.add(step.out)
-        if step.out in patterns:
+        if step.out in meanings:
             raise TypeError(f"{mechanism.name}: a step makes {step.out!r}, which is an input too")
         values[step.out] = inside[inner.out]
-    return Program(calls, values[steps[-1].out], meanings, patterns)
+    return Program(calls, values[steps[-1].out], meanings)
 
 
 def _declare(
@@ -219,6 +229,13 @@ def _declare(
 
     if outer == name:
         meaning = piece.meaning(name)
+        if piece.role == "piece" and meaning == piece.name and name in owner.base.inputs:
+            raise TypeError(
+                f"{owner.name}({owner.base}) makes no sense: {name} is an input of {owner.base} "
+                f"already, and would be used twice"
+            )
+    elif piece != owner.base and outer in owner.base.inputs:
+        meaning = owner.base.meaning(outer)  # The wiring says so: read the base's input.
     else:
         meaning = "attention" if outer in ATTENTION_INPUTS else owner.name
     if meanings.setdefault(outer, meaning) != meaning:

@@ -8,12 +8,29 @@ from typing import Any
 
 from precondattn.arrays import Array, is_compiling
 from precondattn.options import fields_of
-from precondattn.preconditioners import Laser, Lucid
+from precondattn.preconditioners import (
+    Differential,
+    Laser,
+    Lucid,
+    PerDimScale,
+    QKNorm,
+    RowNormalized,
+    Temperature,
+)
+from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 from precondattn.verbs import CALL_OPTIONS
 
-SWITCHES = {"bias": "bias", "lucid_beta": "beta"}
-"""Inputs that are there when an option says so; giving the array says so too."""
+PER = {0: "layer", 1: "head", 3: "token"}
+
+SWITCHES: dict[str, tuple[str, Callable[[Array], Any]]] = {
+    "bias": ("bias", lambda array: True),
+    "lucid_beta": ("beta", lambda array: True),
+    "q_gain": ("gain", lambda array: True),
+    "lam": ("per", lambda array: PER.get(array.ndim, "layer")),
+    "tau": ("per", lambda array: PER.get(array.ndim, "layer")),
+}
+"""Inputs whose presence, or number of axes, an option tells; giving the array tells it too."""
 
 
 BUILDERS: dict[str, Callable[..., Array]] = {}
@@ -22,7 +39,8 @@ BUILDERS: dict[str, Callable[..., Array]] = {}
 
 def _shorthand(cls: Any) -> Callable[..., Array]:
     own = [*fields_of(cls)]
-    of_base = [] if cls is Softmax else [name for name in fields_of(Softmax) if name not in own]
+    has_base = "base" in cls.__dataclass_fields__
+    of_base = [name for name in fields_of(Softmax) if name not in own] if has_base else []
 
     def call(*arrays: Array, **named: Any) -> Array:
         if is_compiling():
@@ -44,10 +62,13 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
         options: dict[str, Any] = {}
         given = set(named)
         for name in [*named]:
-            is_array = hasattr(named[name], "shape") and getattr(named[name], "ndim", 0) > 0
-            if is_array and SWITCHES.get(name) in (*own, *of_base):
-                if SWITCHES[name] not in given or SWITCHES[name] == name:
-                    options[SWITCHES[name]] = True
+            option, value = SWITCHES.get(name, (None, None))
+            is_array = hasattr(named[name], "shape")
+            if name == option and is_array and named[name].ndim == 0:
+                is_array = False  # NumPy's True.
+            if is_array and option in (*own, *of_base):
+                if value is not None and (option not in given or option == name):
+                    options[option] = value(named[name])
             elif name in own or name in of_base:
                 options[name] = named.pop(name)
         base = {name: options.pop(name) for name in of_base if name in options}
@@ -64,7 +85,7 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
                 )
         return mechanism(*arrays, **named)
 
-    around = "" if cls is Softmax else " around softmax"
+    around = " around softmax" if has_base else ""
     BUILDERS[cls.name] = build_and_call
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = (
@@ -77,3 +98,9 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
 softmax = _shorthand(Softmax)
 lucid = _shorthand(Lucid)
 laser = _shorthand(Laser)
+path = _shorthand(Path)
+temperature = _shorthand(Temperature)
+per_dim_scale = _shorthand(PerDimScale)
+qk_norm = _shorthand(QKNorm)
+differential = _shorthand(Differential)
+row_normalized = _shorthand(RowNormalized)

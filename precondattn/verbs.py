@@ -140,7 +140,7 @@ class Verbs:
         from precondattn import cache as caching
         from precondattn import call
         from precondattn.arrays import namespace, placement
-        from precondattn.declaration import ShapeError
+        from precondattn.declaration import FIXED, Pattern, ShapeError
 
         call.check_cacheable(self._mechanism)
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
@@ -160,7 +160,8 @@ class Verbs:
             for slot in piece.leaf.slots():
                 if keys[slot.name] in store:
                     continue
-                unknown = {letter for letter in slot.pattern.split() if letter not in sizes}
+                letters = set(Pattern.read(slot.pattern).letters.replace(FIXED, ""))
+                unknown = letters - set(sizes)
                 if unknown:
                     raise ShapeError(
                         f"{self}: init_cache can not tell the size of {', '.join(sorted(unknown))} "

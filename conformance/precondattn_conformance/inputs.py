@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
+from precondattn.declaration import Pattern
 
 KINDS = ("random", "clustered", "duplicate", "zero", "real")
 
@@ -68,20 +69,37 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
             1 if axis.broadcasts and layout.broadcast else size
             for axis, size in zip(pattern.axes, pattern.shape(layout.sizes), strict=True)
         )
-        if pattern.low is None or pattern.high is None:
-            made[name] = rng.normal(size=shape)
-        else:
-            made[name] = rng.uniform(pattern.low, pattern.high, size=shape)
-            # The ends of a range are where a formula divides by zero, or a state stops decaying.
-            made[name].flat[::5] = pattern.low
-            made[name].flat[3::7] = pattern.high
+        made[name] = _values(rng, pattern, shape)
     if kind == "real":
         made |= {name: array for name, array in real_heads(layout).items() if name in made}
-    elif "k" in made:
-        made["k"] = _keys(rng, made["k"].shape, kind)
-    if kind == "clustered" and "q" in made and "k" in made:
-        made["q"] = _queries_near(rng, made["q"], made["k"])
+    for q, k in (("q", "k"), ("q2", "k2")):
+        if k not in made or (kind == "real" and k == "k"):
+            continue
+        made[k] = _keys(rng, made[k].shape, kind)
+        if kind == "clustered" and q in made:
+            made[q] = _queries_near(rng, made[q], made[k])
     return made
+
+
+def _values(rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]) -> np.ndarray:
+    """Values of a declared range, both ends among them where they are inside."""
+    low, high = pattern.low, pattern.high
+    values = np.asarray(rng.normal(size=shape))
+    if pattern.unit:
+        return values / np.linalg.vector_norm(values, axis=-1, keepdims=True)
+    if low is None or high is None:
+        return values
+    if np.isfinite(low) and np.isfinite(high):
+        values = np.asarray(rng.uniform(low, high, size=shape))
+    else:
+        distance = np.exp(0.7 * values)
+        values = low + distance if np.isfinite(low) else high - distance
+    # The ends of a range are where a formula divides by zero, or a state stops decaying.
+    if not pattern.open_low:
+        values.flat[::5] = low
+    if not pattern.open_high:
+        values.flat[3::7] = high
+    return values
 
 
 def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
@@ -137,6 +155,9 @@ def slice_tokens(mechanism: pa.Mechanism, inputs: Arrays, start: int, stop: int)
     sliced = {}
     for name, pattern in mechanism.inputs.items():
         letters = pattern.letters
+        if not {"t", "s"} & set(letters):
+            sliced[name] = inputs[name]
+            continue
         axis = letters.index("t") if "t" in letters else letters.index("s")
         index = [slice(None)] * len(letters)
         index[axis] = slice(start, stop)

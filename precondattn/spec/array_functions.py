@@ -49,6 +49,11 @@ def row_sum(x: Array) -> Array:
     return namespace(x).sum(x, axis=-1, keepdims=True)
 
 
+def sum_rows(x: Array) -> Array:
+    """The sum over every axis but the last."""
+    return namespace(x).sum(x, axis=tuple(range(x.ndim - 1)))
+
+
 def identity_like(x: Array) -> Array:
     """The identity matrix of x's last axis."""
     return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))

@@ -45,7 +45,6 @@ from precondattn.options import (
     count_or_none,
     flag,
     non_negative,
-    one_of,
     positive_or_none,
     text_of,
 )
@@ -61,6 +60,7 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.metric import DOT, Metric
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
+from precondattn.spec.transported import metric_option
 
 
 class System(NamedTuple):
@@ -126,9 +126,10 @@ class LucidSolve(Leaf):
         "lucid_solve[window=3]",
         "lucid_solve[normalize=rows]",
         "lucid_solve[normalize=none]",
+        "lucid_solve[metric=transported]",
     )
 
-    metric: Metric = one_of(DOT)
+    metric: Metric = metric_option(DOT)
     scale: float | None = positive_or_none()
     window: int | None = count_or_none()
     normalize: str = choice("keys", "given", "rows", "none")
@@ -203,8 +204,8 @@ class LucidSolve(Leaf):
     def _full_system(self, x: Mapping[str, Array], frame: Frame) -> System:
         k = swap_time_and_heads(x["k"])
         normed = k / self._rms(k)
-        scores = self.metric.scores(normed, normed, self._extra(x))
-        return self._system(x, scores, frame.among_keys(k.shape[2]))
+        frame = frame.among_keys(k.shape[2])
+        return self._system(x, self.metric.scores(normed, normed, self._extra(x), frame), frame)
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         system = self._full_system(x, frame)
@@ -249,7 +250,11 @@ class LucidSolve(Leaf):
 
         normed = k / self._rms(k)
         d_left, d_right, d_extra = self.metric.vjp(
-            normed, normed, extra, self._scale(k.shape[3]) * d_scores
+            normed,
+            normed,
+            extra,
+            frame.among_keys(k.shape[2]),
+            self._scale(k.shape[3]) * d_scores,
         )
         d_k = d_left + d_right
         if self.normalize == "keys":
@@ -262,10 +267,7 @@ class LucidSolve(Leaf):
         return gradients
 
     def slots(self) -> tuple[Slot, ...]:
-        kept = (
-            Slot("key", self.metric.holds, "b c n d"),
-            Slot("solved", "{out}", "b c n e"),
-        )
+        kept = (*self.metric.slots(), Slot("solved", "{out}", "b c n e"))
         if self.normalize != "keys":
             return kept
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
@@ -276,20 +278,25 @@ class LucidSolve(Leaf):
     ) -> tuple[Array, Updates]:
         xp = namespace(x["k"])
         k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
-        past_k, past_y = swap_time_and_heads(past["key"]), swap_time_and_heads(past["solved"])
-        r, past_r = self._rms(k), xp.ones_like(past_k[..., :1])
+        past_y = swap_time_and_heads(past["solved"])
+        past_keys = {
+            slot.name: swap_time_and_heads(past[slot.name]) for slot in self.metric.slots()
+        }
+        r, past_r = self._rms(k), xp.ones_like(past_y[..., :1])
         if self.normalize == "keys":
             # The norm is that of the key as it came; a cached key may have been transported since.
             past_r = swap_time_and_heads(past["rms"])[..., None]
             past_r = xp.where(past_r > 0, past_r, 1.0)
-        scores = self.metric.extended_scores(k / r, past_k, k, self._extra(x))
+        among_keys = frame.among_keys(k.shape[2])
+        scores = self.metric.extended_scores(k / r, past_keys, k, self._extra(x), among_keys)
         scores = scores / transpose(xp.concat([past_r, r], axis=2))
-        system = self._system(x, scores, frame.among_keys(k.shape[2]))
+        system = self._system(x, scores, among_keys)
 
-        capacity = past_k.shape[2]
+        capacity = past_y.shape[2]
         residual = v - system.strict[..., :capacity] @ past_y
         y = swap_time_and_heads(solve_lower(system.matrix(), system.beta * residual))
-        updates = {"key": Append(x["k"]), "solved": Append(y)}
+        updates = self.metric.advance(past_keys, k, self._extra(x), frame)
+        updates["solved"] = Append(y)
         if self.normalize == "keys":
             updates["rms"] = Append(swap_time_and_heads(r)[..., 0])
         return y, updates

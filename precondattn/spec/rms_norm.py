@@ -1,6 +1,6 @@
-"""Root-mean-square norm without gain.
+"""Root-mean-square norm.
 
-    RN(x) = x / rms(x),    rms(x) = √(mean(x²) + ε)
+    RN(x) = x / rms(x),    rms(x) = √(mean(x²) + ε),    and with a gain γ:  γ ∘ RN(x)
 
 Source: LUCID §3.2 (with ε = 0). Rows of RN(x) have length √d when ε = 0.
 
@@ -17,8 +17,8 @@ from precondattn.arrays import Array, namespace
 from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import non_negative
-from precondattn.spec.array_functions import row_sum
+from precondattn.options import flag, non_negative
+from precondattn.spec.array_functions import row_sum, sum_rows
 
 
 def rms(x: Array, eps: float) -> Array:
@@ -40,9 +40,9 @@ def rms_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 
 @dataclass(frozen=True)
 class RMSNorm(TokenWise):
-    """RN(x), row by row.
+    """RN(x), row by row; with `gain` times an input `gain` (d).
 
-    Source: LUCID §3.2.
+    Source: LUCID §3.2; Zhang and Sennrich 2019 (arXiv 1910.07467) Eq. 4.
 
     Examples
     --------
@@ -53,13 +53,19 @@ class RMSNorm(TokenWise):
     """
 
     name: ClassVar[str] = "rms_norm"
+    variants: ClassVar[tuple[str, ...]] = ("rms_norm[gain=true]",)
     eps: float = non_negative(1e-6)
+    gain: bool = flag(False)
 
-    inputs = Inputs(x="b t h d")
     output = "b t h d"
 
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(x="b t h d", gain="d") if self.gain else Inputs(x="b t h d")
+
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        return rms_norm(x["x"], self.eps), ()
+        normed = rms_norm(x["x"], self.eps)
+        return (normed * x["gain"] if self.gain else normed), ()
 
     def backward(
         self,
@@ -69,4 +75,7 @@ class RMSNorm(TokenWise):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        return {"x": rms_norm_vjp(x["x"], self.eps, cotangent)}
+        if not self.gain:
+            return {"x": rms_norm_vjp(x["x"], self.eps, cotangent)}
+        d_gain = sum_rows(cotangent * rms_norm(x["x"], self.eps))
+        return {"x": rms_norm_vjp(x["x"], self.eps, cotangent * x["gain"]), "gain": d_gain}

@@ -2,7 +2,8 @@
 
     S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
 
-with s = d^{-1/2} unless given. Source: Vaswani et al. 2017; LUCID §3.1, LASER Eq. 2.
+with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) in S. Source:
+Vaswani et al. 2017; LUCID §3.1, LASER Eq. 2.
 
 The weights are never normalised by a division of small numbers: log a_ij = S_ij − lse_i, where
 lse_i = log Σ_j e^{S_ij} over the visible keys.
@@ -11,7 +12,7 @@ Gradient, with dS from the read (`read.py`, `laser.py`):
 
     (dq, dk) = s · vjp of ⟨q, k⟩ at dS,    dbias = dS.
 
-Cache: keys and values.
+Cache: keys and values, and the decay of a forget gate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from precondattn.cache import Append, Slot, Updates
 from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Leaf, Offers, Residuals
-from precondattn.options import count_or_none, flag, one_of, positive_or_none
+from precondattn.options import choice, count_or_none, flag, one_of, positive_or_none
+from precondattn.spec import forget_gate
 from precondattn.spec.array_functions import (
     finite_or_zero,
     log_sum_exp,
@@ -59,6 +61,10 @@ class Softmax(Leaf):
         Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits:
         finite, or −∞ for a pair that is hidden from softmax (no preconditioner sees it). In
         `extend` its last axis is the cache's capacity: column j is the key at position j.
+    forget : {"none", "unscaled", "scaled"}
+        Whether there is an input `g` (b, s, h) ≤ 0 and finite, the logarithm of a forget gate:
+        the sum of g over the tokens behind the key up to the query is added to the logits
+        ("unscaled"), or to the scores before s multiplies them ("scaled"). Causal only.
     read : Mean or LogMeanExp
         How the values are read. `Laser` sets it.
 
@@ -83,6 +89,7 @@ class Softmax(Leaf):
         "softmax[window=3]",
         "softmax[causal=false,window=3]",
         "softmax[bias=true]",
+        "softmax[forget=unscaled]",
     )
     metric: ClassVar[Metric] = DOT
 
@@ -90,14 +97,24 @@ class Softmax(Leaf):
     scale: float | None = positive_or_none()
     window: int | None = count_or_none()
     bias: bool = flag(False)
+    forget: str = choice("none", "unscaled", "scaled")
     read: Read = one_of(MEAN, LOG_MEAN_EXP)
 
     output = "b t h e"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.forget != "none" and not self.causal:
+            raise ValueError(
+                f"{self.name}: a forget gate decays from the key to the query, forward in time, "
+                f"and needs causal=true; found forget={self.forget!r} and causal=false"
+            )
+
     @property
     def inputs(self) -> Inputs:
         bias: dict[str, Any] = {"bias": "1|b 1|h t s"} if self.bias else {}
-        return Inputs(q="b t h d", k="b s n d", v="b s n e", **self.metric.inputs, **bias)
+        gate: dict[str, Any] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
+        return Inputs(q="b t h d", k="b s n d", v="b s n e", **self.metric.inputs, **gate, **bias)
 
     @property
     def offers(self) -> Offers:
@@ -123,13 +140,20 @@ class Softmax(Leaf):
         names = self.metric.inputs
         return {n: repeat_heads(swap_time_and_heads(x[n]), heads) for n in names}
 
+    def _gate_scale(self, d: int) -> float:
+        """What multiplies the decay of the forget gate."""
+        return self._scale(d) if self.forget == "scaled" else 1.0
+
     def _visible(self, frame: Frame) -> Array:
         return frame.visible(causal=self.causal, window=self.window)
 
     def _scores(self, x: Mapping[str, Array], frame: Frame) -> Array:
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
-        scores = self._scale(d) * self.metric.scores(q, repeat_heads(k, h), self._extra(x, h))
+        scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
+        scores = self._scale(d) * scores
+        if self.forget != "none":
+            scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], q.shape[2])
         if self.bias:
             scores = scores + x["bias"]
         return mask_scores(self._visible(frame), scores)
@@ -159,7 +183,7 @@ class Softmax(Leaf):
             swap_time_and_heads(cotangent),
         )
         d_q, d_k, d_extra = self.metric.vjp(
-            q, repeat_heads(k, h), self._extra(x, h), self._scale(d) * d_scores
+            q, repeat_heads(k, h), self._extra(x, h), frame, self._scale(d) * d_scores
         )
         gradients = {
             "q": swap_time_and_heads(d_q),
@@ -168,30 +192,40 @@ class Softmax(Leaf):
         }
         for name, d_input in d_extra.items():
             gradients[name] = swap_time_and_heads(sum_heads(d_input, n))
+        if self.forget != "none":
+            gradients["g"] = forget_gate.decay_vjp(self._gate_scale(d) * d_scores)
         if self.bias:
             gradients["bias"] = sum_to(d_scores, x["bias"].shape)
         return gradients
 
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("key", self.metric.holds, "b c n d"), Slot("value", "{v}", "b c n e"))
+        gate = () if self.forget == "none" else (forget_gate.SLOT,)
+        return (*self.metric.slots(), Slot("value", "{v}", "b c n e"), *gate)
 
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         xp = namespace(x["q"])
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
-        h, d = q.shape[1], q.shape[3]
-        past_keys = repeat_heads(swap_time_and_heads(past["key"]), h)
+        h, n, d = q.shape[1], k.shape[1], q.shape[3]
+        past_keys = {
+            slot.name: swap_time_and_heads(past[slot.name]) for slot in self.metric.slots()
+        }
+        updates = self.metric.advance(past_keys, k, self._extra(x, n), frame)
+        repeated = {name: repeat_heads(buffer, h) for name, buffer in past_keys.items()}
         scores = self._scale(d) * self.metric.extended_scores(
-            q, past_keys, repeat_heads(k, h), self._extra(x, h)
+            q, repeated, repeat_heads(k, h), self._extra(x, h), frame
         )
+        if self.forget != "none":
+            decay, updates["decay"] = forget_gate.extended_decay(past["decay"], x["g"])
+            scores = scores + self._gate_scale(d) * decay
         if self.bias:
             scores = scores + _bias_of_keys(x["bias"], frame)
         scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
         log_weights = scores - finite_or_zero(log_sum_exp(scores, axis=-1))
         o = self.read.forward(log_weights, repeat_heads(values, h))
-        return swap_time_and_heads(o), {"key": Append(x["k"]), "value": Append(x["v"])}
+        return swap_time_and_heads(o), {**updates, "value": Append(x["v"])}
 
 
 def _bias_of_keys(bias: Array, frame: Frame) -> Array:

@@ -1,7 +1,4 @@
-"""The preconditioners: each a list of steps, and the reasons why some bases will not do.
-
-No mathematics stands here; it is in `spec/`, a file a leaf.
-"""
+"""LUCID: the base reads values that were decorrelated by the keys (`spec/lucid.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import ClassVar
 
 from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.options import choice, flag, non_negative, positive_or_none
-from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
@@ -21,8 +17,9 @@ class Lucid(Preconditioner):
     """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
 
     Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is built with the base's own score function, from the
-    keys that reach the base, and inherits its causality, window, segments and lengths. There is
-    one solve for each key/value head, however many query heads read it.
+    keys that its metric sees, and inherits its causality, window, segments and lengths. What the
+    base does to queries alone (a temperature), or adds to its logits (a bias, a forget gate), Φ
+    does not see. There is one solve for each key/value head, however many query heads read it.
 
     With `normalize` "keys" or "queries_and_keys", no `beta` and no window, the inverse P of the
     matrix obeys |P_ij| ≤ 1 and cond ≤ N √(N + 1) for any keys, duplicate and zero ones included.
@@ -73,6 +70,8 @@ class Lucid(Preconditioner):
         "lucid(softmax[window=3])",
         "lucid(softmax[scale=0.3])",
         "lucid(softmax[bias=true])",
+        "lucid(path[flush=3])",
+        "lucid(qk_norm[gain=true])",
     )
 
     base: Mechanism = Softmax()
@@ -97,7 +96,12 @@ class Lucid(Preconditioner):
     @property
     def offers(self) -> Offers:
         # A row of A E⁻¹ neither sums to one nor is non-negative, and the score is used up.
-        return self.base.offers._replace(metric=None, read=None)
+        return self.base.offers._replace(
+            metric=None,
+            read=None,
+            key_steps=(),
+            normalizes_query=self._normalizes_all or self.base.offers.normalizes_query,
+        )
 
     def refuses(self) -> str | None:
         base = self.base.offers
@@ -108,12 +112,21 @@ class Lucid(Preconditioner):
                 "lucid is causal: its matrix has to be triangular to be solved in quadratic time, "
                 "and the method defines no other"
             )
+        if self._normalizes_all and (base.normalizes_query or base.key_steps):
+            return (
+                "normalize=queries_and_keys normalises what reaches the base, and the base would "
+                "change it again"
+            )
         return None
+
+    @property
+    def _normalizes_all(self) -> bool:
+        return self.normalize == "queries_and_keys"
 
     def solve(self) -> LucidSolve:
         """The preconditioner's own piece."""
         base = self.base.offers
-        normalize = "given" if self.normalize == "queries_and_keys" else self.normalize
+        normalize = "given" if self._normalizes_all else self.normalize
         return LucidSolve(
             metric=base.metric,
             scale=base.scale if self.scale is None else self.scale,
@@ -125,8 +138,9 @@ class Lucid(Preconditioner):
         )
 
     def steps(self) -> tuple[Step, ...]:
-        if self.normalize != "queries_and_keys":
-            return (step("y", self.solve()), step("out", self.base, v="y"))
+        if not self._normalizes_all:
+            keys, key = self._keys()
+            return (*keys, step("y", self.solve(), k=key), step("out", self.base, v="y"))
         return (
             step("q_unit", RMSNorm(self.eps), x="q"),
             step("k_unit", RMSNorm(self.eps), x="k"),
@@ -134,49 +148,16 @@ class Lucid(Preconditioner):
             step("out", self.base, q="q_unit", k="k_unit", v="y"),
         )
 
+    def _keys(self) -> tuple[tuple[Step, ...], str]:
+        """What the base does to its keys, done for Φ too, and the name of the result.
 
-@dataclass(frozen=True)
-class Laser(Preconditioner):
-    """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
-
-    Parameters
-    ----------
-    base : Mechanism
-        A base that reads its values as a mean, with non-negative weights that sum to one.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493), Eq. 6–9.
-
-    Examples
-    --------
-    >>> import numpy as np, precondattn as pa
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.normal(size=(3, 2, 6, 4, 8))
-    >>> bool(np.all(pa.Laser()(q, k, v) >= pa.Softmax()(q, k, v) - 1e-12))
-    True
-    """
-
-    name: ClassVar[str] = "laser"
-    variants: ClassVar[tuple[str, ...]] = (
-        "laser(softmax[causal=false])",
-        "laser(softmax[window=3])",
-        "laser(softmax[bias=true])",
-    )
-
-    base: Mechanism = Softmax()
-
-    @property
-    def offers(self) -> Offers:
-        return self.base.offers._replace(read=None)
-
-    def refuses(self) -> str | None:
-        if self.base.offers.read != "mean":
-            return (
-                "laser needs a base that reads a mean of its values, under non-negative weights "
-                "that sum to one"
-            )
-        return None
-
-    def steps(self) -> tuple[Step, ...]:
-        return (step("out", self.base.with_read(LOG_MEAN_EXP)),)
+        The base's own steps are the same calls on the same values, and so are made once.
+        """
+        made: list[Step] = []
+        key = "k"
+        for i, (_, mechanism, renamed) in enumerate(self.base.offers.key_steps):
+            name = f"key{i + 1}"
+            wiring = tuple((a, key if value == "k" else value) for a, value in renamed)
+            made.append(Step(name, mechanism, wiring))
+            key = name
+        return tuple(made), key

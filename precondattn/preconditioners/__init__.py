@@ -1,0 +1,22 @@
+"""The preconditioners, a file each: a list of steps, and the reasons why some bases will not do.
+
+No mathematics stands here; it is in `spec/`, a file a leaf.
+"""
+
+from precondattn.preconditioners.differential import Differential
+from precondattn.preconditioners.laser import Laser
+from precondattn.preconditioners.lucid import Lucid
+from precondattn.preconditioners.per_dim_scale import PerDimScale
+from precondattn.preconditioners.qk_norm import QKNorm
+from precondattn.preconditioners.row_normalized import RowNormalized
+from precondattn.preconditioners.temperature import Temperature
+
+__all__ = [
+    "Differential",
+    "Laser",
+    "Lucid",
+    "PerDimScale",
+    "QKNorm",
+    "RowNormalized",
+    "Temperature",
+]

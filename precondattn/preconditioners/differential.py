@@ -1,0 +1,78 @@
+"""Differential attention: the difference of two attention maps (`spec/difference.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.options import choice, names
+from precondattn.spec.difference import Difference
+from precondattn.spec.softmax import Softmax
+
+
+@dataclass(frozen=True)
+class Differential(Preconditioner):
+    """o = base(q, k, v) − λ base(q2, k2, v).
+
+    Two maps of scores on the same values. What the base is, each map is: `differential(lucid)`
+    decorrelates v by k for one and by k2 for the other. The paper's heads come in pairs, and
+    `split_heads` and `pair_values` make the inputs from either public layout. The group norm that
+    the published layer puts behind the difference is not part of it.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any base with one map of scores.
+    per : {"layer", "head", "token"}
+        Whether `lam` is a single number (a 0-d array), of shape (h,), or of shape (b, t, h).
+    paired : names
+        The inputs that the two maps do not share: for each there is a second one, `q2` for `q`.
+
+    Source
+    ------
+    Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER §4.4.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> o = pa.Differential()(q, k, v, q2=q, k2=k, lam=np.asarray(0.25))
+    >>> bool(np.allclose(o, 0.75 * pa.Softmax()(q, k, v)))
+    True
+    """
+
+    name: ClassVar[str] = "differential"
+    variants: ClassVar[tuple[str, ...]] = (
+        "differential[per=head]",
+        "differential[per=token]",
+        "differential[per=head,paired=q/k/w/beta](path)",
+    )
+
+    base: Mechanism = Softmax()
+    per: str = choice("layer", "head", "token")
+    paired: tuple[str, ...] = names(("q", "k"))
+
+    @property
+    def offers(self) -> Offers:
+        # Weights may be negative and sum to 1 − λ, and there is no single score.
+        second = tuple(f"{name}2" for name in self.paired)
+        return self.base.offers._replace(
+            metric=None, read=None, key_steps=(), paired=second, unit_rows=False
+        )
+
+    def refuses(self) -> str | None:
+        if self.base.offers.paired:
+            return f"the base has two maps already, with {', '.join(self.base.offers.paired)}"
+        unknown = [name for name in self.paired if name not in self.base.inputs]
+        if unknown:
+            takes = ", ".join(self.base.inputs)
+            return f"paired names {', '.join(unknown)}, and the base takes {takes}"
+        return None
+
+    def steps(self) -> tuple[Step, ...]:
+        return (
+            step("o1", self.base),
+            step("o2", self.base, **{name: f"{name}2" for name in self.paired}),
+            step("out", Difference(self.per)),
+        )

@@ -1,0 +1,57 @@
+"""LASER: the base reads its values in exponential space (`spec/laser.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.softmax import Softmax
+
+
+@dataclass(frozen=True)
+class Laser(Preconditioner):
+    """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
+
+    Parameters
+    ----------
+    base : Mechanism
+        A base that reads its values as a mean, with non-negative weights that sum to one.
+
+    Source
+    ------
+    LASER (arXiv 2411.03493), Eq. 6–9.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 2, 6, 4, 8))
+    >>> bool(np.all(pa.Laser()(q, k, v) >= pa.Softmax()(q, k, v) - 1e-12))
+    True
+    """
+
+    name: ClassVar[str] = "laser"
+    variants: ClassVar[tuple[str, ...]] = (
+        "laser(softmax[causal=false])",
+        "laser(softmax[window=3])",
+        "laser(softmax[bias=true])",
+    )
+
+    base: Mechanism = Softmax()
+
+    @property
+    def offers(self) -> Offers:
+        return self.base.offers._replace(read=None)
+
+    def refuses(self) -> str | None:
+        if self.base.offers.read != "mean":
+            return (
+                "laser needs a base that reads a mean of its values, under non-negative weights "
+                "that sum to one"
+            )
+        return None
+
+    def steps(self) -> tuple[Step, ...]:
+        return (step("out", self.base.with_read(LOG_MEAN_EXP)),)

@@ -1,0 +1,73 @@
+"""Row-normalised ("preconditioned") attention: output rows of length 1 (`spec/unit_rows.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.options import choice, flag, non_negative
+from precondattn.spec.softmax import Softmax
+from precondattn.spec.unit_rows import UnitRows
+
+
+@dataclass(frozen=True)
+class RowNormalized(Preconditioner):
+    """y = o / max(‖o‖, ε), with o = base(q, k, v), row by row and head by head.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any base whose rows are not of length 1 already.
+    eps : float
+        Shorter rows are taken to have this length.
+    detach : bool
+        Whether the norm is constant to the gradient, as in the paper. Such a gradient is not that
+        of finite differences; with `detach=False` it is.
+    axis : {"auto", "token", "channel"}
+        What a row is: a token's output, or a channel's over all tokens, which needs a base that
+        is not causal. "auto" takes the base's own rows.
+
+    Source
+    ------
+    Preconditioned Attention, Eq. 8–20 and Algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> np.linalg.vector_norm(pa.RowNormalized()(q, k, v), axis=-1).round(12).min()
+    np.float64(1.0)
+    """
+
+    name: ClassVar[str] = "row_normalized"
+    variants: ClassVar[tuple[str, ...]] = (
+        "row_normalized[detach=false]",
+        "row_normalized[eps=0]",
+        "row_normalized(softmax[causal=false])",
+        "row_normalized[axis=channel](softmax[causal=false])",
+        "row_normalized[detach=false,axis=channel](softmax[causal=false])",
+    )
+
+    base: Mechanism = Softmax()
+    eps: float = non_negative(1e-6)
+    detach: bool = flag(True)
+    axis: str = choice("auto", "token", "channel")
+
+    @property
+    def offers(self) -> Offers:
+        return self.base.offers._replace(read=None, unit_rows=True)
+
+    @property
+    def _axis(self) -> str:
+        return self.base.offers.row_axis if self.axis == "auto" else self.axis
+
+    def refuses(self) -> str | None:
+        if self.base.offers.unit_rows:
+            return "the base's rows have length 1 already"
+        if self._axis == "channel" and self.base.offers.causal:
+            return "the norm of a channel runs over all tokens, and the base is causal"
+        return None
+
+    def steps(self) -> tuple[Step, ...]:
+        return (step("o", self.base), step("out", UnitRows(self.eps, self.detach, self._axis)))

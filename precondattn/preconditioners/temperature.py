@@ -1,0 +1,51 @@
+"""Temperature: logits divided by τ (`spec/tempered.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.options import choice
+from precondattn.preconditioners.query_side import refuses_query_side
+from precondattn.spec.softmax import Softmax
+from precondattn.spec.tempered import Tempered
+
+
+@dataclass(frozen=True)
+class Temperature(Preconditioner):
+    """Logits s ⟨q, k⟩ / τ, with τ > 0 an input `tau`: one number, or one for each query head.
+
+    A LUCID around or inside it does not see it: its Φ is built from keys alone.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any base that does not normalise its queries, which would undo the temperature.
+    per : {"layer", "head"}
+        Whether `tau` is a single number (a 0-d array) or of shape (h,).
+
+    Source
+    ------
+    LASER (arXiv 2411.03493) §4.1.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> tempered = pa.Temperature()(q, k, v, tau=np.asarray(2.0))
+    >>> bool(np.allclose(tempered, pa.Softmax(scale=0.25)(q, k, v)))
+    True
+    """
+
+    name: ClassVar[str] = "temperature"
+    variants: ClassVar[tuple[str, ...]] = ("temperature[per=head]",)
+
+    base: Mechanism = Softmax()
+    per: str = choice("layer", "head")
+
+    def refuses(self) -> str | None:
+        return refuses_query_side(self.name, self.base)
+
+    def steps(self) -> tuple[Step, ...]:
+        return (step("q_tempered", Tempered(self.per)), step("out", self.base, q="q_tempered"))

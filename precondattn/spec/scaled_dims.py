@@ -1,0 +1,75 @@
+"""A learnt scale for every dimension of the query.
+
+    q ↦ q ∘ softplus(p) / ln 2,    p ∈ R^d
+
+Divided by ln 2, p = 0 changes nothing, as in the public code that LASER builds on; LASER's text
+has softplus(p) alone, which multiplies every logit by ln 2 at p = 0. Source: LASER §4.1.
+
+Gradient, with σ the logistic function: dq = dx ∘ softplus(p) / ln 2, dp = Σ dx ∘ q ∘ σ(p) / ln 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals, TokenWise
+from precondattn.options import flag
+from precondattn.spec.array_functions import sum_rows
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + eˣ), which neither overflows nor loses small values."""
+    xp = namespace(x)
+    return xp.logaddexp(x, xp.zeros_like(x))
+
+
+def logistic(x: Array) -> Array:
+    """1 / (1 + e⁻ˣ)."""
+    return namespace(x).exp(-softplus(-x))
+
+
+@dataclass(frozen=True)
+class ScaledDims(TokenWise):
+    """q ∘ softplus(p) / ln 2, with p = `per_dim` (d); without `normalize`, q ∘ softplus(p).
+
+    Source: LASER (arXiv 2411.03493) §4.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ScaledDims()(np.ones((1, 1, 1, 2)), per_dim=np.zeros(2)).ravel().round(12)
+    array([1., 1.])
+    """
+
+    name: ClassVar[str] = "scaled_dims"
+    variants: ClassVar[tuple[str, ...]] = ("scaled_dims[normalize=false]",)
+    normalize: bool = flag(True)
+
+    inputs = Inputs(q="b t h d", per_dim="d")
+    output = "b t h d"
+
+    def _unit(self) -> float:
+        return math.log(2) if self.normalize else 1.0
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        return x["q"] * (softplus(x["per_dim"]) / self._unit()), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        p = x["per_dim"]
+        return {
+            "q": cotangent * (softplus(p) / self._unit()),
+            "per_dim": sum_rows(cotangent * x["q"]) * (logistic(p) / self._unit()),
+        }

@@ -1,0 +1,268 @@
+"""PaTH's metric: the key is transported to the query by one reflection a token.
+
+    ⟨q_i, k_j⟩ = q_iᵀ H_i H_{i−1} … H_{j+1} k_j,    H_t = I − β_t w_t w_tᵀ
+
+with the empty product at i = j. Source: PaTH (arXiv 2505.16381); LUCID Table 1. In closed form
+
+    A = q kᵀ − B Z R,    B = tril(q wᵀ),    R = stril(w kᵀ),    G = stril(w wᵀ),
+    Z = (I + diag(β) G)⁻¹ diag(β),
+
+which exists at β = 0, where the T = diag(β)⁻¹ + G of LUCID's table does not. Here the masks come
+from positions, so that queries may be fewer than keys, and the reflections of a packed sequence
+never meet those of another. Two more forms, for tests: `product_form` and `key_cache_form`.
+
+Gradient, with M = (I + diag(β) G)⁻¹ and dA = 0 above the diagonal:
+
+    dB = −tril(dA (ZR)ᵀ),    dR = −stril((BZ)ᵀ dA),    dZ = −Bᵀ dA Rᵀ,    dG = −stril(Zᵀ dZ Zᵀ),
+    dq = dA k + dB w,    dk = dAᵀ q + dRᵀ w,    dw = dBᵀ q + dR k + (dG + dGᵀ) w,
+    dβ = diag(Mᵀ dZ (I + G diag(β))⁻ᵀ).
+
+Cache: the keys, transported. A new token rewrites every past key, k̃ ← H k̃. With `flush` C > 1
+that happens once every C tokens: in between, the reflections since the last flush are kept aside
+and transform the query. The same closed form serves, with the pending reflections among its w.
+
+For unit w and β in [0, 2] every H is a contraction, so that |⟨q, k⟩| ≤ ‖q‖ ‖k‖. Beyond, products
+of reflections grow exponentially.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
+from precondattn.cache import Replace, Rewrite, Slot, Updates
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.options import Kind, option
+from precondattn.spec.array_functions import (
+    identity_like,
+    row_sum,
+    solve_lower,
+    solve_upper,
+    swap_time_and_heads,
+    transpose,
+)
+from precondattn.spec.metric import DOT, Dot, Extra, Metric
+
+
+class Place(NamedTuple):
+    """Where tokens stand: positions (b or 1, s), and segments where there are some."""
+
+    position: Array
+    segment: Array | None
+
+    def behind(self, other: Place, *, strict: bool) -> Array:
+        """Whether each of these stands behind (or at) each of the others: (b or 1, 1, t, s)."""
+        i, j = self.position[:, :, None], other.position[:, None, :]
+        found = j < i if strict else j <= i
+        if self.segment is not None and other.segment is not None:
+            found = found & (self.segment[:, :, None] == other.segment[:, None, :])
+        return found[:, None, :, :]
+
+
+class Reflections(NamedTuple):
+    """I − β w wᵀ for each of some tokens: w (b, h, s, d), β (b, h, s, 1)."""
+
+    w: Array
+    beta: Array
+    place: Place
+
+    def overlap(self) -> Array:
+        """G = stril(w wᵀ)."""
+        return _product(self.w, self.w, self.place.behind(self.place, strict=True))
+
+    def gathered(self, right: Array) -> Array:
+        """Z right = (I + diag(β) G)⁻¹ diag(β) right."""
+        matrix = self.beta * self.overlap()
+        return solve_lower(identity_like(matrix) + matrix, self.beta * right)
+
+
+def _product(left: Array, right: Array, where: Array) -> Array:
+    return zero_where_not(where, left @ transpose(right))
+
+
+def _scores(q: Array, at: Place, k: Array, of: Place, reflections: Reflections) -> Array:
+    """A = q kᵀ − B Z R."""
+    w, place = reflections.w, reflections.place
+    b = _product(q, w, at.behind(place, strict=False))
+    r = _product(w, k, place.behind(of, strict=True))
+    return q @ transpose(k) - b @ reflections.gathered(r)
+
+
+@dataclass(frozen=True)
+class Transported:
+    """q_iᵀ H_i … H_{j+1} k_j, with H_t = I − β_t w_t w_tᵀ."""
+
+    flush: int = 1
+    """The cached keys are transported whenever the sequence's length is a multiple of it."""
+
+    inputs: ClassVar[Inputs] = Inputs(w="b s n d unit", beta="b s n in [0, 2]")
+
+    @property
+    def name(self) -> str:
+        return "transported" if self.flush == 1 else f"transported/{self.flush}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def slots(self) -> tuple[Slot, ...]:
+        # Rewritten again and again, keys in half precision would gather rounding errors.
+        key = Slot("key", "path({k},{w},{beta})", "b c n d", wide=True)
+        if self.flush == 1:
+            return (key,)
+        return (
+            key,
+            Slot("pending_w", "pending({w})", f"b {self.flush} n d", wide=True),
+            Slot("pending_beta", "pending({beta})", f"b {self.flush} n", wide=True),
+        )
+
+    def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array:
+        at, of = _places(frame)
+        return _scores(q, at, k, of, Reflections(extra["w"], extra["beta"][..., None], of))
+
+    def vjp(
+        self, q: Array, k: Array, extra: Extra, frame: Frame, d_scores: Array
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        at, of = _places(frame)
+        reflections = Reflections(extra["w"], extra["beta"][..., None], of)
+        w, beta = reflections.w, reflections.beta
+        at_or_behind = at.behind(of, strict=False)
+        behind = of.behind(of, strict=True)
+        b, r, g = _product(q, w, at_or_behind), _product(w, k, behind), reflections.overlap()
+        zr, z = reflections.gathered(r), reflections.gathered(identity_like(g) + 0 * g)
+
+        d_b = -zero_where_not(at_or_behind, d_scores @ transpose(zr))
+        d_r = -zero_where_not(behind, transpose(b @ z) @ d_scores)
+        d_z = -transpose(b) @ d_scores @ transpose(r)
+        d_g = -zero_where_not(behind, transpose(z) @ d_z @ transpose(z))
+        left = solve_upper(transpose(identity_like(g) + beta * g), d_z)
+        right = solve_lower(identity_like(g) + g * transpose(beta), identity_like(g) + 0 * g)
+        d_q = d_scores @ k + d_b @ w
+        d_k = transpose(d_scores) @ q + transpose(d_r) @ w
+        d_w = transpose(d_b) @ q + d_r @ k + (d_g + transpose(d_g)) @ w
+        return d_q, d_k, {"w": d_w, "beta": row_sum(left * right)[..., 0]}
+
+    def extended_scores(
+        self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
+    ) -> Array:
+        at, of = _places(frame)
+        keys = namespace(k).concat([past["key"], k], axis=2)
+        return _scores(q, at, keys, of, self._since_flush(past, extra, frame))
+
+    def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
+        xp = namespace(k)
+        waiting = self._since_flush(past, extra, frame)
+        length = frame.q_position[:, :1] + _count(frame)
+        flushed = length - length % self.flush
+        now = (waiting.place.position < flushed)[:, None, :, None]
+        applied = waiting._replace(
+            w=zero_where_not(now, waiting.w), beta=zero_where_not(now, waiting.beta)
+        )
+        keys = xp.concat([past["key"], k], axis=2)
+        behind = waiting.place.behind(_places(frame)[1], strict=True)
+        r = _product(applied.w, keys, behind)
+        keys = swap_time_and_heads(keys - transpose(applied.gathered(r)) @ applied.w)
+        capacity = past["key"].shape[2]
+        updates: Updates = {"key": Rewrite(keys[:, :capacity, ...], keys[:, capacity:, ...])}
+        if self.flush > 1:
+            w, beta = self._pending(waiting, frame, length, flushed)
+            updates["pending_w"] = Replace(swap_time_and_heads(w))
+            updates["pending_beta"] = Replace(swap_time_and_heads(beta)[..., 0])
+        return updates
+
+    def _since_flush(self, past: Mapping[str, Array], extra: Extra, frame: Frame) -> Reflections:
+        """The reflections that the cached keys have not seen: pending ones, then the new."""
+        xp = namespace(extra["w"])
+        w, beta, position = extra["w"], extra["beta"][..., None], frame.q_position
+        if self.flush > 1:
+            start = position[:, :1]
+            slot = arange_like(self.flush, position)[None, :] + (start - start % self.flush)
+            w = xp.concat([past["pending_w"], w], axis=2)
+            beta = xp.concat([past["pending_beta"][..., None], beta], axis=2)
+            position = xp.concat([slot, position], axis=1)
+        return Reflections(w, beta, Place(position, None))
+
+    def _pending(
+        self, waiting: Reflections, frame: Frame, length: Array, flushed: Array
+    ) -> tuple[Array, Array]:
+        """w and β of the tokens behind the last flush, 0 where there are none yet."""
+        xp = namespace(waiting.w)
+        start = frame.q_position[:, :1]
+        position = flushed + arange_like(self.flush, flushed)[None, :]
+        index = xp.where(
+            position < start, position - (start - start % self.flush), self.flush + position - start
+        )
+        index = as_index(xp.clip(index, min=0, max=waiting.w.shape[2] - 1))[:, None, :, None]
+        there = (position < length)[:, None, :, None]
+        w = xp.take_along_axis(waiting.w, index, axis=2)
+        beta = xp.take_along_axis(waiting.beta, index, axis=2)
+        return zero_where_not(there, w), zero_where_not(there, beta)
+
+
+def _places(frame: Frame) -> tuple[Place, Place]:
+    return (
+        Place(frame.q_position, frame.q_segment),
+        Place(frame.k_position, frame.k_segment),
+    )
+
+
+def _count(frame: Frame) -> Array:
+    """How many of the new tokens count (b, 1)."""
+    if frame.q_valid is None:
+        return frame.q_position.shape[1]
+    xp = namespace(frame.q_valid)
+    return xp.sum(cast(frame.q_valid, frame.q_position.dtype), axis=1, keepdims=True)
+
+
+def metric_option(default: Metric) -> Any:
+    """An option of a leaf that works in its base's metric: `dot`, `transported/64`."""
+
+    def read(text: str) -> Any:
+        name, _, flush = text.partition("/")
+        if text == DOT.name:
+            return DOT
+        if name == "transported" and (not flush or flush.isdecimal()):
+            return Transported(int(flush or 1))
+        return text
+
+    def accept(value: Any) -> Any:
+        value = read(value) if isinstance(value, str) else value
+        if not isinstance(value, Dot | Transported) or getattr(value, "flush", 1) < 1:
+            raise ValueError
+        return value
+
+    expected = "one of dot, transported, transported/2, transported/3 …"
+    return option(default, Kind(expected, accept, read))
+
+
+def product_form(q: Array, k: Array, w: Array, beta: Array) -> Array:
+    """The definition, reflection by reflection: scores (b, h, t, t), 0 above the diagonal.
+
+    q, k, w (b, h, t, d); beta (b, h, t).
+    """
+    xp = namespace(q)
+    rows = []
+    for i in range(q.shape[2]):
+        row = [xp.zeros_like(q[:, :, 0, 0])] * q.shape[2]
+        x = q[:, :, i, :]
+        for j in range(i, -1, -1):
+            row[j] = xp.sum(x * k[:, :, j, :], axis=-1)
+            x = x - (beta[:, :, j] * xp.sum(x * w[:, :, j, :], axis=-1))[..., None] * w[:, :, j, :]
+        rows.append(xp.stack(row, axis=-1))
+    return xp.stack(rows, axis=2)
+
+
+def key_cache_form(q: Array, k: Array, w: Array, beta: Array) -> Array:
+    """As `product_form`, by rewriting every past key at every token: K̃ ← K̃ H_t."""
+    xp = namespace(q)
+    keys: list[Array] = []
+    rows = []
+    for t in range(q.shape[2]):
+        w_t, beta_t = w[:, :, t, :], beta[:, :, t][..., None]
+        keys = [key - beta_t * row_sum(key * w_t) * w_t for key in keys]
+        keys.append(k[:, :, t, :])
+        row = [xp.sum(q[:, :, t, :] * key, axis=-1) for key in keys]
+        rows.append(xp.stack(row + [xp.zeros_like(row[0])] * (q.shape[2] - len(row)), axis=-1))
+    return xp.stack(rows, axis=2)
