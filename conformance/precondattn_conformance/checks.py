@@ -137,10 +137,10 @@ def _gradients(case: Case, library: libraries.Library, backend: Backend) -> Meas
 
 
 def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measured:
-    """A prefill, single tokens and a block, in a cache with room to spare, equal the full call."""
+    """A prefill, single tokens and a block equal the full call; mostly with room to spare."""
     expected, m, inputs, _ = _prepare(case, library)
     time = case.layout.t
-    capacity = time if case.layout.mask == "lengths" else time + 3
+    capacity = time if case.layout.mask == "key_mask" else time + 3
     arrays = {
         name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import precondattn as pa
 from precondattn import registry
 
@@ -32,6 +34,17 @@ def expressions(*, pieces: bool = True) -> list[str]:
             found += [cls.name, *cls.variants]
     found += [expression for expression, refused in compositions().items() if refused is None]
     return list(dict.fromkeys(str(pa.parse(expression)) for expression in found))
+
+
+@cache
+def derived() -> frozenset[str]:
+    """Compositions that no class declares: they have steps, and no code of their own."""
+    declared = {
+        str(pa.parse(expression))
+        for cls in registry.registered().values()
+        for expression in (cls.name, *cls.variants)
+    }
+    return frozenset(set(compositions()) - declared)
 
 
 def is_bounded(mechanism: pa.Mechanism) -> bool:
