@@ -108,6 +108,12 @@ class Pattern(NamedTuple):
         """Whether it speaks of pairs of a query and a key, as an additive bias does."""
         return "t" in self.letters and "s" in self.letters
 
+    @property
+    def time_axis(self) -> int | None:
+        """The axis of tokens, that of queries where there are two; None where there is none."""
+        places = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
+        return places[0] if places else None
+
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         return tuple(axis.size(sizes) for axis in self.axes)
 

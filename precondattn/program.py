@@ -128,13 +128,25 @@ def _patterns_of_inputs(calls: tuple[Call, ...]) -> dict[str, Pattern]:
 
 
 def _canonical_order(calls: list[Call]) -> list[Call]:
-    """The calls in an order that does not depend on how independent ones were written."""
+    """The calls in an order that does not depend on how independent ones were written.
+
+    Of calls that could come next, the order is that of what they are and what they are used for.
+    """
+    uses: dict[str, str] = {}
+    for call in reversed(calls):  # Whoever reads a value comes after the call that makes it.
+        readers = sorted(
+            f"{formal} of {uses[reader.out]}"
+            for reader in calls
+            for formal, value in reader.arguments
+            if value == call.out
+        )
+        uses[call.out] = f"{call.leaf} for [{', '.join(readers)}]"
     ordered: list[Call] = []
     waiting = list(calls)
     while waiting:
         to_come = {call.out for call in waiting}
         ready = [call for call in waiting if not call.reads & to_come]
-        following = min(ready, key=lambda call: str(call.leaf))
+        following = min(ready, key=lambda call: uses[call.out])
         ordered.append(following)
         waiting.remove(following)
     return ordered
@@ -229,7 +241,9 @@ def _declare(
 
     if outer == name:
         meaning = piece.meaning(name)
-        if piece.role == "piece" and meaning == piece.name and name in owner.base.inputs:
+        base = owner.base
+        own = piece.role == "piece" and meaning == piece.name
+        if own and name in base.inputs and base.meaning(name) == meaning:
             raise TypeError(
                 f"{owner.name}({owner.base}) makes no sense: {name} is an input of {owner.base} "
                 f"already, and would be used twice"

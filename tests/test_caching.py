@@ -44,9 +44,10 @@ def test_any_split_of_ragged_sequences_equals_each_sequence_alone(data):
         counts = np.minimum(counts, LENGTH - done)
         block = max(int(counts.max()), 1)
         # Each sequence stands at a place of its own; behind its new tokens there is NaN.
-        new = {n: np.full((3, block, *a.shape[2:]), np.nan) for n, a in x.items()}
+        tokens = {n: a for n, a in x.items() if m.inputs[n].time_axis is not None}
+        new = {**x, **{n: np.full((3, block, *a.shape[2:]), np.nan) for n, a in tokens.items()}}
         for i in range(3):
-            for name in x:
+            for name in tokens:
                 new[name][i, : counts[i]] = x[name][i, done[i] : done[i] + counts[i]]
         out, cache = m.extend(cache, **new, lengths=counts)
         for i in range(3):
@@ -96,9 +97,11 @@ def test_nothing_depends_on_the_future_and_sequences_of_a_batch_are_independent(
     x = inputs_of(m)
     out = m(**x)
     changed = {name: array.copy() for name, array in x.items()}
-    for array in changed.values():
-        array[:, 8:] += 0.7
-        array[1] *= 0.9
+    other = make_inputs(m, Layout("test", t=LENGTH, s=LENGTH), "clustered", seed=1)
+    for name, array in changed.items():
+        if m.inputs[name].time_axis is not None:
+            array[:, 8:] = other[name][:, 8:]
+            array[1] = other[name][1]
     found = m(**changed)
     np.testing.assert_allclose(found[0, :8], out[0, :8], rtol=0, atol=1e-13)
     assert not np.allclose(found[0, 8:], out[0, 8:])

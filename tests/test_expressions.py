@@ -148,9 +148,12 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lucd", "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are laser, luc"),
+        (
+            "lucd",
+            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are differential, laser",
+        ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
-        ("xyz", "'xyz': unknown mechanism 'xyz'; known are laser, lucid"),
+        ("xyz", "'xyz': unknown mechanism 'xyz'; known are differential, laser, lucid"),
         (
             "lucid[epz=0]",
             "'lucid[epz=0]': lucid has no option 'epz' (did you mean 'eps'?); it has normalize, "
@@ -425,7 +428,7 @@ class TestNamesThatClash:
             wiring("softmax", lambda base: [pa.step("out", base)])
 
     def test_a_name_that_is_not_known_can_not_be_forgotten(self):
-        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are laser"):
+        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are diff"):
             registry.unregister("toy_none")
 
 

@@ -154,12 +154,9 @@ def slice_tokens(mechanism: pa.Mechanism, inputs: Arrays, start: int, stop: int)
     """The inputs of `extend` for tokens start … stop − 1; pairs keep all their key columns."""
     sliced = {}
     for name, pattern in mechanism.inputs.items():
-        letters = pattern.letters
-        if not {"t", "s"} & set(letters):
-            sliced[name] = inputs[name]
-            continue
-        axis = letters.index("t") if "t" in letters else letters.index("s")
-        index = [slice(None)] * len(letters)
-        index[axis] = slice(start, stop)
+        axis = pattern.time_axis
+        index = [slice(None)] * len(pattern.axes)
+        if axis is not None:
+            index[axis] = slice(start, stop)
         sliced[name] = inputs[name][tuple(index)]
     return sliced

@@ -64,7 +64,8 @@ class QKNorm(Preconditioner):
     def refuses(self) -> str | None:
         base = self.base.offers
         if base.paired:
-            return f"qk_norm would not reach {', '.join(base.paired)}; put it inside"
+            other = ", ".join(base.paired)
+            return f"qk_norm would reach the first of two maps only, not {other}; put it inside"
         if base.normalizes_query:
             return "the base normalises its queries already"
         return None

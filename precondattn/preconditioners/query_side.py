@@ -9,7 +9,7 @@ def refuses_query_side(name: str, base: Mechanism) -> str | None:
     """Why a base will not do for a preconditioner that scales queries."""
     if base.offers.paired:
         other = ", ".join(base.offers.paired)
-        return f"{name} would reach one of two maps, and not {other}; put it inside"
+        return f"{name} would reach the first of two maps only, not {other}; put it inside"
     if base.offers.normalizes_query:
         return f"the base normalises its queries, and would undo {name}; put it inside"
     return None
