@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
 
 SOFTMAX, LUCID, BIASED = pa.Softmax(), pa.Lucid(), pa.Softmax(bias=True)
 FREE = pa.Softmax(causal=False)
@@ -585,7 +586,8 @@ NORMALIZE = (
         case(
             "unknown option of a shorthand",
             "softmax: unknown keyword 'causl' (did you mean 'causal'?); options are causal, scale, "
-            "window, bias, read, inputs q, k, v, and segment_ids, lengths, key_mask, backend",
+            "window, bias, forget, read, inputs q, k, v, and segment_ids, lengths, key_mask, "
+            "backend",
             lambda: pa.softmax(Q, K, V, causl=False),
             TypeError,
         ),
@@ -1009,11 +1011,12 @@ class Given:
         q, k, v, g = rng.normal(size=(4, 2, 4, 2, 3))
         for array in (q, k, v):
             array[0, 3:] = np.nan
-        extra = {"bias": rng.normal(size=(2, 2, 4, 4)), "lucid_beta": rng.uniform(size=(2, 4, 2))}
+        layout = Layout("given", t=4, s=4, h=2, n=2, d=3, e=3)
+        extra = make_inputs(mechanism, layout, "random")
         convert = torch.asarray if library == "torch" else np.asarray
         self.mechanism = mechanism
         self.named = {"q": convert(q), "k": convert(k), "v": convert(v)}
-        self.named |= {n: convert(a) for n, a in extra.items() if n in mechanism.inputs}
+        self.named = {n: convert(a) for n, a in extra.items()} | self.named
         self.cotangent = convert(g)
         self.lengths = convert(np.asarray([3, 4]))
         self.beyond = convert(np.asarray([3, 5]))
@@ -1119,6 +1122,10 @@ CAUSAL_TEXTS = [
     "lucid[normalize=rows]",
     "laser",
     "lucid(laser)",
+    "lucid(path[flush=3])",
+    "path[forget=scaled]",
+    "differential[per=token]",
+    "row_normalized(qk_norm[gain=true])",
 ]
 
 
@@ -1146,7 +1153,7 @@ def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, a
 
 
 TRACED = ["softmax", "softmax[window=2]", "lucid", "lucid[normalize=rows]", "laser", "lucid(laser)"]
-JQ, JK, JV = (jnp.asarray(a) for a in np.random.default_rng(2).normal(size=(3, 3, 4, 2, 3)))
+TRACED += ["path[flush=3]", "lucid(path)"]
 
 
 def assert_only_sequence_one_is_nan(out, expected):
@@ -1155,24 +1162,30 @@ def assert_only_sequence_one_is_nan(out, expected):
         np.testing.assert_allclose(out[i], expected[i], rtol=1e-12, atol=1e-12)
 
 
+def traced_inputs(mechanism):
+    layout = Layout("traced", b=3, t=4, s=4, h=2, n=2, d=3, e=3)
+    return {n: jnp.asarray(a) for n, a in make_inputs(mechanism, layout, "random").items()}
+
+
 def traced_outputs(mechanism, kind):
     """What a jitted call gives for values that are bad in sequence 1 only, and for good ones."""
+    x = traced_inputs(mechanism)
     if kind.startswith("lengths"):
-        run = jax.jit(lambda lengths: mechanism(JQ, JK, JV, lengths=lengths))
+        run = jax.jit(lambda lengths: mechanism(**x, lengths=lengths))
         bad = {"lengths above": 5, "lengths below": -1, "lengths huge": 2**32 + 2}[kind]
         return tuple(run(jnp.asarray([2, n, 4])) for n in (bad, 3))
     if kind == "torn segments":
-        run = jax.jit(lambda ids: mechanism(JQ, JK, JV, segment_ids=ids))
+        run = jax.jit(lambda ids: mechanism(**x, segment_ids=ids))
         ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 0, 0], [3, 3, 3, 3]])
         return run(ids), run(ids.at[1].set(0))
     if kind == "capacity":
-        run = jax.jit(lambda cache: mechanism.extend(cache, JQ, JK, JV)[0])
-        cache = mechanism.init_cache(JQ, JK, JV, capacity=6)
-        _, bad = mechanism.extend(cache, JQ, JK, JV, lengths=[1, 3, 2])
-        _, good = mechanism.extend(cache, JQ, JK, JV, lengths=[1, 2, 2])
+        run = jax.jit(lambda cache: mechanism.extend(cache, **x)[0])
+        cache = mechanism.init_cache(**x, capacity=6)
+        _, bad = mechanism.extend(cache, **x, lengths=[1, 3, 2])
+        _, good = mechanism.extend(cache, **x, lengths=[1, 2, 2])
         return run(bad), run(good)
-    run = jax.jit(lambda cache, n: mechanism.extend(cache, JQ, JK, JV, lengths=n)[0])
-    cache = mechanism.init_cache(JQ, JK, JV, capacity=8)
+    run = jax.jit(lambda cache, n: mechanism.extend(cache, **x, lengths=n)[0])
+    cache = mechanism.init_cache(**x, capacity=8)
     return tuple(run(cache, jnp.asarray([2, n, 4])) for n in (5, 3))
 
 
@@ -1198,8 +1211,9 @@ def test_traced_bad_values_give_nan_for_their_sequence_and_right_values_for_the_
 @pytest.mark.parametrize("text", TRACED)
 def test_a_sequence_spoiled_by_traced_lengths_stays_nan_when_its_cache_is_extended(text, count):
     mechanism = pa.parse(text)
-    run = jax.jit(lambda cache, n: mechanism.extend(cache, JQ, JK, JV, lengths=n))
-    cache = mechanism.init_cache(JQ, JK, JV, capacity=32)
+    x = traced_inputs(mechanism)
+    run = jax.jit(lambda cache, n: mechanism.extend(cache, **x, lengths=n))
+    cache = mechanism.init_cache(**x, capacity=32)
     _, spoiled = run(cache, jnp.asarray([2, count, 4]))
     _, sound = run(cache, jnp.asarray([2, 3, 4]))
     whole = jnp.asarray([4, 4, 4])

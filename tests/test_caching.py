@@ -138,7 +138,9 @@ def test_keys_hidden_in_an_extension_stay_hidden():
     np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
+@pytest.mark.parametrize(
+    "expression", ["softmax", "lucid", "laser", "lucid(laser)", "path[flush=8]", "lucid(path)"]
+)
 def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression):
     m = pa.parse(expression)
     products = []

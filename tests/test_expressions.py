@@ -150,7 +150,7 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
     [
         (
             "lucd",
-            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are differential, laser",
+            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are diff",
         ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
         ("xyz", "'xyz': unknown mechanism 'xyz'; known are differential, laser, lucid"),

@@ -67,7 +67,7 @@ def make_directions(rng, kind, k):
         case "repeated":
             return np.broadcast_to(w[:, :1], w.shape).copy()
         case "raw":
-            return w * rng.uniform(0.2, 1.2, size=(*k.shape[:3], 1))
+            return w * rng.uniform(0.2, 1.1, size=(*k.shape[:3], 1))
         case "zero":
             return 0 * w
     return w
@@ -128,8 +128,8 @@ def problems(
 
 
 def at(inputs, *index):
-    """The same index into every input."""
-    return {name: x[index] for name, x in inputs.items()}
+    """The same index into every input that has a batch and time."""
+    return {name: x[index] if x.ndim > 1 else x for name, x in inputs.items()}
 
 
 # The definitions
@@ -219,7 +219,8 @@ def kernel(k, w, beta, normalize="keys", *, scale=None, eps=1e-6, window=None):
 
 
 def forward_substitution(matrix, v, lucid_beta=None):
-    y = np.zeros(v.shape, dtype=np.result_type(matrix, v))
+    known = (matrix, v) if lucid_beta is None else (matrix, v, lucid_beta)
+    y = np.zeros(v.shape, dtype=np.result_type(*known))
     for t in range(len(v)):
         rest = v[t] - sum((matrix[t, j] * y[j] for j in range(t)), np.zeros_like(y[t]))
         y[t] = rest / matrix[t, t] if lucid_beta is None else lucid_beta[t] * rest
@@ -228,7 +229,8 @@ def forward_substitution(matrix, v, lucid_beta=None):
 
 def solve_by_loops(k, v, w, beta, lucid_beta=None, normalize="keys", **options):
     """y for arrays (b, s, n, ·), head by head."""
-    y = np.zeros(v.shape, dtype=np.result_type(k, v, w, beta))
+    given = [x for x in (k, v, w, beta, lucid_beta) if x is not None]
+    y = np.zeros(v.shape, dtype=np.result_type(*given))
     for head in np.ndindex(k.shape[0], k.shape[2]):
         head = (head[0], slice(None), head[1])
         matrix = kernel(k[head], w[head], beta[head], normalize, **options)
@@ -282,8 +284,8 @@ def identity_values(k):
 
 
 def scores_of(q, k, w, beta):
-    """A (b, h, t, s) as the library has it, above the diagonal 0: logits of each key less those of
-    a zero key put before all others, which only a score of 0 can have.
+    """A (b, h, t, s) as the library has it: behind a zero key, whose score is 0, the weight of a
+    key divided by that of the zero key is e^A.
     """
 
     def behind_a_zero(x):
@@ -380,17 +382,11 @@ def test_directions_are_used_as_they_are_and_may_expand(length):
 def test_beta_of_two_is_a_dot_product_of_reflected_queries_and_keys(p):
     q, k = np.zeros_like(p.q), np.zeros_like(p.k)
     for b, n in np.ndindex(p.k.shape[0], p.k.shape[2]):
-        if np.any(np.linalg.norm(p.w[b, :, n], axis=-1) == 0):
-            continue  # A zero key as a direction reflects nothing, and equally.
         product = np.eye(p.k.shape[-1])
         for t in range(p.k.shape[1]):
             product = product @ reflection(p.w[b, t, n], 2.0)  # H_1 … H_t
             q[b, t, n], k[b, t, n] = product @ p.q[b, t, n], product @ p.k[b, t, n]
-    assume(np.any(q))
-    kept = np.any(q != 0, axis=(1, 3))
-    out, rotated = pa.Path()(**p.inputs), pa.Softmax()(q, k, p.v)
-    for b, n in zip(*np.nonzero(kept), strict=True):
-        assert_close(out[b, :, n], rotated[b, :, n], size=np.abs(p.v).max())
+    assert_close(pa.Path()(**p.inputs), pa.Softmax()(q, k, p.v), size=np.abs(p.v).max())
 
 
 # The output
@@ -543,29 +539,44 @@ def test_a_closed_gate_forgets_all_that_came_before(forget, p, data):
     closed, pullback = layer.vjp(**p.inputs, g=np.full_like(p.g, -1e4))
     assert_close(closed, np.repeat(p.v, p.group, axis=2))
     gradients = pullback(p.like_output())
-    assert all(np.all(gradients[name] == 0) for name in ("q", "k", "w", "beta", "g"))
+    for name in ("q", "k", "w", "beta", "g"):
+        assert_close(gradients[name], 0.0, size=1)
 
 
 # Causality
 
 
+def assert_past_is_untouched(layer, now, moved, past):
+    """All of the future may move, or any one input of it."""
+    later = np.arange(now["k"].shape[1]) >= past
+    moved = {
+        name: np.where(later.reshape(-1, *[1] * (x.ndim - 2)), moved[name], x)
+        for name, x in now.items()
+    }
+    before = layer(**now)[:, :past]
+    for changed in (moved, *({name: moved[name]} for name in now)):
+        np.testing.assert_array_equal(layer(**now | changed)[:, :past], before)
+
+
 @pytest.mark.parametrize(
     "layer", ["path", "path[forget=scaled]", "lucid(path)", "lucid(path[window=3])"]
 )
-@pytest.mark.parametrize("factor", [1.5, 1e3])
+@sampled
+@given(p=problems(directions=UNIT), past=st.integers(1, 8))
+def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+    now = p.gated if "forget" in layer else p.inputs
+    moved = {name: 3 * x + 1 for name, x in p.inputs.items()} | {"g": 2 * p.g}
+    moved |= {"v": p.v + 1000, "w": unit(p.w[..., ::-1] + 0.1), "beta": 2 - p.beta}
+    assert_past_is_untouched(pa.parse(layer), now, moved, past)
+
+
+@pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]"])
 @sampled
 @given(p=problems(), past=st.integers(1, 8))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, factor, p, past):
+def test_enormous_reflections_of_the_future_do_not_touch_the_past_either(layer, p, past):
     now = p.gated if "forget" in layer else p.inputs
-    layer, t = pa.parse(layer), p.k.shape[1]
-    later = np.arange(t) >= past
-    before = layer(**now)[:, :past]
-    moved = {
-        name: np.where(later.reshape(-1, *[1] * (x.ndim - 2)), factor * x - 0.5, x)
-        for name, x in now.items()
-    }
-    for changed in (moved, *({name: moved[name]} for name in now)):
-        np.testing.assert_array_equal(layer(**now | changed)[:, :past], before)
+    moved = {name: 1e3 * x - 0.5 for name, x in p.gated.items()}
+    assert_past_is_untouched(pa.parse(layer), now, moved, past)
 
 
 # Masks
@@ -597,10 +608,9 @@ def test_a_query_at_a_hidden_key_is_not_reflected_there(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     mask[0] = True
     out = pa.Path()(**p.inputs, key_mask=np.tile(mask, (2, 1)))
-    bias = np.where(mask, 0, -np.inf)
-    still = p.inputs | {"beta": np.where(mask[:, None], p.beta, 0)}
-    logits = scores_of_all_heads(p.q, p.k, p.w, still["beta"]) * p.k.shape[-1] ** -0.5
-    seen = causal_mask(len(mask), len(mask)) & (bias == 0)
+    still = np.where(mask[:, None], p.beta, 0)
+    logits = scores_of_all_heads(p.q, p.k, p.w, still) * p.k.shape[-1] ** -0.5
+    seen = causal_mask(len(mask), len(mask)) & mask
     assert_close(out, read(softmax(logits, seen), p.v), size=np.abs(p.v).max())
 
 
@@ -681,7 +691,7 @@ def test_gradient_at_beta_of_zero_agrees_with_finite_differences():
     cotangent, step = p.like_output(), 1e-6
     _, pullback = pa.Path().vjp(**p.inputs)
     gradient = pullback(cotangent)["beta"]
-    assert np.abs(gradient).min() > 0 or np.all(gradient[:, 1:] != 0)
+    assert np.abs(gradient[:, 1:]).min() > 1e-4
     for index in np.ndindex(p.beta.shape):
         sides = []
         for sign in (1, -1):
@@ -810,14 +820,13 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, flush, data, seed):
             assert_close(out, layer(**alone), size=1 + np.abs(out).max())
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [x for x in LAYERS if "window" not in x])
 @pytest.mark.parametrize("flush", [1, 3])
 @settings(sampled, max_examples=10)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
 def test_keys_hidden_in_a_cache_neither_reflect_nor_are_seen(layer, flush, widths, seed):
     p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
-    assume("window" not in layer)
     layer, mask = with_flush(layer, flush), p.rng.random((2, sum(widths))) < 0.6
     cache = layer.init_cache(p.q, p.k, p.v, capacity=sum(widths), key_mask=True)
     outs = []
@@ -849,7 +858,6 @@ def test_donating_a_cache_or_keeping_it_gives_the_same(layer, flush):
 def test_two_continuations_of_one_cache_do_not_meet(layer, flush):
     p = Problem(np.random.default_rng(0), s=8)
     layer = with_flush(layer, flush)
-    _, cache = decode(layer, at(p.inputs, slice(None), slice(4)), [4])
     cache = layer.init_cache(p.q, p.k, p.v, capacity=6)
     _, cache = layer.extend(cache, **at(p.inputs, slice(None), slice(4)))
     for tail in ([4, 5], [6, 7]):
@@ -913,11 +921,26 @@ def test_hundreds_of_single_steps_in_single_precision_stay_accurate(layer, flush
     assert_close(out, expected, tolerance=2e-5)
 
 
+@pytest.mark.parametrize("how", ["at once", "one by one"])
+@pytest.mark.parametrize("forget", ["unscaled", "scaled"])
+def test_a_closed_gate_in_single_precision_leaves_later_gates_accurate(forget, how):
+    p = Problem(np.random.default_rng(0), s=12)
+    p.g[:, 3] = -1e4
+    layer, inputs = pa.Path(forget=forget), {n: x.astype(np.float32) for n, x in p.gated.items()}
+    out = layer(**inputs) if how == "at once" else decode(layer, inputs, [1] * 12)[0]
+    exact = {name: x.astype(np.float64) for name, x in inputs.items()}
+    assert_close(out, path_by_loops(**exact, forget=forget), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("half", ["qkv", "all"])
 @pytest.mark.parametrize("flush", [1, 7])
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
-def test_many_single_steps_in_bfloat16_stay_accurate(layer, flush):
+def test_many_single_steps_in_bfloat16_stay_accurate(layer, flush, half):
     p = Problem(np.random.default_rng(0), s=200, d=8)
-    inputs = {name: torch.tensor(x).to(torch.bfloat16) for name, x in p.inputs.items()}
+    inputs = {
+        name: torch.tensor(x).to(torch.bfloat16 if half == "all" or name in half else torch.float32)
+        for name, x in p.inputs.items()
+    }
     layer_, outs = with_flush(layer, flush), []
     cache = layer_.init_cache(*(inputs[x] for x in "qkv"), capacity=200)
     with torch.no_grad():
@@ -1018,8 +1041,8 @@ def test_unit_directions_bound_the_kernel_and_its_inverse_whatever_the_keys(flus
 
 
 def test_long_directions_leave_the_bound():
-    k = np.zeros((1, 12, 1, 2)) + [1.0, 0.5]
-    w, beta = 1.2 * unit(k), np.full((1, 12, 1), 2.0)
+    k = np.ones((1, 7, 1, 2))
+    w, beta = 1.1 * unit(k), np.full((1, 7, 1), 2.0)  # Factors of −1.42.
     inverse = inverse_of(pa.Lucid(pa.Path()), k, w=w, beta=beta)
     assert np.abs(inverse).max() > 10
 
@@ -1079,6 +1102,27 @@ def row_normalized_by_loops(**inputs):
 def differential_by_loops(q, k, v, w, beta, q2, k2, lam):
     first, second = (path_by_loops(*x, v, w, beta) for x in ((q, k), (q2, k2)))
     return first - lam * second
+
+
+@pytest.mark.parametrize("flush", [1, 3])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "differential(path[{}])",
+        "differential(lucid(path[{}]))",
+        "row_normalized(path[{}])",
+        "row_normalized(lucid(laser(path[{}])))",
+    ],
+)
+def test_decoding_a_composition_gives_the_output_of_the_full_call(layer, flush):
+    p = Problem(np.random.default_rng(0), s=10, n=2, group=2)
+    inputs, composition = p.inputs, with_flush(layer, flush)
+    if layer.startswith("differential"):
+        second = {"q2": p.rng.normal(size=p.q.shape), "k2": p.rng.normal(size=p.k.shape)}
+        inputs |= second | {"lam": np.asarray(0.4)}
+    for widths in ([1] * 10, [4, 1, 1, 4]):
+        out, _ = decode(composition, inputs, widths)
+        assert_close(out, composition(**inputs))
 
 
 @sampled
