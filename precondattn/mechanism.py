@@ -183,7 +183,7 @@ class Preconditioner(Mechanism):
         self.check_together()
         reason = self.refuses()
         if reason is not None:
-            raise TypeError(f"{self.name}({self.base}) makes no sense: {reason}")
+            raise TypeError(f"{self._expression()} makes no sense: {reason}")
         super().__post_init__()  # Names that clash surface here.
 
     def check_together(self) -> None:
@@ -200,7 +200,7 @@ class Preconditioner(Mechanism):
     @property
     def inputs(self) -> Inputs:
         """The base's inputs, in order, and its own after them."""
-        declared = self.program.inputs
+        declared = {name: self.program.inputs[name] for name in self.program.meanings}
         shared = {n: pattern for n, pattern in self.base.inputs.items() if n in declared}
         own = {n: pattern for n, pattern in declared.items() if n not in shared}
         return Inputs(**shared, **own)

@@ -207,7 +207,7 @@ def _unfold(mechanism: Preconditioner) -> Program:
         if step.out in made:
             raise TypeError(f"{mechanism.name}: two steps make {step.out!r}")
         inside = {}
-        for name in inner.inputs:
+        for name in step.mechanism.inputs:
             outer = renamed.get(name, name)
             if outer not in made:
                 _declare(mechanism, step.mechanism, name, outer, meanings)

@@ -78,6 +78,8 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
+                if name == "g" and "forget" in known:
+                    hint = " (it belongs to forget='unscaled' or forget='scaled')"
                 raise TypeError(
                     f"{cls.name}: unknown keyword {name!r}{hint}; options are "
                     f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "

@@ -55,7 +55,7 @@ def test_an_option_out_of_its_range_is_refused(build, text):
         ("differential[paired=q/w]", "paired names w, and the base takes q, k, v"),
         ("row_normalized[axis=channel]", "the norm of a channel runs over all tokens"),
         ("lucid[normalize=queries_and_keys](qk_norm)", "normalises what reaches the base"),
-        ("temperature(lucid[normalize=queries_and_keys])", "would undo temperature; put it inside"),
+        ("temperature(lucid[normalize=queries_and_keys])", "divides out what temperature does"),
         ("qk_norm(row_normalized(differential))", "the first of two maps only, not q2, k2"),
         ("temperature(laser(temperature))", "tau is an input of laser(temperature) already"),
     ],

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import precondattn as pa
 
 sampled = settings(
-    max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 LAYERS = [
     "row_normalized",
@@ -76,14 +76,14 @@ class Problem:
 
 
 @st.composite
-def problems(draw, square=True, longest=7, grouped=True):
+def problems(draw, square=True, longest=7):
     s = draw(st.integers(1, longest))
     return Problem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         t=s if square else draw(st.integers(1, s)),
         s=s,
         n=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)) if grouped else 1,
+        group=draw(st.integers(1, 3)),
         d=draw(st.integers(1, 4)),
         e=draw(st.integers(1, 4)),
     )
@@ -284,12 +284,11 @@ def test_output_is_attention_with_rescaled_rows(p):
 @sampled
 @given(problems(square=False))
 def test_the_denominator_of_softmax_does_not_matter(p):
-    scores_only = softmax_weights(p.q, p.k) * p.rng.uniform(0.01, 100, size=(*p.q.shape[:3], 1))[
-        :, :, :1
-    ].transpose(0, 2, 1, 3)
+    factors = p.rng.uniform(0.01, 100, size=(2, 1, p.q.shape[1], 1))
+    undivided = factors * softmax_weights(p.q, p.k)
     layer = pa.RowNormalized(eps=0)
     size = conditioning_of(layer, p.x(layer))
-    assert_close(layer(p.q, p.k, p.v), unit(read(scores_only, p.v), 0), size=size)
+    assert_close(layer(p.q, p.k, p.v), unit(read(undivided, p.v), 0), size=size)
 
 
 @pytest.mark.parametrize("base", ["softmax", "lucid", "differential"])
@@ -309,9 +308,9 @@ def test_over_laser_the_size_of_the_values_does_matter():
 
 
 @sampled
-@given(problems(square=False, grouped=False), st.integers(0, 3))
-def test_a_single_channel_leaves_the_sign(p, channel):
-    v = p.v[..., : 1 + min(channel, 0)]
+@given(problems(square=False))
+def test_a_single_channel_leaves_the_sign(p):
+    v = p.v[..., :1]
     o = read(softmax_weights(p.q, p.k), v)
     assume(np.abs(o).min() > 1e-5)
     assert_close(pa.RowNormalized()(p.q, p.k, v), np.sign(o))
@@ -525,7 +524,7 @@ def test_without_detach_the_gradient_of_the_values_has_no_part_along_them(p):
 
 
 @pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("base", ["softmax", "laser", "lucid", "differential[per=head]"])
+@pytest.mark.parametrize("base", ["softmax", "lucid", "differential[per=head]"])
 def test_torch_and_jax_differentiate_the_call_alike(base, detach):
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     layer = pa.RowNormalized(pa.parse(base), detach=detach)
@@ -745,7 +744,7 @@ def test_theorem_4_4_is_false_for_blunt_weights_too():
 
 
 def test_theorem_4_4_is_false_for_most_random_heads_of_a_usual_size():
-    """512 tokens, 64 channels, the usual scale and no mask: μ rises, whatever the seed."""
+    """512 tokens, 64 channels, the usual scale, no mask: μ rises for each of these seeds."""
     for seed in range(3):
         rng = np.random.default_rng(seed)
         q, k, v = rng.normal(size=(3, 512, 64))
@@ -845,7 +844,7 @@ def test_a_difference_of_unit_rows_may_be_normalised_again():
 
 @pytest.mark.parametrize("options", [{"eps": -1.0}, {"eps": np.inf}, {"axis": "row"}, {"axis": 1}])
 def test_options_are_checked(options):
-    with pytest.raises(ValueError, match=f"row_normalized: option {[*options][0]}"):
+    with pytest.raises(ValueError, match=f"row_normalized: option {next(iter(options))}"):
         pa.RowNormalized(**options)
 
 

@@ -11,5 +11,8 @@ def refuses_query_side(name: str, base: Mechanism) -> str | None:
         other = ", ".join(base.offers.paired)
         return f"{name} would reach the first of two maps only, not {other}; put it inside"
     if base.offers.normalizes_query:
-        return f"the base normalises its queries, and would undo {name}; put it inside"
+        return (
+            f"the base normalises its queries, which divides out what {name} does to their length; "
+            f"put it inside"
+        )
     return None

@@ -2,10 +2,10 @@
 
     S_ij ← S_ij + Σ_{j<τ≤i} g_τ = S_ij + G_i − G_j,    G = cumsum(g),  g ≤ 0
 
-g is the logarithm of the gate. Source: Forgetting Transformer (arXiv 2503.02130) Eq. 4; PaTH-FoX
-(arXiv 2505.16381) §3.3. Where the factor s of the logits stands makes a difference:
+g is the logarithm of the gate. Source: Forgetting Transformer (arXiv 2503.02130) Eq. 4. Where the
+factor s of the logits stands makes a difference:
 
-    unscaled:   S = s A + (G_i − G_j)        the papers'
+    unscaled:   S = s A + (G_i − G_j)        the paper's
     scaled:     S = s (A + G_i − G_j)        flash-linear-attention's PaTH
 
 Gradient: dG_i = Σ_j dS_ij at queries, −Σ_i dS_ij at keys; dg = revcumsum(dG).

@@ -28,8 +28,8 @@ class Path(Softmax):
     Parameters
     ----------
     scale, window, bias, forget, read
-        As in `Softmax`. A window hides keys; what stands outside it still reflects. In
-        flash-linear-attention the forget gate is inside the scale: `forget="scaled"`.
+        As in `Softmax`. In flash-linear-attention the forget gate is inside the scale, as with
+        `forget="scaled"`.
     flush : int
         In a cache, past keys are rewritten whenever the length is a multiple of it; the
         reflections since are kept beside them. 1 rewrites at every token.
