@@ -773,7 +773,7 @@ def test_a_store_does_not_depend_on_how_it_was_filled(layer, flush, widths, seed
 
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 @pytest.mark.parametrize("flush", FLUSHES)
-def test_a_store_has_the_keys_as_of_the_last_flush(layer, flush):
+def test_a_store_has_the_keys_as_of_the_last_flush_and_the_reflections_since(layer, flush):
     p = Problem(np.random.default_rng(0), s=8, n=2)
     for length in range(1, 9):
         _, cache = decode(
@@ -785,6 +785,9 @@ def test_a_store_has_the_keys_as_of_the_last_flush(layer, flush):
             for t in range(j + 1, flushed):
                 key = reflection(p.w[b, t, n], p.beta[b, t, n]) @ key
             assert_close(keys[b, j, n], key, size=1)
+        for name in ("w", "beta") if flush > 1 else ():
+            since = cache.store[f"pending({name})"][:, : length - flushed]
+            np.testing.assert_array_equal(since, getattr(p, name)[:, flushed:length])
 
 
 @pytest.mark.parametrize("layer", LAYERS)

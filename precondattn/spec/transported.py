@@ -131,14 +131,15 @@ class Transported:
         at_or_behind = at.behind(of, strict=False)
         behind = of.behind(of, strict=True)
         b, r, g = _product(q, w, at_or_behind), _product(w, k, behind), reflections.overlap()
-        zr, z = reflections.gathered(r), reflections.gathered(identity_like(g) + 0 * g)
+        identity = identity_like(g) + 0 * g  # One for each head.
+        zr, z = reflections.gathered(r), reflections.gathered(identity)
 
         d_b = -zero_where_not(at_or_behind, d_scores @ transpose(zr))
         d_r = -zero_where_not(behind, transpose(b @ z) @ d_scores)
         d_z = -transpose(b) @ d_scores @ transpose(r)
         d_g = -zero_where_not(behind, transpose(z) @ d_z @ transpose(z))
-        left = solve_upper(transpose(identity_like(g) + beta * g), d_z)
-        right = solve_lower(identity_like(g) + g * transpose(beta), identity_like(g) + 0 * g)
+        left = solve_upper(transpose(identity + beta * g), d_z)
+        right = solve_lower(identity + g * transpose(beta), identity)
         d_q = d_scores @ k + d_b @ w
         d_k = transpose(d_scores) @ q + transpose(d_r) @ w
         d_w = transpose(d_b) @ q + d_r @ k + (d_g + transpose(d_g)) @ w
