@@ -18,7 +18,8 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
     """The first and the second heads of all pairs, each (b, t, h, d), of x (b, t, 2h, d).
 
     For queries and for keys: `q, q2 = split_heads(queries, "halves")`. With fewer key heads than
-    query heads the keys are split alike; there has to be an even number of both.
+    query heads the keys are split alike; there has to be an even number of both. (unilm's
+    flash-attention code does so; its other version repeats key heads before it pairs them.)
 
     Parameters
     ----------
@@ -66,4 +67,5 @@ def pair_values(v: Array, layout: str) -> Array:
     >>> pair_values(np.arange(4).reshape(1, 1, 4, 1), "halves").reshape(2, 2).tolist()
     [[0, 2], [1, 3]]
     """
-    return namespace(v).concat(list(split_heads(v, layout)), axis=3)
+    halves = split_heads(v, layout)
+    return namespace(v).concat(list(halves), axis=3)

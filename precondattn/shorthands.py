@@ -21,14 +21,13 @@ from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 from precondattn.verbs import CALL_OPTIONS
 
-PER = {0: "layer", 1: "head", 3: "token"}
-
 SWITCHES: dict[str, tuple[str, Callable[[Array], Any]]] = {
     "bias": ("bias", lambda array: True),
     "lucid_beta": ("beta", lambda array: True),
     "q_gain": ("gain", lambda array: True),
-    "lam": ("per", lambda array: PER.get(array.ndim, "layer")),
-    "tau": ("per", lambda array: PER.get(array.ndim, "layer")),
+    "k_gain": ("gain", lambda array: True),
+    "lam": ("per", lambda array: {1: "head", 3: "token"}.get(array.ndim, "layer")),
+    "tau": ("per", lambda array: "head" if array.ndim == 1 else "layer"),
 }
 """Inputs whose presence, or number of axes, an option tells; giving the array tells it too."""
 

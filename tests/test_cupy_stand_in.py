@@ -24,8 +24,8 @@ import precondattn as pa
 from precondattn import registry
 from precondattn.arrays import library_of
 from precondattn.cache import Cache
-from precondattn.declaration import Pattern
 from precondattn.mechanism import Mechanism
+from precondattn_conformance.inputs import values_in_range
 from tests import cupy_stand_in
 
 Arrays = dict[str, Any]
@@ -107,23 +107,11 @@ EXPRESSIONS = declared_expressions()
 CACHED = those(lambda mechanism: mechanism.offers.causal)
 
 
-def draw(rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]) -> np.ndarray:
-    """Values in the declared range."""
-    low = -np.inf if pattern.low is None else pattern.low
-    high = np.inf if pattern.high is None else pattern.high
-    if np.isfinite(low) and np.isfinite(high):
-        return rng.uniform(low, high, shape)
-    values = rng.normal(size=shape)
-    if np.isfinite(low):
-        return low + np.abs(values)
-    return high - np.abs(values) if np.isfinite(high) else values
-
-
 def make_inputs(mechanism: Mechanism, dtype: str = "float64", **sizes: int) -> Arrays:
     rng = np.random.default_rng(0)
     sizes = SIZES | sizes
     return {
-        name: draw(rng, pattern, pattern.shape(sizes)).astype(dtype)
+        name: values_in_range(rng, pattern, pattern.shape(sizes)).astype(dtype)
         for name, pattern in mechanism.inputs.items()
     }
 

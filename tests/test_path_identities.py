@@ -428,6 +428,19 @@ def test_fewer_queries_than_keys_are_the_last_ones(layer, p, count):
     assert_close(last, out[:, -count:], size=1 + np.abs(out).max())
 
 
+@pytest.mark.parametrize("layer", ["path", "path[forget=scaled]", "lucid(path)"])
+@sampled
+@given(p=problems(), count=st.integers(1, 8), first=st.integers(0, 8))
+def test_the_last_queries_alone_see_the_same_masks(layer, p, count, first):
+    inputs, t = p.gated if "forget" in layer else p.inputs, p.k.shape[1]
+    layer, segments = pa.parse(layer), np.tile(np.arange(t) >= first, (2, 1)).astype(int)
+    seen = p.rng.random((2, t)) < 0.7
+    for masks in ({"key_mask": seen}, {"segment_ids": segments}):
+        out = layer(**inputs, **masks)
+        last = layer(**inputs | {"q": p.q[:, -count:]}, **masks)
+        assert_close(last, out[:, -count:], size=1 + np.abs(out).max())
+
+
 def test_a_bias_is_added_to_the_scaled_logits():
     p = Problem(np.random.default_rng(0), s=6, t=4, group=2)
     bias = p.rng.normal(size=(2, 2, 4, 6))
@@ -823,14 +836,15 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, flush, data, seed):
             assert_close(out, layer(**alone), size=1 + np.abs(out).max())
 
 
-@pytest.mark.parametrize("layer", [x for x in LAYERS if "window" not in x])
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("flush", [1, 3])
 @settings(sampled, max_examples=10)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
 def test_keys_hidden_in_a_cache_neither_reflect_nor_are_seen(layer, flush, widths, seed):
     p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
-    layer, mask = with_flush(layer, flush), p.rng.random((2, sum(widths))) < 0.6
+    windowed, layer = "window" in layer, with_flush(layer, flush)
+    mask = p.rng.random((2, sum(widths))) < 0.6
     cache = layer.init_cache(p.q, p.k, p.v, capacity=sum(widths), key_mask=True)
     outs = []
     for start, stop in pairwise([0, *np.cumsum(widths).tolist()]):
@@ -838,8 +852,10 @@ def test_keys_hidden_in_a_cache_neither_reflect_nor_are_seen(layer, flush, width
         out, cache = layer.extend(cache, **part, key_mask=mask[:, start:stop])
         outs.append(out)
     out = np.concatenate(outs, axis=1)
+    at_once = layer(**inputs, key_mask=mask)
+    assert_close(out, at_once, size=1 + np.abs(at_once).max())
     for i, kept in enumerate(mask):
-        if kept.any():
+        if kept.any() and not windowed:  # A window counts hidden tokens too.
             alone = layer(**{name: x[i : i + 1, kept] for name, x in inputs.items()})
             assert_close(out[i : i + 1, kept], alone, size=1 + np.abs(alone).max())
 

@@ -69,7 +69,7 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
             1 if axis.broadcasts and layout.broadcast else size
             for axis, size in zip(pattern.axes, pattern.shape(layout.sizes), strict=True)
         )
-        made[name] = _values(rng, pattern, shape)
+        made[name] = values_in_range(rng, pattern, shape)
     if kind == "real":
         made |= {name: array for name, array in real_heads(layout).items() if name in made}
     for q, k in (("q", "k"), ("q2", "k2")):
@@ -81,7 +81,9 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
     return made
 
 
-def _values(rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]) -> np.ndarray:
+def values_in_range(
+    rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]
+) -> np.ndarray:
     """Values of a declared range, both ends among them where they are inside."""
     low, high = pattern.low, pattern.high
     values = np.asarray(rng.normal(size=shape))
@@ -93,7 +95,7 @@ def _values(rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]) 
         values = np.asarray(rng.uniform(low, high, size=shape))
     else:
         distance = np.exp(0.7 * values)
-        values = low + distance if np.isfinite(low) else high - distance
+        values = np.asarray(low + distance if np.isfinite(low) else high - distance)
     # The ends of a range are where a formula divides by zero, or a state stops decaying.
     if not pattern.open_low:
         values.flat[::5] = low

@@ -85,9 +85,12 @@ class UnitRows(TokenWise):
     def _factor(self, o: Array, frame: Frame) -> tuple[Array, Array]:
         """C, and where it is 1/‖o‖ (and not 1/ε)."""
         xp = namespace(o)
-        square = self._row_sum(o * o, frame)
+        # Brought to size 1 before they are squared, rows neither overflow nor vanish.
+        size = xp.max(xp.abs(o), axis=-1 if self.axis == "token" else 1, keepdims=True)
+        size = stop_gradient(xp.where(size > 0, size, 1.0))
+        square = self._row_sum((o / size) ** 2, frame)
         # The root of a zero row has no derivative, not even one to be multiplied by 0.
-        norm = xp.sqrt(xp.where(square > 0, square, 1.0))
+        norm = size * xp.sqrt(xp.where(square > 0, square, 1.0))
         longer = (square > 0) & (norm > self.eps)
         return 1 / xp.where(longer, norm, self.eps or 1.0), longer
 
