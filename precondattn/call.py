@@ -62,7 +62,7 @@ def bind(
     """The arguments of a full call."""
     owner, declared = str(mechanism), mechanism.inputs
     inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
-    library = _check_arrays(owner, inputs)
+    library = _check_arrays(owner, declared, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
     b = sizes["b"]
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
@@ -112,7 +112,7 @@ def bind_extension(
             f"found {type(cache).__name__}"
         )
     inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
-    library = _check_arrays(owner, inputs)
+    library = _check_arrays(owner, declared, inputs)
     capacity = _check_cache(owner, mechanism, cache, inputs)
     sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
     _check_buffers(owner, mechanism, cache, sizes, _call_dtype(inputs))
@@ -156,7 +156,7 @@ def bind_shapes(
     inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
-    _check_arrays(owner, inputs)
+    _check_arrays(owner, declared, inputs)
     token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, _shapes(token_inputs))
     like = next(a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs))
@@ -242,7 +242,7 @@ def _inputs_by_name(
     return {name: given[name] for name in declared if name in given}
 
 
-def _check_arrays(owner: str, inputs: Mapping[str, Array]) -> str:
+def _check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
     """One library, one device, dtypes that go together; returns the library."""
     libraries = {}
     for name, array in inputs.items():
@@ -270,11 +270,11 @@ def _check_arrays(owner: str, inputs: Mapping[str, Array]) -> str:
             )
     call_dtype = _call_dtype(inputs)
     for name, dtype in dtypes.items():
-        wider_gate = call_dtype in HALF and dtype == "float32" and name not in ("q", "k", "v")
+        wider_gate = call_dtype in HALF and dtype == "float32" and not declared[name].is_rows
         if dtype != call_dtype and not wider_gate:
             raise TypeError(
-                f"{owner}: inputs of one dtype expected (beside half-precision q, k, v the others "
-                f"may be float32); found {dtypes}"
+                f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
+                f"and values, gates and the like may be float32); found {dtypes}"
             )
     return next(iter(libraries.values()))
 

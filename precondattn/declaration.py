@@ -109,6 +109,14 @@ class Pattern(NamedTuple):
         return "t" in self.letters and "s" in self.letters
 
     @property
+    def is_rows(self) -> bool:
+        """Whether it has a row for each token, as queries, keys and values do.
+
+        Directions of length 1 are not counted: like gates, they say what is done to the rows.
+        """
+        return self.time_axis is not None and self.letters[-1:] in ("d", "e") and not self.unit
+
+    @property
     def time_axis(self) -> int | None:
         """The axis of tokens, that of queries where there are two; None where there is none."""
         places = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
@@ -123,6 +131,14 @@ class Pattern(NamedTuple):
             axis._replace(letter=letters.get(axis.letter, axis.letter)) for axis in self.axes
         )
         return self._replace(axes=tuple(renamed))
+
+    def substituted(self, axes: Mapping[str, Axis]) -> Pattern:
+        """The pattern with other axes in place of some letters: 2*d with d = 3*e is 6*e."""
+        found = []
+        for axis in self.axes:
+            other = axes.get(axis.letter, Axis(axis.letter))
+            found.append(Axis(other.letter, axis.multiple * other.multiple, axis.broadcasts))
+        return self._replace(axes=tuple(found))
 
     def __str__(self) -> str:
         return " ".join(map(str, self.axes))

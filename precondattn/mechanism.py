@@ -141,7 +141,7 @@ class Leaf(Mechanism):
 
 
 class TokenWise(Leaf):
-    """A leaf that treats each token alone, and so has nothing to remember."""
+    """A leaf with nothing to remember: it treats each token alone (or is not causal)."""
 
     role: ClassVar[str] = "piece"
 

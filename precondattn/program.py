@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precondattn.declaration import Pattern
+from precondattn.declaration import Axis, Pattern
 
 if TYPE_CHECKING:
     from precondattn.mechanism import Leaf, Mechanism, Preconditioner
@@ -115,13 +115,13 @@ def _patterns_of_inputs(calls: tuple[Call, ...]) -> dict[str, Pattern]:
     """
     patterns: dict[str, Pattern] = {}
     for call in reversed(calls):
-        letters: dict[str, str] = {}
+        axes: dict[str, Axis] = {}
         if call.out in patterns:
             own = Pattern.read(call.leaf.output).axes
             read_as = patterns[call.out].axes
-            letters = {a.letter: b.letter for a, b in zip(own, read_as, strict=True)}
+            axes = {a.letter: b for a, b in zip(own, read_as, strict=True) if a == Axis(a.letter)}
         for formal, value in call.arguments:
-            patterns.setdefault(value, call.leaf.inputs[formal].renamed(letters))
+            patterns.setdefault(value, call.leaf.inputs[formal].substituted(axes))
     made = {call.out for call in calls}
     used = dict.fromkeys(value for call in calls for _, value in call.arguments)
     return {value: patterns[value] for value in used if value not in made}

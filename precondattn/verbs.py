@@ -163,9 +163,11 @@ class Verbs:
                 letters = set(Pattern.read(slot.pattern).letters.replace(FIXED, ""))
                 unknown = letters - set(sizes)
                 if unknown:
+                    declared = self._mechanism.inputs.items()
+                    tell = [n for n, p in declared if unknown & set(p.letters)]
                     raise ShapeError(
                         f"{self}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
-                        f"from these inputs; pass k and v"
+                        f"from these inputs; pass {', '.join(tell)} too"
                     )
                 store[keys[slot.name]] = caching.new_buffer(slot, sizes, like)
         xp = namespace(like)

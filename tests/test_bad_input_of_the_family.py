@@ -124,3 +124,24 @@ def test_a_cache_of_another_flush_is_refused():
     with pytest.raises(pa.ShapeError, match=r"pending\(w\)' has shape \(2, 3, 2, 3\)"):
         lazy.extend(lazier.init_cache(**x, capacity=8), **x)
     assert lazy.init_cache(**x, capacity=8).store["pending(w)"].shape == (2, 2, 2, 3)
+
+
+def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():
+    """A cache would keep float32 keys in half precision, silently."""
+    m = pa.Differential(pa.Path(forget="scaled"), per="head")
+    x = {n: a.astype(np.float16) for n, a in make_inputs(m, LAYOUT, "random").items()}
+    with pytest.raises(TypeError, match=r"inputs of one dtype expected.*'k2': 'float32'"):
+        m(**x | {"k2": x["k2"].astype(np.float32)})
+    wide = {n: x[n].astype(np.float32) for n in ("w", "beta", "g", "lam")}
+    assert m(**x | wide).dtype == np.float16
+
+
+def test_init_cache_names_the_inputs_that_tell_a_size():
+    m = pa.Softmax(forget="unscaled")
+    x = make_inputs(m, LAYOUT, "random")
+    with pytest.raises(pa.ShapeError, match=r"can not tell the size of h .* pass q, g too"):
+        m.init_cache(k=x["k"], v=x["v"], capacity=4)
+
+
+def test_path_is_no_softmax_to_a_backend_that_asks():
+    assert not isinstance(pa.Path(), pa.Softmax)

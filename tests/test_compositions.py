@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from precondattn.declaration import Axis, Pattern
 from precondattn_conformance import checks
 from precondattn_conformance.case import CHECKS, MASKED, PACKED, PLAIN, RAGGED, Case, makes_sense
 from precondattn_conformance.declared import compositions, is_bounded
@@ -88,6 +89,12 @@ def test_the_patterns_of_inputs_are_those_of_the_base():
     rng = np.random.default_rng(0)
     x = {name: rng.normal(size=shape) for name, shape in layout.items()}
     assert pa.QKNorm()(**x).shape == (1, 2, 4, 3)
+
+
+def test_patterns_are_read_back_through_multiples():
+    axes = {"d": Axis("e", 3), "t": Axis("s")}
+    assert str(Pattern.read("b t h 2*d").substituted(axes)) == "b s h 6*e"
+    assert str(Pattern.read("b t 64").substituted({"t": Axis(".", 8)})) == "b 8 64"
 
 
 def test_every_pair_is_a_mechanism_or_refused_with_a_reason():

@@ -854,3 +854,18 @@ def test_text_and_mechanism_are_inverse(text):
     layer = pa.parse(text)
     assert str(layer) == text
     assert pa.parse(str(layer)) == layer
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("value", [2e38, 1e-30])
+def test_rows_of_any_size_come_out_with_length_one(axis, value):
+    o = np.full((1, 4, 1, 4), value, dtype=np.float32)
+    out = pa.UnitRows(eps=0, axis=axis)(o)
+    np.testing.assert_allclose(out, 0.5, rtol=1e-6)
+
+
+def test_a_packed_segment_of_huge_rows_does_not_touch_its_neighbour():
+    o = np.ones((1, 4, 1, 2), dtype=np.float32)
+    o[:, 2:] = 1e25
+    out = pa.UnitRows(axis="channel")(o, segment_ids=np.asarray([[0, 0, 1, 1]]))
+    np.testing.assert_allclose(out, 0.5**0.5, rtol=1e-6)

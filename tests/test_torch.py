@@ -208,3 +208,28 @@ def test_gates_of_half_precision_calls_may_be_float32():
     out = pa.Lucid(beta=True)(**x, lucid_beta=beta)
     assert out.dtype == torch.bfloat16
     assert np.isfinite(out.float().numpy()).all()
+
+
+class Subtraction(pa.Backend):
+    """o₁ − λ o₂, as a backend that is no code of PyTorch's autograd."""
+
+    name = "subtraction"
+    preference = 10
+
+    def supports(self, mechanism, request):
+        good = mechanism == pa.Difference() and request.verb != "extend"
+        return pa.Support.yes() if good else pa.Support.no("does o1 - lam o2")
+
+    def forward(self, mechanism, inputs, frame):
+        return inputs["o1"] - inputs["lam"] * inputs["o2"], ()
+
+
+def test_vmap_of_a_backend_whose_piece_reads_a_single_number(afresh):
+    pa.register_backend(Subtraction())
+    m = pa.Differential()
+    x = tensors_of("differential", requires_grad=False)
+    stack = torch.stack([x["q"], -x["q"]])
+    others = {name: tensor for name, tensor in x.items() if name != "q"}
+    assert "subtraction" in m.explain(**x).backends
+    mapped = torch.func.vmap(lambda q: m(q=q, **others))(stack)
+    torch.testing.assert_close(mapped[1], m(**x | {"q": -x["q"]}))

@@ -89,7 +89,7 @@ def values_in_range(
     values = np.asarray(rng.normal(size=shape))
     if pattern.unit:
         return values / np.linalg.vector_norm(values, axis=-1, keepdims=True)
-    if low is None or high is None:
+    if low is None or high is None or (np.isinf(low) and np.isinf(high)):
         return values
     if np.isfinite(low) and np.isfinite(high):
         values = np.asarray(rng.uniform(low, high, size=shape))

@@ -195,7 +195,7 @@ def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tup
         return tuple(shape)
 
     patterns = list(mechanism.inputs.values())
-    lead = [p.axes[0].letter == "b" for p in patterns]
+    lead = [p.letters[:1] == "b" for p in patterns]
     b = max(inner(t, a)[0] for t, a, has in zip(tensors, axes[2], lead, strict=True) if has)
 
     def fold(tensor: Any, axis: Any, has_batch: bool) -> Any:

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from precondattn.options import count
 from precondattn.spec.metric import Metric
-from precondattn.spec.softmax import Softmax
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
 
 
 @dataclass(frozen=True)
-class Path(Softmax):
+class Path(SoftmaxAttention):
     """PaTH: o = softmax(s A + bias) v, A_ij = q_iᵀ H_i … H_{j+1} k_j, H_t = I − β_t w_t w_tᵀ.
 
     The directions `w` (b, s, n, d) are used as they are: normalise them first. For rows of length

@@ -43,55 +43,10 @@ from precondattn.spec.read import MEAN, Read
 
 
 @dataclass(frozen=True)
-class Softmax(Leaf):
-    """Softmax attention: o = softmax(s q kᵀ + bias + mask) v.
+class SoftmaxAttention(Leaf):
+    """What softmax and PaTH have in common: softmax over the scores of a metric."""
 
-    Query i of t stands at position i + s − t of the keys. With fewer key/value heads than query
-    heads (n < h), query head i reads key/value head ⌊i n / h⌋.
-
-    Parameters
-    ----------
-    causal : bool
-        Whether a query sees only keys at its own position and before.
-    scale : float, optional
-        The factor s of the logits; d^{-1/2} by default.
-    window : int, optional
-        A query at i sees keys at j with |i − j| < window.
-    bias : bool
-        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits:
-        finite, or −∞ for a pair that is hidden from softmax (no preconditioner sees it). In
-        `extend` its last axis is the cache's capacity: column j is the key at position j.
-    forget : {"none", "unscaled", "scaled"}
-        Whether there is an input `g` (b, s, h) ≤ 0 and finite, the logarithm of a forget gate:
-        the sum of g over the tokens behind the key up to the query is added to the logits
-        ("unscaled"), or to the scores before s multiplies them ("scaled"). Causal only.
-    read : Mean or LogMeanExp
-        How the values are read. `Laser` sets it.
-
-    Source
-    ------
-    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2.
-
-    Examples
-    --------
-    >>> import numpy as np, precondattn as pa
-    >>> rng = np.random.default_rng(0)
-    >>> q = rng.normal(size=(2, 5, 8, 16))
-    >>> k, v = rng.normal(size=(2, 2, 5, 4, 16))
-    >>> pa.Softmax()(q, k, v).shape
-    (2, 5, 8, 16)
-    """
-
-    name: ClassVar[str] = "softmax"
-    variants: ClassVar[tuple[str, ...]] = (
-        "softmax[causal=false]",
-        "softmax[scale=0.3]",
-        "softmax[window=3]",
-        "softmax[causal=false,window=3]",
-        "softmax[bias=true]",
-        "softmax[forget=unscaled]",
-    )
-    metric: ClassVar[Metric] = DOT
+    metric: ClassVar[Metric]
 
     causal: bool = flag(True)
     scale: float | None = positive_or_none()
@@ -129,7 +84,7 @@ class Softmax(Leaf):
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
 
-    def with_read(self, read: Read) -> Softmax:
+    def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
 
     def _scale(self, d: int) -> float:
@@ -235,3 +190,55 @@ def _bias_of_keys(bias: Array, frame: Frame) -> Array:
     column = xp.clip(frame.k_position, max=bias.shape[3] - 1)
     bias = xp.broadcast_to(bias, (b, *bias.shape[1:]))
     return xp.take_along_axis(bias, as_index(column)[:, None, None, :], axis=3)
+
+
+@dataclass(frozen=True)
+class Softmax(SoftmaxAttention):
+    """Softmax attention: o = softmax(s q kᵀ + bias + mask) v.
+
+    Query i of t stands at position i + s − t of the keys. With fewer key/value heads than query
+    heads (n < h), query head i reads key/value head ⌊i n / h⌋.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether a query sees only keys at its own position and before.
+    scale : float, optional
+        The factor s of the logits; d^{-1/2} by default.
+    window : int, optional
+        A query at i sees keys at j with |i − j| < window.
+    bias : bool
+        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits:
+        finite, or −∞ for a pair that is hidden from softmax (no preconditioner sees it). In
+        `extend` its last axis is the cache's capacity: column j is the key at position j.
+    forget : {"none", "unscaled", "scaled"}
+        Whether there is an input `g` (b, s, h) ≤ 0 and finite, the logarithm of a forget gate:
+        the sum of g over the tokens behind the key up to the query is added to the logits
+        ("unscaled"), or to the scores before s multiplies them ("scaled"). Causal only.
+    read : Mean or LogMeanExp
+        How the values are read. `Laser` sets it.
+
+    Source
+    ------
+    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.normal(size=(2, 5, 8, 16))
+    >>> k, v = rng.normal(size=(2, 2, 5, 4, 16))
+    >>> pa.Softmax()(q, k, v).shape
+    (2, 5, 8, 16)
+    """
+
+    name: ClassVar[str] = "softmax"
+    variants: ClassVar[tuple[str, ...]] = (
+        "softmax[causal=false]",
+        "softmax[scale=0.3]",
+        "softmax[window=3]",
+        "softmax[causal=false,window=3]",
+        "softmax[bias=true]",
+        "softmax[forget=unscaled]",
+    )
+    metric: ClassVar[Metric] = DOT

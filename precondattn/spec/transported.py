@@ -209,7 +209,7 @@ def _places(frame: Frame) -> tuple[Place, Place]:
     )
 
 
-def _count(frame: Frame) -> Array:
+def _count(frame: Frame) -> Array | int:
     """How many of the new tokens count (b, 1)."""
     if frame.q_valid is None:
         return frame.q_position.shape[1]
@@ -224,13 +224,14 @@ def metric_option(default: Metric) -> Any:
         name, _, flush = text.partition("/")
         if text == DOT.name:
             return DOT
-        if name == "transported" and (not flush or flush.isdecimal()):
+        if name == "transported" and (not flush or (flush.isdecimal() and int(flush) > 0)):
             return Transported(int(flush or 1))
         return text
 
     def accept(value: Any) -> Any:
         value = read(value) if isinstance(value, str) else value
-        if not isinstance(value, Dot | Transported) or getattr(value, "flush", 1) < 1:
+        flush = getattr(value, "flush", 1)
+        if not isinstance(value, Dot | Transported) or type(flush) is not int or flush < 1:
             raise ValueError
         return value
 

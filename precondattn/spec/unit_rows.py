@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, cast, namespace, stop_gradient, zero_where_not
+from precondattn.arrays import Array, namespace, stop_gradient, zero_where_not
 from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Offers, Residuals, TokenWise
@@ -70,33 +70,37 @@ class UnitRows(TokenWise):
     def offers(self) -> Offers:
         return Offers(causal=self.axis == "token", row_axis=self.axis)
 
-    def _row_sum(self, x: Array, frame: Frame) -> Array:
-        """The sum over each row, at every place of it (or with an axis of 1)."""
+    def _along_rows(self, x: Array, frame: Frame, reduce: str) -> Array:
+        """The "sum" or "max" of each row's entries, at every place of it (or on an axis of 1)."""
         xp = namespace(x)
         if self.axis == "token":
-            return xp.sum(x, axis=-1, keepdims=True)
+            return getattr(xp, reduce)(x, axis=-1, keepdims=True)
         if frame.q_valid is not None:
             x = zero_where_not(frame.q_valid[:, :, None, None], x)
         if frame.q_segment is None:
-            return xp.sum(x, axis=1, keepdims=True)
-        same = cast(frame.q_segment[:, :, None] == frame.q_segment[:, None, :], x.dtype)
-        return xp.reshape(same @ xp.reshape(x, (*x.shape[:2], -1)), x.shape)
+            return getattr(xp, reduce)(x, axis=1, keepdims=True)
+        same = frame.q_segment[:, :, None] == frame.q_segment[:, None, :]
+        each = zero_where_not(same[:, :, :, None, None], x[:, None, :, :, :])
+        return getattr(xp, reduce)(each, axis=2)
 
-    def _factor(self, o: Array, frame: Frame) -> tuple[Array, Array]:
-        """C, and where it is 1/‖o‖ (and not 1/ε)."""
+    def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
+        """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
+
+        A row is brought to size 1 before it is squared, so that nothing overflows or vanishes.
+        """
         xp = namespace(o)
-        # Brought to size 1 before they are squared, rows neither overflow nor vanish.
-        size = xp.max(xp.abs(o), axis=-1 if self.axis == "token" else 1, keepdims=True)
-        size = stop_gradient(xp.where(size > 0, size, 1.0))
-        square = self._row_sum((o / size) ** 2, frame)
+        size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))
+        some = size > 0
+        size = xp.where(some, size, 1.0)
+        square = self._along_rows((o / size) ** 2, frame, "sum")
         # The root of a zero row has no derivative, not even one to be multiplied by 0.
-        norm = size * xp.sqrt(xp.where(square > 0, square, 1.0))
-        longer = (square > 0) & (norm > self.eps)
-        return 1 / xp.where(longer, norm, self.eps or 1.0), longer
+        root = xp.sqrt(xp.where(some, square, 1.0))
+        longer = some & (size > self.eps / root)
+        return xp.where(longer, size, self.eps or 1.0), xp.where(longer, root, 1.0), longer
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        factor, _ = self._factor(x["o"], frame)
-        return x["o"] * (stop_gradient(factor) if self.detach else factor), ()
+        size, root, _ = self._divisors(x["o"], frame)
+        return x["o"] / size / (stop_gradient(root) if self.detach else root), ()
 
     def backward(
         self,
@@ -106,8 +110,8 @@ class UnitRows(TokenWise):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        factor, longer = self._factor(x["o"], frame)
-        if self.detach:
-            return {"o": factor * cotangent}
-        along = zero_where_not(longer, self._row_sum(out * cotangent, frame))
-        return {"o": factor * (cotangent - out * along)}
+        size, root, longer = self._divisors(x["o"], frame)
+        if not self.detach:
+            along = self._along_rows(out * cotangent, frame, "sum")
+            cotangent = cotangent - out * zero_where_not(longer, along)
+        return {"o": cotangent / root / size}
