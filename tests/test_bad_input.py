@@ -26,8 +26,8 @@ for _array in (Q, K, V):
 REAL = "must be of dtype float16, bfloat16, float32 or float64; found"
 ARRAY = "must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; found"
 ONE_DTYPE = (
-    "softmax: inputs of one dtype expected (beside half-precision q, k, v the others may be "
-    "float32); found "
+    "softmax: inputs of one dtype expected (beside half-precision queries, keys and "
+    "values, gates and the like may be float32); found "
 )
 
 
@@ -849,7 +849,7 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
         ),
         case(
             "without v",
-            "softmax: init_cache can not tell the size of e from these inputs; pass k and v",
+            "softmax: init_cache can not tell the size of e from these inputs; pass v too",
             lambda: SOFTMAX.init_cache(Q, K, capacity=8),
             pa.ShapeError,
         ),
