@@ -2,8 +2,10 @@
 
 A backend never sees strings of options or a user's call. It is asked whether it supports a
 mechanism under a request, and then gets arrays by name and a frame. A mechanism here is a leaf
-(`isinstance(mechanism, LucidSolve)`), or a group of leaf calls, to be recognised by its program:
+or a group of leaf calls, to be recognised by its program. Compare with `==`, so that an option
+that you do not know of (another metric, a forget gate) is not ignored:
 
+    mechanism == LucidSolve(eps=mechanism.eps)      # every other option has its default
     mechanism.program == group_of("lucid")          # from precondattn.group
     mechanism.program.leaves                        # to match on the leaves' options
 

@@ -48,8 +48,8 @@ class Verbs:
         ----------
         *arrays, **named
             The declared inputs (see `inputs`): the first three by position, usually q, k, v, and
-            any by name. All of one library, device and dtype; beside half-precision q, k, v the
-            others may be float32.
+            any by name. All of one library, device and dtype; beside half-precision queries,
+            keys and values the others may be float32.
         backend : str or tuple of str, optional
             Use only these, in this order of preference (larger groups of calls still go before
             smaller ones); what they do not take raises `UnsupportedError`.
