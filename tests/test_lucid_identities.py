@@ -621,7 +621,7 @@ def test_values_gradient_is_the_adjoint(normalize, p):
 
 
 def adjoint_of_solve(k, v, y, dy, normalize, beta):
-    """dk, dv, dβ of one head at eps = 0, from Eᵀ x = dy; the closed form of math.md 2(d)."""
+    """dk, dv, dβ of one head at eps = 0, from Eᵀ x = dy, in closed form."""
     s, d = k.shape
     size = np.sqrt(np.mean(k * k, axis=-1, keepdims=True))
     keys = k / size if normalize == "keys" else k

@@ -84,7 +84,7 @@ def scores(q, k, bias=None, scale=None):
 
 
 def online_softmax(row, values, tile):
-    """One row's output and log-sum-exp, met tile by tile: (m, l, acc) of math.md 1(c)."""
+    """One row's output and log-sum-exp, met tile by tile: running maximum, sum and output."""
     maximum, total, accumulated = -np.inf, 0.0, np.zeros(values.shape[-1])
     for start in range(0, len(row), tile):
         part = row[start : start + tile]
