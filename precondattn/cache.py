@@ -79,9 +79,9 @@ def new_buffer(slot: Slot, sizes: Sizes, like: Array) -> Array:
 
 def updated(buffer: Array, update: Update, length: Array, count: Array, *, donate: bool) -> Array:
     """The buffer after an update by `count` (b,) tokens behind its first `length` (b,)."""
-    in_place = donate and writes_in_place(buffer)
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate)
+    in_place = donate and writes_in_place(buffer)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
     if in_place:
         buffer[...] = new

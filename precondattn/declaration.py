@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 LETTERS = {
@@ -79,6 +80,7 @@ class Pattern(NamedTuple):
     """Whether its rows, along the last axis, have length 1."""
 
     @classmethod
+    @cache
     def read(cls, text: str) -> Pattern:
         """From its text, such as `"b s n in [0, 2]"`."""
         parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
@@ -127,10 +129,7 @@ class Pattern(NamedTuple):
 
     def renamed(self, letters: Mapping[str, str]) -> Pattern:
         """The pattern with some of its letters replaced."""
-        renamed = (
-            axis._replace(letter=letters.get(axis.letter, axis.letter)) for axis in self.axes
-        )
-        return self._replace(axes=tuple(renamed))
+        return self.substituted({old: Axis(new) for old, new in letters.items()})
 
     def substituted(self, axes: Mapping[str, Axis]) -> Pattern:
         """The pattern with other axes in place of some letters: 2*d with d = 3*e is 6*e."""

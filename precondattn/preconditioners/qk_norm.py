@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.options import choice, flag, non_negative
+from precondattn.preconditioners.query_side import misses_second_map
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
@@ -62,13 +63,10 @@ class QKNorm(Preconditioner):
         return base._replace(key_steps=(self._of("k"), *base.key_steps), normalizes_query=True)
 
     def refuses(self) -> str | None:
-        base = self.base.offers
-        if base.paired:
-            other = ", ".join(base.paired)
-            return f"qk_norm would reach the first of two maps only, not {other}; put it inside"
-        if base.normalizes_query:
+        missed = misses_second_map(self.name, self.base)
+        if missed is None and self.base.offers.normalizes_query:
             return "the base normalises its queries already"
-        return None
+        return missed
 
     def _of(self, name: str) -> Step:
         norm = (RMSNorm if self.norm == "rms" else LayerNorm)(self.eps, self.gain)

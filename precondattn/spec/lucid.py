@@ -58,7 +58,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
-from precondattn.spec.metric import DOT, Metric
+from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import metric_option
 
@@ -279,9 +279,7 @@ class LucidSolve(Leaf):
         xp = namespace(x["k"])
         k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
         past_y = swap_time_and_heads(past["solved"])
-        past_keys = {
-            slot.name: swap_time_and_heads(past[slot.name]) for slot in self.metric.slots()
-        }
+        past_keys = cached_keys(self.metric, past)
         r, past_r = self._rms(k), xp.ones_like(past_y[..., :1])
         if self.normalize == "keys":
             # The norm is that of the key as it came; a cached key may have been transported since.

@@ -58,6 +58,11 @@ class Metric(Protocol):
         ...
 
 
+def cached_keys(metric: Metric, past: Mapping[str, Array]) -> dict[str, Array]:
+    """The buffers of a metric among those of its leaf, with heads before time."""
+    return {slot.name: swap_time_and_heads(past[slot.name]) for slot in metric.slots()}
+
+
 @dataclass(frozen=True)
 class Dot:
     """The dot product."""

@@ -9,16 +9,12 @@ The row x = 0 with ε = 0 is taken to be 0 (rms := 1), so that a zero key stays 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
-from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import flag, non_negative
-from precondattn.spec.array_functions import row_sum, sum_rows
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.norm import Norm
 
 
 def rms(x: Array, eps: float) -> Array:
@@ -39,7 +35,7 @@ def rms_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class RMSNorm(TokenWise):
+class RMSNorm(Norm):
     """RN(x), row by row; with `gain` times an input `gain` (d).
 
     Source: LUCID §3.2; Zhang and Sennrich 2019 (arXiv 1910.07467) Eq. 4.
@@ -54,28 +50,9 @@ class RMSNorm(TokenWise):
 
     name: ClassVar[str] = "rms_norm"
     variants: ClassVar[tuple[str, ...]] = ("rms_norm[gain=true]",)
-    eps: float = non_negative(1e-6)
-    gain: bool = flag(False)
 
-    output = "b t h d"
+    def normalized(self, x: Array) -> Array:
+        return rms_norm(x, self.eps)
 
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(x="b t h d", gain="d") if self.gain else Inputs(x="b t h d")
-
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        normed = rms_norm(x["x"], self.eps)
-        return (normed * x["gain"] if self.gain else normed), ()
-
-    def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        if not self.gain:
-            return {"x": rms_norm_vjp(x["x"], self.eps, cotangent)}
-        d_gain = sum_rows(cotangent * rms_norm(x["x"], self.eps))
-        return {"x": rms_norm_vjp(x["x"], self.eps, cotangent * x["gain"]), "gain": d_gain}
+    def normalized_vjp(self, x: Array, cotangent: Array) -> Array:
+        return rms_norm_vjp(x, self.eps, cotangent)

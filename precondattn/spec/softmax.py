@@ -38,7 +38,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
-from precondattn.spec.metric import DOT, Metric
+from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.read import MEAN, Read
 
 
@@ -163,9 +163,7 @@ class SoftmaxAttention(Leaf):
         xp = namespace(x["q"])
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, n, d = q.shape[1], k.shape[1], q.shape[3]
-        past_keys = {
-            slot.name: swap_time_and_heads(past[slot.name]) for slot in self.metric.slots()
-        }
+        past_keys = cached_keys(self.metric, past)
         updates = self.metric.advance(past_keys, k, self._extra(x, n), frame)
         repeated = {name: repeat_heads(buffer, h) for name, buffer in past_keys.items()}
         scores = self._scale(d) * self.metric.extended_scores(

@@ -1,0 +1,57 @@
+"""What the norms have in common: an optional gain behind the normalised rows.
+
+y = γ ∘ N(x),    dx = vjp of N at γ ∘ dy,    dγ = Σ dy ∘ N(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precondattn.arrays import Array
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals, TokenWise
+from precondattn.options import flag, non_negative
+from precondattn.spec.array_functions import sum_rows
+
+
+@dataclass(frozen=True)
+class Norm(TokenWise):
+    """A norm N of rows; subclasses have `normalized` and `normalized_vjp`."""
+
+    eps: float = non_negative(1e-6)
+    gain: bool = flag(False)
+
+    output = "b t h d"
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(x="b t h d", gain="d") if self.gain else Inputs(x="b t h d")
+
+    def normalized(self, x: Array) -> Array:
+        """N(x)."""
+        raise NotImplementedError
+
+    def normalized_vjp(self, x: Array, cotangent: Array) -> Array:
+        """The gradient of x."""
+        raise NotImplementedError
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        normalized = self.normalized(x["x"])
+        return (normalized * x["gain"] if self.gain else normalized), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        if not self.gain:
+            return {"x": self.normalized_vjp(x["x"], cotangent)}
+        return {
+            "x": self.normalized_vjp(x["x"], cotangent * x["gain"]),
+            "gain": sum_rows(cotangent * self.normalized(x["x"])),
+        }
