@@ -13,17 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.identities import assert_close, grouped
 
 sampled = settings(
     max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-def assert_close(actual, expected, size=None):
-    """Equality to 1e-10 of `size`, by default the largest expected number."""
-    expected = np.broadcast_to(expected, np.shape(actual))
-    size = np.max(np.abs(expected), initial=0.0) if size is None else size
-    assert np.max(np.abs(actual - expected), initial=0.0) <= 1e-10 * size
 
 
 class Problem:
@@ -104,11 +98,6 @@ def log_weights(q, k, visible):
     """log A, (b, h, t, s); −inf where a key is hidden."""
     masked = np.where(visible, scores(q, k), -np.inf)
     return masked - np.logaddexp.reduce(masked, axis=-1)[..., None]
-
-
-def grouped(x, group):
-    """(b, s, h, ·) as (b, s, n, group, ·)."""
-    return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
 
 
 def values_per_key(p):

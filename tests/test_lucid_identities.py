@@ -13,19 +13,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.identities import assert_close, causal_mask, identity_values
 
 sampled = settings(
     max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 NORMALIZE = ["keys", "queries_and_keys", "rows", "none"]
 KEYS = ["random", "clustered", "duplicate", "zero", "tiny", "opposite"]
-
-
-def assert_close(actual, expected, size=None):
-    """Equality to 1e-10 of `size`, by default the largest expected number."""
-    expected = np.broadcast_to(expected, np.shape(actual))
-    size = np.max(np.abs(expected), initial=0.0) if size is None else size
-    assert np.max(np.abs(actual - expected), initial=0.0) <= 1e-10 * size
 
 
 def make_keys(rng, kind, shape):
@@ -81,12 +75,6 @@ def problems(draw, square=True, kinds=KEYS, longest=9, grouped=True):
 
 def rms_norm(x, eps):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def causal_mask(t, s, window=None):
-    """Query i stands at position i + s − t, and sees the last `window` tokens."""
-    distance = np.arange(t)[:, None] + s - t - np.arange(s)
-    return (distance >= 0) & (distance < (s if window is None else window))
 
 
 def kernel(k, normalize, scale=None, eps=1e-6, window=None):
@@ -148,12 +136,6 @@ def lucid_by_loops(q, k, v, normalize, beta=None, *, scale=None, base_scale=None
     if normalize == "queries_and_keys":
         q, k = rms_norm(q, eps), rms_norm(k, eps)
     return read(softmax_weights(q, k, base_scale, **rest), y)
-
-
-def identity_values(k):
-    """Values (b, s, n, s) through which an output becomes the matrix that maps values to it."""
-    b, s, n, _ = k.shape
-    return np.broadcast_to(np.eye(s)[:, None], (b, s, n, s)).copy()
 
 
 def matrix_of(mechanism, *arrays, **named):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from precondattn.spec.transported import key_cache_form, product_form
+from tests.identities import causal_mask, identity_values
 
 sampled = settings(
     max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -165,12 +166,6 @@ def scores_of_all_heads(q, k, w, beta):
     )
 
 
-def causal_mask(t, s, window=None):
-    """Query i stands at position i + s − t, and sees the last `window` tokens."""
-    distance = np.arange(t)[:, None] + s - t - np.arange(s)
-    return (distance >= 0) & (distance < (s if window is None else window))
-
-
 def softmax(logits, mask):
     logits = np.where(mask, logits, 0)
     highest = np.max(np.where(mask, logits.real, -np.inf), axis=-1, keepdims=True)
@@ -275,12 +270,6 @@ def assert_gradients(layer, function, inputs, tolerance=1e-9):
 
 
 # What the library says of its matrices
-
-
-def identity_values(k):
-    """Values (b, s, n, s) through which an output becomes the matrix that maps values to it."""
-    b, s, n, _ = k.shape
-    return np.broadcast_to(np.eye(s)[:, None], (b, s, n, s)).copy()
 
 
 def scores_of(q, k, w, beta):

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.identities import assert_close, part
 
 sampled = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -45,13 +46,6 @@ LAYERS = [
     "qk_norm[gain=true](path)",
 ]
 NORMS = ["rms", "layer"]
-
-
-def assert_close(actual, expected, size=None):
-    """Equality to 1e-10 of `size`, by default the largest expected number."""
-    expected = np.broadcast_to(expected, np.shape(actual))
-    size = np.max(np.abs(expected), initial=0.0) if size is None else size
-    assert np.max(np.abs(actual - expected), initial=0.0) <= 1e-10 * size
 
 
 class Problem:
@@ -690,11 +684,6 @@ def test_gradients_are_those_of_central_differences(layer):
 
 
 # Caches
-
-
-def part(x, chosen):
-    """The inputs at some times; gains, scales and temperatures have none."""
-    return {name: array[:, chosen] if array.ndim >= 3 else array for name, array in x.items()}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

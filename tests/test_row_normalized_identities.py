@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.identities import assert_close, part, solved_values
 
 sampled = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -34,13 +35,6 @@ LAYERS = [
     "differential[per=head](row_normalized)",
 ]
 CHANNEL = "row_normalized[axis=channel](softmax[causal=false])"
-
-
-def assert_close(actual, expected, size=None):
-    """Equality to 1e-10 of `size`, by default the largest expected number."""
-    expected = np.broadcast_to(expected, np.shape(actual))
-    size = np.max(np.abs(expected), initial=0.0) if size is None else size
-    assert np.max(np.abs(actual - expected), initial=0.0) <= 1e-10 * size
 
 
 def length(x, axis=-1):
@@ -117,17 +111,6 @@ def read(weights, v):
     """A v, with shared value heads."""
     v = np.repeat(v, weights.shape[1] // v.shape[2], axis=2)
     return np.einsum("bhts,bshe->bthe", weights, v)
-
-
-def solved_values(k, v, eps=1e-6):
-    """LUCID's y, from y_t = v_t − Σ_{j<t} Φ_tj y_j."""
-    kn = k / np.sqrt(np.mean(k * k, axis=-1, keepdims=True) + eps)
-    y, d = np.zeros_like(v), k.shape[-1]
-    for b, n in np.ndindex(k.shape[0], k.shape[2]):
-        phi = np.exp((kn[b, :, n] @ kn[b, :, n].T - d) / np.sqrt(d))
-        for t in range(len(phi)):
-            y[b, t, n] = v[b, t, n] - phi[t, :t] @ y[b, :t, n]
-    return y
 
 
 def attention(text, q, k, v):
@@ -754,11 +737,6 @@ def test_theorem_4_4_is_false_for_most_random_heads_of_a_usual_size():
 
 
 # Caches
-
-
-def part(x, chosen):
-    """The inputs at some times; λ has a time axis only where it is (b, t, h)."""
-    return {name: array[:, chosen] if array.ndim >= 3 else array for name, array in x.items()}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

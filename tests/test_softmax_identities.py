@@ -12,17 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.identities import assert_close, grouped
 
 sampled = settings(
     max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-def assert_close(actual, expected, size=None):
-    """Equality to 1e-10 of `size`, by default the largest expected number."""
-    expected = np.broadcast_to(expected, np.shape(actual))
-    size = np.max(np.abs(expected), initial=0.0) if size is None else size
-    assert np.max(np.abs(actual - expected), initial=0.0) <= 1e-10 * size
 
 
 class Problem:
@@ -68,11 +62,6 @@ def problems(draw, causal=None, square=False, windows=True):
         window=draw(st.none() | st.integers(1, s)) if causal and windows else None,
         spread=draw(st.sampled_from([1.0, 30.0, 1000.0])),
     )
-
-
-def grouped(x, group):
-    """(b, s, h, ·) as (b, s, n, group, ·)."""
-    return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
 
 
 def scores(q, k, bias=None, scale=None):
