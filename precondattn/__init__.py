@@ -23,7 +23,10 @@ from precondattn.group import group_of
 from precondattn.head_pairs import pair_values, split_heads
 from precondattn.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, TokenWise, step
 from precondattn.preconditioners import (
+    CCQ,
     Differential,
+    Elu1,
+    Hedgehog,
     Laser,
     Lucid,
     PerDimScale,
@@ -33,39 +36,73 @@ from precondattn.preconditioners import (
 )
 from precondattn.registry import mechanisms
 from precondattn.shorthands import (
+    ccq,
+    delta,
     differential,
+    elu1,
+    gated_delta,
+    gla,
+    gsa,
+    hedgehog,
     laser,
+    linear,
     lucid,
     path,
     per_dim_scale,
     qk_norm,
+    retention,
     row_normalized,
     softmax,
+    ssd,
     temperature,
 )
+from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.difference import Difference
+from precondattn.spec.elu_plus_one import EluPlusOne
+from precondattn.spec.gla import GLA
+from precondattn.spec.gsa import GSA
+from precondattn.spec.hedgehog import HedgehogMap
+from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
+from precondattn.spec.linear import Linear
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
+from precondattn.spec.query_weighted import QueryWeightedQuery
+from precondattn.spec.retention import Retention
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
+from precondattn.spec.ssd import SSD
 from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CCQ",
+    "GLA",
+    "GSA",
+    "SSD",
     "Append",
     "ArraySpec",
     "Backend",
     "Cache",
+    "ConditionedQuery",
+    "Delta",
     "Difference",
     "Differential",
+    "Elu1",
+    "EluPlusOne",
     "Frame",
+    "GatedDelta",
+    "Hedgehog",
+    "HedgehogMap",
+    "L2Norm",
     "Laser",
     "LayerNorm",
     "Leaf",
+    "Linear",
     "Lucid",
     "LucidSolve",
     "Mechanism",
@@ -75,9 +112,11 @@ __all__ = [
     "PerDimScale",
     "Preconditioner",
     "QKNorm",
+    "QueryWeightedQuery",
     "RMSNorm",
     "Replace",
     "Request",
+    "Retention",
     "Rewrite",
     "RowNormalized",
     "ScaledDims",
@@ -90,9 +129,17 @@ __all__ = [
     "TokenWise",
     "UnitRows",
     "UnsupportedError",
+    "ccq",
+    "delta",
     "differential",
+    "elu1",
+    "gated_delta",
+    "gla",
     "group_of",
+    "gsa",
+    "hedgehog",
     "laser",
+    "linear",
     "lucid",
     "mechanisms",
     "pair_values",
@@ -101,9 +148,11 @@ __all__ = [
     "per_dim_scale",
     "qk_norm",
     "register_backend",
+    "retention",
     "row_normalized",
     "softmax",
     "split_heads",
+    "ssd",
     "step",
     "temperature",
     "unregister_backend",

@@ -60,7 +60,8 @@ class Request:
     """What is about to be asked of a backend. Hashable, and made without looking at values."""
 
     verb: str
-    """`"forward"`, `"vjp"` or `"extend"`. A call whose gradient may be wanted is a `"vjp"`."""
+    """`"forward"`, `"vjp"`, `"extend"` or `"extend_vjp"`. A call whose gradient may be wanted is a
+    `"vjp"`."""
     library: str
     device: str
     dtype: str
@@ -133,6 +134,21 @@ class Backend(Protocol):
         Buffers go by the names of `mechanism.program`'s slots.
         """
         raise _not_written(self, "step")
+
+    def step_backward(
+        self,
+        mechanism: Mechanism,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of inputs and of `past`, from those of `step`'s output and new buffers.
+
+        It serves the verb `"extend_vjp"`, on mechanisms whose buffers are states.
+        """
+        raise _not_written(self, "step_backward")
 
     def residual_shapes(
         self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame

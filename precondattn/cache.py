@@ -21,7 +21,7 @@ from precondattn.arrays import (
     placement,
     writes_in_place,
 )
-from precondattn.declaration import Pattern, Sizes
+from precondattn.declaration import Shape
 
 KEY_MASK = "key_mask"
 """The buffer of which cached keys may be seen; only in a cache that was asked to keep it."""
@@ -70,11 +70,11 @@ Update = Append | Rewrite | Replace
 Updates = dict[str, Update]
 
 
-def new_buffer(slot: Slot, sizes: Sizes, like: Array) -> Array:
+def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
     """A buffer of zeros for `slot`, of the library, dtype and device of `like`."""
     xp = namespace(like)
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
-    return xp.zeros(Pattern.read(slot.pattern).shape(sizes), dtype=dtype, **placement(like))
+    return xp.zeros(shape, dtype=dtype, **placement(like))
 
 
 def updated(buffer: Array, update: Update, length: Array, count: Array, *, donate: bool) -> Array:

@@ -26,7 +26,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.declaration import Inputs, Pattern, ShapeError, Sizes
+from precondattn.declaration import Inputs, ShapeError, Sizes
 from precondattn.frame import Frame, extending_frame, full_frame
 from precondattn.verbs import CALL_OPTIONS
 
@@ -121,7 +121,10 @@ def bind_extension(
     checks = _ValueChecks(owner)
     lengths = _check_lengths(owner, lengths, like, b, t, "t", checks)
     key_mask = _check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
-    if key_mask is not None and KEY_MASK not in cache.store:
+    seen = cache.store.get(KEY_MASK)
+    if not keeps_tokens(mechanism):
+        seen = key_mask  # What is hidden now has not come into the state, and need not be recalled.
+    elif key_mask is not None and seen is None:
         raise ValueError(
             f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
         )
@@ -141,7 +144,7 @@ def bind_extension(
         key_mask=key_mask,
         past_mask=cache.store.get(KEY_MASK),
     )
-    masks = _names(lengths=lengths, key_mask=cache.store.get(KEY_MASK))
+    masks = _names(lengths=lengths, key_mask=seen)
     new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
     inputs = zero_padding(inputs, mechanism.inputs, frame.q_valid, new_valid)
     dtype = _call_dtype(inputs)
@@ -161,6 +164,22 @@ def bind_shapes(
     sizes = declared.sizes(owner, _shapes(token_inputs))
     like = next(a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs))
     return like, sizes
+
+
+def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Array) -> None:
+    """Raise an error for a cotangent that is not like the array it belongs to."""
+    library = library_of(array)
+    if library_of(cotangent) != library:
+        raise TypeError(
+            f"{owner}: {what} must be an array of {library}, as {of}; "
+            f"found {type(cotangent).__name__}"
+        )
+    shape, dtype = tuple(array.shape), dtype_name(array)
+    if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
+        raise ValueError(
+            f"{owner}: {what} must have {of}'s shape {shape} and dtype {dtype}; "
+            f"found {tuple(cotangent.shape)} and {dtype_name(cotangent)}"
+        )
 
 
 def zero_padding(
@@ -188,6 +207,8 @@ def zero_padding(
 
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
 INIT_OPTIONS = ("capacity", "key_mask")
+ROWS = ("q", "k", "v")
+"""Inputs that have the dtype of the call, whatever is declared of their values."""
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -270,7 +291,8 @@ def _check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> 
             )
     call_dtype = _call_dtype(inputs)
     for name, dtype in dtypes.items():
-        wider_gate = call_dtype in HALF and dtype == "float32" and not declared[name].is_rows
+        has_rows = name in ROWS or declared[name].is_rows
+        wider_gate = call_dtype in HALF and dtype == "float32" and not has_rows
         if dtype != call_dtype and not wider_gate:
             raise TypeError(
                 f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
@@ -359,6 +381,11 @@ def _is_contiguous(segment_ids: Array) -> Array:
     return runs(segment_ids) == runs(xp.sort(segment_ids, axis=1))
 
 
+def keeps_tokens(mechanism: Mechanism) -> bool:
+    """Whether its cache has a place for each token, and not states only."""
+    return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
+
+
 def check_cacheable(mechanism: Mechanism) -> None:
     if not mechanism.offers.causal:
         raise ValueError(f"{mechanism}: is not causal, so nothing of it can be cached")
@@ -368,7 +395,8 @@ def _check_cache(
     owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> int:
     """The capacity of the cache; 0 for a mechanism that remembers no tokens."""
-    keys = {key for call in mechanism.program.calls for key in call.slot_keys().values()}
+    slots = mechanism.program.slots
+    keys = set(slots)
     if keys and not cache.store:
         raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
     missing = sorted(keys - set(cache.store))
@@ -396,13 +424,10 @@ def _check_cache(
             f"{owner}: the cache's 'length' must be integers of shape (b); found "
             f"{dtype_name(cache.length)} of shape {tuple(cache.length.shape)}"
         )
-    for call in mechanism.program.calls:
-        own = call.slot_keys()
-        for slot in call.leaf.slots():
-            letters = Pattern.read(slot.pattern).letters
-            buffer = cache.store[own[slot.name]]
-            if "c" in letters and buffer.ndim == len(letters):
-                return int(buffer.shape[letters.index("c")])
+    for name, (_, pattern) in slots.items():
+        buffer = cache.store[name]
+        if "c" in pattern.letters and buffer.ndim == len(pattern.letters):
+            return int(buffer.shape[pattern.letters.index("c")])
     return int(cache.store[KEY_MASK].shape[1]) if KEY_MASK in cache.store else 0
 
 
@@ -416,23 +441,19 @@ def _check_buffers(
                 f"{owner}: the cache's {KEY_MASK!r} must be bool of shape {expected}; found "
                 f"{dtype_name(kept)} of shape {tuple(kept.shape)}"
             )
-    for call in mechanism.program.calls:
-        keys = call.slot_keys()
-        for slot in call.leaf.slots():
-            shape = Pattern.read(slot.pattern).shape(sizes)
-            buffer = cache.store[keys[slot.name]]
-            found = tuple(buffer.shape)
-            if found != shape:
-                raise ShapeError(
-                    f"{owner}: the cache's {keys[slot.name]!r} has shape {found}; "
-                    f"these inputs need {shape}"
-                )
-            needed = "float32" if slot.wide and dtype in HALF else dtype
-            if dtype_name(buffer) != needed:
-                raise TypeError(
-                    f"{owner}: the cache's {keys[slot.name]!r} has dtype {dtype_name(buffer)}; "
-                    f"these inputs need {needed}"
-                )
+    for name, (slot, pattern) in mechanism.program.slots.items():
+        shape, buffer = pattern.shape(sizes), cache.store[name]
+        found = tuple(buffer.shape)
+        if found != shape:
+            raise ShapeError(
+                f"{owner}: the cache's {name!r} has shape {found}; these inputs need {shape}"
+            )
+        needed = "float32" if slot.wide and dtype in HALF else dtype
+        if dtype_name(buffer) != needed:
+            raise TypeError(
+                f"{owner}: the cache's {name!r} has dtype {dtype_name(buffer)}; "
+                f"these inputs need {needed}"
+            )
 
 
 def _shapes(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -114,9 +114,11 @@ class Pattern(NamedTuple):
     def is_rows(self) -> bool:
         """Whether it has a row for each token, as queries, keys and values do.
 
-        Directions of length 1 are not counted: like gates, they say what is done to the rows.
+        Directions of length 1 and values of a range are not counted: like gates, they say what is
+        done to the rows.
         """
-        return self.time_axis is not None and self.letters[-1:] in ("d", "e") and not self.unit
+        is_free = not self.unit and self.low is None
+        return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
 
     @property
     def time_axis(self) -> int | None:

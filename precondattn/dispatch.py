@@ -237,7 +237,7 @@ def _planned(
 def _value_shapes(program: Program, request: Request, capacity: int | None) -> dict[str, Shape]:
     """The shape of every value of the program."""
     shapes = dict(request.shapes)
-    extending = request.verb == "extend"
+    extending = request.verb.startswith("extend")
     for call in program.calls:
         inputs = call.leaf.inputs.extending() if extending else call.leaf.inputs
         output = Pattern.read(call.leaf.output)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from precondattn.arrays import Array, cast, dtype_name, namespace, zero_where_not
-from precondattn.cache import KEY_MASK, Append, Cache, updated
+from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.call import BoundCall, spoil
 from precondattn.dispatch import Plan, PlannedCall
 
@@ -50,16 +50,8 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
                 cast(cotangents[planned.out], out.dtype),
             )
             for name, value in planned.arguments:
-                gradient = gradients[name]
-                if value in cotangents:
-                    gradient = _sum(cotangents[value], gradient)
-                cotangents[value] = gradient
-        return {
-            name: cast(cotangents[name], array.dtype)
-            if name in cotangents
-            else namespace(array).zeros_like(array)
-            for name, array in call.inputs.items()
-        }
+                _accumulate(cotangents, value, gradients[name])
+        return _of_inputs(cotangents, call)
 
     return _finished(values[plan.out], call), pullback
 
@@ -77,10 +69,7 @@ def extend(
         values[planned.out] = out
         for own, key in planned.buffers:
             updates.setdefault(key, made[own])
-    store = {
-        key: updated(cache.store[key], update, cache.length, count, donate=donate)
-        for key, update in updates.items()
-    }
+    store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
         seen, new = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(seen, new, cache.length, count, donate=donate)
@@ -89,6 +78,85 @@ def extend(
     if donate:
         cache.store.clear()
     return out, extended
+
+
+def extend_vjp(
+    plan: Plan, call: BoundCall, cache: Cache, count: Array
+) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
+    """`extend`, and the function that takes the cotangents of output and buffers back.
+
+    It gives the gradients of the inputs and of the old buffers, by name.
+    """
+    values = dict(call.inputs)
+    updates: dict[str, Any] = {}
+    trace: list[tuple[PlannedCall, Arrays, Arrays, Array, list[str]]] = []
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        past = {own: cache.store[key] for own, key in planned.buffers}
+        out, made = planned.backend.step(planned.piece, past, inputs, call.frame)
+        values[planned.out] = out
+        # Of calls that share a buffer the first one's value is kept.
+        first = [own for own, key in planned.buffers if key not in updates]
+        updates |= {key: made[own] for own, key in planned.buffers if own in first}
+        trace.append((planned, inputs, past, out, first))
+
+    def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
+        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
+        d_past: Arrays = {}
+        for planned, inputs, past, out, first in reversed(trace):
+            keys = dict(planned.buffers)
+            d_out = cotangents.get(planned.out)
+            gradients, d_buffers = planned.backend.step_backward(
+                planned.piece,
+                past,
+                inputs,
+                call.frame,
+                namespace(out).zeros_like(out) if d_out is None else cast(d_out, out.dtype),
+                {
+                    own: d_store[key]
+                    if own in first
+                    else namespace(past[own]).zeros_like(past[own])
+                    for own, key in keys.items()
+                },
+            )
+            for name, value in planned.arguments:
+                _accumulate(cotangents, value, gradients[name])
+            for own, d_buffer in d_buffers.items():
+                _accumulate(d_past, keys[own], d_buffer)
+        return _of_inputs(cotangents, call), {
+            key: cast(d_buffer, cache.store[key].dtype) for key, d_buffer in d_past.items()
+        }
+
+    store = _updated_store(updates, call, cache, count, donate=False)
+    extended = Cache(cache.length + count, store)
+    return _finished(values[plan.out], call), extended, pullback
+
+
+def _updated_store(
+    updates: Mapping[str, Any], call: BoundCall, cache: Cache, count: Array, *, donate: bool
+) -> Arrays:
+    """The buffers with their updates; a state is NaN where arguments were out of range."""
+    store = {}
+    for key, update in updates.items():
+        if isinstance(update, Replace):
+            update = Replace(spoil(update.value, call.spoiled))
+        store[key] = updated(cache.store[key], update, cache.length, count, donate=donate)
+    return store
+
+
+def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
+    known = cotangents.get(name)
+    cotangents[name] = gradient if known is None else _sum(known, gradient)
+
+
+def _of_inputs(cotangents: Arrays, call: BoundCall) -> Arrays:
+    """The gradient of every input, in its dtype; 0 where the output does not depend on it."""
+    return {
+        name: cast(cotangents[name], array.dtype)
+        if name in cotangents
+        else namespace(array).zeros_like(array)
+        for name, array in call.inputs.items()
+    }
 
 
 def _finished(out: Array, call: BoundCall) -> Array:

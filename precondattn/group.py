@@ -28,8 +28,8 @@ class Group(Mechanism):
 
     @property
     def output(self) -> str:
-        """The pattern of its result, that of its last leaf."""
-        return self.calls.calls[-1].leaf.output
+        """The pattern of its result."""
+        return self.calls.output.text
 
     def _expression(self) -> str:
         return str(self.calls)

@@ -46,6 +46,11 @@ class Offers(NamedTuple):
     """Inputs of a second map of scores, which the first map's inputs do not reach."""
     unit_rows: bool = False
     """Whether the rows of the output have length 1."""
+    unit_keys: bool = False
+    """Whether keys longer than 1 make it diverge, as they do the delta rule."""
+    decay: str | None = None
+    """What of a state decays by a gate g of its own, each `"head"` or each key `"channel"`;
+    `"retention"` is a fixed decay of each query head."""
 
 
 class Mechanism(Verbs):
@@ -139,6 +144,20 @@ class Leaf(Mechanism):
         """The output for new tokens behind those in `past`, and what to add to each buffer."""
         raise NotImplementedError
 
+    def step_backward(
+        self,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of the inputs and of `past`, from those of `step`'s output and buffers.
+
+        Leaves that keep tokens have none: a buffer of them is not a value to differentiate by.
+        """
+        raise NotImplementedError
+
 
 class TokenWise(Leaf):
     """A leaf with nothing to remember: it treats each token alone (or is not causal)."""
@@ -149,6 +168,17 @@ class TokenWise(Leaf):
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         return self.forward(x, frame)[0], {}
+
+    def step_backward(
+        self,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        out, residuals = self.forward(x, frame)
+        return self.backward(x, frame, out, residuals, cotangent), {}
 
 
 class Step(NamedTuple):
@@ -201,9 +231,8 @@ class Preconditioner(Mechanism):
     def inputs(self) -> Inputs:
         """The base's inputs, in order, and its own after them."""
         declared = {name: self.program.inputs[name] for name in self.program.meanings}
-        shared = {n: pattern for n, pattern in self.base.inputs.items() if n in declared}
-        own = {n: pattern for n, pattern in declared.items() if n not in shared}
-        return Inputs(**shared, **own)
+        order = [name for name in self.base.inputs if name in declared]
+        return Inputs(**{name: declared[name] for name in dict.fromkeys([*order, *declared])})
 
     @property
     def offers(self) -> Offers:

@@ -93,8 +93,13 @@ def flag(default: bool) -> Any:
 
 def positive_or_none(default: float | None = None) -> Any:
     """A finite number above 0, or None."""
+    return option(default, _or_none(positive(1.0).metadata["kind"]))
+
+
+def positive(default: float) -> Any:
+    """A finite number above 0."""
     kind = Kind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
-    return option(default, _or_none(kind))
+    return option(default, kind)
 
 
 def non_negative(default: float) -> Any:

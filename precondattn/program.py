@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precondattn.declaration import Axis, Pattern
+from precondattn.declaration import Pattern
+from precondattn.letters import letters_of
 
 if TYPE_CHECKING:
+    from precondattn.cache import Slot
     from precondattn.mechanism import Leaf, Mechanism, Preconditioner
 
 
@@ -55,8 +57,13 @@ class Program:
     ) -> None:
         self.calls = tuple(calls)
         self.out = out
-        self.inputs = _patterns_of_inputs(self.calls)
+        patterns, self.axes = letters_of(self.calls)
+        made = {call.out for call in self.calls}
+        used = dict.fromkeys(value for call in self.calls for _, value in call.arguments)
+        self.inputs = {value: patterns[value] for value in used if value not in made}
         """Each input's pattern, in order of first use."""
+        self.output = patterns[out]
+        """The pattern of the result."""
         self.meanings = dict(meanings or dict.fromkeys(self.inputs, "given"))
         """What each input means."""
         self.text = "; ".join(map(str, self.calls))
@@ -72,6 +79,17 @@ class Program:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and (self.text, self.out) == (other.text, other.out)
+
+    @cached_property
+    def slots(self) -> dict[str, tuple[Slot, Pattern]]:
+        """The buffers of its cache by name, and their patterns in this program's letters."""
+        found: dict[str, tuple[Slot, Pattern]] = {}
+        for call, axes in zip(self.calls, self.axes, strict=True):
+            keys = call.slot_keys()
+            for slot in call.leaf.slots():
+                pattern = Pattern.read(slot.pattern).substituted(axes)
+                found.setdefault(keys[slot.name], (slot, pattern))
+        return found
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -105,26 +123,6 @@ class Program:
             Call(names[c.out], c.leaf, tuple((a, names[v]) for a, v in c.arguments)) for c in calls
         ]
         return Program(renamed, "out"), names
-
-
-def _patterns_of_inputs(calls: tuple[Call, ...]) -> dict[str, Pattern]:
-    """The pattern of every value that is read and not made, in order of first use.
-
-    A token-wise leaf says `x="b t h d"` of whatever it is given. So patterns are read from the
-    last call to the first: what a leaf's output is to those who read it, its input is too.
-    """
-    patterns: dict[str, Pattern] = {}
-    for call in reversed(calls):
-        axes: dict[str, Axis] = {}
-        if call.out in patterns:
-            own = Pattern.read(call.leaf.output).axes
-            read_as = patterns[call.out].axes
-            axes = {a.letter: b for a, b in zip(own, read_as, strict=True) if a == Axis(a.letter)}
-        for formal, value in call.arguments:
-            patterns.setdefault(value, call.leaf.inputs[formal].substituted(axes))
-    made = {call.out for call in calls}
-    used = dict.fromkeys(value for call in calls for _, value in call.arguments)
-    return {value: patterns[value] for value in used if value not in made}
 
 
 def _canonical_order(calls: list[Call]) -> list[Call]:

@@ -55,11 +55,29 @@ class Reference(Backend):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        names = {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
-        past = {names[key]: buffer for key, buffer in past.items()}
+        keys = mechanism.program.calls[0].slot_keys()
+        past = {slot: past[key] for slot, key in keys.items()}
         out, updates = mechanism.step(_upcast(past), _upcast(inputs), frame)
-        keys = {slot: key for key, slot in names.items()}
         return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        keys = mechanism.program.calls[0].slot_keys()
+        gradients, d_past = mechanism.step_backward(
+            _upcast({slot: past[key] for slot, key in keys.items()}),
+            _upcast(inputs),
+            frame,
+            upcast(cotangent),
+            _upcast({slot: d_buffers[key] for slot, key in keys.items()}),
+        )
+        return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
 
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame

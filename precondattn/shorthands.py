@@ -9,7 +9,10 @@ from typing import Any
 from precondattn.arrays import Array, is_compiling
 from precondattn.options import fields_of
 from precondattn.preconditioners import (
+    CCQ,
     Differential,
+    Elu1,
+    Hedgehog,
     Laser,
     Lucid,
     PerDimScale,
@@ -17,8 +20,14 @@ from precondattn.preconditioners import (
     RowNormalized,
     Temperature,
 )
+from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.gla import GLA
+from precondattn.spec.gsa import GSA
+from precondattn.spec.linear import Linear
 from precondattn.spec.path import Path
+from precondattn.spec.retention import Retention
 from precondattn.spec.softmax import Softmax
+from precondattn.spec.ssd import SSD
 from precondattn.verbs import CALL_OPTIONS
 
 SWITCHES: dict[str, tuple[str, Callable[[Array], Any]]] = {
@@ -97,11 +106,21 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
 
 
 softmax = _shorthand(Softmax)
+path = _shorthand(Path)
+linear = _shorthand(Linear)
+retention = _shorthand(Retention)
+ssd = _shorthand(SSD)
+gla = _shorthand(GLA)
+delta = _shorthand(Delta)
+gated_delta = _shorthand(GatedDelta)
+gsa = _shorthand(GSA)
 lucid = _shorthand(Lucid)
 laser = _shorthand(Laser)
-path = _shorthand(Path)
+ccq = _shorthand(CCQ)
 temperature = _shorthand(Temperature)
 per_dim_scale = _shorthand(PerDimScale)
 qk_norm = _shorthand(QKNorm)
 differential = _shorthand(Differential)
 row_normalized = _shorthand(RowNormalized)
+elu1 = _shorthand(Elu1)
+hedgehog = _shorthand(Hedgehog)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from precondattn.arrays import Array, is_compiling
@@ -19,6 +19,7 @@ CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
 """Keywords of a call that are not inputs."""
 
 BackendNames = str | tuple[str, ...] | None
+ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 
 
 class Verbs:
@@ -96,7 +97,6 @@ class Verbs:
         ['k', 'q', 'v']
         """
         from precondattn import call, execution
-        from precondattn.arrays import dtype_name, library_of
 
         bound = call.bind(
             self._mechanism,
@@ -111,17 +111,7 @@ class Verbs:
         )
 
         def pullback(cotangent: Array) -> dict[str, Array]:
-            if library_of(cotangent) != bound.library:
-                raise TypeError(
-                    f"{self}: the cotangent must be an array of {bound.library}, as the output; "
-                    f"found {type(cotangent).__name__}"
-                )
-            if tuple(cotangent.shape) != tuple(out.shape) or dtype_name(cotangent) != bound.dtype:
-                raise ValueError(
-                    f"{self}: the cotangent must have the output's shape {tuple(out.shape)} and "
-                    f"dtype {bound.dtype}; found {tuple(cotangent.shape)} and "
-                    f"{dtype_name(cotangent)}"
-                )
+            call.check_cotangent(str(self), "the cotangent", cotangent, "the output", out)
             frame = bound.frame
             return call.zero_padding(
                 pull(cotangent), self._mechanism.inputs, frame.q_valid, frame.k_valid
@@ -130,20 +120,27 @@ class Verbs:
         return out, pullback
 
     def init_cache(
-        self, *arrays: Array, capacity: int, key_mask: bool = False, **named: Array
+        self,
+        *arrays: Array,
+        capacity: int | None = None,
+        key_mask: bool = False,
+        **named: Array,
     ) -> Cache:
         """An empty cache of `capacity` tokens a sequence, for arrays like these.
 
         Of the arrays only shape, dtype and device matter; their time axis does not. With
-        `key_mask` the cache remembers which keys `extend` was told to hide.
+        `key_mask` the cache remembers which keys `extend` was told to hide. A mechanism that keeps
+        a state, and no tokens, takes any number of them and needs neither.
         """
         from precondattn import cache as caching
         from precondattn import call
         from precondattn.arrays import namespace, placement
-        from precondattn.declaration import FIXED, Pattern, ShapeError
+        from precondattn.declaration import FIXED, ShapeError
 
         call.check_cacheable(self._mechanism)
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        has_tokens = call.keeps_tokens(self._mechanism)
+        is_whole = isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 1
+        if not is_whole and (has_tokens or capacity is not None):
             raise ValueError(
                 f"{self}: capacity must be a whole number, 1 or above; found {capacity!r}"
             )
@@ -153,26 +150,21 @@ class Verbs:
                 f"found {type(key_mask).__name__}"
             )
         like, sizes = call.bind_shapes(self._mechanism, arrays, named)
-        sizes["c"] = capacity
+        sizes["c"] = capacity or 0
         store: dict[str, Array] = {}
-        for piece in self._mechanism.program.calls:
-            keys = piece.slot_keys()
-            for slot in piece.leaf.slots():
-                if keys[slot.name] in store:
-                    continue
-                letters = set(Pattern.read(slot.pattern).letters.replace(FIXED, ""))
-                unknown = letters - set(sizes)
-                if unknown:
-                    declared = self._mechanism.inputs.items()
-                    tell = [n for n, p in declared if unknown & set(p.letters)]
-                    raise ShapeError(
-                        f"{self}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
-                        f"from these inputs; pass {', '.join(tell)} too"
-                    )
-                store[keys[slot.name]] = caching.new_buffer(slot, sizes, like)
+        for name, (slot, pattern) in self._mechanism.program.slots.items():
+            unknown = set(pattern.letters.replace(FIXED, "")) - set(sizes)
+            if unknown:
+                declared = self._mechanism.inputs.items()
+                tell = [n for n, p in declared if unknown & set(p.letters)]
+                raise ShapeError(
+                    f"{self}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
+                    f"from these inputs; pass {', '.join(tell)} too"
+                )
+            store[name] = caching.new_buffer(slot, pattern.shape(sizes), like)
         xp = namespace(like)
-        if key_mask:
-            shape = (sizes["b"], capacity)
+        if key_mask and has_tokens:
+            shape = (sizes["b"], sizes["c"])
             store[caching.KEY_MASK] = xp.zeros(shape, dtype=xp.bool, **placement(like))
         return caching.Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store)
 
@@ -236,6 +228,74 @@ class Verbs:
                 cache.store.clear()
             return out, Cache(length, dict(zip(keys, buffers, strict=True)))
         return extend_now(self._mechanism, cache, arrays, named, backend, *masks, donate=donate)
+
+    def extend_vjp(
+        self,
+        cache: Cache,
+        *arrays: Array,
+        backend: BackendNames = None,
+        lengths: Any = None,
+        key_mask: Array | None = None,
+        **named: Array,
+    ) -> tuple[Array, Cache, ExtendPullback]:
+        """`extend` with its pullback: gradients through the state that came and the one that goes.
+
+        The pullback takes the cotangent of the output and, by name, those of the new cache's
+        buffers (0 where there is none). It gives the gradients of the inputs by name, and those of
+        the old cache's buffers. It needs no automatic differentiation; where a library has one,
+        that of `extend` does the same. Mechanisms whose cache keeps tokens have no such pullback:
+        there the `vjp` of a full call is meant.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+        >>> linear = pa.Linear()
+        >>> out, cache, pullback = linear.extend_vjp(linear.init_cache(q, k, v), q, k, v)
+        >>> gradients, d_state = pullback(np.ones_like(out))
+        >>> sorted(gradients), sorted(d_state)
+        (['k', 'q', 'v'], ['linear.state(k, v)'])
+        """
+        from precondattn import call, execution
+        from precondattn.arrays import namespace
+
+        if "segment_ids" in named:
+            raise TypeError(
+                f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
+            )
+        if call.keeps_tokens(self._mechanism):
+            raise TypeError(
+                f"{self}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
+                f"of a full call, or the automatic differentiation of PyTorch or JAX"
+            )
+        bound = call.bind_extension(
+            self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
+        )
+        plan = _plan(self._mechanism, _request("extend_vjp", bound), bound, backend)
+        count = call.new_token_count(bound, cache)
+        out, extended, pull = execution.extend_vjp(plan, bound, cache, count)
+        past = dict(extended.store)
+
+        def pullback(
+            cotangent: Array, d_store: Mapping[str, Array] | None = None
+        ) -> tuple[dict[str, Array], dict[str, Array]]:
+            given = dict(d_store or {})
+            call.check_cotangent(str(self), "the cotangent", cotangent, "the output", out)
+            for name, array in given.items():
+                if name not in past:
+                    raise ValueError(
+                        f"{self}: the cache has no buffer {name!r}; it has {', '.join(past)}"
+                    )
+                what = f"the cotangent of {name!r}"
+                call.check_cotangent(str(self), what, array, "that buffer", past[name])
+            zeros = {n: namespace(a).zeros_like(a) for n, a in past.items() if n not in given}
+            gradients, d_past = pull(cotangent, {**given, **zeros})
+            frame = bound.frame
+            new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
+            declared = self._mechanism.inputs
+            return call.zero_padding(gradients, declared, frame.q_valid, new_valid), d_past
+
+        return out, extended, pullback
 
     def explain(
         self,

@@ -35,7 +35,7 @@ FULL = (
     (Layout("single_token", t=1, s=1), "random"),
     (Layout("fewer_queries", t=3, s=9), "clustered"),
     (Layout("one_kv_head", h=8, n=1), "clustered"),
-    (Layout("own_kv_heads", h=3, n=3), "clustered"),
+    (Layout("own_kv_heads", h=3, n=3, values_per_head=1), "clustered"),
     (Layout("odd_width", d=5, e=3), "clustered"),
     (Layout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8), "clustered"),
     (Layout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8), "clustered"),

@@ -144,7 +144,8 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
     arrays = {
         name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
     }
-    like = {name: array for name, array in inputs.items() if name in ("q", "k", "v")} or inputs
+    like = {n: a for n, a in inputs.items() if n in ("q", "k", "v") or "m" in m.inputs[n].letters}
+    like = like or inputs
     cache = m.init_cache(**like, capacity=capacity, key_mask=case.layout.mask == "key_mask")
     outs, start = [], 0
     for stop in _splits(time):

@@ -38,6 +38,9 @@ class Layout(NamedTuple):
     n: int = 2
     d: int = 8
     e: int = 6
+    m: int = 5
+    values_per_head: int = 2
+    """Value heads for each query head, where there may be more of them."""
     mask: str | None = None
     """`"lengths"`, `"key_mask"` or `"segment_ids"`."""
     broadcast: bool = False
@@ -45,7 +48,8 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in "btshnde"}
+        own = {name: getattr(self, name) for name in "btshndem"}
+        return {**own, "u": self.h * self.values_per_head}
 
     def masks(self) -> Arrays:
         """The masks of the call, by name."""
@@ -71,14 +75,23 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
         )
         made[name] = values_in_range(rng, pattern, shape)
     if kind == "real":
-        made |= {name: array for name, array in real_heads(layout).items() if name in made}
+        made |= {n: real_heads(n, made[n].shape, layout) for n in ("q", "k", "v") if n in made}
     for q, k in (("q", "k"), ("q2", "k2")):
         if k not in made or (kind == "real" and k == "k"):
             continue
         made[k] = _keys(rng, made[k].shape, kind)
         if kind == "clustered" and q in made:
             made[q] = _queries_near(rng, made[q], made[k])
+    for name, array in made.items():
+        if mechanism.inputs[name].unit:
+            made[name] = _unit_or_zero(array)
     return made
+
+
+def _unit_or_zero(rows: np.ndarray) -> np.ndarray:
+    """Rows of length 1; a row of zeros stays one."""
+    length = np.linalg.vector_norm(rows, axis=-1, keepdims=True)
+    return rows / np.where(length > 0, length, 1.0)
 
 
 def values_in_range(
@@ -87,8 +100,6 @@ def values_in_range(
     """Values of a declared range, both ends among them where they are inside."""
     low, high = pattern.low, pattern.high
     values = np.asarray(rng.normal(size=shape))
-    if pattern.unit:
-        return values / np.linalg.vector_norm(values, axis=-1, keepdims=True)
     if low is None or high is None or (np.isinf(low) and np.isinf(high)):
         return values
     if np.isfinite(low) and np.isfinite(high):
@@ -139,17 +150,18 @@ REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
 """The same with grouped queries: each layer's three query heads read its first key/value head."""
 
 
-def real_heads(layout: Layout) -> Arrays:
-    """q, k, v of the trained model, cut to the layout's times: n is 9, or 3 for grouped queries."""
-    q, k, v = (array.transpose(1, 0, 2, 3) for array in _minilm())  # time, layer, head, width
-    if layout.n == 3:
-        k, v = k[:, :, :1], v[:, :, :1]
+def real_heads(name: str, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
+    """q, k or v of the trained model, cut to a shape (b, time, heads, width).
 
-    def heads(array: np.ndarray, time: int) -> np.ndarray:
-        flat = array[layout.s - time : layout.s].reshape(time, -1, array.shape[3])
-        return np.repeat(flat[None], layout.b, axis=0)
-
-    return {"q": heads(q, layout.t), "k": heads(k, layout.s), "v": heads(v, layout.s)}
+    There are nine heads; of three, each is the first of its layer; of more, they come again.
+    """
+    array = _minilm()["qkv".index(name)].transpose(1, 0, 2, 3)  # time, layer, head, width
+    b, time, heads, width = shape
+    if heads == 3:
+        array = array[:, :, :1]
+    flat = array[layout.s - time : layout.s].reshape(time, -1, width)
+    flat = np.repeat(flat, heads // flat.shape[1], axis=1)
+    return np.repeat(flat[None], b, axis=0)
 
 
 def slice_tokens(mechanism: pa.Mechanism, inputs: Arrays, start: int, stop: int) -> Arrays:

@@ -3,7 +3,9 @@
 No mathematics stands here; it is in `spec/`, a file a leaf.
 """
 
+from precondattn.preconditioners.ccq import CCQ
 from precondattn.preconditioners.differential import Differential
+from precondattn.preconditioners.feature_map import Elu1, Hedgehog
 from precondattn.preconditioners.laser import Laser
 from precondattn.preconditioners.lucid import Lucid
 from precondattn.preconditioners.per_dim_scale import PerDimScale
@@ -12,7 +14,10 @@ from precondattn.preconditioners.row_normalized import RowNormalized
 from precondattn.preconditioners.temperature import Temperature
 
 __all__ = [
+    "CCQ",
     "Differential",
+    "Elu1",
+    "Hedgehog",
     "Laser",
     "Lucid",
     "PerDimScale",

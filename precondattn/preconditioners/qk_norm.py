@@ -1,4 +1,4 @@
-"""QK-norm: queries and keys normalised before they meet (`spec/rms_norm.py`, `layer_norm.py`)."""
+"""QK-norm: queries and keys normalised before they meet (`spec/norm.py` and its kinds)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from typing import ClassVar
 from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.options import choice, flag, non_negative
 from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
+from precondattn.spec.norm import Norm
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
+
+NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
 @dataclass(frozen=True)
 class QKNorm(Preconditioner):
     """o = base(norm(q), norm(k), v).
 
-    LASER puts a layer norm here, Table 5 of LUCID an RMS norm. A LUCID around it builds Φ from the
-    normalised keys, as one inside it does.
+    LASER puts a layer norm here, Table 5 of LUCID an RMS norm, layers with a delta rule an L2 norm.
+    A LUCID around it builds Φ from the normalised keys, as one inside it does.
 
     Parameters
     ----------
     base : Mechanism
         Any base with one map of scores that does not normalise its queries itself.
-    norm : {"rms", "layer"}
-        Root-mean-square norm, or layer norm without bias.
+    norm : {"rms", "layer", "l2"}
+        Root-mean-square norm, layer norm without bias, or rows of length 1. The delta rule takes
+        "l2" without gain only: with longer keys it diverges.
     eps : float
         Inside the root.
     gain : bool
@@ -50,26 +55,36 @@ class QKNorm(Preconditioner):
         "qk_norm[norm=layer]",
         "qk_norm[norm=layer,gain=true]",
         "qk_norm[eps=0]",
+        "qk_norm[norm=l2](linear)",
+        "qk_norm[norm=l2](delta)",
+        "qk_norm[norm=l2](gated_delta)",
     )
 
     base: Mechanism = Softmax()
-    norm: str = choice("rms", "layer")
+    norm: str = choice("rms", "layer", "l2")
     eps: float = non_negative(1e-6)
     gain: bool = flag(False)
 
     @property
     def offers(self) -> Offers:
         base = self.base.offers
-        return base._replace(key_steps=(self._of("k"), *base.key_steps), normalizes_query=True)
+        return base._replace(
+            key_steps=(self._of("k"), *base.key_steps), normalizes_query=True, unit_keys=False
+        )
 
     def refuses(self) -> str | None:
         missed = misses_second_map(self.name, self.base)
         if missed is None and self.base.offers.normalizes_query:
             return "the base normalises its queries already"
+        if missed is None and self.base.offers.unit_keys and (self.norm != "l2" or self.gain):
+            return (
+                "the delta rule diverges with keys longer than 1, as this norm makes them; "
+                "norm=l2 without gain makes them 1 long"
+            )
         return missed
 
     def _of(self, name: str) -> Step:
-        norm = (RMSNorm if self.norm == "rms" else LayerNorm)(self.eps, self.gain)
+        norm = NORMS[self.norm](self.eps, self.gain)
         gain = {"gain": f"{name}_gain"} if self.gain else {}
         return step(f"{name}_norm", norm, x=name, **gain)
 

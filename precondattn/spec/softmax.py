@@ -79,6 +79,7 @@ class SoftmaxAttention(Leaf):
             causal=self.causal,
             window=self.window,
             read=self.read.name,
+            decay=None if self.forget == "none" else "head",
         )
 
     def meaning(self, name: str) -> object:

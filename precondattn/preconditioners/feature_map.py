@@ -1,0 +1,125 @@
+"""Feature maps: what goes into the base are features of queries and keys, φ(q) and φ(k)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, TokenWise, step
+from precondattn.options import choice, positive
+from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.spec.elu_plus_one import EluPlusOne
+from precondattn.spec.hedgehog import HedgehogMap
+from precondattn.spec.softmax import Softmax
+
+
+class FeatureMap(Preconditioner):
+    """o = base(φ(q), φ(k), v). Subclasses say which map, and of which inputs it is made."""
+
+    base: Mechanism
+
+    def feature_map(self) -> TokenWise:
+        raise NotImplementedError
+
+    def parameters(self, name: str) -> dict[str, str]:
+        """The map's other inputs, and what they are called for q or for k."""
+        return {}
+
+    @property
+    def offers(self) -> Offers:
+        base = self.base.offers
+        return base._replace(key_steps=(self._of("k"), *base.key_steps), unit_keys=False)
+
+    def refuses(self) -> str | None:
+        return misses_second_map(self.name, self.base)
+
+    def _of(self, name: str) -> Step:
+        return step(f"{name}_map", self.feature_map(), x=name, **self.parameters(name))
+
+    def steps(self) -> tuple[Step, ...]:
+        return (self._of("q"), self._of("k"), step("out", self.base, q="q_map", k="k_map"))
+
+
+@dataclass(frozen=True)
+class Elu1(FeatureMap):
+    """o = base(φ(q), φ(k), v) with φ(x) = elu(x) + 1, which is positive.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any base with one map of scores, but for the delta rule, whose keys may not be longer
+        than 1. Made for `Linear(normalize=True)`, whose weights are then positive and sum to one.
+
+    Source
+    ------
+    Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 7.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 2, 4))
+    >>> mean = pa.Elu1(pa.Linear(normalize=True))
+    >>> bool(np.allclose(mean(q, k, np.ones((1, 5, 2, 3))), 1))
+    True
+    """
+
+    name: ClassVar[str] = "elu1"
+    variants: ClassVar[tuple[str, ...]] = ("elu1(linear[normalize=true])",)
+
+    base: Mechanism = Softmax()
+
+    def feature_map(self) -> TokenWise:
+        return EluPlusOne()
+
+    def refuses(self) -> str | None:
+        if self.base.offers.unit_keys:
+            return "elu(k) + 1 is longer than 1, and the delta rule diverges with such keys"
+        return super().refuses()
+
+
+@dataclass(frozen=True)
+class Hedgehog(FeatureMap):
+    """o = base(φ(q), φ(k), v) with φ(x) = softmax([y, −y]), y = c (W x + b), of width 2d.
+
+    `q_weight` and `k_weight` are the W of queries and keys, `q_bias` and `k_bias` their b; pass the
+    same arrays for both if the maps are tied. A base's gate for each key channel has 2d of them.
+
+    Parameters
+    ----------
+    base : Mechanism
+        Any base with one map of scores. Features are positive and sum to 1.
+    factor : float
+        c; 1 by default. flash-linear-attention has 2.
+    per : {"layer", "head"}
+        Whether W (d, d) and b (d) are shared by all heads, or each head has its own, W (h, d, d).
+
+    Source
+    ------
+    Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) §4.1.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> identity, zero = np.eye(4), np.zeros(4)
+    >>> maps = dict(q_weight=identity, q_bias=zero, k_weight=identity, k_bias=zero)
+    >>> pa.Hedgehog(pa.GLA())(q, k, v, g=np.zeros((1, 5, 2, 8)), **maps).shape
+    (1, 5, 2, 4)
+    """
+
+    name: ClassVar[str] = "hedgehog"
+    variants: ClassVar[tuple[str, ...]] = (
+        "hedgehog(gla)",
+        "hedgehog[factor=2,per=head](gla)",
+        "hedgehog(linear[normalize=true])",
+    )
+
+    base: Mechanism = Softmax()
+    factor: float = positive(1.0)
+    per: str = choice("layer", "head")
+
+    def feature_map(self) -> TokenWise:
+        return HedgehogMap(self.factor, self.per)
+
+    def parameters(self, name: str) -> dict[str, str]:
+        return {"weight": f"{name}_weight", "bias": f"{name}_bias"}

@@ -1,0 +1,220 @@
+"""CCQ's preconditioner: the query contracted along the directions in which keys vary most.
+
+    q^c_t = q̄_t − λ_t Σ_t q̄_t,    Σ_t = C_t − μ_t μ_tᵀ,
+    C_t = mean_{j≤t} k̄_j k̄_jᵀ,    μ_t = mean_{j≤t} k̄_j,    q̄ = L2(q),  k̄ = L2(k)
+
+with the current key included. Source: CCQ (arXiv 2606.01294) Eq. 8–12; the gate λ, there
+σ(W q̄ + b), is an input here (`contraction_gate` makes it). Aligned with a backbone that forgets
+(App. I), the means are weighted: n_t = α_t n_{t−1} + 1, n_t C_t = α_t n_{t−1} C_{t−1} + k̄ k̄ᵀ and so
+on, with α the backbone's own decay, of which each key channel's is averaged in the logarithm.
+
+The sums are recurrences of the linear family, of k̄ written under k̄, and of 1 written under 1:
+
+    c_t = Σ_t q̄_t = a_t / n_t − μ_t (μ_t·q̄_t),    a = linear attention of (q̄, k̄, k̄).
+
+Gradient, with g = dq^c and h = −λ g:
+
+    dλ = −g·c,    dq̄ = g + Σ h,    and dc = h flows on: da = h / n,  dμ = −h (μ·q̄) − q̄ (μ·h),
+    dn = −(h·a) / n² − dμ·M / n²,  dM = dμ / n  (M = n μ),
+
+through the two recurrences to k̄ and to the gate, then through L2 to q and k.
+
+Cache: n C, n μ and n, in float32 at least. Σ is a difference that cancels only relatively: its
+absolute error stays at rounding, since ‖C‖ ≤ 1 for rows of length 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.cache import Slot
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays
+from precondattn.options import choice, non_negative, text_of
+from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, swap_time_and_heads
+from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
+from precondattn.spec.linear_family import (
+    forget_other_segments,
+    queries_of_rows,
+    queries_of_states,
+    rows_of_states,
+    where_valid,
+)
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.retention import log_retention
+from precondattn.spec.stateful import Stateful
+
+GATE = {"head": "b s h in (-inf, 0]", "channel": "b s n m in (-inf, 0]"}
+"""The pattern of the backbone's gate: of each query head, or of m channels of each key head."""
+
+
+@dataclass(frozen=True)
+class ConditionedQuery(Stateful):
+    """q^c = q̄ − λ Σ q̄, with Σ the running covariance of k̄; q̄ and k̄ have length 1.
+
+    Parameters
+    ----------
+    decay : {"none", "head", "channel", "retention"}
+        Whether all keys so far count the same, or how they are forgotten: by an input `g` of each
+        query head, by one of each channel of each key head (their mean), or by retention's γ.
+    eps : float
+        In the norm: L2(x) = x / √(‖x‖² + eps).
+
+    Source
+    ------
+    CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2; App. I for the decay.
+
+    Examples
+    --------
+    The first key has no covariance, and the second's opposite has all of it:
+
+    >>> import numpy as np
+    >>> q = np.asarray([[1.0, 0.0], [1.0, 0.0]]).reshape(1, 2, 1, 2)
+    >>> k = np.asarray([[1.0, 0.0], [-1.0, 0.0]]).reshape(1, 2, 1, 2)
+    >>> half = np.full((1, 2, 1), 0.5)
+    >>> ConditionedQuery(eps=0)(q, k, contraction=half)[0, :, 0]
+    array([[1. , 0. ],
+           [0.5, 0. ]])
+    """
+
+    name: ClassVar[str] = "conditioned_query"
+    role: ClassVar[str] = "piece"
+    variants: ClassVar[tuple[str, ...]] = (
+        "conditioned_query[decay=head]",
+        "conditioned_query[decay=channel]",
+        "conditioned_query[decay=retention]",
+    )
+
+    decay: str = choice("none", "head", "channel", "retention")
+    eps: float = non_negative(1e-6)
+
+    output = "b t h d"
+
+    @property
+    def inputs(self) -> Inputs:
+        gate = {"g": GATE[self.decay]} if self.decay in GATE else {}
+        return Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]", **gate)
+
+    def slots(self) -> tuple[Slot, ...]:
+        heads = "h" if self.decay in ("head", "retention") else "n"
+        forgotten = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
+        shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
+        moments = tuple(
+            Slot(which, f"{which}_moment{eps}({{k}}{forgotten})", shape, wide=True)
+            for which, shape in shapes.items()
+        )
+        return (*moments, Slot("count", f"count({{k}}{forgotten})", f"b {heads}", wide=True))
+
+    def _log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        """(b, m, s, 1, 1), for the heads m that have statistics."""
+        k = swap_time_and_heads(x["k"])
+        xp = namespace(k)
+        if self.decay == "none":
+            g = xp.zeros_like(k[..., :1])
+        elif self.decay == "head":
+            g = swap_time_and_heads(x["g"])[..., None]
+        elif self.decay == "channel":
+            g = xp.mean(swap_time_and_heads(x["g"]), axis=-1, keepdims=True)
+        else:
+            heads = x["q"].shape[2]
+            shape = (k.shape[0], heads, k.shape[2], 1)
+            each = log_retention(heads, k)[None, :, None, None]
+            g = where_valid(xp.broadcast_to(each, shape), frame)
+        return forget_other_segments(g[..., None], frame)
+
+    def _streams(self, x: Mapping[str, Array], frame: Frame) -> tuple[Stream, Stream]:
+        """The recurrences of the second moment, and of the first with the count beside it."""
+        g = self._log_decay(x, frame)
+        m = g.shape[1]
+        k = repeat_heads(swap_time_and_heads(l2_norm(x["k"], self.eps)), m)
+        q = queries_of_states(l2_norm(x["q"], self.eps), m)
+        xp = namespace(k)
+        one = xp.ones_like(k[..., :1])
+        counted = where_valid(one, frame)
+        read_all = one[:, :, k.shape[2] - q.shape[2] :, :, None]
+        moment = Stream(read_all, counted, xp.concat([k, one], axis=-1), g)
+        return Stream(q, k, k, g), moment
+
+    def _statistics(
+        self, state: Mapping[str, Array], second: Stream, moment: Stream
+    ) -> tuple[Array, Array, Array, Arrays]:
+        """a (b, m, t, r, d), n μ (b, m, t, 1, d) and n (b, m, t, 1, 1), and the new state."""
+        a, final = recurrent(second, state["second"])
+        sums, final_sums = recurrent(moment, self._sums(state))
+        n = sums[..., -1:]
+        n = namespace(n).where(n > 0, n, 1.0)  # Before any token that counts.
+        kept = {
+            "second": final,
+            "first": final_sums[:, :, 0, :-1],
+            "count": final_sums[:, :, 0, -1],
+        }
+        return a, sums[..., :-1], n, kept
+
+    @staticmethod
+    def _sums(state: Mapping[str, Array]) -> Array:
+        """n μ and n as the state of their recurrence (b, m, 1, d + 1)."""
+        xp = namespace(state["first"])
+        return xp.concat([state["first"], state["count"][..., None]], axis=-1)[:, :, None, :]
+
+    def run(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Arrays]:
+        second, moment = self._streams(x, frame)
+        a, total, n, kept = self._statistics(state, second, moment)
+        mu = total / n
+        c = a / n - mu * row_sum(mu * second.q)
+        contraction = queries_of_states(x["contraction"][..., None], c.shape[1])
+        return rows_of_states(second.q - contraction * c), kept
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        xp = namespace(cotangent)
+        second, moment = self._streams(x, frame)
+        a, total, n, _ = self._statistics(state, second, moment)
+        q, mu, m = second.q, total / n, a.shape[1]
+        g = queries_of_states(cotangent, m)
+        contraction = queries_of_states(x["contraction"][..., None], m)
+        h = -contraction * g
+
+        mu_q, mu_h = row_sum(mu * q), row_sum(mu * h)
+        d_contraction = -row_sum(g * (a / n - mu * mu_q))
+        # Sums over the r queries of one state.
+        d_mu = -xp.sum(h * mu_q + q * mu_h, axis=-2, keepdims=True)
+        d_n = -xp.sum(row_sum(h * a), axis=-2, keepdims=True) / (n * n) - row_sum(d_mu * mu) / n
+        d_sums = xp.concat([d_mu / n, d_n], axis=-1)
+
+        by_second = recurrent_vjp(second, state["second"], h / n, d_state["second"])
+        by_moment = recurrent_vjp(moment, self._sums(state), d_sums, self._sums(d_state))
+        d_q = g - mu * mu_h + by_second.stream.q
+        d_k = by_second.stream.k + by_second.stream.v + by_moment.stream.v[..., :-1]
+        d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
+        query_heads = x["q"].shape[2]
+        gradients = {
+            "q": l2_norm_vjp(x["q"], self.eps, queries_of_rows(d_q, query_heads)),
+            "k": l2_norm_vjp(x["k"], self.eps, d_k),
+            "contraction": queries_of_rows(d_contraction, query_heads)[..., 0],
+        }
+        if self.decay in GATE:
+            d_g = swap_time_and_heads((by_second.stream.g + by_moment.stream.g)[..., 0])
+            channels = x["g"].shape[-1] if self.decay == "channel" else 1
+            gradients["g"] = xp.broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))
+            if self.decay == "head":
+                gradients["g"] = d_g[..., 0]
+        d_first = by_moment.state[:, :, 0, :]
+        d_past = {
+            "second": by_second.state,
+            "first": d_first[..., :-1],
+            "count": d_first[..., -1],
+        }
+        return gradients, d_past

@@ -1,0 +1,87 @@
+"""The delta rule: what a state holds under a key is corrected, and not added to.
+
+    o_t = s S_tᵀ q_t,    S_t = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ
+
+with S'_t = S_{t−1}, or, gated, e^{g_t} S_{t−1}. Sources: DeltaNet (arXiv 2406.06484) Eq. 2; gated
+DeltaNet (arXiv 2412.06464) Eq. 10. It multiplies the state by I − β k kᵀ, which is a contraction
+for 0 ≤ β ‖k‖² ≤ 2: so keys are to be of length 1, which `QKNorm(norm="l2")` and public layers see
+to. Outside, the state grows by |1 − β ‖k‖²| with every such key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.spec.linear_family import LinearFamily
+
+
+@dataclass(frozen=True)
+class Delta(LinearFamily):
+    """DeltaNet: o_t = s S_tᵀ q_t, S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ.
+
+    Queries and keys are used as they are. Keys should have length 1 and `beta` (b, s, u) lie in
+    [0, 2]; where β ‖k‖² > 2 the state grows exponentially. Values are not looked at. Value heads
+    are a multiple of query and key heads, and each has a state.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+
+    Source
+    ------
+    Schlag et al. 2021 (arXiv 2102.11174), Eq. 24; DeltaNet (arXiv 2406.06484), Eq. 2.
+
+    Examples
+    --------
+    A key that comes again has its value replaced:
+
+    >>> import numpy as np, precondattn as pa
+    >>> k = np.ones((1, 3, 1, 1))
+    >>> v = np.asarray([2.0, 5.0, 7.0]).reshape(1, 3, 1, 1)
+    >>> pa.Delta()(k, k, v, beta=np.ones((1, 3, 1))).ravel()
+    array([2., 5., 7.])
+    """
+
+    name: ClassVar[str] = "delta"
+    variants: ClassVar[tuple[str, ...]] = ("delta[scale=0.3]",)
+    heads: ClassVar[str] = "u"
+    is_delta: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class GatedDelta(LinearFamily):
+    """Gated DeltaNet: o_t = s S_tᵀ q_t, S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ, S' = e^{g_t} S_{t−1}.
+
+    The state decays, is corrected, and then read. Queries and keys are used as they are. Keys
+    should have length 1 and `beta` (b, s, u) lie in [0, 2]; where β ‖k‖² > 2 and the gate does not
+    make up for it, the state grows exponentially. Values are not looked at. Value heads are a
+    multiple of query and key heads, and each has a gate and a state.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+
+    Source
+    ------
+    Gated DeltaNet (arXiv 2412.06464), Eq. 10; CCQ §2.2.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 1, 5, 2, 4))
+    >>> beta, g = np.ones((1, 5, 2)), np.zeros((1, 5, 2))
+    >>> k = k / np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    >>> ungated = pa.Delta()(q, k, v, beta=beta)
+    >>> bool(np.allclose(pa.GatedDelta()(q, k, v, g=g, beta=beta), ungated))
+    True
+    """
+
+    name: ClassVar[str] = "gated_delta"
+    variants: ClassVar[tuple[str, ...]] = ("gated_delta[scale=0.3]",)
+    heads: ClassVar[str] = "u"
+    gate: ClassVar[str | None] = "head"
+    is_delta: ClassVar[bool] = True

@@ -1,0 +1,41 @@
+"""Gated linear attention: linear attention with a decay for each key channel and token.
+
+    o_t = s S_tᵀ q_t,    S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ
+
+Source: GLA (arXiv 2312.06635) Eq. 3–4; there g = logsigmoid(x) / 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.spec.linear_family import LinearFamily
+
+
+@dataclass(frozen=True)
+class GLA(LinearFamily):
+    """Gated linear attention: o_i = s Σ_{j≤i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_ic} v_j.
+
+    Keys, values and gates may have fewer heads than queries (n < h); a state belongs to each.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+
+    Source
+    ------
+    GLA (arXiv 2312.06635), Eq. 3–4.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> bool(np.allclose(pa.GLA()(q, k, v, g=0 * k), pa.Linear()(q, k, v)))
+    True
+    """
+
+    name: ClassVar[str] = "gla"
+    variants: ClassVar[tuple[str, ...]] = ("gla[scale=0.3]",)
+    gate: ClassVar[str | None] = "channel"

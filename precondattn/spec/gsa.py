@@ -1,0 +1,139 @@
+"""Gated slot attention: softmax attention to m slots, each a decaying memory of keys and values.
+
+    K_t = K_{t−1} diag(e^{g_t}) + k_t s_tᵀ           (d × m)
+    V_t = diag(e^{g_t}) V_{t−1} + s_t v_tᵀ           (m × e)
+    p_t = softmax(s K_tᵀ q_t),    o_t = V_tᵀ p_t
+
+Source: gated slot attention (arXiv 2409.07146) Eq. 7–8. Both are recurrences: the first with the
+slots' weights as values and a decay for each of them, the second with the weights as keys. With
+L the logits, and both recurrences' own gradients,
+
+    dp from the second,    dL = p ∘ (dp − p·dp),    ds_t and dg_t are the sums of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.cache import Slot
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Offers
+from precondattn.options import positive_or_none
+from precondattn.spec.array_functions import log_sum_exp, row_sum, swap_time_and_heads
+from precondattn.spec.linear_family import (
+    forget_other_segments,
+    queries_of_rows,
+    queries_of_states,
+    rows_of_states,
+)
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.stateful import Stateful
+
+
+@dataclass(frozen=True)
+class GSA(Stateful):
+    """Gated slot attention: p_t = softmax(s K_tᵀ q_t), o_t = V_tᵀ p_t over m slots.
+
+    `s` (b, s, n, m) says how much of a token goes to which slot and `g` (b, s, n, m) how much each
+    slot forgets; the public layer has s = 1 − e^g, better computed as −expm1(g). What it applies
+    to q, k and v before (swish, silu) is left to the layer. Keys, values, `s` and `g` may have
+    fewer heads than queries (n < h); the slots belong to each of theirs.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default. (The public layer passes 1.)
+
+    Source
+    ------
+    Gated slot attention (arXiv 2409.07146), Eq. 7–8.
+
+    Examples
+    --------
+    With one slot the softmax is 1, and a memory is read that does not ask who reads:
+
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 1, 2))
+    >>> one, open_gate = np.ones((1, 4, 1, 1)), np.zeros((1, 4, 1, 1))
+    >>> out = pa.GSA()(q, k, v, s=one, g=open_gate)
+    >>> bool(np.allclose(out, np.cumsum(v, axis=1)))
+    True
+    """
+
+    name: ClassVar[str] = "gsa"
+    variants: ClassVar[tuple[str, ...]] = ("gsa[scale=1]",)
+
+    scale: float | None = positive_or_none()
+
+    inputs = Inputs(
+        q="b t h d",
+        k="b s n d",
+        v="b s n e",
+        s="b s n m in [0, 1]",
+        g="b s n m in (-inf, 0]",
+    )
+    output = "b t h e"
+
+    @property
+    def offers(self) -> Offers:
+        return Offers(scale=self.scale)
+
+    def slots(self) -> tuple[Slot, ...]:
+        return (
+            Slot("keys", "gsa.keys({k}, {s}, {g})", "b n d m", wide=True),
+            Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True),
+        )
+
+    def _scale(self, d: int) -> float:
+        return d**-0.5 if self.scale is None else self.scale
+
+    def _streams(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Stream, Stream]:
+        """The two recurrences, the second with p as its queries."""
+        k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
+        q = self._scale(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
+        gate = forget_other_segments(g[..., None], frame)
+        of_keys = Stream(q, k, s, namespace(g).permute_dims(gate, (0, 1, 2, 4, 3)))
+        logits = recurrent(of_keys, state["keys"])[0]
+        p = namespace(logits).exp(logits - log_sum_exp(logits, axis=-1))
+        return of_keys, Stream(p, s, v, gate)
+
+    def run(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Arrays]:
+        of_keys, of_values = self._streams(state, x, frame)
+        o, values = recurrent(of_values, state["values"])
+        return rows_of_states(o), {
+            "keys": recurrent(of_keys, state["keys"])[1],
+            "values": values,
+        }
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        of_keys, of_values = self._streams(state, x, frame)
+        d_o = queries_of_states(cotangent, x["k"].shape[2])
+        d_values = recurrent_vjp(of_values, state["values"], d_o, d_state["values"])
+        p, d_p = of_values.q, d_values.stream.q
+        d_logits = p * (d_p - row_sum(p * d_p))
+        d_keys = recurrent_vjp(of_keys, state["keys"], d_logits, d_state["keys"])
+        first, second = d_keys.stream, d_values.stream
+        gradients = {
+            "k": swap_time_and_heads(first.k),
+            "v": swap_time_and_heads(second.v),
+            "s": swap_time_and_heads(first.v + second.k),
+            "g": swap_time_and_heads(first.g[..., 0, :] + second.g[..., 0]),
+        }
+        d_q = queries_of_rows(first.q, x["q"].shape[2])
+        gradients["q"] = self._scale(x["q"].shape[3]) * d_q
+        return gradients, {"keys": d_keys.state, "values": d_values.state}

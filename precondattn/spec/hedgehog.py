@@ -1,0 +1,86 @@
+"""Hedgehog: a learnt feature map that is positive and sums to 1.
+
+    φ(x) = softmax([y, −y]) ∈ R^{2d},    y = c (W x + b)
+
+Source: Hedgehog (arXiv 2402.04347) Eq. 6, with a softmax over the features; the baseline of CCQ
+§4.1. W starts as the identity and b as 0; flash-linear-attention has c = 2. Gradient:
+
+    dz = φ ∘ (dφ − φ·dφ),    dy = c (dz_{1…d} − dz_{d+1…2d}),
+    dx = Wᵀ dy,    dW = Σ dy xᵀ,    db = Σ dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals, TokenWise
+from precondattn.options import choice, positive
+from precondattn.spec.array_functions import log_sum_exp, row_sum, transpose
+
+WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
+"""Patterns of W and b: for all heads, or each its own."""
+
+
+@dataclass(frozen=True)
+class HedgehogMap(TokenWise):
+    """softmax([y, −y]), y = c (W x + b), with `weight` W (d, d) and `bias` b (d), or one a head.
+
+    Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) §4.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> features = HedgehogMap()(np.ones((1, 1, 1, 2)), weight=np.eye(2), bias=np.zeros(2))
+    >>> features.shape, features.sum().round(12)
+    ((1, 1, 1, 4), np.float64(1.0))
+    """
+
+    name: ClassVar[str] = "hedgehog_map"
+    variants: ClassVar[tuple[str, ...]] = ("hedgehog_map[factor=2,per=head]",)
+
+    factor: float = positive(1.0)
+    per: str = choice("layer", "head")
+
+    output = "b t h 2*d"
+
+    @property
+    def inputs(self) -> Inputs:
+        weight, bias = WEIGHT[self.per]
+        return Inputs(x="b t h d", weight=weight, bias=bias)
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        xp = namespace(x["x"])
+        # One row vector for each token and head, so that a head's own matrix may multiply it.
+        y = (x["x"][..., None, :] @ transpose(x["weight"]))[..., 0, :]
+        y = self.factor * (y + x["bias"])
+        z = xp.concat([y, -y], axis=-1)
+        return xp.exp(z - log_sum_exp(z, axis=-1)), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        xp, d = namespace(out), x["x"].shape[-1]
+        d_z = out * (cotangent - row_sum(out * cotangent))
+        d_y = self.factor * (d_z[..., :d] - d_z[..., d:])
+        if self.per == "layer":
+            rows = (-1, d)
+            d_weight = transpose(xp.reshape(d_y, rows)) @ xp.reshape(x["x"], rows)
+            d_bias = xp.sum(d_y, axis=(0, 1, 2))
+        else:
+            of_head, h = (2, 3, 0, 1), x["x"].shape[2]
+            left = xp.reshape(xp.permute_dims(d_y, of_head), (h, d, -1))
+            right = xp.reshape(xp.permute_dims(x["x"], of_head), (h, d, -1))
+            d_weight = left @ transpose(right)
+            d_bias = xp.sum(d_y, axis=(0, 1))
+        d_x = (d_y[..., None, :] @ x["weight"])[..., 0, :]
+        return {"x": d_x, "weight": d_weight, "bias": d_bias}

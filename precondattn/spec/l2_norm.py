@@ -1,0 +1,57 @@
+"""Rows of length 1.
+
+    L2(x) = x / n,    n = √(‖x‖² + ε),    and with a gain γ:  γ ∘ L2(x)
+
+What the delta rule needs of its keys, and CCQ of queries and keys. ε stands inside the root, as in
+flash-linear-attention; the row x = 0 with ε = 0 is taken to be 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.norm import Norm
+
+
+def length(x: Array, eps: float) -> Array:
+    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0."""
+    xp = namespace(x)
+    square = row_sum(x * x) + eps
+    return xp.sqrt(xp.where(square > 0, square, 1.0))
+
+
+def l2_norm(x: Array, eps: float) -> Array:
+    return x / length(x, eps)
+
+
+def l2_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
+    """dx = (g − y (y·g)) / n with y = L2(x), exact for every ε."""
+    n = length(x, eps)
+    y = x / n
+    return (cotangent - y * row_sum(y * cotangent)) / n
+
+
+@dataclass(frozen=True)
+class L2Norm(Norm):
+    """L2(x), row by row; with `gain` times an input `gain` (d).
+
+    Source: CCQ (arXiv 2606.01294) §3; gated DeltaNet (arXiv 2412.06464) §3.4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> L2Norm(eps=0.0)(np.asarray([3.0, 4.0]).reshape(1, 1, 1, 2)).ravel()
+    array([0.6, 0.8])
+    """
+
+    name: ClassVar[str] = "l2_norm"
+    variants: ClassVar[tuple[str, ...]] = ("l2_norm[gain=true]",)
+
+    def normalized(self, x: Array) -> Array:
+        return l2_norm(x, self.eps)
+
+    def normalized_vjp(self, x: Array, cotangent: Array) -> Array:
+        return l2_norm_vjp(x, self.eps, cotangent)

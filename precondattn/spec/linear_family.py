@@ -1,0 +1,172 @@
+"""What linear attention, its decaying kin and the delta rule have in common (`recurrence.py`).
+
+    o = s SᵀQ,    S_t = Γ_t ∘ S_{t−1} + k_t u_tᵀ
+
+A mechanism says which heads have a state, which of them share keys, values and queries following
+from that, and where its decay comes from. Tokens of another packed segment are forgotten: there the
+decay is −∞. Gradient: that of the recurrence, summed over the heads that share an input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace, zero_where_not
+from precondattn.cache import Slot
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Offers
+from precondattn.options import positive_or_none
+from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.stateful import Stateful
+
+GATES = {"head": "in (-inf, 0]", "channel": "d in (-inf, 0]"}
+"""What stands behind `"b s heads"` in the pattern of g."""
+
+
+def queries_of_states(q: Array, heads: int) -> Array:
+    """Queries (b, t, h, d) as (b, heads, t, r, d): the r of them that read one state.
+
+    With more states than query heads, each query head is repeated.
+    """
+    xp = namespace(q)
+    b, t, h, d = q.shape
+    if h < heads:
+        return repeat_heads(swap_time_and_heads(q), heads)[:, :, :, None, :]
+    return xp.permute_dims(xp.reshape(q, (b, t, heads, h // heads, d)), (0, 2, 1, 3, 4))
+
+
+def rows_of_states(o: Array) -> Array:
+    """What r queries read from each state (b, m, t, r, e), as rows (b, t, m r, e)."""
+    b, m, t, r, e = o.shape
+    xp = namespace(o)
+    return xp.reshape(xp.permute_dims(o, (0, 2, 1, 3, 4)), (b, t, m * r, e))
+
+
+def queries_of_rows(d_q: Array, h: int) -> Array:
+    """The transpose of `queries_of_states`: gradients (b, m, t, r, d) to (b, t, h, d)."""
+    if d_q.shape[1] > h:
+        return swap_time_and_heads(sum_heads(d_q[:, :, :, 0, :], h))
+    return rows_of_states(d_q)
+
+
+def forget_other_segments(g: Array, frame: Frame) -> Array:
+    """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
+    segment = frame.among_keys(g.shape[2]).q_segment
+    if segment is None:
+        return g
+    xp = namespace(g)
+    same = segment[:, 1:] == segment[:, :-1]
+    same = xp.concat([segment[:, :1] == segment[:, :1], same], axis=1)
+    return xp.where(same[:, None, :, None, None], g, -math.inf)
+
+
+@dataclass(frozen=True)
+class LinearFamily(Stateful):
+    """A leaf that is one recurrence."""
+
+    heads: ClassVar[str] = "n"
+    """The letter of the heads that have a state: those of the keys, the queries or the values."""
+    gate: ClassVar[str | None] = None
+    """What has a gate g: each `"head"`, each `"channel"` of its keys, or nothing."""
+    is_delta: ClassVar[bool] = False
+
+    scale: float | None = positive_or_none()
+
+    @property
+    def inputs(self) -> Inputs:
+        keys = "h" if self.heads == "u" else "n"
+        values = "u" if self.heads == "u" else "n"
+        unit = " unit" if self.is_delta else ""
+        declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
+        if self.gate is not None:
+            declared["g"] = f"b s {self.heads} {GATES[self.gate]}"
+        if self.is_delta:
+            declared["beta"] = f"b s {self.heads} in [0, 2]"
+        return Inputs(**declared)
+
+    @property
+    def output(self) -> str:  # type: ignore[override]
+        return "b t u e" if self.heads == "u" else "b t h e"
+
+    @property
+    def offers(self) -> Offers:
+        return Offers(scale=self.scale, decay=self.gate, unit_keys=self.is_delta)
+
+    def slots(self) -> tuple[Slot, ...]:
+        written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
+        return (Slot("state", f"{self.name}.state({written})", f"b {self.heads} d e", wide=True),)
+
+    def _scale(self, d: int) -> float:
+        return d**-0.5 if self.scale is None else self.scale
+
+    def state_heads(self, x: Mapping[str, Array]) -> int:
+        """How many heads have a state."""
+        return int(x["v" if self.heads in "nu" else "q"].shape[2])
+
+    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        """(b, m, s, 1 or d, 1)"""
+        if self.gate is None:
+            k = swap_time_and_heads(x["k"])
+            g = namespace(k).zeros_like(repeat_heads(k[..., :1], self.state_heads(x)))
+        else:
+            g = swap_time_and_heads(x["g"])
+            g = g if self.gate == "channel" else g[..., None]
+        return g[..., None]
+
+    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+        """The recurrence's own view of the inputs."""
+        m = self.state_heads(x)
+        return Stream(
+            self._scale(x["q"].shape[3]) * queries_of_states(x["q"], m),
+            repeat_heads(swap_time_and_heads(x["k"]), m),
+            repeat_heads(swap_time_and_heads(x["v"]), m),
+            forget_other_segments(self.log_decay(x, frame), frame),
+            swap_time_and_heads(x["beta"]) if self.is_delta else None,
+        )
+
+    def gradients(self, x: Mapping[str, Array], d: Stream) -> Arrays:
+        """The gradients of the inputs, from those of their view."""
+        found = {
+            "q": self._scale(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
+            "k": swap_time_and_heads(sum_heads(d.k, x["k"].shape[2])),
+            "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
+        }
+        if self.gate is not None:
+            d_g = d.g[..., 0] if self.gate == "channel" else d.g[..., 0, 0]
+            found["g"] = swap_time_and_heads(d_g)
+        if d.beta is not None:
+            found["beta"] = swap_time_and_heads(d.beta)
+        return found
+
+    def run(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Arrays]:
+        o, final = recurrent(self.stream(x, frame), state["state"])
+        return rows_of_states(o), {"state": final}
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        stream = self.stream(x, frame)
+        d_o = queries_of_states(cotangent, stream.k.shape[1])
+        d = recurrent_vjp(stream, state["state"], d_o, d_state["state"])
+        return self.gradients(x, d.stream), {"state": d.state}
+
+
+def where_valid(x: Array, frame: Frame) -> Array:
+    """(b, m, s, …), 0 at tokens that count for nothing."""
+    valid = frame.among_keys(x.shape[2]).q_valid
+    if valid is None:
+        return x
+    shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
+    return zero_where_not(namespace(valid).reshape(valid, shape), x)

@@ -1,0 +1,79 @@
+"""The parallel form of the recurrence: all pairs of tokens at once.
+
+With G = cumsum(g) and D_ij = e^{G_i − G_j} for j ≤ i, the state S_0 in front of the first token,
+
+    (I + diag(β) stril(D ∘ k kᵀ)) U = diag(β) (V − e^{G} ∘ k S_0)      (additive: U = V),
+    O = e^{G} ∘ q S_0 + tril(D ∘ q kᵀ) U,
+    S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
+
+Source: LUCID Table 1 and §3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. For a decay of each key
+channel D stands inside the product, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; of each value channel,
+inside the sum over j. It is quadratic in the number of tokens, and exponentiates differences of
+sums, which lose the digits of every gate behind one that is nearly closed: a form for tests, on
+moderate gates.
+"""
+
+from __future__ import annotations
+
+import math
+
+from precondattn.arrays import Array, arange_like, namespace
+from precondattn.spec.array_functions import identity_like, solve_lower, transpose
+from precondattn.spec.recurrence import Stream
+
+
+def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
+    """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
+    xp = namespace(x.k)
+    t, s = x.q.shape[2], x.k.shape[2]
+    total = xp.cumulative_sum(x.g, axis=2)  # G, (b, m, s, 1 or d, 1 or e)
+    by_value = x.g.shape[-1] > 1
+    if x.beta is not None and max(x.g.shape[-2:]) > 1:
+        raise ValueError("the delta rule has one gate for all channels here")
+
+    u = x.v
+    if x.beta is not None:
+        among_keys = _weights(x.k[:, :, :, None, :], x.k, total)[:, :, :, 0, :]
+        below = x.beta[..., None] * xp.tril(among_keys, k=-1)
+        from_state = xp.exp(total[..., 0]) * (x.k @ state)
+        u = solve_lower(identity_like(below) + below, x.beta[..., None] * (x.v - from_state))
+
+    seen = total[:, :, s - t :, ...]
+    if by_value:
+        o = (x.q @ state[:, :, None, ...]) * xp.exp(seen)
+        a = x.q @ transpose(x.k)[:, :, None, ...]  # (b, m, t, r, s)
+        o = o + xp.sum(
+            a[..., None] * (_decay(total[..., 0, :], t) * u[:, :, None, :, :])[:, :, :, None, ...],
+            axis=-2,
+        )
+    else:
+        o = (x.q * xp.exp(seen)[..., 0][..., None, :]) @ state[:, :, None, ...]
+        o = o + _weights(x.q, x.k, total) @ u[:, :, None, ...]
+
+    last = total[:, :, -1:, ...]
+    to_end = xp.exp(last - total)
+    if by_value:
+        final = xp.exp(last[:, :, 0, ...]) * state + transpose(x.k) @ (to_end[..., 0, :] * u)
+    else:
+        final = xp.exp(last[:, :, 0, ...]) * state + transpose(to_end[..., 0] * x.k) @ u
+    return o, final
+
+
+def _weights(q: Array, k: Array, total: Array) -> Array:
+    """Σ_c q_ic k_jc e^{G_ic − G_jc} (b, m, t, r, s), 0 for j > i; G by key channel, or one."""
+    xp = namespace(q)
+    decay = _decay(total[..., 0], q.shape[2])  # (b, m, t, s, 1 or d)
+    if decay.shape[-1] == 1:
+        return (q @ transpose(k)[:, :, None, ...]) * decay[..., 0][:, :, :, None, :]
+    pairs = q[..., None, :] * k[:, :, None, None, :, :] * decay[:, :, :, None, :, :]
+    return xp.sum(pairs, axis=-1)
+
+
+def _decay(total: Array, t: int) -> Array:
+    """e^{G_i − G_j} of the last t tokens i to all j (b, m, t, s, c), 0 for j > i."""
+    xp = namespace(total)
+    s = total.shape[2]
+    token = arange_like(s, total)
+    visible = (token[None, :] <= token[s - t :, None])[..., None]
+    exponent = total[:, :, s - t :, None, :] - total[:, :, None, :, :]
+    return xp.exp(xp.where(visible, exponent, -math.inf))

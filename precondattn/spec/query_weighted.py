@@ -1,0 +1,140 @@
+"""CCQ with the covariance that the query itself sees: exact curvature, in quadratic time.
+
+    q^c_t = q̄_t − λ_t c_t,    c_t = Cov_p[k̄] q̄_t = Σ_j p_tj (s_tj − Σ_l p_tl s_tl) k̄_j,
+    s_tj = q̄_t·k̄_j,    p_t = softmax_{j≤t}(s_tj / τ)
+
+Cov_p is the Hessian of the softmax's log-partition at q̄ (τ = 1), where CCQ takes that at 0, which
+is the limit τ → ∞. Source: CCQ (arXiv 2606.01294) App. I and Eq. 11, of which it is no more than a
+remark: for comparisons, not for long sequences. Gradient, with g = dq^c, h = −λ g,
+u_tj = h_t·k̄_j, and ũ, s̃ the centred u − Σ p u and s − Σ p s:
+
+    ds = p∘ũ + p∘(s̃∘ũ − Σ p s̃ u) / τ,    dλ = −g·c,
+    dq̄ = g + ds k̄,    dk̄ = (p∘s̃)ᵀ h + dsᵀ q̄.
+
+Cache: the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from precondattn.arrays import Array, namespace
+from precondattn.cache import Append, Slot, Updates
+from precondattn.declaration import Inputs
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Leaf, Residuals
+from precondattn.options import non_negative, positive
+from precondattn.spec.array_functions import (
+    finite_or_zero,
+    log_sum_exp,
+    mask_scores,
+    repeat_heads,
+    row_sum,
+    sum_heads,
+    swap_time_and_heads,
+    transpose,
+)
+from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
+
+
+class _View(NamedTuple):
+    """What the formulas speak of, for all queries and keys; heads before time."""
+
+    q: Array
+    k: Array
+    p: Array
+    centred: Array
+    """s̃ (b, h, t, s)."""
+    contraction: Array
+
+    @property
+    def c(self) -> Array:
+        return (self.p * self.centred) @ self.k
+
+
+@dataclass(frozen=True)
+class QueryWeightedQuery(Leaf):
+    """q^c = q̄ − λ Cov_p[k̄] q̄, with p = softmax(q̄·k̄ / τ) over the keys so far.
+
+    Quadratic in the number of tokens, in time and memory.
+
+    Parameters
+    ----------
+    tau : float
+        τ; 1 gives the Hessian of the log-partition at q̄, and a large one CCQ.
+    eps : float
+        In the norm: L2(x) = x / √(‖x‖² + eps).
+
+    Source
+    ------
+    CCQ (arXiv 2606.01294), App. I.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 2, 4))
+    >>> all_of_it = np.ones((1, 5, 2))
+    >>> out = QueryWeightedQuery()(q, k, contraction=all_of_it)
+    >>> bool(np.all(np.linalg.vector_norm(out, axis=-1) <= 1))
+    True
+    """
+
+    name: ClassVar[str] = "query_weighted_query"
+    role: ClassVar[str] = "piece"
+    variants: ClassVar[tuple[str, ...]] = ("query_weighted_query[tau=0.3]",)
+
+    tau: float = positive(1.0)
+    eps: float = non_negative(1e-6)
+
+    inputs = Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]")
+    output = "b t h d"
+
+    def _view(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _View:
+        """Of the new queries and all `keys` (b, s, n, d)."""
+        xp = namespace(keys)
+        q = swap_time_and_heads(l2_norm(x["q"], self.eps))
+        k = repeat_heads(swap_time_and_heads(l2_norm(keys, self.eps)), q.shape[1])
+        scores = q @ transpose(k)
+        logits = mask_scores(frame.visible(causal=True), scores / self.tau)
+        p = xp.exp(logits - finite_or_zero(log_sum_exp(logits, axis=-1)))
+        centred = scores - row_sum(p * scores)
+        contraction = swap_time_and_heads(x["contraction"])[..., None]
+        return _View(q, k, p, centred, contraction)
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        view = self._view(x, x["k"], frame)
+        return swap_time_and_heads(view.q - view.contraction * view.c), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        view = self._view(x, x["k"], frame)
+        g = swap_time_and_heads(cotangent)
+        h = -view.contraction * g
+        u = h @ transpose(view.k)
+        u = u - row_sum(view.p * u)
+        covariance = row_sum(view.p * view.centred * u)
+        d_s = view.p * u + view.p * (view.centred * u - covariance) / self.tau
+        d_k = transpose(view.p * view.centred) @ h + transpose(d_s) @ view.q
+        d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
+        return {
+            "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ view.k)),
+            "k": l2_norm_vjp(x["k"], self.eps, d_k),
+            "contraction": swap_time_and_heads(-row_sum(g * view.c))[..., 0],
+        }
+
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("key", "{k}", "b c n d"),)
+
+    def step(
+        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        view = self._view(x, namespace(x["k"]).concat([past["key"], x["k"]], axis=1), frame)
+        return swap_time_and_heads(view.q - view.contraction * view.c), {"key": Append(x["k"])}

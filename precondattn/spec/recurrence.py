@@ -1,0 +1,164 @@
+"""The recurrence of linear attention and the delta rule, on a state S (d × e) for each head.
+
+    S'_t = Γ_t ∘ S_{t−1},            Γ_t = e^{g_t}, g ≤ 0         the state decays,
+    u_t  = v_t                       (additive)
+    u_t  = β_t (v_t − S'_tᵀ k_t)     (delta rule)                 then is written to,
+    S_t  = S'_t + k_t u_tᵀ,
+    o_t  = S_tᵀ q_t                                               and then read.
+
+The decay g_t is a number, or one for each row of the state (key channel), or one for each column
+(value channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et al. 2024 (GLA,
+arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
+2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10). Two more forms, which share nothing with this one:
+`parallel.py` and `chunkwise.py`.
+
+Gradient, with Λ_t that of S_t, from the last token to the first:
+
+    Λ_t = Γ_{t+1} ∘ dS'_{t+1} + q_t do_tᵀ,         Λ_N also has the gradient of the final state,
+    dq_t = S_t do_t,    du_t = Λ_tᵀ k_t,    dk_t = Λ_t u_t,
+    additive:  dv_t = du_t,    dS'_t = Λ_t,
+    delta:     dv_t = β_t du_t,    dβ_t = du_t·(v_t − S'_tᵀ k_t),    dk_t −= S'_t dv_t,
+               dS'_t = Λ_t − k_t dv_tᵀ,
+    dg_t = Σ dS'_t ∘ S'_t, over what shares the gate,
+
+and Γ_1 ∘ dS'_1 is the gradient of the initial state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import row_sum, sum_to, transpose
+from precondattn.spec.scan import TIME, Token, scan
+
+
+class Stream(NamedTuple):
+    """What is written to the states of m heads and read from them, token by token."""
+
+    q: Array
+    """Queries (b, m, t, r, d): r of them read one state. With t < s they are the last tokens'."""
+    k: Array
+    """(b, m, s, d)"""
+    v: Array
+    """(b, m, s, e)"""
+    g: Array
+    """Log-decay (b, m, s, 1 or d, 1 or e); −∞ forgets everything."""
+    beta: Array | None = None
+    """Write strength of the delta rule (b, m, s); None writes additively."""
+
+
+class Gradients(NamedTuple):
+    """Of a stream, and of the initial state."""
+
+    stream: Stream
+    state: Array
+
+
+def recurrent(x: Stream, state: Array) -> tuple[Array, Array]:
+    """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
+    inputs = (_for_every_token(x.q, x.k), x.k, x.v, x.g)
+    if x.beta is None:
+        state, o = scan(_add_and_read, state, inputs)
+    else:
+        state, o = scan(_correct_and_read, state, (*inputs, x.beta))
+    return o[:, :, o.shape[TIME] - x.q.shape[TIME] :, ...], state
+
+
+def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    """The gradients, from those of the outputs and of the final state."""
+    xp = namespace(x.k)
+    t, s = x.q.shape[TIME], x.k.shape[TIME]
+    q, d_o = _for_every_token(x.q, x.k), _for_every_token(d_o, x.k)
+
+    write = (x.k, x.v, x.g)
+    if x.beta is None:
+        _, before = scan(_add, state, write)
+    else:
+        _, before = scan(_correct, state, (*write, x.beta))
+    decayed = xp.exp(x.g) * before
+    if x.beta is None:
+        residual, u = x.v, x.v
+    else:
+        residual = x.v - _read(decayed, x.k)
+        u = x.beta[..., None] * residual
+    d_q = d_o @ transpose(decayed + _outer(x.k, u))
+
+    back = (q, d_o, x.k, x.g)
+    if x.beta is None:
+        d_first, d_state = scan(_back_from_addition, d_final, back, reverse=True)
+    else:
+        d_first, d_state = scan(_back_from_correction, d_final, (*back, x.beta), reverse=True)
+    d_u = _read(d_state, x.k)
+    d_k = (d_state @ u[..., None])[..., 0]
+    d_v, d_decayed, d_beta = d_u, d_state, None
+    if x.beta is not None:
+        d_beta = row_sum(d_u * residual)[..., 0]
+        d_v = x.beta[..., None] * d_u
+        d_k = d_k - (decayed @ d_v[..., None])[..., 0]
+        d_decayed = d_state - _outer(x.k, d_v)
+    d_g = sum_to(d_decayed * decayed, x.g.shape)
+    return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta), d_first)
+
+
+def _for_every_token(queries: Array, k: Array) -> Array:
+    """Queries of the last t tokens, with zeros for those before."""
+    b, m, t, r, width = queries.shape
+    missing = k.shape[TIME] - t
+    if not missing:
+        return queries
+    xp = namespace(queries)
+    zeros = xp.broadcast_to(xp.zeros_like(queries[:, :, :1, ...]), (b, m, missing, r, width))
+    return xp.concat([zeros, queries], axis=TIME)
+
+
+def _outer(a: Array, b: Array) -> Array:
+    return a[..., :, None] * b[..., None, :]
+
+
+def _read(state: Array, q: Array) -> Array:
+    """Sᵀ q."""
+    return (q[..., None, :] @ state)[..., 0, :]
+
+
+# The steps of the scans: (state, token) to (state, output).
+
+
+def _add_and_read(state: Array, token: Token) -> tuple[Array, Array]:
+    q, *write = token
+    state, _ = _add(state, tuple(write))
+    return state, q @ state
+
+
+def _correct_and_read(state: Array, token: Token) -> tuple[Array, Array]:
+    q, *write = token
+    state, _ = _correct(state, tuple(write))
+    return state, q @ state
+
+
+def _add(state: Array, token: Token) -> tuple[Array, Array]:
+    """The state, and the one before."""
+    k, v, g = token
+    return namespace(k).exp(g) * state + _outer(k, v), state
+
+
+def _correct(state: Array, token: Token) -> tuple[Array, Array]:
+    """The state, and the one before."""
+    k, v, g, beta = token
+    decayed = namespace(k).exp(g) * state
+    return decayed + _outer(k, beta[..., None] * (v - _read(decayed, k))), state
+
+
+def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
+    """What reaches the state before, and Λ."""
+    q, d_o, _, g = token
+    d_state = d_state + transpose(q) @ d_o
+    return namespace(q).exp(g) * d_state, d_state
+
+
+def _back_from_correction(d_state: Array, token: Token) -> tuple[Array, Array]:
+    """What reaches the state before, and Λ."""
+    q, d_o, k, g, beta = token
+    d_state = d_state + transpose(q) @ d_o
+    d_v = beta[..., None] * _read(d_state, k)
+    return namespace(q).exp(g) * (d_state - _outer(k, d_v)), d_state

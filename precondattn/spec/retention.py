@@ -1,0 +1,68 @@
+"""Retention: linear attention with a fixed decay for each head.
+
+    o_t = s S_tᵀ q_t,    S_t = γ_h S_{t−1} + k_t v_tᵀ,    γ_h = 1 − 2^{−5−h}
+
+for query heads h = 0, 1, 2 … Source: RetNet (arXiv 2307.08621) Eq. 5–7. The rotation of queries and
+keys (xPos) stands before it; the paper's normalisation of rows by √Σ_j D_ij and max(|Σ_j Q K|, 1),
+and its group norm, do not belong to it. γ is not differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, arange_like, cast, namespace
+from precondattn.frame import Frame
+from precondattn.mechanism import Offers
+from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
+from precondattn.spec.linear_family import LinearFamily, where_valid
+
+
+def log_retention(heads: int, like: Array) -> Array:
+    """log γ_h = log(1 − 2^{−5−h}) of heads 0, 1, 2 … (heads)."""
+    xp = namespace(like)
+    h = cast(arange_like(heads, like), like.dtype)
+    return xp.log1p(-(2.0 ** (-5.0 - h)))
+
+
+@dataclass(frozen=True)
+class Retention(LinearFamily):
+    """Retention: o_i = s Σ_{j≤i} γ^{i−j} (q_i·k_j) v_j, with γ = 1 − 2^{−5−h} for query head h.
+
+    There is no gate to pass, and every query head has a state of its own. Padded and hidden tokens
+    do not decay it.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+
+    Source
+    ------
+    RetNet (arXiv 2307.08621), Eq. 5–7, without its rotation and norms.
+
+    Examples
+    --------
+    A value of 1 fades by 31/32 for each token:
+
+    >>> import numpy as np, precondattn as pa
+    >>> ones, v = np.ones((1, 3, 1, 1)), np.asarray([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)
+    >>> (32 * pa.Retention()(ones, ones, v).ravel()).round(4)
+    array([32.    , 31.    , 30.0312])
+    """
+
+    name: ClassVar[str] = "retention"
+    variants: ClassVar[tuple[str, ...]] = ("retention[scale=0.3]",)
+    heads: ClassVar[str] = "h"
+
+    @property
+    def offers(self) -> Offers:
+        return super().offers._replace(decay="retention")
+
+    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        h = x["q"].shape[2]
+        k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
+        each = log_retention(h, k)[None, :, None, None]
+        return where_valid(namespace(k).broadcast_to(each, k.shape), frame)[..., None]

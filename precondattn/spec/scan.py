@@ -1,0 +1,51 @@
+"""A scan: one step after the other along the time axis, carrying a state.
+
+The array-API standard has no such function. JAX has one, and needs it: unrolled, a sequence of
+2,000 tokens would be traced as 2,000 copies of the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from precondattn.arrays import Array, library_of, namespace
+
+TIME = 2
+"""The axis of time: behind batch and heads."""
+
+Token = tuple[Any, ...]
+"""A slice of every input at one time."""
+
+
+def scan(
+    step: Callable[[Array, Token], tuple[Array, Array]],
+    state: Array,
+    inputs: tuple[Array, ...],
+    *,
+    reverse: bool = False,
+) -> tuple[Array, Array]:
+    """(the last state, outputs along axis 2) of `state, output = step(state, token)`.
+
+    `inputs` (b, m, t, …) are cut along axis 2. With `reverse` the last token comes first, and its
+    output stands last. `step` is a function of a module: JAX knows it again by its identity, and
+    does not compile a second time what it has compiled.
+    """
+    if library_of(state) == "jax":
+        return _scan_of_jax(step, state, inputs, reverse)
+    xp = namespace(state)
+    times = range(inputs[0].shape[TIME])
+    outputs = []
+    for t in reversed(times) if reverse else times:
+        state, output = step(state, tuple(x[:, :, t, ...] for x in inputs))
+        outputs.append(output)
+    return state, xp.stack(outputs[::-1] if reverse else outputs, axis=TIME)
+
+
+def _scan_of_jax(step: Any, state: Array, inputs: Token, reverse: bool) -> tuple[Array, Array]:
+    jax = sys.modules["jax"]
+    xp = namespace(state)
+    time_first = tuple(xp.moveaxis(x, TIME, 0) for x in inputs)
+    state, outputs = jax.lax.scan(step, state, time_first, reverse=reverse)
+    return state, xp.moveaxis(outputs, 0, TIME)

@@ -1,0 +1,77 @@
+"""What leaves with a state have in common: one function serves calls and caches alike.
+
+A full call runs from a state of zeros and drops the last one; `extend` runs from the cache's state
+and keeps it. So there are two methods to write, `run` and `run_vjp`, and none of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from precondattn.arrays import Array, namespace, placement
+from precondattn.cache import Replace, Updates
+from precondattn.declaration import Pattern
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Leaf, Residuals
+
+
+class Stateful(Leaf):
+    """A leaf whose slots are a state that the tokens change, of one size for any number of them."""
+
+    def run(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Arrays]:
+        """The output, and the new state by slot."""
+        raise NotImplementedError
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of the inputs and of the state, from those of output and new state."""
+        raise NotImplementedError
+
+    def zero_state(self, x: Mapping[str, Array]) -> Arrays:
+        """The state before the first token."""
+        xp = namespace(x["k"])
+        shapes = {name: tuple(array.shape) for name, array in x.items()}
+        sizes = self.inputs.sizes(str(self), shapes)
+        beside = {"dtype": x["k"].dtype, **placement(x["k"])}
+        return {
+            slot.name: xp.zeros(Pattern.read(slot.pattern).shape(sizes), **beside)
+            for slot in self.slots()
+        }
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        return self.run(self.zero_state(x), x, frame)[0], ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        zeros = self.zero_state(x)
+        return self.run_vjp(zeros, x, frame, cotangent, zeros)[0]
+
+    def step(
+        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        out, state = self.run(past, x, frame)
+        return out, {name: Replace(value) for name, value in state.items()}
+
+    def step_backward(
+        self,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        return self.run_vjp(past, x, frame, cotangent, d_buffers)
