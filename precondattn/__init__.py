@@ -6,6 +6,7 @@
 (2, 6, 4, 8)
 """
 
+from precondattn.alignment import alignment, alignment_gap
 from precondattn.backend import (
     ArraySpec,
     Backend,
@@ -21,6 +22,7 @@ from precondattn.expression import parse
 from precondattn.frame import Frame
 from precondattn.group import group_of
 from precondattn.head_pairs import pair_values, split_heads
+from precondattn.mamba2 import mamba2, mamba2_inputs
 from precondattn.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, TokenWise, step
 from precondattn.preconditioners import (
     CCQ,
@@ -37,6 +39,7 @@ from precondattn.preconditioners import (
 from precondattn.registry import mechanisms
 from precondattn.shorthands import (
     ccq,
+    contraction_gate,
     delta,
     differential,
     elu1,
@@ -57,6 +60,7 @@ from precondattn.shorthands import (
     temperature,
 )
 from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.difference import Difference
 from precondattn.spec.elu_plus_one import EluPlusOne
@@ -89,6 +93,7 @@ __all__ = [
     "Backend",
     "Cache",
     "ConditionedQuery",
+    "ContractionGate",
     "Delta",
     "Difference",
     "Differential",
@@ -129,7 +134,10 @@ __all__ = [
     "TokenWise",
     "UnitRows",
     "UnsupportedError",
+    "alignment",
+    "alignment_gap",
     "ccq",
+    "contraction_gate",
     "delta",
     "differential",
     "elu1",
@@ -141,6 +149,8 @@ __all__ = [
     "laser",
     "linear",
     "lucid",
+    "mamba2",
+    "mamba2_inputs",
     "mechanisms",
     "pair_values",
     "parse",

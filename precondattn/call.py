@@ -62,7 +62,7 @@ def bind(
     """The arguments of a full call."""
     owner, declared = str(mechanism), mechanism.inputs
     inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
-    library = _check_arrays(owner, declared, inputs)
+    library = check_arrays(owner, declared, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
     b = sizes["b"]
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
@@ -112,7 +112,7 @@ def bind_extension(
             f"found {type(cache).__name__}"
         )
     inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
-    library = _check_arrays(owner, declared, inputs)
+    library = check_arrays(owner, declared, inputs)
     capacity = _check_cache(owner, mechanism, cache, inputs)
     sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
     _check_buffers(owner, mechanism, cache, sizes, _call_dtype(inputs))
@@ -159,7 +159,7 @@ def bind_shapes(
     inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
-    _check_arrays(owner, declared, inputs)
+    check_arrays(owner, declared, inputs)
     token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, _shapes(token_inputs))
     like = next(a for a in inputs.values() if dtype_name(a) == _call_dtype(inputs))
@@ -263,7 +263,7 @@ def _inputs_by_name(
     return {name: given[name] for name in declared if name in given}
 
 
-def _check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
+def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
     """One library, one device, dtypes that go together; returns the library."""
     libraries = {}
     for name, array in inputs.items():

@@ -74,11 +74,24 @@ def letters_of(calls: Sequence[Call]) -> Letters:
                     families.equate(
                         (first_call, a.letter), a.multiple, (number, b.letter), b.multiple
                     )
+    _equate_bases(calls, families)
     axes = _axes(calls, said, families)
     patterns = {
         value: readings[0][1].substituted(axes[readings[0][0]]) for value, readings in said.items()
     }
     return Letters(patterns, axes)
+
+
+def _equate_bases(calls: Sequence[Call], families: _Families) -> None:
+    """A base that is called twice, as by `differential`, has queries and keys of one size."""
+    first: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        if call.leaf.role != "base":
+            continue
+        patterns = (Pattern.read(call.leaf.output), *call.leaf.inputs.values())
+        for letter in dict.fromkeys("".join(p.letters for p in patterns).replace(FIXED, "")):
+            other = first.setdefault(letter, number)
+            families.equate((other, letter), 1, (number, letter), 1)
 
 
 def _what_is_said(calls: Sequence[Call]) -> dict[str, list[tuple[int, Pattern]]]:

@@ -59,7 +59,7 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     --------
     >>> import precondattn as pa
     >>> sorted(pa.mechanisms())[:3]
-    ['differential', 'laser', 'lucid']
+    ['ccq', 'delta', 'differential']
     """
     return {n: c for n, c in registered().items() if c.role in ("base", "preconditioner")}
 

@@ -20,6 +20,7 @@ from precondattn.preconditioners import (
     RowNormalized,
     Temperature,
 )
+from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
@@ -117,6 +118,7 @@ gsa = _shorthand(GSA)
 lucid = _shorthand(Lucid)
 laser = _shorthand(Laser)
 ccq = _shorthand(CCQ)
+contraction_gate = _shorthand(ContractionGate)
 temperature = _shorthand(Temperature)
 per_dim_scale = _shorthand(PerDimScale)
 qk_norm = _shorthand(QKNorm)

@@ -67,7 +67,8 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     cotangent = _rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
     gradients = pullback(cotangent)
     for name in inputs if is_smooth(m, kind) and dtype == "float64" else ():
-        _check_direction(m, inputs, masks, cotangent, name, gradients[name])
+        rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(out * cotangent)))
+        _check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
     return Oracle(inputs, masks, out, cotangent, gradients)
 
 
@@ -82,9 +83,15 @@ def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _check_direction(
-    m: pa.Mechanism, x: Arrays, masks: Arrays, cotangent: np.ndarray, name: str, g: np.ndarray
+    m: pa.Mechanism,
+    x: Arrays,
+    masks: Arrays,
+    cotangent: np.ndarray,
+    name: str,
+    g: np.ndarray,
+    rounding: float,
 ) -> None:
-    """One central difference along a random direction of one input."""
+    """One central difference along a random direction of one input; `rounding` is its terms'."""
     direction = np.random.default_rng(2).normal(size=x[name].shape)
     if masks.keys() & {"lengths"}:
         direction = np.where(g == 0, 0.0, direction)
@@ -96,7 +103,7 @@ def _check_direction(
 
     found, expected = (value(1) - value(-1)) / (2 * h), float(np.sum(g * direction))
     size = float(np.sqrt(np.sum(g**2) * np.sum(direction**2)))
-    if not abs(found - expected) <= 1e-6 * max(size, 1e-3):
+    if not abs(found - expected) <= 1e-6 * size + rounding / h:
         raise DisagreementError(
             f"the oracle's own gradient of {name} is {expected:.9g} along a direction, "
             f"and {found:.9g} by central differences"

@@ -65,16 +65,19 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
 
     They can not where something is constant to the gradient by declaration, nor at a point where
     the function has a kink, or bends within their step: two equal maxima, a zero key under a norm
-    without eps or under two norms in a row, or a zero row (of β = 0) that is brought to length 1.
+    without eps, under two norms in a row, or under a norm and elu, or a zero row (of β = 0) that is
+    brought to length 1.
     """
     leaves = mechanism.program.leaves
-    norms = [leaf for leaf in leaves if isinstance(leaf, pa.RMSNorm | pa.LayerNorm)]
+    norms = [leaf for leaf in leaves if isinstance(leaf, pa.RMSNorm | pa.LayerNorm | pa.L2Norm)]
     for leaf in leaves:
         if getattr(leaf, "detach_max", False) or getattr(leaf, "detach", False):
             return False
         if isinstance(leaf, pa.UnitRows) and "lucid_beta" in mechanism.inputs:
             return False
         if kind == "zero" and norms and getattr(leaf, "normalize", None) == "keys":
+            return False
+        if kind == "zero" and norms and isinstance(leaf, pa.EluPlusOne):
             return False
         if kind in ("zero", "duplicate") and getattr(leaf, "normalize", None) == "rows":
             return False

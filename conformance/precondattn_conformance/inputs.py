@@ -119,7 +119,7 @@ def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.nda
     b, s, n, d = shape
     keys = rng.normal(size=shape)
     few = rng.normal(size=(b, 3, n, d))
-    which = rng.integers(3, size=s)
+    which = rng.permutation(np.arange(s) % 3)
     if kind == "clustered":
         return few[:, which] + 0.1 * keys
     if kind == "duplicate":

@@ -31,6 +31,10 @@ class FeatureMap(Preconditioner):
         return base._replace(key_steps=(self._of("k"), *base.key_steps), unit_keys=False)
 
     def refuses(self) -> str | None:
+        own = [value for name in "qk" for value in self.parameters(name).values()]
+        twice = [name for name in own if name in self.base.inputs]
+        if twice:
+            return f"{', '.join(twice)} are inputs of the base already, and would be used twice"
         return misses_second_map(self.name, self.base)
 
     def _of(self, name: str) -> Step:

@@ -1,0 +1,133 @@
+"""Whether keys lie in the directions in which keys vary most: what CCQ assumes of distractors.
+
+    a_t = ‖Uᵀ (k̄_t − m)‖² / ‖k̄_t − m‖²,    U the top eigenvectors of the covariance of k̄, m its mean
+
+CCQ contracts queries along U. It helps when the keys that are looked for lie off it and the others
+in it: when the gap between their mean alignments is negative. Source: CCQ (arXiv 2606.01294),
+App. H, Eq. 28 and 29.
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, cast, dtype_name, library_of, namespace, upcast
+from precondattn.spec.l2_norm import l2_norm
+
+
+def alignment(k: Array, rank: int = 16) -> Array:
+    """The share of each key's centred energy in the top eigenspace of its head, in [0, 1].
+
+    Parameters
+    ----------
+    k : array (b, s, n, d)
+        Keys; they are normalised to length 1 here, as CCQ does.
+    rank : int
+        How many eigenvectors, 1 ≤ rank ≤ d; the paper has 16 of 128 or 256.
+
+    Returns
+    -------
+    array (b, s, n)
+        In float32 for keys in half precision. NaN for a key that is the mean of its head's keys,
+        which has no energy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for what is no array of four axes, and a rank out of range.
+
+    Source
+    ------
+    CCQ (arXiv 2606.01294), App. H, Eq. 28.
+
+    Examples
+    --------
+    Keys along one axis, and one across:
+
+    >>> import numpy as np, precondattn as pa
+    >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
+    >>> pa.alignment(k, rank=1).round(2).ravel()
+    array([0.96, 0.96, 0.96, 0.96, 0.  ])
+    """
+    _check_keys(k, rank)
+    xp = namespace(k)
+    unit = xp.permute_dims(l2_norm(upcast(k), 0.0), (0, 2, 1, 3))  # (b, n, s, d)
+    centred = unit - xp.mean(unit, axis=2, keepdims=True)
+    covariance = xp.matrix_transpose(centred) @ centred  # Its scale is of no matter.
+    top = xp.linalg.eigh(covariance)[1][..., -rank:]
+    energy = xp.sum(centred * centred, axis=-1)
+    within = xp.sum((centred @ top) ** 2, axis=-1)
+    nothing = energy == 0
+    share = within / xp.where(nothing, 1.0, energy)
+    return xp.permute_dims(xp.where(nothing, float("nan"), share), (0, 2, 1))
+
+
+def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
+    """How much more the needle's keys are aligned than the others'; CCQ assumes less than 0.
+
+    Parameters
+    ----------
+    k : array (b, s, n, d)
+        Keys.
+    needle : boolean array (b, s)
+        The tokens that are looked for.
+    context : boolean array (b, s), optional
+        The tokens to compare with, all that are not the needle's by default; the paper leaves out
+        the question at the end.
+    rank : int
+        As in `alignment`.
+
+    Returns
+    -------
+    array (b, n)
+        NaN where a sequence has no needle or no context.
+
+    Source
+    ------
+    CCQ (arXiv 2606.01294), App. H, Eq. 29.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
+    >>> needle = np.asarray([[False, False, False, False, True]])
+    >>> pa.alignment_gap(k, needle, rank=1).round(2)
+    array([[-0.96]])
+    """
+    _check_keys(k, rank)
+    _check_tokens("needle", needle, k)
+    xp = namespace(k)
+    if context is None:
+        context = xp.logical_not(needle)
+    else:
+        _check_tokens("context", context, k)
+    share = alignment(k, rank)
+    return _mean_of(share, needle) - _mean_of(share, context)
+
+
+def _mean_of(share: Array, tokens: Array) -> Array:
+    """The mean over chosen tokens (b, s) of what has a number for each (b, s, n)."""
+    xp = namespace(share)
+    chosen = tokens[:, :, None]
+    total = xp.sum(xp.where(chosen, share, 0.0), axis=1)
+    return total / xp.sum(cast(chosen, share.dtype), axis=1)
+
+
+def _check_keys(k: Array, rank: int) -> None:
+    if library_of(k) is None:
+        raise TypeError(f"k must be an array; found {type(k).__name__}")
+    if k.ndim != 4:
+        raise ValueError(f"k must be an array (b, s, n, d); found shape {tuple(k.shape)}")
+    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    if not whole or not 1 <= rank <= k.shape[3]:
+        raise ValueError(f"rank must be a whole number from 1 to d = {k.shape[3]}; found {rank!r}")
+
+
+def _check_tokens(name: str, tokens: Array, k: Array) -> None:
+    if library_of(tokens) != library_of(k):
+        raise TypeError(
+            f"{name} must be an array of {library_of(k)}, as k; found {type(tokens).__name__}"
+        )
+    if tuple(tokens.shape) != tuple(k.shape[:2]) or dtype_name(tokens) != "bool":
+        raise ValueError(
+            f"{name} must be boolean of shape (b, s) = {tuple(k.shape[:2])}; found "
+            f"{dtype_name(tokens)} of shape {tuple(tokens.shape)}"
+        )
