@@ -139,8 +139,12 @@ class Verbs:
 
         call.check_cacheable(self._mechanism)
         has_tokens = call.keeps_tokens(self._mechanism)
-        is_whole = isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 1
-        if not is_whole and (has_tokens or capacity is not None):
+        if capacity is None and has_tokens:
+            raise TypeError(
+                f"{self}: missing capacity, the number of tokens that the cache has a place for"
+            )
+        is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+        if capacity is not None and not (is_whole and capacity >= 1):
             raise ValueError(
                 f"{self}: capacity must be a whole number, 1 or above; found {capacity!r}"
             )

@@ -840,7 +840,7 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
                 f"softmax: capacity must be a whole number, 1 or above; found {v!r}",
                 partial(cache_for, capacity=v),
             )
-            for v in (0, -1, True, 1.5, 8.0, None, "8")
+            for v in (0, -1, True, 1.5, 8.0, "8")
         ),
         case(
             "not causal",
@@ -861,7 +861,7 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
         ),
         case(
             "without capacity",
-            "missing 1 required keyword-only argument: 'capacity'",
+            "softmax: missing capacity, the number of tokens that the cache has a place for",
             lambda: SOFTMAX.init_cache(Q, K, V),
             TypeError,
         ),

@@ -150,10 +150,10 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
     [
         (
             "lucd",
-            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are diff",
+            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are ccq, d",
         ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
-        ("xyz", "'xyz': unknown mechanism 'xyz'; known are differential, laser, lucid"),
+        ("xyz", "'xyz': unknown mechanism 'xyz'; known are ccq, delta, differential"),
         (
             "lucid[epz=0]",
             "'lucid[epz=0]': lucid has no option 'epz' (did you mean 'eps'?); it has normalize, "
@@ -428,7 +428,7 @@ class TestNamesThatClash:
             wiring("softmax", lambda base: [pa.step("out", base)])
 
     def test_a_name_that_is_not_known_can_not_be_forgotten(self):
-        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are diff"):
+        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are ccq, c"):
             registry.unregister("toy_none")
 
 

@@ -44,7 +44,8 @@ def test_nan_behind_the_length_poisons_neither_outputs_nor_gradients(expression)
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(out[padding], 0)
     cotangent = np.ones_like(out)
-    bad_cotangent = np.where(padding[..., None, None], np.nan, cotangent)
+    behind = padding.reshape(*padding.shape, *(1,) * (out.ndim - 2))
+    bad_cotangent = np.where(behind, np.nan, cotangent)
     gradients = pullback(bad_cotangent)
     for name, gradient in expected_pullback(cotangent).items():
         np.testing.assert_array_equal(gradients[name], gradient)
@@ -86,10 +87,10 @@ def test_packed_sequences_are_each_alone(expression):
 def test_grouped_queries_are_repeated_key_value_heads(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
-    repeated = {
-        name: np.repeat(array, 2, axis=2) if "n" in m.inputs[name].letters else array
-        for name, array in x.items()
-    }
+    repeated = {}
+    for name, array in x.items():
+        heads = m.inputs[name].letters.find("n")
+        repeated[name] = array if heads < 0 else np.repeat(array, 2, axis=heads)
     np.testing.assert_allclose(m(**x), m(**repeated), rtol=1e-10, atol=1e-12)
 
 

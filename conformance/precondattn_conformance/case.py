@@ -101,20 +101,26 @@ def _data(
 
     Smoke tries the masks in float64, where nothing blurs them. Of a composition that is nothing
     but steps it tries the wiring: every check once, outputs in every dtype. On JAX, which compiles
-    every operation for every shape and dtype, it keeps to one shape, and in dtypes that differ from
-    float64 in rounding only to outputs.
+    every operation for every shape and dtype, it keeps to what is JAX's own: outputs under every
+    mask, gradients and caching once, and of compositions and other dtypes outputs alone. Full tries
+    everything.
     """
     if level == "full":
         return FULL
+    only_outputs = library == "jax" and (is_derived or dtype != "float64")
+    if only_outputs and check != "outputs":
+        return ()
     if is_derived:
         if dtype != "float64":
             return SMOKE[:1] if check == "outputs" else ()
         return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1], "caching": SMOKE[1:2]}[check]
+    if library == "jax" and dtype == "float64":
+        return {"outputs": SMOKE[:3], "gradients": SMOKE[:1], "caching": SMOKE[1:2]}[check]
     if dtype == "float64":
-        return SMOKE[:3] if library == "jax" else SMOKE
-    if library == "jax":
-        return SMOKE[:1] if check == "outputs" else ()
-    return (SMOKE[0], SMOKE[3]) if dtype == "float32" and check == "outputs" else SMOKE[:1]
+        return SMOKE
+    if dtype == "float32" and check == "outputs" and library != "jax":
+        return SMOKE[0], SMOKE[3]
+    return SMOKE[:1]
 
 
 def makes_sense(case: Case) -> bool:

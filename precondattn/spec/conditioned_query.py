@@ -131,7 +131,8 @@ class ConditionedQuery(Stateful):
         """The recurrences of the second moment, and of the first with the count beside it."""
         g = self._log_decay(x, frame)
         m = g.shape[1]
-        k = repeat_heads(swap_time_and_heads(l2_norm(x["k"], self.eps)), m)
+        # A padded key is 0 when it comes, and something else behind a feature map.
+        k = where_valid(repeat_heads(swap_time_and_heads(l2_norm(x["k"], self.eps)), m), frame)
         q = queries_of_states(l2_norm(x["q"], self.eps), m)
         xp = namespace(k)
         one = xp.ones_like(k[..., :1])
@@ -198,7 +199,7 @@ class ConditionedQuery(Stateful):
         by_moment = recurrent_vjp(moment, self._sums(state), d_sums, self._sums(d_state))
         d_q = g - mu * mu_h + by_second.stream.q
         d_k = by_second.stream.k + by_second.stream.v + by_moment.stream.v[..., :-1]
-        d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
+        d_k = swap_time_and_heads(sum_heads(where_valid(d_k, frame), x["k"].shape[2]))
         query_heads = x["q"].shape[2]
         gradients = {
             "q": l2_norm_vjp(x["q"], self.eps, queries_of_rows(d_q, query_heads)),

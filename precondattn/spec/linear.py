@@ -119,5 +119,5 @@ class Linear(LinearFamily):
         d_mass = -row_sum(d_sum * (rows[..., :-1] / total))
         d_rows = queries_of_states(xp.concat([d_sum, d_mass], axis=-1), stream.k.shape[1])
         d = recurrent_vjp(stream, start, d_rows, self._with_mass(d_state))
-        found = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]))
+        found = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]), frame)
         return found, {"state": d.state[..., :-1], "mass": d.state[..., -1]}

@@ -54,6 +54,15 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
     return rows_of_states(d_q)
 
 
+def where_valid(x: Array, frame: Frame) -> Array:
+    """(b, m, s, …), 0 at tokens that count for nothing."""
+    valid = frame.among_keys(x.shape[2]).q_valid
+    if valid is None:
+        return x
+    shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
+    return zero_where_not(namespace(valid).reshape(valid, shape), x)
+
+
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
     segment = frame.among_keys(g.shape[2]).q_segment
@@ -123,17 +132,19 @@ class LinearFamily(Stateful):
         m = self.state_heads(x)
         return Stream(
             self._scale(x["q"].shape[3]) * queries_of_states(x["q"], m),
-            repeat_heads(swap_time_and_heads(x["k"]), m),
+            # The core has zeroed padded keys, but a feature map may have made something of them.
+            where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame),
             repeat_heads(swap_time_and_heads(x["v"]), m),
             forget_other_segments(self.log_decay(x, frame), frame),
             swap_time_and_heads(x["beta"]) if self.is_delta else None,
         )
 
-    def gradients(self, x: Mapping[str, Array], d: Stream) -> Arrays:
+    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         """The gradients of the inputs, from those of their view."""
+        d_k = sum_heads(where_valid(d.k, frame), x["k"].shape[2])
         found = {
             "q": self._scale(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
-            "k": swap_time_and_heads(sum_heads(d.k, x["k"].shape[2])),
+            "k": swap_time_and_heads(d_k),
             "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
         }
         if self.gate is not None:
@@ -160,13 +171,4 @@ class LinearFamily(Stateful):
         stream = self.stream(x, frame)
         d_o = queries_of_states(cotangent, stream.k.shape[1])
         d = recurrent_vjp(stream, state["state"], d_o, d_state["state"])
-        return self.gradients(x, d.stream), {"state": d.state}
-
-
-def where_valid(x: Array, frame: Frame) -> Array:
-    """(b, m, s, …), 0 at tokens that count for nothing."""
-    valid = frame.among_keys(x.shape[2]).q_valid
-    if valid is None:
-        return x
-    shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
-    return zero_where_not(namespace(valid).reshape(valid, shape), x)
+        return self.gradients(x, d.stream, frame), {"state": d.state}

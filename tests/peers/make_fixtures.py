@@ -23,13 +23,39 @@ mask, without rotation. float64, but the peer computes its softmax and exp(λ) i
     before_o_proj           (batch, time, 64), what o_proj is given: (1 − lambda_init) times the
                             group norm of `difference`, the pairs side by side
 
-Both have `versions`, a string. To run it, in an environment of its own:
+What keeps a state is frozen in five files, by cases (the prefix of the entries), all in float32:
+
+`linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
+`normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
+`delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
+(`recurrent`) and in chunks of 16 (`chunk`).
+`gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
+`gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
+`chunk`, with its L2 norm of queries and keys and two value heads for each key head.
+`ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, `mamba2`, with two groups of two heads.
+
+    q, k, v, g, beta, s     (batch, time, heads, …), what of them the peer takes. g: log of the
+                            gate, for each head, channel (gla) or slot (gsa); 0 and −8 among it.
+                            beta in [0, 2], both among it
+    x, dt, A, B, C, D, dt_bias, dt_min, dt_max
+                            of `mamba2` instead; dt is before its bias, softplus and limits
+    out, cotangent          (batch, time, heads, value width)
+    initial_*, final_*      states by name: `state` (batch, heads, key width, value width), the
+                            `mass` (batch, heads, key width) of `normalized`, and `keys` and
+                            `values` of `gsa`, (batch, heads, key width, slots) and (batch, heads,
+                            slots, value width); none of `retention`
+    cotangent_*             of the final states, by the same names
+    grad_*                  gradients of sum(out * cotangent) + Σ sum(final_* * cotangent_*), with
+                            respect to the inputs and the initial states (grad_initial_*)
+
+All have `versions`, a string. To run it, in an environment of its own:
 
     python -m pip install -e '.[peers]' && python tests/peers/make_fixtures.py
 """
 
 import importlib.metadata
 import importlib.util
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -66,21 +92,22 @@ def path_inputs(rng, batch, time, query_heads, heads, gate, dim=16):
     return {name: x.astype(np.float32) for name, x in inputs.items()}
 
 
-def load_naive_path_attn():
-    """Return the peer's reference of PaTH."""
+def load_naive(operation):
+    """Return the module of flash-linear-attention's references of one operation."""
     # By its file, which is plain PyTorch: `import fla.ops` needs triton, which a CPU may not have.
-    source = importlib.metadata.distribution("fla-core").locate_file("fla/ops/path_attn/naive.py")
-    spec = importlib.util.spec_from_file_location("fla_path_attn_naive", source)
+    fla = importlib.metadata.distribution("fla-core")
+    source = fla.locate_file(f"fla/ops/{operation}/naive.py")
+    spec = importlib.util.spec_from_file_location(f"fla_{operation}_naive", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.naive_path_attn
+    return module
 
 
 def path_entries():
     """Return the entries of path_fla.npz, without `versions`."""
     import torch
 
-    naive_path_attn = load_naive_path_attn()
+    naive_path_attn = load_naive("path_attn").naive_path_attn
     rng = np.random.default_rng(20260)
     entries = {}
     for case, how in PATH_CASES.items():
@@ -156,6 +183,279 @@ def differential_entries():
     }
 
 
+def sixteenths(x):
+    """Round to multiples of 1/16: few digits, because they compress."""
+    return np.round(16 * x) / 16
+
+
+def normal(rng, *shape):
+    """Return normal numbers of few digits."""
+    return sixteenths(rng.normal(size=shape))
+
+
+def keys_of(rng, *shape, unit=False):
+    """Return clustered keys, every fourth equal to the one before it."""
+    k = sixteenths(clustered(rng, shape))
+    k[:, 1::4] = k[:, :-1:4]
+    return k / np.linalg.norm(k, axis=-1, keepdims=True) if unit else k
+
+
+def gates_of(rng, *shape):
+    """Return logs of gates; some are 0, open, and some −8, all but closed."""
+    kind = rng.random(size=shape)
+    g = -sixteenths(rng.exponential(0.15, size=shape))
+    return np.where(kind < 0.04, -8, np.where(kind > 0.8, 0, g))
+
+
+def betas_of(rng, *shape):
+    """Return numbers in [0, 2], some of them 0 and some 2."""
+    kind = rng.random(size=shape)
+    beta = sixteenths(rng.uniform(0, 2, size=shape))
+    return np.where(kind < 0.1, 0, np.where(kind > 0.9, 2, beta))
+
+
+def stateful_entries(rng, peer, inputs, initial=None):
+    """Return one case: the inputs, what the peer makes of them, and its gradients.
+
+    `peer(x, initial)` takes tensors by name, laid out as the entries are, and returns the output
+    and the final states by the names of the initial ones.
+    """
+    import torch
+
+    given = inputs | {f"initial_{name}": state for name, state in (initial or {}).items()}
+    given = {name: x.astype(np.float32) for name, x in given.items()}
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in given.items()}
+    out, final = peer(
+        {name: leaves[name] for name in inputs},
+        {name: leaves[f"initial_{name}"] for name in initial or {}},
+    )
+    assert sorted(final) == sorted(initial or {})
+    results = {"out": out} | {f"final_{name}": state for name, state in final.items()}
+    total, cotangents = 0, {}
+    for name, x in results.items():
+        assert x.dtype == torch.float32
+        cotangent = normal(rng, *x.shape).astype(np.float32)
+        total = total + (x * torch.tensor(cotangent)).sum()
+        cotangents[name.replace("final", "cotangent").replace("out", "cotangent")] = cotangent
+    total.backward()
+    return (
+        given
+        | {name: x.detach().numpy() for name, x in results.items()}
+        | cotangents
+        | {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    )
+
+
+def of_cases(**cases):
+    """Return {case_entry: array}."""
+    return {f"{case}_{name}": x for case, entries in cases.items() for name, x in entries.items()}
+
+
+def linear_entries():
+    """Return the entries of linear_fla.npz, without `versions`."""
+
+    def linear(x, initial):
+        out, state = load_naive("linear_attn").naive_recurrent_linear_attn(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def normalized(x, initial):
+        # The mass of the peer has an axis for time.
+        out, (state, mass) = load_naive("linear_attn").naive_recurrent_linear_attn(
+            **x,
+            initial_state=(initial["state"], initial["mass"][:, None]),
+            output_final_state=True,
+            normalize=True,
+        )
+        return out, {"state": state, "mass": mass[:, 0]}
+
+    def retention(x, _initial):
+        time_behind_heads = (x[name].transpose(1, 2) for name in "qkv")
+        return load_naive("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
+
+    def gla(x, initial):
+        out, state = load_naive("gla").naive_recurrent_gla(
+            x["q"], x["k"], x["v"], x["g"], initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def simple(x, initial):
+        out, state = load_naive("simple_gla").naive_recurrent_simple_gla(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20262)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+
+    def inputs():
+        return {
+            "q": normal(rng, batch, time, heads, dim),
+            "k": keys_of(rng, batch, time, heads, dim),
+            "v": normal(rng, batch, time, heads, width),
+        }
+
+    def state():
+        return {"state": normal(rng, batch, heads, dim, width)}
+
+    positive = inputs()  # a denominator far from 0
+    positive |= {name: np.abs(positive[name]) for name in "qk"}
+    mass = {"mass": np.abs(normal(rng, batch, heads, dim))}
+    channels = {"g": gates_of(rng, batch, time, heads, dim)}
+    scalars = {"g": gates_of(rng, batch, time, heads)}
+    return of_cases(
+        linear=stateful_entries(rng, linear, inputs(), state()),
+        normalized=stateful_entries(rng, normalized, positive, state() | mass),
+        retention=stateful_entries(rng, retention, inputs()),
+        gla=stateful_entries(rng, gla, inputs() | channels, state()),
+        simple=stateful_entries(rng, simple, inputs() | scalars, state()),
+    )
+
+
+def delta_entries():
+    """Return the entries of delta_fla.npz, without `versions`."""
+
+    def delta(x, initial):
+        time_behind_heads = {name: array.transpose(1, 2) for name, array in x.items()}
+        out, state = load_naive("delta_rule").delta_rule_recurrence(
+            **time_behind_heads, initial_state=initial["state"]
+        )
+        return out.transpose(1, 2), {"state": state}
+
+    def recurrent(x, initial):
+        out, state = load_naive("gated_delta_rule").naive_recurrent_gated_delta_rule(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def chunk(x, initial):
+        out, state = load_naive("gated_delta_rule").naive_chunk_gated_delta_rule(
+            **x, chunk_size=16, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20263)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim, unit=True),
+        "v": normal(rng, batch, time, heads, width),
+        "beta": betas_of(rng, batch, time, heads),
+    }
+    gated = inputs | {"g": gates_of(rng, batch, time, heads)}
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    return of_cases(
+        delta=stateful_entries(rng, delta, inputs, initial),
+        recurrent=stateful_entries(rng, recurrent, gated, initial),
+        chunk=stateful_entries(rng, chunk, gated, initial),
+    )
+
+
+def gsa_entries():
+    """Return the entries of gsa_fla.npz, without `versions`."""
+
+    def gsa(x, initial):
+        out, (keys, values) = load_naive("gsa").naive_recurrent_gsa(
+            **x,
+            initial_state=(initial["keys"], initial["values"]),
+            output_final_state=True,
+        )
+        return out, {"keys": keys, "values": values}
+
+    rng = np.random.default_rng(20264)
+    batch, time, query_heads, heads, dim, width, slots = 2, 33, 4, 2, 8, 6, 5
+    inputs = {
+        "q": normal(rng, batch, time, query_heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, heads, width),
+        "s": sixteenths(rng.uniform(size=(batch, time, heads, slots))),
+        "g": gates_of(rng, batch, time, heads, slots),
+    }
+    initial = {
+        "keys": normal(rng, batch, heads, dim, slots),
+        "values": normal(rng, batch, heads, slots, width),
+    }
+    return of_cases(gsa=stateful_entries(rng, gsa, inputs, initial))
+
+
+def qwen3_next_entries():
+    """Return the entries of gated_delta_qwen3_next.npz, without `versions`."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+
+    def of(function, **how):
+        # Without its wrapper, which would prefer kernels where there are any.
+        plain = inspect.unwrap(function)
+        names = {"q": "query", "k": "key", "v": "value", "g": "g", "beta": "beta"}
+
+        def call(x, initial):
+            out, state = plain(
+                **{names[name]: array for name, array in x.items()},
+                initial_state=initial["state"],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                **how,
+            )
+            return out, {"state": state}
+
+        return call
+
+    rng = np.random.default_rng(20265)
+    batch, time, heads, value_heads, dim, width = 2, 33, 2, 4, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, value_heads, width),
+        "g": gates_of(rng, batch, time, value_heads),
+        "beta": betas_of(rng, batch, time, value_heads),
+    }
+    # so short that the ε of the norm shows
+    inputs["k"][:, 2::8] = 0
+    inputs["k"][:, 2::8, :, 3] = 1 / 16
+    initial = {"state": normal(rng, batch, value_heads, dim, width)}
+    recurrent = of(peer.torch_recurrent_gated_delta_rule)
+    chunk = of(peer.torch_chunk_gated_delta_rule, chunk_size=16)
+    return of_cases(
+        recurrent=stateful_entries(rng, recurrent, inputs, initial),
+        chunk=stateful_entries(rng, chunk, inputs, initial),
+    )
+
+
+def mamba2_entries():
+    """Return the entries of ssd_mamba2.npz, without `versions`."""
+    from transformers.models.mamba2 import modeling_mamba2 as peer
+
+    limits = (0.125, 1.75)
+
+    def mamba2(x, initial):
+        x = {"hidden_states" if name == "x" else name: array for name, array in x.items()}
+        out, state = inspect.unwrap(peer.mamba2_chunk_scan)(  # likewise
+            **x,
+            chunk_size=16,
+            initial_states=initial["state"].transpose(2, 3),
+            dt_softplus=True,
+            dt_limit=limits,
+            return_final_states=True,
+        )
+        return out, {"state": state.transpose(2, 3)}
+
+    rng = np.random.default_rng(20266)
+    batch, time, heads, groups, dim, width = 2, 33, 4, 2, 8, 6
+    inputs = {
+        "x": normal(rng, batch, time, heads, width),
+        "dt": normal(rng, batch, time, heads),
+        "A": np.asarray([0, -1 / 16, -1, -8]),
+        "B": keys_of(rng, batch, time, groups, dim),
+        "C": normal(rng, batch, time, groups, dim),
+        "D": normal(rng, heads),
+        "dt_bias": normal(rng, heads),
+    }
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    low, high = np.asarray(limits)
+    entries = stateful_entries(rng, mamba2, inputs, initial) | {"dt_min": low, "dt_max": high}
+    return of_cases(mamba2=entries)
+
+
 def save(name, peer, entries):
     """Write the entries beside this script, with the versions, and print what was written."""
     used = (peer, "torch", "numpy")
@@ -166,14 +466,19 @@ def save(name, peer, entries):
     size = path.stat().st_size
     print(f"{name}: {size} bytes, {versions}")
     for entry, x in entries.items():
-        print(f"    {entry:16} {x.dtype!s:8} {x.shape}")
+        print(f"    {entry:32} {x.dtype!s:8} {x.shape}")
     assert size < MAX_BYTES, "file too large"
 
 
 def main():
-    """Write both files."""
+    """Write all files."""
     save("path_fla.npz", "fla-core", path_entries())
     save("differential_diffllama.npz", "transformers", differential_entries())
+    save("linear_fla.npz", "fla-core", linear_entries())
+    save("delta_fla.npz", "fla-core", delta_entries())
+    save("gsa_fla.npz", "fla-core", gsa_entries())
+    save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
+    save("ssd_mamba2.npz", "transformers", mamba2_entries())
 
 
 if __name__ == "__main__":
