@@ -37,7 +37,9 @@ def refusal(outer: type[pa.Mechanism], inner: str) -> str | None:
 
 def page() -> str:
     """The page, as Markdown."""
-    classes = {n: c for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")}
+    classes = {
+        n: c for n, c in sorted(pa.mechanisms().items()) if c.__module__.startswith("precondattn.")
+    }
     rows = {n: c for n, c in classes.items() if c.role == "preconditioner"}
     bases = [n for n, c in classes.items() if c.role == "base"]
     columns = [*bases, *EXTRA_COLUMNS, *rows]

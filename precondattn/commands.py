@@ -62,8 +62,7 @@ def explain(
             made = make_inputs(parsed, Layout("explain", **chosen), "random")
             arrays = {name: arrays_of.array(array, dtype) for name, array in made.items()}
             if verb == "extend":
-                like = {name: arrays[name] for name in ("q", "k", "v") if name in arrays}
-                cache = parsed.init_cache(**like, capacity=chosen["s"])
+                cache = parsed.init_cache(**arrays, capacity=chosen["s"])
                 explanation = parsed.explain(**arrays, cache=cache)
             else:
                 explanation = parsed.explain(**arrays, verb=verb)

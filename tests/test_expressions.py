@@ -207,7 +207,7 @@ TRIANGULAR = (
     "lucid is causal: its matrix has to be triangular to be solved in quadratic time, and the "
     "method defines no other"
 )
-USED = "lucid needs a base with a score function that no other preconditioner has used"
+USED = "lucid needs a base that exponentiates a score function, and one that no other"
 NO_MEAN = (
     "laser needs a base that reads a mean of its values, under non-negative weights that sum to one"
 )

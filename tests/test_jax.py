@@ -21,7 +21,8 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "expression", ["softmax", "lucid", "lucid[normalize=rows]", "lucid(laser)"]
+    "expression",
+    ["softmax", "lucid", "lucid[normalize=rows]", "lucid(laser)", "gated_delta", "ccq(gla)", "gsa"],
 )
 def test_jit_grad_and_vmap_agree_with_eager_calls(expression):
     m, x = pa.parse(expression), arrays_of(expression)
@@ -117,3 +118,12 @@ class TestAnotherBackend:
         x = arrays_of("lucid")
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(lambda k: pa.Lucid()(x["q"], k, x["v"]), (x["k"],), (x["k"],))
+
+
+@pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)", "hedgehog(gla)"])
+def test_a_recurrence_is_traced_as_one_step_however_long(expression):
+    """Unrolled, 2,000 tokens would be tens of thousands of equations."""
+    m = pa.parse(expression)
+    x = arrays_of(expression, b=1, t=2000, s=2000, h=2, n=2, d=4, e=4)
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x))))(x)
+    assert str(traced).count("\n") < 3000

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import precondattn as pa
 
@@ -113,3 +114,244 @@ def test_the_reflections_matter(path_fla, case):
     x["beta"] = 0 * x["beta"]
     out = pa.Path(scale=float(own["scale"]), forget="scaled")(**x)
     assert distance(out, own["out"]) > 0.1
+
+
+# What keeps a state: that of flash-linear-attention, and of Qwen3-Next in Transformers
+
+FLA = {
+    "linear": pa.Linear(),
+    "normalized": pa.Linear(normalize=True),
+    "gla": pa.GLA(),
+    "simple": pa.SSD(scale=None),
+    "delta": pa.Delta(),
+    "recurrent": pa.GatedDelta(),
+    "chunk": pa.GatedDelta(),
+    "gsa": pa.GSA(),
+}
+QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
+STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "s"]
+
+
+def entries_of(file, case):
+    """The entries of one case, in float64."""
+    with np.load(PEERS / file) as entries:
+        return {
+            name.removeprefix(f"{case}_"): x.astype(np.float64)
+            for name, x in entries.items()
+            if name.startswith(f"{case}_")
+        }
+
+
+def of_fla(case):
+    """The inputs, and everything of one case of flash-linear-attention."""
+    files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
+    own = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
+    return {name: own[name] for name in STATEFUL_INPUTS if name in own}, own
+
+
+def of_qwen3_next(case):
+    own = entries_of("gated_delta_qwen3_next.npz", case)
+    return {name: own[name] for name in STATEFUL_INPUTS if name in own}, own
+
+
+def continued_from(m, own, x):
+    """A cache with the initial states of a case, and {name of a state: that of its buffer}."""
+    cache = m.init_cache(**x)
+    buffers = {name.partition("(")[0].rpartition(".")[2]: name for name in cache.store}
+    store = {buffer: own[f"initial_{name}"] for name, buffer in buffers.items()}
+    assert {name: a.shape for name, a in cache.store.items()} == {
+        name: a.shape for name, a in store.items()
+    }
+    return cache._replace(store=store), buffers
+
+
+def output_of(m, own, x):
+    return m.extend(continued_from(m, own, x)[0], **x)[0]
+
+
+def assert_all_agree(own, found):
+    """Within what the peers' float32 allows: they were found within 7e-7."""
+    for name, array in found.items():
+        assert distance(array, own[name]) <= 1e-6, name
+
+
+def assert_is_the_peer(m, own, x):
+    cache, buffers = continued_from(m, own, x)
+    out, cache, pullback = m.extend_vjp(cache, **x)
+    d_final = {buffer: own[f"cotangent_{name}"] for name, buffer in buffers.items()}
+    gradients, d_initial = pullback(own["cotangent"], d_final)
+    found = {"out": out} | {f"grad_{name}": gradients[name] for name in x}
+    for name, buffer in buffers.items():
+        found[f"final_{name}"] = cache.store[buffer]
+        found[f"grad_initial_{name}"] = d_initial[buffer]
+    assert set(found) == {name for name in own if name.startswith(("out", "final_", "grad_"))}
+    assert_all_agree(own, found)
+
+
+@pytest.mark.parametrize("case", FLA)
+def test_a_mechanism_with_a_state_is_that_of_flash_linear_attention(case):
+    x, own = of_fla(case)
+    assert_is_the_peer(FLA[case], own, x)
+
+
+def test_retention_is_that_of_flash_linear_attention():
+    x, own = of_fla("retention")
+    out, pullback = pa.Retention().vjp(**x)
+    gradients = pullback(own["cotangent"])
+    assert sorted(gradients) == sorted(x)
+    assert_all_agree(own, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})
+
+
+@pytest.mark.parametrize("case", ["recurrent", "chunk"])
+def test_the_gated_delta_rule_behind_an_l2_norm_is_that_of_qwen3_next(case):
+    x, own = of_qwen3_next(case)
+    assert_is_the_peer(QWEN3_NEXT, own, x)
+
+
+@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "gsa"])
+def test_the_frozen_data_holds_equal_keys_and_the_ends_of_every_range(case):
+    x, _ = of_fla(case)
+    assert np.all(x["k"][:, 1::4] == x["k"][:, :-1:4])
+    ends = {"g": (-8, 0), "beta": (0, 2)}
+    for name in ends.keys() & x.keys():
+        assert (x[name].min(), x[name].max()) == ends[name]
+
+
+# It matters when a state decays, is written to and is read, and by whom
+
+
+@pytest.mark.parametrize("case", FLA)
+def test_a_state_read_before_it_is_written_to_is_another_function(case):
+    x, own = of_fla(case)
+    for name in x.keys() - {"q"}:
+        x[name] = np.roll(x[name], 1, axis=1)
+        x[name][:, 0] = 0  # It leaves the initial state as it is.
+    assert distance(output_of(FLA[case], own, x), own["out"]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "written"),
+    [("gla", "k"), ("simple", "v"), ("recurrent", "v"), ("chunk", "v"), ("gsa", "s")],
+)
+def test_a_gate_that_decays_what_its_own_token_writes_is_another_function(case, written):
+    x, own = of_fla(case)
+    gate = np.exp(x["g"])
+    x[written] = (gate if gate.ndim == 4 else gate[..., None]) * x[written]
+    assert distance(output_of(FLA[case], own, x), own["out"]) > 0.1
+
+
+@pytest.mark.parametrize("case", ["gla", "simple", "recurrent", "chunk", "gsa"])
+def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
+    x, own = of_fla(case)
+    assert np.any(x["g"][:, 0] < -0.1)
+    x["g"][:, 0] = 0
+    assert distance(output_of(FLA[case], own, x), own["out"]) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["linear", "gla", "simple", "delta", "recurrent", "chunk", "gsa"])
+def test_another_scale_is_another_function(case):
+    x, own = of_fla(case)
+    m = type(FLA[case])(scale=1.0)
+    assert distance(output_of(m, own, x), own["out"]) > 0.1
+
+
+@pytest.mark.parametrize(("case", "additive"), [("delta", pa.Linear()), ("chunk", FLA["simple"])])
+def test_values_that_are_added_and_correct_nothing_are_another_function(case, additive):
+    x, own = of_fla(case)
+    x["v"] = x.pop("beta")[..., None] * x["v"]
+    assert distance(output_of(additive, own, x), own["out"]) > 0.1
+
+
+def test_a_denominator_without_the_initial_mass_is_another_function():
+    x, own = of_fla("normalized")
+    own["initial_mass"] = 0 * own["initial_mass"]
+    assert distance(output_of(FLA["normalized"], own, x), own["out"]) > 0.1
+
+
+def test_the_decay_of_retention_belongs_to_the_place_of_a_head():
+    x, own = of_fla("retention")
+    flipped = pa.Retention()(**{name: a[:, :, ::-1] for name, a in x.items()})[:, :, ::-1]
+    assert distance(flipped, own["out"]) > 1e-2
+
+
+def test_neighbouring_queries_of_gated_slot_attention_share_a_state():
+    x, own = of_fla("gsa")
+    order = [0, 2, 1, 3]
+    out = output_of(FLA["gsa"], own, x | {"q": x["q"][:, :, order]})[:, :, order]
+    assert distance(out, own["out"]) > 0.1
+
+
+def test_neighbouring_value_heads_of_qwen3_next_share_a_key():
+    x, own = of_qwen3_next("chunk")
+    tiled = {name: np.tile(x[name], (1, 1, 2, 1)) for name in "qk"}
+    assert distance(output_of(QWEN3_NEXT, own, x | tiled), own["out"]) > 0.1
+
+
+def test_the_epsilon_of_the_norm_of_qwen3_next_stands_inside_the_root():
+    x, own = of_qwen3_next("chunk")
+    without = pa.QKNorm(pa.GatedDelta(), norm="l2", eps=0.0)
+    assert distance(output_of(without, own, x), own["out"]) > 1e-5
+    outside = {
+        name: x[name] / (np.linalg.vector_norm(x[name], axis=-1, keepdims=True) + 1e-6)
+        for name in "qk"
+    }
+    assert distance(output_of(pa.GatedDelta(), own, x | outside), own["out"]) > 1e-5
+
+
+# Mamba-2 of Transformers
+
+MAMBA2_INPUTS = ["x", "dt", "A", "B", "C", "D", "dt_bias"]
+
+
+def of_mamba2(case):
+    """The inputs, the options, and everything of one case."""
+    own = entries_of("ssd_mamba2.npz", case)
+    limits = (float(own["dt_min"]), float(own["dt_max"]))
+    return (
+        {name: own[name] for name in MAMBA2_INPUTS},
+        {"dt_softplus": True, "dt_limit": limits},
+        own,
+    )
+
+
+def test_mamba2_is_that_of_transformers():
+    x, options, own = of_mamba2("fresh")
+    leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
+    out = pa.mamba2(**leaves, **options)
+    out.backward(torch.tensor(own["cotangent"]))
+    found = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    assert_all_agree(own, found | {"out": out.detach().numpy()})
+    assert_all_agree(own, {"out": pa.mamba2(**x, **options)})
+
+
+def test_mamba2_continued_is_that_of_transformers():
+    x, options, own = of_mamba2("continued")
+    own["initial_state"] = torch.tensor(own["initial_state"], requires_grad=True)
+    leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
+    residual = leaves["D"][:, None] * leaves["x"]
+    inputs = {name: leaf for name, leaf in leaves.items() if name != "D"}
+    inputs = pa.mamba2_inputs(**inputs, **options)
+    cache, buffers = continued_from(pa.SSD(), own, inputs)
+    out, cache = pa.SSD().extend(cache, **inputs)
+    out, final = out + residual, cache.store[buffers["state"]]
+    torch.autograd.backward(
+        [out, final], [torch.tensor(own[name]) for name in ("cotangent", "cotangent_state")]
+    )
+    found = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    found["grad_initial_state"] = own["initial_state"].grad.numpy()
+    found |= {"out": out.detach().numpy(), "final_state": final.detach().numpy()}
+    assert_all_agree(own, found)
+
+
+@pytest.mark.parametrize(
+    "option", [{"dt_softplus": False}, {"dt_limit": (0.0, np.inf)}], ids=["softplus", "limit"]
+)
+def test_the_options_of_mamba2_matter(option):
+    x, options, own = of_mamba2("fresh")
+    assert distance(pa.mamba2(**x, **(options | option)), own["out"]) > 0.1
+
+
+def test_the_groups_of_mamba2_are_of_neighbouring_heads():
+    x, options, own = of_mamba2("fresh")
+    tiled = {name: np.tile(x[name], (1, 1, 2, 1)) for name in "BC"}
+    assert distance(pa.mamba2(**(x | tiled), **options), own["out"]) > 0.1

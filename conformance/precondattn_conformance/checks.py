@@ -151,9 +151,7 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
     arrays = {
         name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
     }
-    like = {n: a for n, a in inputs.items() if n in ("q", "k", "v") or "m" in m.inputs[n].letters}
-    like = like or inputs
-    cache = m.init_cache(**like, capacity=capacity, key_mask=case.layout.mask == "key_mask")
+    cache = m.init_cache(**inputs, capacity=capacity, key_mask=case.layout.mask == "key_mask")
     outs, start = [], 0
     for stop in _splits(time):
         tokens = slice_tokens(m, arrays, start, stop)

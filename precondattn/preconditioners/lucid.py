@@ -106,7 +106,10 @@ class Lucid(Preconditioner):
     def refuses(self) -> str | None:
         base = self.base.offers
         if base.metric is None:
-            return "lucid needs a base with a score function that no other preconditioner has used"
+            return (
+                "lucid needs a base that exponentiates a score function, and one that no other "
+                "preconditioner has used (what it does to softmax, delta does to linear)"
+            )
         if not base.causal:
             return (
                 "lucid is causal: its matrix has to be triangular to be solved in quadratic time, "

@@ -32,6 +32,8 @@ def chunkwise(x: Stream, state: Array, chunk: int, sub_chunk: int) -> tuple[Arra
     """
     xp = namespace(x.k)
     s = x.k.shape[2]
+    if x.g.shape[-1] > 1:
+        raise ValueError("the chunkwise form has no gate for each value channel here")
     outputs = []
     for start in range(0, s, chunk):
         part = Stream(

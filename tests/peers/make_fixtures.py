@@ -32,18 +32,19 @@ What keeps a state is frozen in five files, by cases (the prefix of the entries)
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
-`ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, `mamba2`, with two groups of two heads.
+`ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
+nothing (`fresh`) and from a state (`continued`).
 
     q, k, v, g, beta, s     (batch, time, heads, …), what of them the peer takes. g: log of the
                             gate, for each head, channel (gla) or slot (gsa); 0 and −8 among it.
                             beta in [0, 2], both among it
     x, dt, A, B, C, D, dt_bias, dt_min, dt_max
-                            of `mamba2` instead; dt is before its bias, softplus and limits
+                            of Mamba-2 instead; dt is before its bias, softplus and limits
     out, cotangent          (batch, time, heads, value width)
     initial_*, final_*      states by name: `state` (batch, heads, key width, value width), the
                             `mass` (batch, heads, key width) of `normalized`, and `keys` and
                             `values` of `gsa`, (batch, heads, key width, slots) and (batch, heads,
-                            slots, value width); none of `retention`
+                            slots, value width); none of `retention` and `fresh`
     cotangent_*             of the final states, by the same names
     grad_*                  gradients of sum(out * cotangent) + Σ sum(final_* * cotangent_*), with
                             respect to the inputs and the initial states (grad_initial_*)
@@ -429,15 +430,16 @@ def mamba2_entries():
 
     def mamba2(x, initial):
         x = {"hidden_states" if name == "x" else name: array for name, array in x.items()}
-        out, state = inspect.unwrap(peer.mamba2_chunk_scan)(  # likewise
+        # The states of the peer are (batch, heads, value width, key width).
+        out, state = inspect.unwrap(peer.mamba2_chunk_scan)(  # without its wrapper, as above
             **x,
             chunk_size=16,
-            initial_states=initial["state"].transpose(2, 3),
+            initial_states=initial["state"].transpose(2, 3) if initial else None,
             dt_softplus=True,
             dt_limit=limits,
             return_final_states=True,
         )
-        return out, {"state": state.transpose(2, 3)}
+        return out, {"state": state.transpose(2, 3)} if initial else {}
 
     rng = np.random.default_rng(20266)
     batch, time, heads, groups, dim, width = 2, 33, 4, 2, 8, 6
@@ -451,9 +453,11 @@ def mamba2_entries():
         "dt_bias": normal(rng, heads),
     }
     initial = {"state": normal(rng, batch, heads, dim, width)}
-    low, high = np.asarray(limits)
-    entries = stateful_entries(rng, mamba2, inputs, initial) | {"dt_min": low, "dt_max": high}
-    return of_cases(mamba2=entries)
+    dt_limits = dict(zip(("dt_min", "dt_max"), np.asarray(limits), strict=True))
+    return of_cases(
+        fresh=stateful_entries(rng, mamba2, inputs) | dt_limits,
+        continued=stateful_entries(rng, mamba2, inputs, initial) | dt_limits,
+    )
 
 
 def save(name, peer, entries):
