@@ -252,8 +252,8 @@ def test_packed_segments_equal_each_segment_alone(layer, p, data):
         queries = tokens[tokens >= s - t] - (s - t)
         if len(queries) == 0:
             continue
-        one = alone(x | {"q": x["k"]}, row, tokens) | {"q": x["q"][row, None, queries]}
-        found, _, wanted, _ = expected_vjp(layer, one, d_out[row, None, queries])
+        one = alone(x | {"q": x["k"]}, row, tokens) | {"q": x["q"][row : row + 1, queries]}
+        found, _, wanted, _ = expected_vjp(layer, one, d_out[row : row + 1, queries])
         expected[row, queries] = found[0]
         for name, gradient in wanted.items():
             if timed(name):
