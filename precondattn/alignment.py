@@ -9,7 +9,7 @@ App. H, Eq. 28 and 29.
 
 from __future__ import annotations
 
-from precondattn.arrays import Array, cast, dtype_name, library_of, namespace, upcast
+from precondattn.arrays import FLOATING, Array, cast, dtype_name, library_of, namespace, upcast
 from precondattn.spec.l2_norm import l2_norm
 
 
@@ -108,12 +108,15 @@ def _mean_of(share: Array, tokens: Array) -> Array:
     xp = namespace(share)
     chosen = tokens[:, :, None]
     total = xp.sum(xp.where(chosen, share, 0.0), axis=1)
-    return total / xp.sum(cast(chosen, share.dtype), axis=1)
+    count = xp.sum(cast(chosen, share.dtype), axis=1)
+    return xp.where(count > 0, total / xp.where(count > 0, count, 1.0), float("nan"))
 
 
 def _check_keys(k: Array, rank: int) -> None:
     if library_of(k) is None:
         raise TypeError(f"k must be an array; found {type(k).__name__}")
+    if dtype_name(k) not in FLOATING:
+        raise TypeError(f"k must be of a floating dtype; found {dtype_name(k)}")
     if k.ndim != 4:
         raise ValueError(f"k must be an array (b, s, n, d); found shape {tuple(k.shape)}")
     whole = isinstance(rank, int) and not isinstance(rank, bool)

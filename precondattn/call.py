@@ -386,6 +386,14 @@ def keeps_tokens(mechanism: Mechanism) -> bool:
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
 
 
+def check_has_states(mechanism: Mechanism) -> None:
+    if keeps_tokens(mechanism):
+        raise TypeError(
+            f"{mechanism}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
+            f"of a full call, or the automatic differentiation of PyTorch or JAX"
+        )
+
+
 def check_cacheable(mechanism: Mechanism) -> None:
     if not mechanism.offers.causal:
         raise ValueError(f"{mechanism}: is not causal, so nothing of it can be cached")

@@ -82,27 +82,34 @@ def mamba2_inputs(
     (1, 5, 8, 4)
     """
     _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "dt_bias": dt_bias})
-    low, high = dt_limit
-    if not 0 <= low < high:
-        raise ValueError(f"mamba2: dt_limit must be 0 ≤ low < high; found {dt_limit!r}")
+    low, high = _limits(dt_limit)
     xp = namespace(x)
     step = upcast(dt)
     if dt_bias is not None:
         step = step + upcast(dt_bias)
     if dt_softplus:
         step = softplus(step)
-    if (low, high) != (0.0, math.inf):
-        step = xp.clip(step, min=low, max=None if high == math.inf else high)
+    step = xp.clip(step, min=low, max=None if high == math.inf else high)
     v = cast(step[..., None] * upcast(x), x.dtype)
     return {"q": C, "k": B, "v": v, "g": step * upcast(A)}
 
 
 def mamba2(
-    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, **options: Any
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array | None = None,
+    *,
+    dt_bias: Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Array:
     """Mamba-2's recurrence on its own arguments: y (b, t, u, e), D x included.
 
-    `options` are those of `mamba2_inputs`. For a cache, call `SSD` on what `mamba2_inputs` makes.
+    The arguments are those of `mamba2_inputs`, and D (u,) of the direct path, left out by default.
+    For a cache, call `SSD` on what `mamba2_inputs` makes.
 
     Examples
     --------
@@ -116,12 +123,25 @@ def mamba2(
     """
     if D is not None:
         _check({"x": x, "D": D})
-    y = SSD()(**mamba2_inputs(x, dt, A, B, C, **options))
+    step = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    y = SSD()(**mamba2_inputs(x, dt, A, B, C, **step))
     return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), x.dtype)
 
 
+def _limits(dt_limit: Any) -> tuple[float, float]:
+    try:
+        low, high = map(float, dt_limit)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 <= low < high:
+        raise ValueError(
+            f"mamba2: dt_limit must be (low, high), 0 ≤ low < high; found {dt_limit!r}"
+        )
+    return low, high
+
+
 def _check(arrays: dict[str, Array | None]) -> None:
-    given = {name: array for name, array in arrays.items() if array is not None}
+    given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
     for name, array in given.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")

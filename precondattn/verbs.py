@@ -267,11 +267,7 @@ class Verbs:
             raise TypeError(
                 f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
             )
-        if call.keeps_tokens(self._mechanism):
-            raise TypeError(
-                f"{self}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
-                f"of a full call, or the automatic differentiation of PyTorch or JAX"
-            )
+        call.check_has_states(self._mechanism)
         bound = call.bind_extension(
             self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
         )
@@ -318,7 +314,8 @@ class Verbs:
         ----------
         verb : {"forward", "vjp"}
         cache : Cache, optional
-            With a cache it is `extend` that is explained, and the arrays are the new tokens.
+            With a cache it is `extend` that is explained (with "vjp" `extend_vjp`), and the arrays
+            are the new tokens.
         """
         from precondattn import call
         from precondattn.discovery import discover
@@ -329,10 +326,8 @@ class Verbs:
                 f"{self}: verb must be 'forward' or 'vjp' (for extend, give the cache); "
                 f"found {verb!r}"
             )
-        if cache is not None and (verb == "vjp" or segment_ids is not None):
-            raise ValueError(
-                f"{self}: a cache is for extend, which has neither verb='vjp' nor segment_ids"
-            )
+        if cache is not None and segment_ids is not None:
+            raise ValueError(f"{self}: a cache is for extend, which has no segment_ids")
         if cache is None:
             bound = call.bind(
                 self._mechanism,
@@ -343,7 +338,9 @@ class Verbs:
                 key_mask=key_mask,
             )
         else:
-            verb = "extend"
+            if verb == "vjp":
+                call.check_has_states(self._mechanism)
+            verb = "extend_vjp" if verb == "vjp" else "extend"
             bound = call.bind_extension(
                 self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
             )

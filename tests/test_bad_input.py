@@ -997,10 +997,16 @@ def test_explain_refuses_a_verb_that_is_none(verb):
     refuses(lambda: SOFTMAX.explain(Q, K, V, verb=verb), ValueError, text)
 
 
-@pytest.mark.parametrize("named", [{"verb": "vjp"}, {"segment_ids": np.zeros((2, 4), int)}])
-def test_explain_refuses_a_cache_with_what_belongs_to_a_full_call(named):
-    text = "softmax: a cache is for extend, which has neither verb='vjp' nor segment_ids"
-    refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **named), ValueError, text)
+def test_explain_refuses_a_cache_with_what_belongs_to_a_full_call():
+    text = "softmax: a cache is for extend, which has no segment_ids"
+    packed = {"segment_ids": np.zeros((2, 4), int)}
+    refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **packed), ValueError, text)
+
+
+def test_a_gradient_through_a_cache_of_tokens_is_refused():
+    text = "softmax: extend_vjp goes through states, and this cache keeps tokens; use vjp of a"
+    for verb in (SOFTMAX.extend_vjp, lambda *x: SOFTMAX.explain(*x[1:], cache=x[0], verb="vjp")):
+        refuses(lambda verb=verb: verb(cache_for(), Q, K, V), TypeError, text)
 
 
 class Given:

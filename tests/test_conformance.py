@@ -5,8 +5,9 @@ import pytest
 
 import precondattn as pa
 from precondattn.spec import lucid, softmax
+from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import checks
-from precondattn_conformance.case import Case, cases
+from precondattn_conformance.case import CHECKS, Case, cases
 from precondattn_conformance.declared import compositions, derived, expressions
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
 from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
@@ -55,13 +56,16 @@ def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with
 @pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
 def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
     """On i.i.d. keys it hardly differs: a test on those would pass without any solve."""
-    x = real_heads(layout)
+    sizes = {"q": layout.h, "k": layout.n, "v": layout.n}
+    x = {name: real_heads(name, (1, layout.s, n, 32), layout) for name, n in sizes.items()}
     plain, solved = pa.softmax(**x), pa.lucid(**x)
     difference = np.linalg.norm(solved - plain, axis=(1, 3)) / np.linalg.norm(plain, axis=(1, 3))
     assert difference.shape == (1, 9)
     assert difference.min() > 0.3
     identity = np.broadcast_to(np.eye(layout.s)[None, :, None, :], (1, layout.s, 9, layout.s))
-    inverse = pa.LucidSolve()(real_heads(REAL)["k"], identity)[0].transpose(1, 0, 2)
+    inverse = pa.LucidSolve()(real_heads("k", (1, layout.s, 9, 32), REAL), identity)[0].transpose(
+        1, 0, 2
+    )
     condition = np.linalg.cond(inverse)
     assert condition.min() > 5
     assert condition.max() < 100
@@ -129,6 +133,14 @@ def faulty(afresh):
             keys = {slot: key for key, slot in names.items()}
             return out, {keys[slot]: update for slot, update in updates.items()}
 
+        def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
+            keys = mechanism.program.calls[0].slot_keys()
+            past, d_buffers = ({s: a[k] for s, k in keys.items()} for a in (past, d_buffers))
+            gradients, d_past = self.run(
+                mechanism.step_backward, past, inputs, frame, cotangent, d_buffers
+            )
+            return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
+
     backend = Faulty()
     pa.register_backend(backend)
     return backend
@@ -140,6 +152,52 @@ def test_a_planted_fault_is_caught_and_without_it_the_backend_passes(faulty, nam
     assert outcome("lucid", check).status == "passed"
     faulty.fault = FAULTS[name]
     assert outcome("lucid", check).status == FAILED
+
+
+def zeros(state):
+    return {name: 0 * buffer for name, buffer in state.items()}
+
+
+STATE_FAULTS = {
+    "forgets the first state": (
+        "run",
+        lambda run: lambda self, state, x, frame: run(self, zeros(state), x, frame),
+        {"caching", "states"},
+    ),
+    "drops the gradient of the last state": (
+        "run_vjp",
+        lambda vjp: (
+            lambda self, state, x, frame, d, last: vjp(self, state, x, frame, d, zeros(last))
+        ),
+        {"states"},
+    ),
+    "gives no gradient to the first state": (
+        "run_vjp",
+        lambda vjp: lambda self, *args: (vjp(self, *args)[0], zeros(args[0])),
+        {"states"},
+    ),
+    "decays by the gate of the token before": (
+        "log_decay",
+        lambda gate: lambda self, x, frame: gate(self, x, frame).roll(1, dims=2),
+        {"outputs", "gradients", "caching", "states"},
+    ),
+    "writes half as strongly": (
+        "stream",
+        lambda stream: (
+            lambda self, x, frame: (s := stream(self, x, frame))._replace(beta=0.5 * s.beta)
+        ),
+        {"outputs", "gradients", "caching", "states"},
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", STATE_FAULTS)
+def test_a_fault_planted_in_a_state_is_caught_by_the_checks_that_see_it(faulty, name, check):
+    method, change, caught_by = STATE_FAULTS[name]
+    assert outcome("gated_delta", check).status == "passed"
+    faulty.fault = (LinearFamily, method, change)
+    assert (outcome("gated_delta", check).status == FAILED) == (check in caught_by)
 
 
 def test_a_backend_that_answers_zero_nan_or_the_wrong_batch_fails(faulty, monkeypatch):

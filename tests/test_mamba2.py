@@ -1,8 +1,8 @@
 """Mamba-2 (arXiv 2405.21060) by its own arguments, against its recurrence token by token.
 
-S_t = e^{Δ_t A} S_{t−1} + Δ_t B_t x_tᵀ and y_t = S_tᵀ C_t + D x_t, with Δ = dt + bias, then softplus,
-then clipped. Everything is float64, so an identity has to hold to 1e-10 of the largest number it
-speaks of. The definition is written in PyTorch, for gradients by autograd of it.
+S_t = e^{Δ_t A} S_{t−1} + Δ_t B_t x_tᵀ and y_t = S_tᵀ C_t + D x_t, where Δ is dt + bias, then
+softplus of it, then clipped. Everything is float64, so an identity has to hold to 1e-10 of the
+largest number it speaks of. The definition is written in PyTorch, for gradients by autograd of it.
 """
 
 from itertools import pairwise
@@ -34,6 +34,8 @@ def problem(seed=0, *, t=5, h=2, group=2, d=3, e=2, b=2, without=()):
     sizes = {"b": b, "t": t, "h": h, "u": h * group, "d": d, "e": e}
     x = {n: rng.normal(size=[sizes[a] for a in axes]) for n, axes in SHAPES.items()}
     x["A"] = -rng.exponential(1, size=x["A"].shape)
+    x["dt"] = np.abs(x["dt"])
+    x["dt_bias"] = np.abs(x["dt_bias"])
     return {name: array for name, array in x.items() if name not in without}
 
 
@@ -43,6 +45,11 @@ def problems(draw):
     without = draw(st.sets(st.sampled_from(OPTIONAL)))
     seed = draw(st.integers(0, 2**32 - 1))
     return problem(seed, t=draw(st.integers(1, 8)), without=without, **sizes)
+
+
+def varied(x, options):
+    """Steps of both signs, where an option makes them positive."""
+    return x | {"dt": x["dt"] - 1} if options else x
 
 
 def in_torch(x, requires_grad=False):
@@ -85,6 +92,7 @@ def assert_is(actual, expected):
 @sampled
 @given(x=problems())
 def test_output_is_that_of_the_recurrence(options, x):
+    x = varied(x, options)
     out = pa.mamba2(**x, **options)
     assert_is(out, definition(**in_torch(x), **options))
 
@@ -93,6 +101,7 @@ def test_output_is_that_of_the_recurrence(options, x):
 @sampled
 @given(x=problems())
 def test_gradients_are_those_of_the_recurrence(options, x):
+    x = varied(x, options)
     ends = []
     for function in (pa.mamba2, definition):
         leaves = in_torch(x, requires_grad=True)
@@ -105,7 +114,7 @@ def test_gradients_are_those_of_the_recurrence(options, x):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_are_those_of_central_differences(options):
-    x, step = problem(3, t=4), 1e-6
+    x, step = varied(problem(3, t=4), options), 1e-6
     leaves = in_torch(x, requires_grad=True)
     out = pa.mamba2(**leaves, **options)
     cotangent = np.random.default_rng(1).normal(size=out.shape)
@@ -125,7 +134,6 @@ def test_gradients_are_those_of_central_differences(options):
 def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
     """dx = Δ dv + D dO, dΔ = x·dv + A dg, dA = Σ Δ dg, dD = Σ x·dO; no autograd in between."""
     x = problem(without=["dt_bias"])
-    x["dt"] = np.abs(x["dt"])
     leaves = in_torch(x, requires_grad=True)
     out = definition(**leaves)
     cotangent = np.random.default_rng(1).normal(size=out.shape)
@@ -150,6 +158,7 @@ def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
 @given(x=problems())
 def test_the_inputs_are_those_of_ssd(options, x):
     """q = C, k = B, v = Δ x, g = Δ A, which is not above 0."""
+    x = varied(x, options)
     given = {name: array for name, array in x.items() if name != "D"}
     inputs = pa.mamba2_inputs(**given, **options)
     bias = x.get("dt_bias")
@@ -175,22 +184,24 @@ def test_groups_are_shared_by_consecutive_heads(x):
 
 def test_with_every_step_zero_only_the_skip_is_left():
     x = problem()
-    x["dt"] = np.broadcast_to(-x["dt_bias"], x["dt"].shape)
+    x["dt"] = np.broadcast_to(-x["dt_bias"], x["dt"].shape).copy()
     assert_close(pa.mamba2(**x), x["D"][:, None] * x["x"])
 
 
 def test_a_step_of_zero_is_a_token_that_is_not_there():
     x = problem(without=OPTIONAL)
-    x["dt"] = np.abs(x["dt"])
     x["dt"][:, 2] = 0
     kept = [0, 1, 3, 4]
     assert_close(pa.mamba2(**x)[:, kept], pa.mamba2(**part(x, kept)), size=100)
 
 
 def test_a_negative_step_is_clipped_to_zero():
+    """By the default limits (0, ∞), so that no gate grows."""
     x = problem(without=OPTIONAL)
-    clipped = pa.mamba2(**(x | {"dt": np.maximum(x["dt"], 0)}))
-    assert_close(pa.mamba2(**x), clipped)
+    x["dt"] -= 1
+    clipped = x | {"dt": np.maximum(x["dt"], 0)}
+    assert np.all(pa.mamba2_inputs(**x)["g"] <= 0)
+    assert_close(pa.mamba2(**x), pa.mamba2(**clipped))
 
 
 def test_without_decay_it_is_linear_attention():
@@ -246,7 +257,7 @@ LIBRARIES = {
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_library_gives_the_same_and_its_own_arrays(library, options):
-    x = problem()
+    x = varied(problem(), options)
     arrays = {name: LIBRARIES[library](array) for name, array in x.items()}
     out = pa.mamba2(**arrays, **options)
     assert type(out) is type(arrays["x"])
@@ -272,7 +283,7 @@ def test_half_precision_keeps_the_gate_in_float32(dtype, wide):
     x = in_torch(problem())
     x = {n: a.to(torch.float32 if n in wide else dtype) for n, a in x.items()}
     inputs = pa.mamba2_inputs(**{n: a for n, a in x.items() if n != "D"}, dt_softplus=True)
-    assert {n: a.dtype for n, a in inputs.items()} == {n: dtype for n in "qkv"} | {
+    assert {n: a.dtype for n, a in inputs.items()} == dict.fromkeys("qkv", dtype) | {
         "g": torch.float32
     }
     exact = {n: a.double() for n, a in x.items()}
@@ -297,9 +308,10 @@ def test_what_is_no_array_is_named(name, bad):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_that_does_not_go_with_the_others_is_named(name):
+    """For x or B of a width of its own there is nothing to compare with; C has to go with B."""
     x = problem()
-    for wrong in (x[name][..., None], x[name][0], x[name][..., :-1]):
-        named = "[BC]" if name in "BC" else "[xdtAD_bias]+" if name == "x" else name
+    named = "[BC]" if name in "BC" else name
+    for wrong in (x[name][..., None], x[name][0], *([] if name == "x" else [x[name][..., :-1]])):
         with pytest.raises(pa.ShapeError, match=rf"^mamba2: {named} is declared"):
             pa.mamba2(**(x | {name: wrong}))
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 
 import precondattn as pa
+from precondattn.call import keeps_tokens
 from precondattn_conformance import libraries
 from precondattn_conformance.declared import derived, expressions, is_bounded
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
 
-CHECKS = ("outputs", "gradients", "caching")
+CHECKS = ("outputs", "gradients", "caching", "states")
 LEVELS = ("smoke", "full")
 
 PLAIN = Layout("plain")
@@ -113,9 +114,9 @@ def _data(
     if is_derived:
         if dtype != "float64":
             return SMOKE[:1] if check == "outputs" else ()
-        return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1], "caching": SMOKE[1:2]}[check]
+        return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
     if library == "jax" and dtype == "float64":
-        return {"outputs": SMOKE[:3], "gradients": SMOKE[:1], "caching": SMOKE[1:2]}[check]
+        return {"outputs": SMOKE[:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
     if dtype == "float64":
         return SMOKE
     if dtype == "float32" and check == "outputs" and library != "jax":
@@ -131,7 +132,9 @@ def makes_sense(case: Case) -> bool:
     by_channel = any(getattr(leaf, "axis", "") == "channel" for leaf in mechanism.program.leaves)
     if case.check == "gradients" and by_channel and case.layout.t == 1:
         return False  # A channel of one token is ±1: its gradient is 0, and has no size.
-    if case.check == "caching":
+    if case.check == "states" and (keeps_tokens(mechanism) or not mechanism.program.slots):
+        return False
+    if case.check in ("caching", "states"):
         is_one_sequence = case.layout.mask != "segment_ids" and case.layout.t == case.layout.s
         return mechanism.offers.causal and is_one_sequence
     return True

@@ -171,6 +171,62 @@ def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measur
     return _compare(case, {"the extended output": (np.concatenate(outs, axis=1), expected.out)})
 
 
+def _states(case: Case, library: libraries.Library, backend: Backend) -> Measured:
+    """From a state that other tokens left, through to the gradients of it and of the last one."""
+    expected, m, inputs, masks = _prepare(case, library)
+    before = make_inputs(m, case.layout, "random", seed=1)
+    left = m.extend(m.init_cache(**before), **before, backend="reference")[1]
+    start = {name: _rounded(state, case.dtype) for name, state in left.store.items()}
+    rng = np.random.default_rng(3)
+    d_last = {name: _rounded(rng.normal(size=s.shape), case.dtype) for name, s in start.items()}
+    oracle_of = (expected.inputs, start, expected.masks, expected.cotangent, d_last)
+    wanted = _through_states(m, *oracle_of, "reference")
+
+    state_dtype = "float64" if case.dtype == "float64" else "float32"
+    start, d_last = (
+        {name: library.array(array, state_dtype) for name, array in arrays.items()}
+        for arrays in (start, d_last)
+    )
+    cotangent = library.array(expected.cotangent, case.dtype)
+    cache = m.init_cache(**inputs)._replace(store=start)
+    _require_work(backend, m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
+    found = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
+
+    def total(x: Arrays) -> Any:
+        own = {name: x[name] for name in inputs}
+        store = {name: x[name] for name in start}
+        out, last = m.extend(cache._replace(store=store), **own, **masks, backend=backend)
+        return (out * cotangent).sum() + sum((last.store[n] * d_last[n]).sum() for n in start)
+
+    pairs = {what: (library.numpy(array), wanted[what]) for what, array in found.items()}
+    one = library.array(np.asarray(1.0), case.dtype)
+    automatic = library.gradients(total, {**inputs, **start}, one)
+    for name, gradient in (automatic or {}).items():
+        pairs[f"autograd of {name}"] = library.numpy(gradient), wanted[f"vjp of {name}"]
+    _check_purity(library, inputs, expected)
+    return _compare(case, pairs)
+
+
+def _through_states(
+    m: pa.Mechanism,
+    x: Arrays,
+    start: Arrays,
+    masks: Arrays,
+    cotangent: Any,
+    d_last: Arrays,
+    backend: Backend,
+) -> Arrays:
+    """Output, last state, and the gradients of inputs and first state, by what they are."""
+    cache = m.init_cache(**x)._replace(store=start)
+    out, last, pullback = m.extend_vjp(cache, **x, **masks, backend=backend)
+    gradients, d_start = pullback(cotangent, d_last)
+    return {
+        "the output from a state": out,
+        **{f"the last {name}": state for name, state in last.store.items()},
+        **{f"vjp of {name}": gradient for name, gradient in {**gradients, **d_start}.items()},
+    }
+
+
 def _splits(time: int) -> list[int]:
     """Where the blocks end: a prefill and single tokens; short sequences also begin with one."""
     if time > 16:
@@ -218,4 +274,5 @@ CHECK: dict[str, Callable[[Case, libraries.Library, Backend], Measured]] = {
     "outputs": _outputs,
     "gradients": _gradients,
     "caching": _caching,
+    "states": _states,
 }
