@@ -123,8 +123,10 @@ def mamba2(
     """
     if D is not None:
         _check({"x": x, "D": D})
-    step = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    y = SSD()(**mamba2_inputs(x, dt, A, B, C, **step))
+    inputs = mamba2_inputs(
+        x, dt, A, B, C, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
+    )
+    y = SSD()(**inputs)
     return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), x.dtype)
 
 
@@ -134,13 +136,11 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 <= low < high:
-        raise ValueError(
-            f"mamba2: dt_limit must be (low, high), 0 ≤ low < high; found {dt_limit!r}"
-        )
+        raise ValueError(f"mamba2: dt_limit must be 0 ≤ low < high; found {dt_limit!r}")
     return low, high
 
 
-def _check(arrays: dict[str, Array | None]) -> None:
+def _check(arrays: dict[str, Any]) -> None:
     given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
     for name, array in given.items():
         if library_of(array) is None:

@@ -63,9 +63,8 @@ def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
     assert difference.shape == (1, 9)
     assert difference.min() > 0.3
     identity = np.broadcast_to(np.eye(layout.s)[None, :, None, :], (1, layout.s, 9, layout.s))
-    inverse = pa.LucidSolve()(real_heads("k", (1, layout.s, 9, 32), REAL), identity)[0].transpose(
-        1, 0, 2
-    )
+    keys = real_heads("k", (1, layout.s, 9, 32), REAL)
+    inverse = pa.LucidSolve()(keys, identity)[0].transpose(1, 0, 2)
     condition = np.linalg.cond(inverse)
     assert condition.min() > 5
     assert condition.max() < 100
