@@ -462,6 +462,17 @@ def test_the_shift_of_the_margin(seed, rho, lam, pairs):
     assert_close((target - distractor) @ out, (target - distractor) @ q + shift, size=1)
 
 
+@pytest.mark.parametrize("lam", [1e-3, 1e-2, 0.1])
+def test_it_is_the_first_order_of_a_regularised_inverse(lam):
+    """(I + λΣ)⁻¹ q̄, as MesaNet would read, differs by λ²Σ² (I + λΣ)⁻¹ q̄, at most λ²."""
+    k = np.random.default_rng(7).normal(size=(1, 9, 1, 4))
+    contracted = operator(k, lam)[0, -1, 0]
+    covariance = (np.eye(4) - contracted) / lam
+    inverse = np.linalg.inv(np.eye(4) + lam * covariance)
+    assert_close(inverse - contracted, lam**2 * covariance @ covariance @ inverse, size=1)
+    assert np.linalg.norm(inverse - contracted, 2) <= lam**2
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False))
