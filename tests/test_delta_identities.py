@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.identities import assert_close
-from tests.test_linear_identities import (
+from tests.linear_definitions import (
     DELTA,
     Problem,
     close,

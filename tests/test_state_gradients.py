@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.test_linear_identities import (
+from tests.linear_definitions import (
     LAYERS,
     Problem,
     alone,
