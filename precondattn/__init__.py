@@ -78,6 +78,7 @@ from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.ssd import SSD
+from precondattn.spec.stateful import Stateful
 from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
 
@@ -127,6 +128,7 @@ __all__ = [
     "ScaledDims",
     "ShapeError",
     "Softmax",
+    "Stateful",
     "Step",
     "Support",
     "Temperature",

@@ -26,8 +26,8 @@ def alignment(k: Array, rank: int = 16) -> Array:
     Returns
     -------
     array (b, s, n)
-        In float32 for keys in half precision. NaN for a key that is the mean of its head's keys,
-        which has no energy.
+        In float32 for keys in half precision. NaN for a key that is the mean of its head's keys, up
+        to rounding, and so has no energy.
 
     Raises
     ------
@@ -55,7 +55,8 @@ def alignment(k: Array, rank: int = 16) -> Array:
     top = xp.linalg.eigh(covariance)[1][..., -rank:]
     energy = xp.sum(centred * centred, axis=-1)
     within = xp.sum((centred @ top) ** 2, axis=-1)
-    nothing = energy == 0
+    eps = xp.finfo(unit.dtype).eps
+    nothing = energy <= k.shape[3] * (16 * eps) ** 2  # Not told from the mean of rounded keys.
     share = within / xp.where(nothing, 1.0, energy)
     return xp.permute_dims(xp.where(nothing, float("nan"), share), (0, 2, 1))
 
@@ -78,7 +79,7 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
     Returns
     -------
     array (b, n)
-        NaN where a sequence has no needle or no context.
+        NaN where a sequence has no needle or no context. Keys without an alignment do not count.
 
     Source
     ------
@@ -104,9 +105,9 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
 
 
 def _mean_of(share: Array, tokens: Array) -> Array:
-    """The mean over chosen tokens (b, s) of what has a number for each (b, s, n)."""
+    """The mean over chosen tokens (b, s) of a number for each (b, s, n), NaN left out."""
     xp = namespace(share)
-    chosen = tokens[:, :, None]
+    chosen = tokens[:, :, None] & (share == share)
     total = xp.sum(xp.where(chosen, share, 0.0), axis=1)
     count = xp.sum(cast(chosen, share.dtype), axis=1)
     return xp.where(count > 0, total / xp.where(count > 0, count, 1.0), float("nan"))

@@ -207,8 +207,6 @@ def zero_padding(
 
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
 INIT_OPTIONS = ("capacity", "key_mask")
-ROWS = ("q", "k", "v")
-"""Inputs that have the dtype of the call, whatever is declared of their values."""
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -291,8 +289,7 @@ def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> s
             )
     call_dtype = _call_dtype(inputs)
     for name, dtype in dtypes.items():
-        has_rows = name in ROWS or declared[name].is_rows
-        wider_gate = call_dtype in HALF and dtype == "float32" and not has_rows
+        wider_gate = call_dtype in HALF and dtype == "float32" and not declared[name].is_rows
         if dtype != call_dtype and not wider_gate:
             raise TypeError(
                 f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
@@ -387,6 +384,7 @@ def keeps_tokens(mechanism: Mechanism) -> bool:
 
 
 def check_has_states(mechanism: Mechanism) -> None:
+    check_cacheable(mechanism)
     if keeps_tokens(mechanism):
         raise TypeError(
             f"{mechanism}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
@@ -487,7 +485,8 @@ def spoil(out: Array, spoiled: Array | None) -> Array:
 def new_token_count(bound: BoundCall, cache: Cache) -> Array:
     """How many tokens (b,) each sequence grows by.
 
-    A spoiled sequence grows beyond the capacity, and so stays spoiled.
+    A spoiled sequence stays spoiled: it grows beyond the capacity, or where there is none, to a
+    length below 0.
     """
     xp = namespace(cache.length)
     count = bound.lengths
@@ -495,4 +494,6 @@ def new_token_count(bound: BoundCall, cache: Cache) -> Array:
         count = xp.full_like(cache.length, bound.sizes["t"])
     if bound.spoiled is None:
         return count
-    return xp.where(bound.spoiled, bound.sizes["c"] + 1 - cache.length, count)
+    capacity = bound.sizes["c"]
+    spoiled = capacity + 1 if capacity else -1
+    return xp.where(bound.spoiled, spoiled - cache.length, count)

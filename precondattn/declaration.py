@@ -16,8 +16,9 @@ m    slots
 ===  ======================================================================
 
 An axis may be a multiple (`2*d`), a fixed size (`64`), or may broadcast (`1|b`: either b or 1). A
-pattern without axes is a single number. After the axes it may be said that the rows have length 1,
-`"b s n d unit"`, or in which range the values lie: `"b s n in [0, 2]"`, `"h in (0, inf)"`.
+pattern without axes is a single number. After the axes it may be said that the rows have length 1
+(`"b s n d unit"` of directions, `"b s h d unit row"` of keys), or in which range the values lie:
+`"b s n in [0, 2]"`, `"h in (0, inf)"`.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Pattern(NamedTuple):
     open_high: bool = False
     unit: bool = False
     """Whether its rows, along the last axis, have length 1."""
+    row: bool = False
+    """Whether, though they do, they are rows like those of q and v, and no directions."""
 
     @classmethod
     @cache
@@ -87,6 +90,8 @@ class Pattern(NamedTuple):
         assert parts is not None  # Everything matches.
         axes = []
         words = parts[1].split()
+        row = words[-2:] == ["unit", "row"]
+        words = words[:-1] if row else words
         unit = words[-1:] == ["unit"]
         for word in words[:-1] if unit else words:
             if word.isdecimal():
@@ -97,9 +102,9 @@ class Pattern(NamedTuple):
                 raise ValueError(f"pattern {text!r}: {word!r} is no axis; letters are {[*LETTERS]}")
             axes.append(Axis(match[3], int(match[2] or 1), bool(match[1])))
         if parts[2] is None:
-            return cls(tuple(axes), unit=unit)
+            return cls(tuple(axes), unit=unit, row=row)
         low, high = float(parts[3]), float(parts[4])
-        return cls(tuple(axes), low, high, parts[2] == "(", parts[5] == ")", unit)
+        return cls(tuple(axes), low, high, parts[2] == "(", parts[5] == ")", unit, row)
 
     @property
     def letters(self) -> str:
@@ -117,7 +122,7 @@ class Pattern(NamedTuple):
         Directions of length 1 and values of a range are not counted: like gates, they say what is
         done to the rows.
         """
-        is_free = not self.unit and self.low is None
+        is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
 
     @property
@@ -147,7 +152,7 @@ class Pattern(NamedTuple):
     @property
     def text(self) -> str:
         """Axes, length and range, as `read` takes them."""
-        text = f"{self} unit" if self.unit else str(self)
+        text = str(self) + (" unit" if self.unit else "") + (" row" if self.row else "")
         if self.low is None or self.high is None:
             return text
         left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"

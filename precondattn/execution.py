@@ -88,6 +88,7 @@ def extend_vjp(
     It gives the gradients of the inputs and of the old buffers, by name.
     """
     values = dict(call.inputs)
+    dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
     updates: dict[str, Any] = {}
     trace: list[tuple[PlannedCall, Arrays, Arrays, Array, list[str]]] = []
     for planned in plan.calls:
@@ -123,9 +124,8 @@ def extend_vjp(
                 _accumulate(cotangents, value, gradients[name])
             for own, d_buffer in d_buffers.items():
                 _accumulate(d_past, keys[own], d_buffer)
-        return _of_inputs(cotangents, call), {
-            key: cast(d_buffer, cache.store[key].dtype) for key, d_buffer in d_past.items()
-        }
+        d_first = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
+        return _of_inputs(cotangents, call), d_first
 
     store = _updated_store(updates, call, cache, count, donate=False)
     extended = Cache(cache.length + count, store)

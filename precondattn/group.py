@@ -26,11 +26,6 @@ class Group(Mechanism):
     def program(self) -> Program:
         return self.calls
 
-    @property
-    def output(self) -> str:
-        """The pattern of its result."""
-        return self.calls.output.text
-
     def _expression(self) -> str:
         return str(self.calls)
 

@@ -19,13 +19,19 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.declaration import FIXED, LETTERS, Axis, Pattern
+from precondattn.declaration import FIXED, Axis, Pattern
 
 if TYPE_CHECKING:
     from precondattn.program import Call
 
 Own = tuple[int, str]
 """A call's number, and a letter of its leaf."""
+
+ONE: Own = (-1, FIXED)
+"""The size 1, of which a fixed size is a multiple."""
+
+SPARE = "fgijklopqrvwxyz"
+"""Letters that stand for nothing in particular, for families whose own letter is taken."""
 
 
 class _Families:
@@ -43,11 +49,13 @@ class _Families:
         self.parent[own] = root, factor * above
         return self.parent[own]
 
-    def equate(self, a: Own, times_a: int, b: Own, times_b: int) -> None:
-        """times_a · a = times_b · b."""
+    def equate(self, a: Own, times_a: int, b: Own, times_b: int) -> bool:
+        """times_a · a = times_b · b; False where that can not be."""
         (root_a, of_a), (root_b, of_b) = self.root(a), self.root(b)
-        if root_a != root_b:
-            self.parent[root_a] = root_b, Fraction(times_b * of_b, times_a * of_a)
+        if root_a == root_b:
+            return times_a * of_a == times_b * of_b
+        self.parent[root_a] = root_b, Fraction(times_b * of_b, times_a * of_a)
+        return True
 
 
 class Letters(NamedTuple):
@@ -63,23 +71,36 @@ def letters_of(calls: Sequence[Call]) -> Letters:
     """The letters of a program, which mean the same in all of its patterns.
 
     What is said of a value beside its axes, its range, is what its last reader says.
+
+    Raises
+    ------
+    TypeError
+        where two calls contradict each other about the shape of a value.
     """
     said = _what_is_said(calls)
     families = _Families()
-    for readings in said.values():
+    for value, readings in said.items():
         first_call, first = readings[0]
         for number, pattern in readings[1:]:
-            for a, b in zip(first.axes, pattern.axes, strict=True):
-                if FIXED not in (a.letter, b.letter):
-                    families.equate(
-                        (first_call, a.letter), a.multiple, (number, b.letter), b.multiple
-                    )
+            fits = len(first.axes) == len(pattern.axes) and all(
+                families.equate(_own(first_call, a), a.multiple, _own(number, b), b.multiple)
+                for a, b in zip(first.axes, pattern.axes, strict=True)
+            )
+            if not fits:
+                raise TypeError(
+                    f"{value} can not be both what {calls[first_call].leaf} declares ({first}) "
+                    f"and what {calls[number].leaf} does ({pattern})"
+                )
     _equate_bases(calls, families)
     axes = _axes(calls, said, families)
     patterns = {
         value: readings[0][1].substituted(axes[readings[0][0]]) for value, readings in said.items()
     }
     return Letters(patterns, axes)
+
+
+def _own(number: int, axis: Axis) -> Own:
+    return ONE if axis.letter == FIXED else (number, axis.letter)
 
 
 def _equate_bases(calls: Sequence[Call], families: _Families) -> None:
@@ -116,11 +137,19 @@ def _axes(
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))
     axes: tuple[dict[str, Axis], ...] = tuple({} for _ in calls)
     taken: set[str] = set()
-    for family in members.values():
-        wished = [letter for _, letter in family] + [*reversed(LETTERS)]
+    fixed, size_of_one = families.root(ONE)
+    for root, family in members.items():
+        factors = {own: families.root(own)[1] for own in family}
+        if root == fixed:
+            for (number, letter), factor in factors.items():
+                size = factor / size_of_one
+                if size.denominator != 1:
+                    raise TypeError(f"{letter} of {calls[number].leaf} can not be {size}")
+                axes[number][letter] = Axis(FIXED, int(size))
+            continue
+        wished = (*(letter for _, letter in family), *SPARE)
         name = next(letter for letter in wished if letter not in taken)
         taken.add(name)
-        factors = {own: families.root(own)[1] for own in family}
         # The smallest member has no factor.
         unit = lcm(*(factor.denominator for factor in factors.values()))
         for (number, letter), factor in factors.items():

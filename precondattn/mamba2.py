@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 from precondattn.arrays import Array, cast, library_of, namespace, upcast
-from precondattn.call import check_arrays
 from precondattn.declaration import Inputs
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
@@ -100,8 +99,8 @@ def mamba2(
     A: Array,
     B: Array,
     C: Array,
-    D: Array | None = None,
     *,
+    D: Array | None = None,
     dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
@@ -109,7 +108,8 @@ def mamba2(
     """Mamba-2's recurrence on its own arguments: y (b, t, u, e), D x included.
 
     The arguments are those of `mamba2_inputs`, and D (u,) of the direct path, left out by default.
-    For a cache, call `SSD` on what `mamba2_inputs` makes.
+    A gate z, initial states and packed sequences are not among them: call `SSD` on what
+    `mamba2_inputs` makes, which has caches and masks.
 
     Examples
     --------
@@ -141,6 +141,8 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
 
 
 def _check(arrays: dict[str, Any]) -> None:
+    from precondattn.call import check_arrays
+
     given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
     for name, array in given.items():
         if library_of(array) is None:

@@ -70,8 +70,16 @@ class Mechanism(Verbs):
 
     def __post_init__(self) -> None:
         check_options(self)
+        self.check_together()
+        self._check_base()
         object.__setattr__(self, "_text", self._expression())
-        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
+        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])  # Names that clash surface.
+
+    def check_together(self) -> None:
+        """Raise a ValueError for options that do not go together."""
+
+    def _check_base(self) -> None:
+        """Raise a TypeError for a base that will not do."""
 
     def _expression(self) -> str:
         return expression.text_of_mechanism(self)
@@ -206,18 +214,12 @@ class Preconditioner(Mechanism):
     role: ClassVar[str] = "preconditioner"
     base: Mechanism
 
-    def __post_init__(self) -> None:
+    def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
-        check_options(self)
-        self.check_together()
         reason = self.refuses()
         if reason is not None:
             raise TypeError(f"{self._expression()} makes no sense: {reason}")
-        super().__post_init__()  # Names that clash surface here.
-
-    def check_together(self) -> None:
-        """Raise a ValueError for options that do not go together."""
 
     def refuses(self) -> str | None:
         """Why this base will not do; None where it does."""

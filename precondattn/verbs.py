@@ -248,7 +248,8 @@ class Verbs:
         buffers (0 where there is none). It gives the gradients of the inputs by name, and those of
         the old cache's buffers. It needs no automatic differentiation; where a library has one,
         that of `extend` does the same. Mechanisms whose cache keeps tokens have no such pullback:
-        there the `vjp` of a full call is meant.
+        there the `vjp` of a full call is meant. Until the pullback has run, the old cache must not
+        be donated.
 
         Examples
         --------
@@ -267,6 +268,8 @@ class Verbs:
             raise TypeError(
                 f"{self}: segment_ids belong to a full call; each sequence has a cache of its own"
             )
+        if "donate" in named:
+            raise TypeError(f"{self}: extend_vjp does not donate: the pullback needs the old cache")
         call.check_has_states(self._mechanism)
         bound = call.bind_extension(
             self._mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask
@@ -277,9 +280,9 @@ class Verbs:
         past = dict(extended.store)
 
         def pullback(
-            cotangent: Array, d_store: Mapping[str, Array] | None = None
+            cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
         ) -> tuple[dict[str, Array], dict[str, Array]]:
-            given = dict(d_store or {})
+            given = _cotangents_of_buffers(str(self), d_store)
             call.check_cotangent(str(self), "the cotangent", cotangent, "the output", out)
             for name, array in given.items():
                 if name not in past:
@@ -351,6 +354,18 @@ class Verbs:
     @property
     def _mechanism(self) -> Mechanism:
         return cast("Mechanism", self)
+
+
+def _cotangents_of_buffers(owner: str, given: Any) -> dict[str, Array]:
+    from precondattn.cache import Cache
+
+    given = given.store if isinstance(given, Cache) else given
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"{owner}: the cotangents of buffers come as a dict by their names, or as a Cache of "
+            f"them; found {type(given).__name__}"
+        )
+    return dict(given or {})
 
 
 def call_now(

@@ -595,7 +595,7 @@ def test_the_cache_of_lucid_and_path_holds_what_each_map_needs():
         ("differential(differential)", r"two maps already, with q2, k2"),
         ("differential(row_normalized(differential))", r"two maps already"),
         ("laser(differential)", r"laser needs a base that reads a mean of its values"),
-        ("lucid(differential)", r"lucid needs a base with a score function"),
+        ("lucid(differential)", r"lucid needs a base that exponentiates a score function"),
         ("temperature(differential)", r"would reach .*, not q2, k2; put it inside"),
         ("per_dim_scale(differential)", r"would reach .*, not q2, k2; put it inside"),
         ("qk_norm(differential)", r"would reach .*, not q2, k2; put it inside"),

@@ -283,3 +283,62 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer):
         assert np.all(np.delete(out[i], kept, axis=0) == 0)
         for array, state in zip(cache.store.values(), last, strict=True):
             close(array[i : i + 1], state)
+
+
+# What is refused
+
+
+def linear_cache():
+    x = {name: np.ones((1, 2, 1, 2)) for name in "qkv"}
+    return pa.Linear(), x, pa.Linear().init_cache(**x)
+
+
+def test_the_pullback_takes_a_cache_and_gives_the_order_of_the_store():
+    layer = pa.parse("ccq(gated_delta)")
+    p = Problem(np.random.default_rng(0), s=4)
+    x = p.x(pa.GatedDelta()) | {"contraction": np.full((2, 4, 1), 0.5)}
+    cache = layer.init_cache(**x)
+    out, last, pullback = layer.extend_vjp(cache, **x)
+    by_dict, by_cache = pullback(out, dict(last.store)), pullback(out, last)
+    assert list(by_cache[1]) == list(cache.store)
+    for found, expected in zip(by_cache, by_dict, strict=True):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3), [1.0], "state"])
+def test_cotangents_of_states_go_by_name(wrong):
+    layer, x, cache = linear_cache()
+    out, _, pullback = layer.extend_vjp(cache, **x)
+    with pytest.raises(TypeError, match="cotangents of buffers come as a dict by their names"):
+        pullback(out, wrong)
+
+
+def test_an_unknown_state_and_a_state_of_another_shape_are_named():
+    layer, x, cache = linear_cache()
+    out, _, pullback = layer.extend_vjp(cache, **x)
+    with pytest.raises(ValueError, match=r"no buffer 'state'; it has linear.state\(k, v\)"):
+        pullback(out, {"state": out})
+    with pytest.raises(ValueError, match=r"cotangent of 'linear.state\(k, v\)' must have"):
+        pullback(out, {"linear.state(k, v)": out})
+
+
+def test_the_old_cache_is_not_donated_and_has_to_be_causal():
+    layer, x, cache = linear_cache()
+    with pytest.raises(TypeError, match="extend_vjp does not donate"):
+        layer.extend_vjp(cache, **x, donate=True)
+    with pytest.raises(ValueError, match="is not causal, so nothing of it can be cached"):
+        pa.Softmax(causal=False).extend_vjp(cache, **x)
+
+
+def test_a_sequence_with_a_length_out_of_range_stays_spoiled_under_jit():
+    jax = pytest.importorskip("jax")
+    layer, x, _ = linear_cache()
+    x = {name: jax.numpy.asarray(np.repeat(a, 2, axis=0)) for name, a in x.items()}
+    step = jax.jit(lambda cache, lengths: layer.extend(cache, **x, lengths=lengths))
+    out, cache = step(layer.init_cache(**x), jax.numpy.asarray([2, 9]))
+    assert np.isnan(out[1]).all()
+    assert cache.length[0] == 2
+    assert cache.length[1] < 0
+    out, cache = step(cache, jax.numpy.asarray([1, 1]))
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[0]).all()

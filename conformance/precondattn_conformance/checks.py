@@ -181,6 +181,8 @@ def _states(case: Case, library: libraries.Library, backend: Backend) -> Measure
     d_last = {name: _rounded(rng.normal(size=s.shape), case.dtype) for name, s in start.items()}
     oracle_of = (expected.inputs, start, expected.masks, expected.cotangent, d_last)
     wanted = _through_states(m, *oracle_of, "reference")
+    if case.dtype == "float64" and is_smooth(m, case.kind):
+        _check_direction_of_states(m, *oracle_of, wanted)
 
     state_dtype = "float64" if case.dtype == "float64" else "float32"
     start, d_last = (
@@ -225,6 +227,37 @@ def _through_states(
         **{f"the last {name}": state for name, state in last.store.items()},
         **{f"vjp of {name}": gradient for name, gradient in {**gradients, **d_start}.items()},
     }
+
+
+def _check_direction_of_states(
+    m: pa.Mechanism,
+    x: Arrays,
+    start: Arrays,
+    masks: Arrays,
+    cotangent: np.ndarray,
+    d_last: Arrays,
+    wanted: Arrays,
+) -> None:
+    """One central difference of the oracle along a random direction of its first state."""
+    rng, h = np.random.default_rng(4), 1e-6
+    along = {name: rng.normal(size=state.shape) for name, state in start.items()}
+
+    def value(sign: float) -> float:
+        moved = {name: state + sign * h * along[name] for name, state in start.items()}
+        cache = m.init_cache(**x)._replace(store=moved)
+        out, last = m.extend(cache, **x, **masks, backend="reference")
+        ends = sum(np.sum(last.store[name] * d_last[name]) for name in start)
+        return float(np.sum(out * cotangent) + ends)
+
+    found = (value(1) - value(-1)) / (2 * h)
+    terms = [wanted[f"vjp of {name}"] * along[name] for name in start]
+    expected = float(sum(np.sum(term) for term in terms))
+    size = float(sum(np.sum(np.abs(term)) for term in terms))
+    if not abs(found - expected) <= 1e-6 * max(size, 1.0):
+        raise DisagreementError(
+            f"the oracle's own gradient of its first state is {expected:.9g} along a direction, "
+            f"and {found:.9g} by central differences"
+        )
 
 
 def _splits(time: int) -> list[int]:

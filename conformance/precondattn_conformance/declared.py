@@ -60,6 +60,19 @@ def is_bounded(mechanism: pa.Mechanism) -> bool:
     )
 
 
+def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
+    """Whether the output of a single token does not depend on some input: its gradient is 0.
+
+    A channel of one token has norm 1, one key has no covariance, and a mean over one key is it.
+    """
+    return any(
+        getattr(leaf, "axis", "") == "channel"
+        or isinstance(leaf, pa.ConditionedQuery | pa.QueryWeightedQuery)
+        or (isinstance(leaf, pa.Linear) and leaf.normalize)
+        for leaf in mechanism.program.leaves
+    )
+
+
 def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
     """Whether central differences can show the gradient for keys of this kind.
 

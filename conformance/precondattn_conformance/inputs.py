@@ -100,6 +100,8 @@ def values_in_range(
     """Values of a declared range, both ends among them where they are inside."""
     low, high = pattern.low, pattern.high
     values = np.asarray(rng.normal(size=shape))
+    if pattern.unit:
+        return _unit_or_zero(values)
     if low is None or high is None or (np.isinf(low) and np.isinf(high)):
         return values
     if np.isfinite(low) and np.isfinite(high):

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from precondattn.arrays import wants_gradient
 from precondattn.backend import ArraySpec
-from precondattn.declaration import Pattern
 from precondattn.discovery import discover
 from precondattn.dispatch import PlannedCall
 from precondattn.frame import Frame
@@ -112,7 +111,7 @@ def _output_like(mechanism: Any, tensors: Sequence[Tensor]) -> Tensor:
     shapes = {n: tuple(t.shape) for n, t in _named(mechanism, tensors).items()}
     sizes = mechanism.inputs.sizes(str(mechanism), shapes)
     values = _named(mechanism, tensors).get("v", tensors[0])
-    return values.new_empty(Pattern.read(mechanism.output).shape(sizes))
+    return values.new_empty(mechanism.program.output.shape(sizes))
 
 
 @forward.register_fake

@@ -52,7 +52,8 @@ class Elu1(FeatureMap):
     ----------
     base : Mechanism
         Any base with one map of scores, but for the delta rule, whose keys may not be longer
-        than 1. Made for `Linear(normalize=True)`, whose weights are then positive and sum to one.
+        than 1. Made for `Linear(normalize=True)`, whose weights are then positive and sum to one,
+        up to its `eps`.
 
     Source
     ------

@@ -103,6 +103,22 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     return xp.where(some, shift + xp.log(xp.where(some, total, 1.0)), -math.inf)
 
 
+def log_softmax(x: Array) -> Array:
+    """x − log Σ eˣ along the last axis; −∞ where every x is −∞.
+
+    The largest x is subtracted first, so that only a logarithm between 0 and log n is subtracted
+    from what is left: logits of any size give weights that sum to 1.
+    """
+    xp = namespace(x)
+    shifted = x - finite_or_zero(xp.max(x, axis=-1, keepdims=True))
+    return shifted - finite_or_zero(log_sum_exp(shifted, axis=-1))
+
+
+def softmax(x: Array) -> Array:
+    """eˣ / Σ eˣ along the last axis; 0 where every x is −∞."""
+    return namespace(x).exp(log_softmax(x))
+
+
 def mask_scores(visible: Array, scores: Array) -> Array:
     """The scores, −∞ where a pair is not visible. Exponents are masked before `exp`, always."""
     return namespace(scores).where(visible, scores, -math.inf)

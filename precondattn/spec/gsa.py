@@ -23,7 +23,7 @@ from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Offers
 from precondattn.options import positive_or_none
-from precondattn.spec.array_functions import log_sum_exp, row_sum, swap_time_and_heads
+from precondattn.spec.array_functions import row_sum, softmax, swap_time_and_heads
 from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_rows,
@@ -93,25 +93,21 @@ class GSA(Stateful):
 
     def _streams(
         self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Stream, Stream]:
-        """The two recurrences, the second with p as its queries."""
+    ) -> tuple[Stream, Stream, Array]:
+        """The two recurrences, the second with p as its queries; the last state of the first."""
         k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
         q = self._scale(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
         gate = forget_other_segments(g[..., None], frame)
         of_keys = Stream(q, k, s, namespace(g).permute_dims(gate, (0, 1, 2, 4, 3)))
-        logits = recurrent(of_keys, state["keys"])[0]
-        p = namespace(logits).exp(logits - log_sum_exp(logits, axis=-1))
-        return of_keys, Stream(p, s, v, gate)
+        logits, last = recurrent(of_keys, state["keys"])
+        return of_keys, Stream(softmax(logits), s, v, gate), last
 
     def run(
         self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Arrays]:
-        of_keys, of_values = self._streams(state, x, frame)
+        _, of_values, keys = self._streams(state, x, frame)
         o, values = recurrent(of_values, state["values"])
-        return rows_of_states(o), {
-            "keys": recurrent(of_keys, state["keys"])[1],
-            "values": values,
-        }
+        return rows_of_states(o), {"keys": keys, "values": values}
 
     def run_vjp(
         self,
@@ -121,7 +117,7 @@ class GSA(Stateful):
         cotangent: Array,
         d_state: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        of_keys, of_values = self._streams(state, x, frame)
+        of_keys, of_values, _ = self._streams(state, x, frame)
         d_o = queries_of_states(cotangent, x["k"].shape[2])
         d_values = recurrent_vjp(of_values, state["values"], d_o, d_state["values"])
         p, d_p = of_values.q, d_values.stream.q

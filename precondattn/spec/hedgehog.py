@@ -20,7 +20,7 @@ from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals, TokenWise
 from precondattn.options import choice, positive
-from precondattn.spec.array_functions import log_sum_exp, row_sum, transpose
+from precondattn.spec.array_functions import row_sum, softmax, transpose
 
 WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
 """Patterns of W and b: for all heads, or each its own."""
@@ -58,8 +58,7 @@ class HedgehogMap(TokenWise):
         # One row vector for each token and head, so that a head's own matrix may multiply it.
         y = (x["x"][..., None, :] @ transpose(x["weight"]))[..., 0, :]
         y = self.factor * (y + x["bias"])
-        z = xp.concat([y, -y], axis=-1)
-        return xp.exp(z - log_sum_exp(z, axis=-1)), ()
+        return softmax(xp.concat([y, -y], axis=-1)), ()
 
     def backward(
         self,

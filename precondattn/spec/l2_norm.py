@@ -8,19 +8,28 @@ flash-linear-attention; the row x = 0 with ε = 0 is taken to be 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, namespace, stop_gradient
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.norm import Norm
 
 
 def length(x: Array, eps: float) -> Array:
-    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0."""
+    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0.
+
+    A row is brought to a size of about 1 before it is squared, so that no square overflows or
+    vanishes. By how much does not matter, and so is constant to the gradient.
+    """
     xp = namespace(x)
-    square = row_sum(x * x) + eps
-    return xp.sqrt(xp.where(square > 0, square, 1.0))
+    size = xp.max(xp.abs(x), axis=-1, keepdims=True)
+    size = stop_gradient(xp.clip(size, min=math.sqrt(eps)))
+    size = xp.where(size > 0, size, 1.0)
+    scaled = x / size
+    square = row_sum(scaled * scaled) + (math.sqrt(eps) / size) ** 2
+    return size * xp.sqrt(xp.where(square > 0, square, 1.0))
 
 
 def l2_norm(x: Array, eps: float) -> Array:

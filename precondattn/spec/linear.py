@@ -65,8 +65,7 @@ class Linear(LinearFamily):
     normalize: bool = flag(False)
     eps: float = non_negative(1e-10)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if not self.normalize and self.eps != type(self).eps:
             raise ValueError(f"linear: eps belongs to normalize=true; found eps={self.eps:g}")
 

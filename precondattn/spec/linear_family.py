@@ -90,7 +90,7 @@ class LinearFamily(Stateful):
     def inputs(self) -> Inputs:
         keys = "h" if self.heads == "u" else "n"
         values = "u" if self.heads == "u" else "n"
-        unit = " unit" if self.is_delta else ""
+        unit = " unit row" if self.is_delta else ""
         declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
         if self.gate is not None:
             declared["g"] = f"b s {self.heads} {GATES[self.gate]}"

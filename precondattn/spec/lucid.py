@@ -139,8 +139,7 @@ class LucidSolve(Leaf):
 
     output = "b s n e"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.beta and not self.has_unit_diagonal:
             raise ValueError(
                 f"lucid_solve: beta is defined with a unit diagonal only, that is with "

@@ -27,11 +27,10 @@ from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Leaf, Residuals
 from precondattn.options import non_negative, positive
 from precondattn.spec.array_functions import (
-    finite_or_zero,
-    log_sum_exp,
     mask_scores,
     repeat_heads,
     row_sum,
+    softmax,
     sum_heads,
     swap_time_and_heads,
     transpose,
@@ -93,12 +92,11 @@ class QueryWeightedQuery(Leaf):
 
     def _view(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _View:
         """Of the new queries and all `keys` (b, s, n, d)."""
-        xp = namespace(keys)
         q = swap_time_and_heads(l2_norm(x["q"], self.eps))
         k = repeat_heads(swap_time_and_heads(l2_norm(keys, self.eps)), q.shape[1])
         scores = q @ transpose(k)
         logits = mask_scores(frame.visible(causal=True), scores / self.tau)
-        p = xp.exp(logits - finite_or_zero(log_sum_exp(logits, axis=-1)))
+        p = softmax(logits)
         centred = scores - row_sum(p * scores)
         contraction = swap_time_and_heads(x["contraction"])[..., None]
         return _View(q, k, p, centred, contraction)

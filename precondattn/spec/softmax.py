@@ -5,8 +5,7 @@
 with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) in S. Source:
 Vaswani et al. 2017; LUCID §3.1, LASER Eq. 2.
 
-The weights are never normalised by a division of small numbers: log a_ij = S_ij − lse_i, where
-lse_i = log Σ_j e^{S_ij} over the visible keys.
+The weights are kept as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the visible keys.
 
 Gradient, with dS from the read (`read.py`, `laser.py`):
 
@@ -29,8 +28,7 @@ from precondattn.mechanism import Arrays, Leaf, Offers, Residuals
 from precondattn.options import choice, count_or_none, flag, one_of, positive_or_none
 from precondattn.spec import forget_gate
 from precondattn.spec.array_functions import (
-    finite_or_zero,
-    log_sum_exp,
+    log_softmax,
     mask_scores,
     repeat_heads,
     sum_heads,
@@ -57,8 +55,7 @@ class SoftmaxAttention(Leaf):
 
     output = "b t h e"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.forget != "none" and not self.causal:
             raise ValueError(
                 f"{self.name}: a forget gate decays from the key to the query, forward in time, "
@@ -116,10 +113,8 @@ class SoftmaxAttention(Leaf):
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
-        scores = self._scores(x, frame)
-        lse = log_sum_exp(scores, axis=-1)
-        o = self.read.forward(scores - finite_or_zero(lse), v)
-        return swap_time_and_heads(o), (lse,)
+        o = self.read.forward(log_softmax(self._scores(x, frame)), v)
+        return swap_time_and_heads(o), ()
 
     def backward(
         self,
@@ -131,9 +126,8 @@ class SoftmaxAttention(Leaf):
     ) -> Arrays:
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, d = q.shape[1], k.shape[1], q.shape[3]
-        (lse,) = residuals
         d_scores, d_v = self.read.backward(
-            self._scores(x, frame) - finite_or_zero(lse),
+            log_softmax(self._scores(x, frame)),
             repeat_heads(v, h),
             swap_time_and_heads(out),
             swap_time_and_heads(cotangent),
@@ -177,8 +171,7 @@ class SoftmaxAttention(Leaf):
             scores = scores + _bias_of_keys(x["bias"], frame)
         scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
-        log_weights = scores - finite_or_zero(log_sum_exp(scores, axis=-1))
-        o = self.read.forward(log_weights, repeat_heads(values, h))
+        o = self.read.forward(log_softmax(scores), repeat_heads(values, h))
         return swap_time_and_heads(o), {**updates, "value": Append(x["v"])}
 
 

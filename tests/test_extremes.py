@@ -1,0 +1,50 @@
+"""Numbers at the edges of their range: weights still sum to one, rows still have length 1."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
+def test_weights_sum_to_one_whatever_the_size_of_the_logits(size, dtype):
+    """Tied logits are the hard case: log 4 is lost beside 1e8 in float32."""
+    ones = np.ones((1, 4, 1, 4), dtype=dtype)
+    q, zero = size * ones, np.zeros(4, dtype=dtype)
+    allowed = {"float32": 1e-6, "float64": 1e-14}[dtype]
+    features = pa.HedgehogMap()(q, weight=np.eye(4, dtype=dtype), bias=zero)
+    assert np.abs(features.sum(axis=-1) - 1).max() <= allowed
+    for constant in (
+        pa.softmax(q, ones, ones),
+        pa.laser(q, ones, ones),
+        pa.path(q, ones, ones, **still(ones)),
+    ):
+        assert np.abs(constant - 1).max() <= allowed
+    slots = {"s": ones, "g": np.where(np.arange(4)[:, None, None] == 0, 0, -np.inf) * ones}
+    assert np.abs(pa.gsa(q, ones, ones, **slots) - 1).max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e20, 1e30])
+def test_rows_of_any_size_have_length_1(size, dtype):
+    x = size * np.random.default_rng(0).normal(size=(1, 3, 2, 5)).astype(dtype)
+    norm = pa.L2Norm(eps=0)
+    y, pullback = norm.vjp(x)
+    assert np.abs(np.linalg.vector_norm(y, axis=-1) - 1).max() <= 1e-6
+    gradient = pullback(y + 1)["x"]
+    expected = (1 - y * y.sum(axis=-1, keepdims=True)) / np.linalg.norm(
+        x.astype(np.float64), axis=-1, keepdims=True
+    )
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_row_of_zeros_is_one_without_eps_and_has_a_gradient():
+    y, pullback = pa.L2Norm(eps=0).vjp(np.zeros((1, 1, 1, 3)))
+    np.testing.assert_array_equal(y, 0)
+    assert np.all(np.isfinite(pullback(y + 1)["x"]))
+
+
+def test_eps_is_inside_the_root():
+    x = np.full((1, 1, 1, 4), 1e-3)
+    np.testing.assert_allclose(pa.L2Norm(eps=1e-6)(x), 1e-3 / np.sqrt(4e-6 + 1e-6))
