@@ -104,7 +104,10 @@ def _own(number: int, axis: Axis) -> Own:
 
 
 def _equate_bases(calls: Sequence[Call], families: _Families) -> None:
-    """A base that is called twice, as by `differential`, has queries and keys of one size."""
+    """A base that is called twice, as by `differential`, has queries and keys of one size.
+
+    Unless its values have said otherwise: then `equate` leaves the two apart.
+    """
     first: dict[str, int] = {}
     for number, call in enumerate(calls):
         if call.leaf.role != "base":

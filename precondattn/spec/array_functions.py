@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from precondattn.arrays import Array, namespace, placement
+from precondattn.arrays import Array, namespace, placement, stop_gradient
 
 
 def transpose(x: Array) -> Array:
@@ -107,11 +107,13 @@ def log_softmax(x: Array) -> Array:
     """x − log Σ eˣ along the last axis; −∞ where every x is −∞.
 
     The largest x is subtracted first, so that only a logarithm between 0 and log n is subtracted
-    from what is left: logits of any size give weights that sum to 1.
+    from what is left: logits of any size give weights that sum to 1. Which number is subtracted
+    makes no difference, and so it is constant to the gradient.
     """
     xp = namespace(x)
-    shifted = x - finite_or_zero(xp.max(x, axis=-1, keepdims=True))
-    return shifted - finite_or_zero(log_sum_exp(shifted, axis=-1))
+    shifted = x - stop_gradient(finite_or_zero(xp.max(x, axis=-1, keepdims=True)))
+    total = row_sum(xp.exp(shifted))
+    return shifted - xp.log(xp.where(total > 0, total, 1.0))
 
 
 def softmax(x: Array) -> Array:
