@@ -141,6 +141,22 @@ def wants_gradient(*arrays: Array) -> bool:
     return library == "jax" and any(is_traced(a) for a in arrays)
 
 
+def is_differentiated_by_transform(*arrays: Array) -> bool:
+    """Whether a transform of torch.func that differentiates (grad, vjp, jvp …) is at work."""
+    if library_of(arrays[0]) != "torch":
+        return False
+    functorch = sys.modules["torch"]._C._functorch
+
+    def is_tracked(tensor: Array) -> bool:
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_gradtrackingtensor(tensor):
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+        return False
+
+    return any(map(is_tracked, arrays))
+
+
 def writes_in_place(array: Array) -> bool:
     """Whether `array[index] = values` is allowed, with arrays of integers as the index."""
     return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)

@@ -72,6 +72,9 @@ class Request:
     """Which of `segment_ids`, `lengths` and `key_mask` the call has."""
     differentiated: bool = False
     """Whether a gradient may be asked for later."""
+    transformed: bool = False
+    """Whether that is `torch.func`'s doing (grad, jvp, …), which custom operators do not have: only
+    the reference, whose every call is PyTorch's own, is asked then."""
 
 
 class ArraySpec(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ import precondattn as pa
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Preconditioned attention: mechanisms, backends, conformance.",
+    help="Preconditioned attention: mechanisms, backends, conformance, benchmarks.",
 )
 # A report in a file or a pipe keeps whole lines; only a terminal is as narrow as it is.
 console = Console() if Console().is_terminal else Console(width=120)
@@ -109,6 +110,91 @@ def conformance(
             console=console,
         )
     except (ValueError, TypeError, ImportError) as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    name: Annotated[
+        list[str] | None, typer.Argument(help="cases by name, * for anything; all by default")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="name the cases, and stop")] = False,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="measure this backend, not the default choice; may be repeated"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
+    library: Annotated[
+        list[str] | None, typer.Option(help="only this array library; may be repeated")
+    ] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help="any expression, instead of the named cases; may be repeated"),
+    ] = None,
+    work: Annotated[
+        list[str] | None,
+        typer.Option(help="only forward, forward_backward, decode or memory; may be repeated"),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="beside what a user would run instead")] = True,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(help="such as b=1,t=4096,h=8,n=8,d=64,e=64; repeat it for a curve"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 by default")] = None,
+    rounds: Annotated[int | None, typer.Option(help="as many as fit in seconds by default")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="peak memory too, in processes of their own")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: does it run?")] = False,
+    save: Annotated[Path | None, typer.Option(help="write the rows to this JSON file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
+    benchmark_json: Annotated[
+        Path | None, typer.Option(help="write pytest-benchmark's own record, with every round")
+    ] = None,
+) -> None:
+    """Measure: time beside peers, error, FLOP/s, bytes/s and memory of each case."""
+    from precondattn_conformance.bench import command
+
+    if list_:
+        command.list_cases(console)
+        return
+    try:
+        code = command.bench(
+            names=tuple(name or ()),
+            backends=tuple(backend or ()),
+            device=device,
+            libraries_=tuple(library or ()),
+            mechanisms=tuple(mechanism or ()),
+            works=tuple(work or ()),
+            sizes=tuple(sizes or ()),
+            dtype=dtype,
+            peers=peers,
+            rounds=rounds,
+            memory=memory,
+            quick=quick,
+            save=save,
+            plot=plot,
+            benchmark_json=benchmark_json,
+            console=console,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="a file that `bench --save` wrote")],
+    new: Annotated[Path, typer.Argument(help="a later one, of the same machine")],
+    threshold: Annotated[float, typer.Option(help="how much slower is too much")] = 0.1,
+) -> None:
+    """What has become slower between two saved runs, beyond noise; exit code 1 where something."""
+    from precondattn_conformance.bench import command
+
+    try:
+        code = command.compare(old, new, threshold, console)
+    except ValueError as error:
         _stop(error)
     raise typer.Exit(code)
 

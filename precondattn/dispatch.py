@@ -23,7 +23,7 @@ from precondattn.backend import (
     UnsupportedError,
 )
 from precondattn.declaration import Pattern, Shape
-from precondattn.discovery import Discovered, discover
+from precondattn.discovery import REFERENCE, Discovered, discover
 from precondattn.group import Group
 from precondattn.program import Program
 
@@ -142,6 +142,8 @@ def ask(backend: Backend, piece: Any, request: Request) -> Support:
     if backend.libraries and request.library not in backend.libraries:
         takes = " and ".join(sorted(backend.libraries))
         return Support.no(f"takes arrays of {takes}, not of {request.library}")
+    if request.transformed and backend is not REFERENCE:
+        return Support.no("torch.func differentiates here, which only the reference lets it")
     if request.verb == "extend" and request.differentiated and request.library == "torch":
         support = backend.supports(piece, request)
         if support.ok and not support.differentiable:

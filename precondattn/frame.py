@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precondattn.arrays import Array, arange_like, namespace
+from precondattn.arrays import Array, arange_like, is_traced, namespace
 
 
 class Frame(NamedTuple):
@@ -63,6 +63,21 @@ class Frame(NamedTuple):
         )
 
 
+def has_lengths_only(frame: Frame) -> bool:
+    """Whether in a full call nothing is hidden but padding at the end, of queries as of keys.
+
+    A causal query that counts then sees no padding, and needs no mask. False where it is not known.
+    """
+    q_valid, k_valid = frame.q_valid, frame.k_valid
+    if frame.k_segment is not None or q_valid is None or k_valid is None:
+        return False
+    if q_valid is k_valid:
+        return True
+    if is_traced(k_valid) or q_valid.shape != k_valid.shape:
+        return False
+    return bool(namespace(k_valid).all(q_valid == k_valid))
+
+
 def full_frame(
     t: int,
     s: int,
@@ -77,8 +92,8 @@ def full_frame(
     q_position = arange_like(t, like)[None, :] + (s - t)
     q_valid, k_valid = None, key_mask
     if lengths is not None:
-        q_valid = q_position < lengths[:, None]
         within = k_position < lengths[:, None]
+        q_valid = within if t == s else q_position < lengths[:, None]
         k_valid = within if key_mask is None else within & key_mask
     q_segment = None if segment_ids is None else segment_ids[:, s - t :]
     return Frame(q_position, k_position, q_valid, k_valid, q_segment, segment_ids)

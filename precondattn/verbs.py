@@ -414,7 +414,7 @@ def extend_now(
 
 
 def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
-    from precondattn.arrays import device_of, wants_gradient
+    from precondattn.arrays import device_of, is_differentiated_by_transform, wants_gradient
     from precondattn.backend import Request
 
     arrays = bound.inputs
@@ -427,6 +427,7 @@ def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Reque
         shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
         masks=bound.masks,
         differentiated=differentiated,
+        transformed=is_differentiated_by_transform(*arrays.values(), *past),
     )
 
 

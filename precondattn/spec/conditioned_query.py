@@ -44,7 +44,7 @@ from precondattn.spec.linear_family import (
     rows_of_states,
     where_valid,
 )
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import log_retention
 from precondattn.spec.stateful import Stateful
 
@@ -142,11 +142,11 @@ class ConditionedQuery(Stateful):
         return Stream(q, k, k, g), moment
 
     def _statistics(
-        self, state: Mapping[str, Array], second: Stream, moment: Stream
+        self, state: Mapping[str, Array], second: Stream, moment: Stream, form: Form
     ) -> tuple[Array, Array, Array, Arrays]:
         """a (b, m, t, r, d), n μ (b, m, t, 1, d) and n (b, m, t, 1, 1), and the new state."""
-        a, final = recurrent(second, state["second"])
-        sums, final_sums = recurrent(moment, self._sums(state))
+        a, final = form.forward(second, state["second"])
+        sums, final_sums = form.forward(moment, self._sums(state))
         n = sums[..., -1:]
         n = namespace(n).where(n > 0, n, 1.0)  # Before any token that counts.
         kept = {
@@ -163,10 +163,14 @@ class ConditionedQuery(Stateful):
         return xp.concat([state["first"], state["count"][..., None]], axis=-1)[:, :, None, :]
 
     def run(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         second, moment = self._streams(x, frame)
-        a, total, n, kept = self._statistics(state, second, moment)
+        a, total, n, kept = self._statistics(state, second, moment, form)
         mu = total / n
         c = a / n - mu * row_sum(mu * second.q)
         contraction = queries_of_states(x["contraction"][..., None], c.shape[1])
@@ -179,10 +183,11 @@ class ConditionedQuery(Stateful):
         frame: Frame,
         cotangent: Array,
         d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         second, moment = self._streams(x, frame)
-        a, total, n, _ = self._statistics(state, second, moment)
+        a, total, n, _ = self._statistics(state, second, moment, form)
         q, mu, m = second.q, total / n, a.shape[1]
         g = queries_of_states(cotangent, m)
         contraction = queries_of_states(x["contraction"][..., None], m)
@@ -195,8 +200,8 @@ class ConditionedQuery(Stateful):
         d_n = -xp.sum(row_sum(h * a), axis=-2, keepdims=True) / (n * n) - row_sum(d_mu * mu) / n
         d_sums = xp.concat([d_mu / n, d_n], axis=-1)
 
-        by_second = recurrent_vjp(second, state["second"], h / n, d_state["second"])
-        by_moment = recurrent_vjp(moment, self._sums(state), d_sums, self._sums(d_state))
+        by_second = form.vjp(second, state["second"], h / n, d_state["second"])
+        by_moment = form.vjp(moment, self._sums(state), d_sums, self._sums(d_state))
         d_q = g - mu * mu_h + by_second.stream.q
         d_k = by_second.stream.k + by_second.stream.v + by_moment.stream.v[..., :-1]
         d_k = swap_time_and_heads(sum_heads(where_valid(d_k, frame), x["k"].shape[2]))

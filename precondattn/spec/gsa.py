@@ -30,7 +30,7 @@ from precondattn.spec.linear_family import (
     queries_of_states,
     rows_of_states,
 )
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
 
 
@@ -92,21 +92,25 @@ class GSA(Stateful):
         return d**-0.5 if self.scale is None else self.scale
 
     def _streams(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
     ) -> tuple[Stream, Stream, Array]:
         """The two recurrences, the second with p as its queries; the last state of the first."""
         k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
         q = self._scale(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
         gate = forget_other_segments(g[..., None], frame)
         of_keys = Stream(q, k, s, namespace(g).permute_dims(gate, (0, 1, 2, 4, 3)))
-        logits, last = recurrent(of_keys, state["keys"])
+        logits, last = form.forward(of_keys, state["keys"])
         return of_keys, Stream(softmax(logits), s, v, gate), last
 
     def run(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
-        _, of_values, keys = self._streams(state, x, frame)
-        o, values = recurrent(of_values, state["values"])
+        _, of_values, keys = self._streams(state, x, frame, form)
+        o, values = form.forward(of_values, state["values"])
         return rows_of_states(o), {"keys": keys, "values": values}
 
     def run_vjp(
@@ -116,13 +120,14 @@ class GSA(Stateful):
         frame: Frame,
         cotangent: Array,
         d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
-        of_keys, of_values, _ = self._streams(state, x, frame)
+        of_keys, of_values, _ = self._streams(state, x, frame, form)
         d_o = queries_of_states(cotangent, x["k"].shape[2])
-        d_values = recurrent_vjp(of_values, state["values"], d_o, d_state["values"])
+        d_values = form.vjp(of_values, state["values"], d_o, d_state["values"])
         p, d_p = of_values.q, d_values.stream.q
         d_logits = p * (d_p - row_sum(p * d_p))
-        d_keys = recurrent_vjp(of_keys, state["keys"], d_logits, d_state["keys"])
+        d_keys = form.vjp(of_keys, state["keys"], d_logits, d_state["keys"])
         first, second = d_keys.stream, d_values.stream
         gradients = {
             "k": swap_time_and_heads(first.k),

@@ -23,7 +23,7 @@ from precondattn.mechanism import Arrays
 from precondattn.options import flag, non_negative
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,15 @@ class Linear(LinearFamily):
         return namespace(mass).where(total == 0, 1.0, total)
 
     def run(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         if not self.normalize:
-            return super().run(state, x, frame)
-        o, final = recurrent(self.stream(x, frame), self._with_mass(state))
+            return super().run(state, x, frame, form)
+        o, final = form.forward(self.stream(x, frame), self._with_mass(state))
         rows = rows_of_states(o)
         out = rows[..., :-1] / self._sum_of_weights(rows[..., -1:])
         return out, {"state": final[..., :-1], "mass": final[..., -1]}
@@ -107,16 +111,17 @@ class Linear(LinearFamily):
         frame: Frame,
         cotangent: Array,
         d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         if not self.normalize:
-            return super().run_vjp(state, x, frame, cotangent, d_state)
+            return super().run_vjp(state, x, frame, cotangent, d_state, form)
         xp = namespace(cotangent)
         stream, start = self.stream(x, frame), self._with_mass(state)
-        rows = rows_of_states(recurrent(stream, start)[0])
+        rows = rows_of_states(form.forward(stream, start)[0])
         total = self._sum_of_weights(rows[..., -1:])
         d_sum = cotangent / total
         d_mass = -row_sum(d_sum * (rows[..., :-1] / total))
         d_rows = queries_of_states(xp.concat([d_sum, d_mass], axis=-1), stream.k.shape[1])
-        d = recurrent_vjp(stream, start, d_rows, self._with_mass(d_state))
+        d = form.vjp(stream, start, d_rows, self._with_mass(d_state))
         found = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]), frame)
         return found, {"state": d.state[..., :-1], "mass": d.state[..., -1]}

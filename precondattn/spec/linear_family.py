@@ -21,7 +21,7 @@ from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Offers
 from precondattn.options import positive_or_none
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
 
 GATES = {"head": "in (-inf, 0]", "channel": "d in (-inf, 0]"}
@@ -155,9 +155,13 @@ class LinearFamily(Stateful):
         return found
 
     def run(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
-        o, final = recurrent(self.stream(x, frame), state["state"])
+        o, final = form.forward(self.stream(x, frame), state["state"])
         return rows_of_states(o), {"state": final}
 
     def run_vjp(
@@ -167,8 +171,9 @@ class LinearFamily(Stateful):
         frame: Frame,
         cotangent: Array,
         d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)
         d_o = queries_of_states(cotangent, stream.k.shape[1])
-        d = recurrent_vjp(stream, state["state"], d_o, d_state["state"])
+        d = form.vjp(stream, state["state"], d_o, d_state["state"])
         return self.gradients(x, d.stream, frame), {"state": d.state}

@@ -26,7 +26,7 @@ and Γ_1 ∘ dS'_1 is the gradient of the initial state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import row_sum, sum_to, transpose
@@ -99,6 +99,26 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
         d_decayed = d_state - _outer(x.k, d_v)
     d_g = sum_to(d_decayed * decayed, x.g.shape)
     return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta), d_first)
+
+
+class Form(Protocol):
+    """A way to compute the recurrence: `recurrent` and `recurrent_vjp` say what."""
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
+
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        """The gradients, from those of the outputs and of the final state."""
+
+
+class TokenByToken:
+    """The form that is the definition."""
+
+    forward = staticmethod(recurrent)
+    vjp = staticmethod(recurrent_vjp)
+
+
+RECURRENT: Form = TokenByToken()
 
 
 def _for_every_token(queries: Array, k: Array) -> Array:

@@ -168,14 +168,14 @@ class SoftmaxAttention(Leaf):
             decay, updates["decay"] = forget_gate.extended_decay(past["decay"], x["g"])
             scores = scores + self._gate_scale(d) * decay
         if self.bias:
-            scores = scores + _bias_of_keys(x["bias"], frame)
+            scores = scores + bias_of_keys(x["bias"], frame)
         scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
         o = self.read.forward(log_softmax(scores), repeat_heads(values, h))
         return swap_time_and_heads(o), {**updates, "value": Append(x["v"])}
 
 
-def _bias_of_keys(bias: Array, frame: Frame) -> Array:
+def bias_of_keys(bias: Array, frame: Frame) -> Array:
     """Columns of bias (b or 1, h or 1, t, capacity) at the positions of the frame's keys (b, s)."""
     xp = namespace(bias)
     b = frame.k_position.shape[0]

@@ -1,25 +1,31 @@
 """What leaves with a state have in common: one function serves calls and caches alike.
 
 A full call runs from a state of zeros and drops the last one; `extend` runs from the cache's state
-and keeps it. So there are two methods to write, `run` and `run_vjp`, and none of the others.
+and keeps it. So there are two methods to write, `run` and `run_vjp`, and none of the others. The
+form of the recurrence is theirs to be told, so that a backend may have a faster one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.arrays import Array, namespace, placement
-from precondattn.cache import Replace, Updates
+from precondattn.arrays import Array
+from precondattn.cache import Replace, Updates, new_buffer
 from precondattn.declaration import Pattern
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Leaf, Residuals
+from precondattn.spec.recurrence import RECURRENT, Form
 
 
 class Stateful(Leaf):
     """A leaf whose slots are a state that the tokens change, of one size for any number of them."""
 
     def run(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         """The output, and the new state by slot."""
         raise NotImplementedError
@@ -31,18 +37,17 @@ class Stateful(Leaf):
         frame: Frame,
         cotangent: Array,
         d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of the state, from those of output and new state."""
         raise NotImplementedError
 
     def zero_state(self, x: Mapping[str, Array]) -> Arrays:
         """The state before the first token."""
-        xp = namespace(x["k"])
         shapes = {name: tuple(array.shape) for name, array in x.items()}
         sizes = self.inputs.sizes(str(self), shapes)
-        beside = {"dtype": x["k"].dtype, **placement(x["k"])}
         return {
-            slot.name: xp.zeros(Pattern.read(slot.pattern).shape(sizes), **beside)
+            slot.name: new_buffer(slot, Pattern.read(slot.pattern).shape(sizes), x["k"])
             for slot in self.slots()
         }
 

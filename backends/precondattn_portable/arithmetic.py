@@ -1,0 +1,134 @@
+"""Products and exponentials, the few operations that the algorithms spend their time in.
+
+The array-API standard has no `out=`, and makes a new array for every result. A library that can
+write into memory which it is given saves the time to get that memory, and so the algorithms say
+where a result may go; they always go on with what is returned.
+
+Arrays have heads before time, (b, n, rows, columns), and are matrices in the last two axes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from precondattn.arrays import Array, library_of, namespace, placement
+
+
+class Scratch:
+    """Memory that is used again for each result; here there is none, and results are made anew."""
+
+    def shaped(self, shape: tuple[int, ...]) -> Array | None:
+        """Room for a result of this shape, overwriting the one before."""
+        return None
+
+
+class FlatScratch(Scratch):
+    """One piece of memory, whose beginning takes every shape."""
+
+    def __init__(self, flat: Array) -> None:
+        self.flat = flat
+
+    def shaped(self, shape: tuple[int, ...]) -> Array:
+        return namespace(self.flat).reshape(self.flat[: math.prod(shape)], shape)
+
+
+class Arithmetic:
+    """By the standard alone: nothing is written in place."""
+
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        """An array to write results into, of like's dtype and beside it; its values are anything."""
+        return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
+
+    def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
+        return namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
+
+    def scratch(self, size: int, like: Array) -> Scratch:
+        """Memory for results of up to `size` numbers that are soon thrown away."""
+        return Scratch()
+
+    def heads_first(self, x: Array) -> Array:
+        """(b, t, h, …) to (b, h, t, …), each head in one piece of memory."""
+        return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+
+    def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
+        """a b, in `out` where the library can."""
+        return a @ b
+
+    def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
+        """total + factor a b, in `total` where the library can."""
+        return total + (a @ b) * factor
+
+    def add_product_at(
+        self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
+    ) -> None:
+        """total[where] += factor a b; `total` is the algorithm's own, and written to."""
+        total[where] = total[where] + (a @ b) * factor
+
+    def exp(self, x: Array) -> Array:
+        """eˣ, in x where the library can."""
+        return namespace(x).exp(x)
+
+    def add(self, x: Array, y: Array | float) -> Array:
+        """x + y, in x where the library can; y broadcasts to x."""
+        return x + y
+
+    def multiply(self, x: Array, y: Array | float) -> Array:
+        """x ∘ y, in x where the library can; y broadcasts to x."""
+        return x * y
+
+    def keep(self, x: Array, where: Array, otherwise: float) -> Array:
+        """x where `where` holds, else a number; in x where the library can."""
+        return namespace(x).where(where, x, otherwise)
+
+
+class InPlace(Arithmetic):
+    """For NumPy and CuPy, whose functions take `out=`."""
+
+    def scratch(self, size: int, like: Array) -> Scratch:
+        return FlatScratch(self.empty((size,), like))
+
+    def heads_first(self, x: Array) -> Array:
+        xp = namespace(x)
+        return xp.ascontiguousarray(super().heads_first(x))
+
+    def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
+        return namespace(a).matmul(a, b, out=out)
+
+    def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
+        step = namespace(a).matmul(a, b)
+        if factor == -1.0:
+            total -= step
+            return total
+        if factor != 1.0:
+            step *= factor
+        total += step
+        return total
+
+    def add_product_at(
+        self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
+    ) -> None:
+        self.add_product(total[where], a, b, factor)
+
+    def exp(self, x: Array) -> Array:
+        return namespace(x).exp(x, out=x)
+
+    def add(self, x: Array, y: Array | float) -> Array:
+        x += y
+        return x
+
+    def multiply(self, x: Array, y: Array | float) -> Array:
+        x *= y
+        return x
+
+    def keep(self, x: Array, where: Array, otherwise: float) -> Array:
+        namespace(x).copyto(x, otherwise, where=~where)
+        return x
+
+
+STANDARD = Arithmetic()
+IN_PLACE = InPlace()
+
+
+def arithmetic_of(array: Array) -> Arithmetic:
+    return IN_PLACE if library_of(array) in ("numpy", "cupy") else STANDARD

@@ -1,0 +1,356 @@
+"""Softmax attention, a strip of scores at a time (`layout.py`), whatever its metric and read.
+
+    forward:   S = s ⟨q, k⟩ + decay + bias, hidden pairs −∞;  read S (`read_mean.py`, …)
+    backward:  S again from q and k;  dS from the read;  then through bias, decay and scores.
+
+Kept for the gradient: λ, the logarithm of the sum of each row's weights; and in exponential value
+space o itself, whose rounding to half precision would be magnified by the exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, is_traced, namespace, upcast
+from precondattn.backend import ArraySpec
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame, has_lengths_only
+from precondattn.spec.array_functions import sum_to, transpose
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import bias_of_keys
+from precondattn.spec.transported import Transported
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.extension import Filled, filled, step_as_defined
+from precondattn_portable.forget_gate import ForgetGate
+from precondattn_portable.layout import (
+    block_size,
+    blocks,
+    chunk_size,
+    grouped_queries,
+    head_groups,
+    padded,
+    time_first,
+    ungrouped,
+)
+from precondattn_portable.read_log_mean_exp import LogMeanExpRead
+from precondattn_portable.read_mean import MeanRead, exponentials
+from precondattn_portable.scores import DotScores, Scores, block_of_rows
+from precondattn_portable.sight import Sight
+from precondattn_portable.transported import TransportedScores
+
+
+class View(NamedTuple):
+    """A call as the strips see it: heads before time, queries with the key head they read."""
+
+    q: Array
+    """(b, n, r, t, d), times the scale"""
+    k: Array
+    """(b, n, s, d)"""
+    v: Array
+    """(b, n, s, e)"""
+    w: Array | None
+    """PaTH's directions (b, n, s, d)"""
+    beta: Array | None
+    """(b, n, s)"""
+    g: Array | None
+    """(b, n, r, s)"""
+    bias: Array | None
+    """(b or 1, n or 1, r or 1, t, s)"""
+
+    def group(self, sequences: slice, heads: slice) -> View:
+        """Some sequences and some key heads of it."""
+        cut = [a if a is None else a[sequences, heads, ...] for a in self[:-1]]
+        bias = self.bias
+        if bias is not None:
+            bias = bias if bias.shape[0] == 1 else bias[sequences, ...]
+            bias = bias if bias.shape[1] == 1 else bias[:, heads, ...]
+        return View(*cut, bias)
+
+
+class Group(NamedTuple):
+    """Some heads at work."""
+
+    ops: Arithmetic
+    part: tuple[slice, slice]
+    view: View
+    sight: Sight
+    scores: Scores
+    read: MeanRead | LogMeanExpRead
+    gate: ForgetGate | None
+    room: Scratch
+    size: int
+    """Queries of a block."""
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Blocks of queries and the keys that each sees: i0, i1, low, high."""
+        for i0, i1 in blocks(self.view.q.shape[3], self.size):
+            yield (i0, i1, *self.sight.columns(i0, i1))
+
+    def strip(self, i0: int, i1: int, low: int, high: int) -> Array:
+        """The scores (b, n, r (i1 − i0), high − low), masked."""
+        flat = self.scores.strip(i0, i1, low, high, self.room)
+        xp, (b, n, r) = namespace(flat), self.view.q.shape[:3]
+        strip = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
+        if self.gate is not None:
+            offset = self.view.k.shape[2] - self.view.q.shape[3]
+            strip = self.gate.add_to(strip, i0 + offset, i1 + offset, low, high)
+        if self.view.bias is not None:
+            strip[...] = strip + self.view.bias[..., i0:i1, low:high]
+        strip = self.sight.hide(self.ops, strip, i0, i1, low, high)
+        return xp.reshape(strip, flat.shape)
+
+    def rows_of(self, x: Array, i0: int, i1: int) -> Array:
+        """(b, n, r, t, c), all of the call, as rows of this group's block."""
+        x = x[(*self.part, slice(None), slice(i0, i1))]
+        return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
+
+
+class Attention(Algorithm):
+    """Of `Softmax` and `Path`."""
+
+    def _view(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> View:
+        n, d = x["k"].shape[2:]
+        h = x["q"].shape[2]
+        xp = namespace(x["q"])
+        q = grouped_queries(ops, x["q"], n) * leaf._scale(d)
+        k, v = ops.heads_first(x["k"]), ops.heads_first(x["v"])
+        w = beta = g = bias = None
+        if leaf.metric.inputs:
+            w, beta = ops.heads_first(x["w"]), ops.heads_first(x["beta"])
+        if leaf.forget != "none":
+            b, s, _ = x["g"].shape
+            g = xp.reshape(ops.heads_first(x["g"]), (b, n, h // n, s))
+        if leaf.bias:
+            b, heads, *pairs = x["bias"].shape
+            shape = (1, 1) if heads == 1 else (n, h // n)
+            bias = xp.reshape(x["bias"], (b, *shape, *pairs))
+        return View(q, k, v, w, beta, g, bias)
+
+    def _groups(
+        self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
+    ) -> Iterator[Group]:
+        b, n, r, t, _ = view.q.shape
+        s = view.k.shape[2]
+        is_transported = isinstance(leaf.metric, Transported)
+        size = chunk_size(t) if is_transported else block_size(t, r)
+        read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
+        if leaf.causal and has_lengths_only(frame):
+            frame = frame._replace(k_valid=None)
+        sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
+        room: Scratch | None = None
+        for sequences, heads in head_groups(b, n, r * size * s):
+            part = view.group(sequences, heads)
+            scores: Scores
+            if is_transported:
+                scores = TransportedScores(
+                    ops, part.q, part.k, part.w, part.beta, size, gradient=gradient
+                )
+            else:
+                scores = DotScores(ops, part.q, part.k, gradient=gradient)
+            gate = None
+            if part.g is not None:
+                gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
+            values = read(ops, part.v, gradient=gradient)
+            where, seen = (sequences, heads), sight.of(sequences)
+            # The first group is the largest.
+            room = room or ops.scratch(_strip_size(part, size), view.q)
+            yield Group(ops, where, part, seen, scores, values, gate, room, size)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        x, frame, missing = _aligned(leaf, x, frame)
+        view = self._view(ops, leaf, x)
+        b, n, r, t, _ = view.q.shape
+        o = ops.zeros((b, n, r, t, view.v.shape[3]), view.q)
+        log_total = ops.zeros((b, n, r, t, 1), view.q)
+        xp = namespace(o)
+        for group in self._groups(ops, leaf, view, frame):
+            for i0, i1, low, high in group.rows():
+                if low == high:
+                    continue
+                rows, logs = group.read.forward(group.strip(i0, i1, low, high), low, high)
+                where = (*group.part, slice(None), slice(i0, i1))
+                shape = o[where].shape
+                o[where] = xp.reshape(rows, shape)
+                log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
+        out, logs = ungrouped(o), ungrouped(log_total)[..., 0]
+        out, logs = out[:, missing:, ...], logs[:, missing:, ...]
+        return out, (logs, out) if leaf.read == LOG_MEAN_EXP else (logs,)
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        out = residuals[-1] if leaf.read == LOG_MEAN_EXP else out
+        x, frame, missing = _aligned(leaf, x, frame)
+        view = self._view(ops, leaf, x)
+        n = view.k.shape[1]
+        out, cotangent, logs = (
+            grouped_queries(ops, padded(a, missing, 0, axis=1), n)
+            for a in (out, cotangent, residuals[0][..., None])
+        )
+        d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
+        room: Scratch | None = None
+        for group in self._groups(ops, leaf, view, frame, gradient=True):
+            room = room or ops.scratch(_strip_size(group.view, group.size), view.q)
+            for i0, i1, low, high in group.rows():
+                if low == high:
+                    continue
+                strip = group.strip(i0, i1, low, high)
+                rows = [group.rows_of(a, i0, i1) for a in (logs, out, cotangent)]
+                d_strip = group.read.backward(strip, rows[0], low, high, rows[1], rows[2], room)
+                group.scores.pull(i0, i1, low, high, d_strip)
+                self._pull_beside(ops, group, d, i0, i1, low, high, d_strip)
+            d.q[group.part], d.k[group.part] = group.scores.d_q, group.scores.d_k
+            d.v[group.part] = group.read.finish()
+            if group.gate is not None:
+                d.g[group.part] = group.gate.d_g
+            if isinstance(group.scores, TransportedScores):
+                d.w[group.part], d.beta[group.part] = group.scores.extra_gradients()
+        return self._gradients(leaf, x, d, missing)
+
+    def _pull_beside(
+        self,
+        ops: Arithmetic,
+        group: Group,
+        d: View,
+        i0: int,
+        i1: int,
+        low: int,
+        high: int,
+        d_strip: Array,
+    ) -> None:
+        """What the gradient of a strip means for the decay and the bias."""
+        if group.gate is None and d.bias is None:
+            return
+        b, n, r = group.view.q.shape[:3]
+        pairs = namespace(d_strip).reshape(d_strip, (b, n, r, i1 - i0, high - low))
+        if group.gate is not None:
+            offset = group.view.k.shape[2] - group.view.q.shape[3]
+            group.gate.pull(i0 + offset, i1 + offset, low, high, pairs)
+        if d.bias is not None:
+            where = [
+                slice(None) if size == 1 else part
+                for size, part in zip(d.bias.shape[:2], group.part, strict=True)
+            ]
+            here = (*where, slice(None), slice(i0, i1), slice(low, high))
+            d.bias[here] = d.bias[here] + sum_to(pairs, d.bias[here].shape)
+
+    def _gradients(self, leaf: Any, x: Mapping[str, Array], d: View, missing: int) -> Arrays:
+        """By input, from those of the view."""
+        xp = namespace(d.q)
+        d_q = ungrouped(d.q)[:, missing:, ...] * leaf._scale(x["k"].shape[3])
+        found = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
+        if d.w is not None:
+            found |= {"w": time_first(d.w), "beta": time_first(d.beta)}
+        if d.g is not None:
+            found["g"] = time_first(xp.reshape(d.g, (d.g.shape[0], -1, d.g.shape[3])))
+        if d.bias is not None:
+            found["bias"] = xp.reshape(d.bias, x["bias"].shape)[:, :, missing:, :]
+        return found
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if leaf.metric != DOT or leaf.forget != "none" or is_traced(frame.q_position):
+            wide = {slot: upcast(buffer) for slot, buffer in past.items()}
+            return step_as_defined(leaf, wide, x, frame)
+        known = filled(frame, past["key"].shape[1])
+        xp = namespace(x["q"])
+        n, t = x["k"].shape[2], x["q"].shape[1]
+        if leaf.bias:
+            x = {**x, "bias": _bias_of_filled(x["bias"], frame, known)}
+        view = self._view(ops, leaf, x)
+        b, _, r, _, _ = view.q.shape
+        old_k, old_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
+        s = known.count + t
+        sight = Sight(known.frame, s, known.offset, window=leaf.window)
+        o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
+        size = block_size(t, r)
+        for part in head_groups(b, n, r * size * s):
+            own, seen = view.group(*part), sight.of(part[0])
+            keys, values = (old_k[part], own.k), (old_v[part], own.v)
+            for i0, i1 in blocks(t, size):
+                rows = block_of_rows(own.q, i0, i1)
+                strip = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
+                pairs = xp.reshape(strip, (*own.q.shape[:3], i1 - i0, s))
+                if own.bias is not None:
+                    pairs = pairs + own.bias[..., i0:i1, :]
+                strip = xp.reshape(seen.hide(ops, pairs, i0, i1, 0, s), strip.shape)
+                if leaf.read == LOG_MEAN_EXP:
+                    read = LogMeanExpRead(ops, xp.concat(values, axis=2))
+                    found, _ = read.forward(strip, 0, s)
+                else:
+                    found = mean_of_parts(ops, strip, values)
+                where = (*part, slice(None), slice(i0, i1))
+                o[where] = xp.reshape(found, o[where].shape)
+        return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        (b, t, h, _), dtype = inputs["q"]
+        dtype = dtype if dtype == "float64" else "float32"
+        logs = ArraySpec((b, t, h), dtype)
+        if leaf.read != LOG_MEAN_EXP:
+            return (logs,)
+        return logs, ArraySpec((b, t, h, inputs["v"].shape[3]), dtype)
+
+
+def past_heads(buffer: Array, count: int) -> Array:
+    """The filled part of a buffer (b, c, n, d) with heads before time, without a copy."""
+    return time_first(upcast(buffer[:, :count, ...]))
+
+
+def mean_of_parts(ops: Arithmetic, strip: Array, values: tuple[Array, ...]) -> Array:
+    """A mean of values that stand in several arrays, one behind the other."""
+    strip, total, _ = exponentials(ops, strip)
+    start, found = 0, None
+    for v in values:
+        part = ops.product(strip[..., start : start + v.shape[2]], v)
+        found = part if found is None else found + part
+        start += v.shape[2]
+    return found / total
+
+
+def _bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
+    """Columns of bias (b or 1, h or 1, t, capacity) at the filled slots and the new tokens."""
+    if known.offset is not None:
+        return bias[..., : known.offset + frame.q_position.shape[1]]
+    return bias_of_keys(bias, known.frame)
+
+
+def _strip_size(view: View, size: int) -> int:
+    """Numbers in the largest strip of these heads."""
+    b, n, r = view.q.shape[:3]
+    return int(b * n * r * size * view.k.shape[2])
+
+
+def _aligned(
+    leaf: Any, x: Mapping[str, Array], frame: Frame
+) -> tuple[Mapping[str, Array], Frame, int]:
+    """The call, and how many queries were put in front of its own.
+
+    Blocks of reflections are cut by the keys' positions, and there each needs its queries.
+    """
+    s = x["k"].shape[1]
+    missing = s - x["q"].shape[1] if leaf.metric.inputs else 0
+    if not missing:
+        return x, frame, 0
+    x = {**x, "q": padded(x["q"], missing, 0, axis=1)}
+    if leaf.bias:
+        x["bias"] = padded(x["bias"], missing, 0)
+    return x, frame.among_keys(s), missing

@@ -1,0 +1,141 @@
+"""The portable backend: which leaves are computed by which algorithm.
+
+A group of leaves is claimed where doing them in one go saves something (`fused.py`); else leaves
+are taken one at a time. Subclasses serve another library with the same algorithms, or better ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array, cast, upcast
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
+from precondattn_portable.attention import Attention
+from precondattn_portable.fused import LucidStep, steps_together
+from precondattn_portable.lucid_solve import LucidSolveBlocks
+from precondattn_portable.token_wise import AsDefined
+
+ALGORITHMS: dict[type, Algorithm] = {
+    pa.Softmax: Attention(),
+    pa.Path: Attention(),
+    pa.LucidSolve: LucidSolveBlocks(),
+}
+"""By the leaf's own class: a subclass may mean something else."""
+
+
+class Portable(Backend):
+    """Blocked algorithms, linear in memory, for array-API libraries without their own backend."""
+
+    name = "portable"
+    libraries = frozenset({"numpy", "cupy", "array_api_strict"})
+    preference = 10
+
+    def algorithm(self, leaf: Any) -> Algorithm | None:
+        """How a leaf is computed; None where it is not."""
+        found = ALGORITHMS.get(type(leaf))
+        if found is None and isinstance(leaf, pa.TokenWise):
+            return AsDefined()
+        return found
+
+    def arithmetic(self, like: Array) -> Arithmetic:
+        return arithmetic_of(like)
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) > 1:
+            if steps_together(mechanism.program, request):
+                return Support.yes()
+            return Support.no("takes this group leaf by leaf")
+        algorithm = self.algorithm(mechanism)
+        if algorithm is None:
+            return Support.no(f"has no algorithm for {mechanism.name}")
+        reason = algorithm.refuses(mechanism, request)
+        return Support.yes() if reason is None else Support.no(reason)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        ops = self.arithmetic(_any(inputs))
+        x = {name: upcast(array) for name, array in inputs.items()}
+        out, residuals = self._own(mechanism).forward(ops, mechanism, x, frame)
+        return cast(out, _like_output(inputs).dtype), residuals
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        ops = self.arithmetic(_any(inputs))
+        x = {name: upcast(array) for name, array in inputs.items()}
+        return self._own(mechanism).backward(
+            ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
+        )
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        ops = self.arithmetic(_any(inputs))
+        x = {name: upcast(array) for name, array in inputs.items()}
+        dtype = _like_output(inputs).dtype
+        if len(mechanism.program.calls) > 1:
+            together = LucidStep(self._own(mechanism.program.leaves[1]))
+            out, updates = together.step(ops, mechanism, past, x, frame)
+            return cast(out, dtype), updates
+        keys = mechanism.program.calls[0].slot_keys()
+        own_past = {slot: past[key] for slot, key in keys.items()}
+        out, updates = self._own(mechanism).step(ops, mechanism, own_past, x, frame)
+        out = cast(out, dtype)
+        return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        keys = mechanism.program.calls[0].slot_keys()
+        gradients, d_past = self._own(mechanism).step_backward(
+            self.arithmetic(_any(inputs)),
+            mechanism,
+            {slot: past[key] for slot, key in keys.items()},
+            {name: upcast(array) for name, array in inputs.items()},
+            frame,
+            upcast(cotangent),
+            {slot: d_buffers[key] for slot, key in keys.items()},
+        )
+        return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
+
+    def residual_shapes(
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        return self._own(mechanism).residual_shapes(mechanism, inputs)
+
+    def _own(self, leaf: Any) -> Algorithm:
+        algorithm = self.algorithm(leaf)
+        assert algorithm is not None  # `supports` has said so.
+        return algorithm
+
+
+def _any(inputs: Mapping[str, Array]) -> Array:
+    return next(iter(inputs.values()))
+
+
+def _like_output(inputs: Mapping[str, Array]) -> Array:
+    """The input whose dtype the output has."""
+    return inputs["v"] if "v" in inputs else _any(inputs)

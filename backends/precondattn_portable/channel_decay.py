@@ -1,0 +1,152 @@
+"""How the tokens of a chunk fade from one another, with a decay for each channel.
+
+    F(A, x, y) = Σ_{i≥j,c} A_ij x_ic y_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}.
+
+D is a factor of every channel of a product and not of the product, and so the pairs of a chunk are
+cut into squares in which it factors: those of the second half of a block of tokens with the first,
+for blocks of 2, 4, … C tokens. Relative to the middle of the block
+
+    D_ijc = e^{g_{m+1,c} + … + g_ic} e^{g_{j+1,c} + … + g_mc},
+
+and both exponents are ≤ 0. (Sub-chunks as in flash-linear-attention's GLA are the first of these
+halvings, and then exact: here the exponentials are log₂ C for each token and channel, and all the
+rest are products.) The sums for twice the width are those for the width, and half of them with a
+block's total added: as in `head_decay.py`, none is a difference.
+
+F's derivative with respect to A is the scores of x and y, that with respect to x what A reads from
+y, and the gate of token t has those of the pairs that it stands between: in the second half those
+from t on, in the first those before t.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import transpose
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.head_decay import sums_before, sums_behind, sums_from
+
+
+class Halving(NamedTuple):
+    """What tokens have faded since the middle of their block, or will have until then."""
+
+    half: int
+    since: Array
+    """Of the second half of each block (c, n, blocks, half, w)."""
+    until: Array
+    """Of the first half."""
+
+
+class ChannelDecay:
+    """Of gates (c, n, C, w), C a power of two."""
+
+    def __init__(self, ops: Arithmetic, g: Array) -> None:
+        xp = namespace(g)
+        self.ops, self.g, self.size = ops, g, g.shape[2]
+        self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
+        """e^{g_1 + … + g_i} (c, n, C, w), e^{g_{i+1} + … + g_C}, and the last of the first."""
+        self.writing = xp.exp(sums_behind(g))
+        self.total = self.reading[:, :, -1:, :]
+
+    @cached_property
+    def halvings(self) -> list[Halving]:
+        """For half blocks of 1, 2, 4 … tokens."""
+        xp = namespace(self.g)
+        found = []
+        since, until = self.g + 0.0, xp.zeros_like(self.g)
+        half = 1
+        while half < self.size:
+            shape = self._blocks(self.g, half)
+            since, until = xp.reshape(since, shape), xp.reshape(until, shape)
+            first, second = until[:, :, :, 0, ...], since[:, :, :, 1, ...]
+            found.append(Halving(half, xp.exp(second), xp.exp(first)))
+            total_of_first = since[:, :, :, 0, -1:, :]
+            until[:, :, :, 0, ...] = first + second[..., -1:, :]
+            since[:, :, :, 1, ...] = second + total_of_first
+            half *= 2
+        return found
+
+    def scores(self, x: Array, y: Array) -> Array:
+        """dF/dA, 0 above the diagonal: x (c, n, C, r, w), y (c, n, C, w) to (c, n, C r, C)."""
+        xp = namespace(x)
+        chunks, heads, size, r, _ = x.shape
+        whole = xp.reshape(xp.sum(x * y[..., None, :], axis=-1), (chunks, heads, size, r, 1))
+        for half, since, until in self.halvings:
+            later, earlier = self._second(x, half, since), self._first(y, half, until)
+            corner = self.ops.product(later, transpose(earlier))
+            blocks = size // (2 * half)
+            whole = xp.reshape(whole, (chunks, heads, blocks, 2, half * r, half))
+            wider = self.ops.zeros((chunks, heads, blocks, 2 * half * r, 2 * half), x)
+            wider[..., : half * r, :half] = whole[:, :, :, 0, ...]
+            wider[..., half * r :, half:] = whole[:, :, :, 1, ...]
+            wider[..., half * r :, :half] = corner
+            whole = wider
+        return xp.reshape(whole, (chunks, heads, size * r, size))
+
+    def read(self, a: Array, y: Array, r: int) -> Array:
+        """dF/dx: A (c, n, C r, C), of which only the lower part is looked at."""
+        xp = namespace(a)
+        corners, diagonal = self._corners(a, r)
+        o = diagonal * y[..., None, :]
+        for (half, since, until), corner in zip(self.halvings, corners, strict=True):
+            found = self.ops.product(corner, self._first(y, half, until))
+            o = xp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
+            found = xp.reshape(found, o[:, :, :, 1, ...].shape)
+            o[:, :, :, 1, ...] += self.ops.multiply(found, since[..., None, :])
+        return xp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
+
+    def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
+        """dF/dx, dF/dy and dF/dg."""
+        xp = namespace(a)
+        r, width = x.shape[3], x.shape[4]
+        corners, diagonal = self._corners(a, r)
+        d_x, d_y = diagonal * y[..., None, :], xp.sum(diagonal * x, axis=3)
+        d_g = xp.zeros_like(y)
+        for (half, since, until), corner in zip(self.halvings, corners, strict=True):
+            shape = self._blocks(y, half)
+            rows = (*shape[:-1], r, width)
+            d_x, d_y, d_g = xp.reshape(d_x, rows), xp.reshape(d_y, shape), xp.reshape(d_g, shape)
+            later, earlier = self._second(x, half, since), self._first(y, half, until)
+
+            read = xp.reshape(self.ops.product(corner, earlier), d_x[:, :, :, 1, ...].shape)
+            crossing = xp.sum(read * xp.reshape(later, read.shape), axis=-2)
+            d_g[:, :, :, 1, ...] += sums_from(crossing)
+            d_x[:, :, :, 1, ...] += self.ops.multiply(read, since[..., None, :])
+
+            written = self.ops.product(transpose(corner), later)
+            d_g[:, :, :, 0, ...] += sums_before(written * earlier)
+            d_y[:, :, :, 0, ...] += self.ops.multiply(written, until)
+        return xp.reshape(d_x, x.shape), xp.reshape(d_y, y.shape), xp.reshape(d_g, y.shape)
+
+    def _blocks(self, y: Array, half: int) -> tuple[int, ...]:
+        """Tokens as blocks of two halves: (c, n, blocks, 2, half, w)."""
+        return (*y.shape[:2], self.size // (2 * half), 2, half, y.shape[-1])
+
+    def _first(self, y: Array, half: int, until: Array) -> Array:
+        """(c, n, blocks, half, w)"""
+        return namespace(y).reshape(y, self._blocks(y, half))[:, :, :, 0, ...] * until
+
+    def _second(self, x: Array, half: int, since: Array) -> Array:
+        """(c, n, blocks, half r, w)"""
+        xp = namespace(x)
+        r, width = x.shape[3], x.shape[4]
+        blocks = xp.reshape(x, (*self._blocks(x, half)[:-1], r, width))[:, :, :, 1, ...]
+        faded = blocks * since[..., None, :]
+        return xp.reshape(faded, (*faded.shape[:3], half * r, width))
+
+    def _corners(self, a: Array, r: int) -> tuple[list[Array], Array]:
+        """The squares of A for half blocks of 1, 2, 4 … tokens, and its diagonal (c, n, C, r, 1)."""
+        xp = namespace(a)
+        chunks, heads = a.shape[:2]
+        whole = xp.reshape(a, (chunks, heads, 1, self.size * r, self.size))
+        corners = []
+        for half, _, _ in reversed(self.halvings):
+            corners.append(whole[..., half * r :, :half])
+            blocks = whole.shape[2]
+            narrower = self.ops.empty((chunks, heads, blocks, 2, half * r, half), a)
+            narrower[:, :, :, 0, ...] = whole[..., : half * r, :half]
+            narrower[:, :, :, 1, ...] = whole[..., half * r :, half:]
+            whole = xp.reshape(narrower, (chunks, heads, 2 * blocks, half * r, half))
+        return corners[::-1], xp.reshape(whole, (chunks, heads, self.size, r, 1))

@@ -1,0 +1,187 @@
+"""The recurrence in chunks of tokens: `recurrent` and `recurrent_vjp`, by products of matrices.
+
+Within a chunk nothing goes from token to token, and only the state goes from chunk to chunk. Chunks
+are taken in groups, in which all but that is done at once: as many as fit a cache. Besides inputs,
+outputs and their gradients there is a state for each chunk in memory, and in the gradient what is
+written, a few times over; queries need no more than a group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precondattn.arrays import Array, is_traced, namespace
+from precondattn.spec.recurrence import Gradients, Stream
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.chunkwise_additive import (
+    Chunks,
+    Group,
+    HeadAdditive,
+    KeyAdditive,
+    ValueAdditive,
+)
+from precondattn_portable.chunkwise_delta import DeltaRule
+
+CHUNK = 64
+"""Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
+
+GROUP = 2**20
+"""Numbers in an array of the chunks that are computed at once: 4 MiB in float32."""
+
+
+class Chunkwise:
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
+
+    def __init__(self, ops: Arithmetic, chunk: int = CHUNK) -> None:
+        self.ops, self.chunk = ops, chunk
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        work = Work(self.ops, x, self.chunk)
+        o = work.room(work.first_read, x.v, x.q.shape[3], x.v.shape[3])
+        last = _joined(state)
+        for part in work.parts():
+            group = work.group(part)
+            states = group.states(last)
+            last = states[-1, ...]
+            if part.stop > work.first_read:
+                work.fill(o, part, group.read(work.of_reads(x.q, part), states))
+        return work.tokens(o, x.q.shape[2]), namespace(last).reshape(last, state.shape)
+
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        xp = namespace(state)
+        work = Work(self.ops, x, self.chunk)
+        done: list[tuple[range, Group, Array]] = []
+        last = _joined(state)
+        for part in work.parts():
+            group = work.group(part)
+            states = group.states(last)
+            last = states[-1, ...]
+            done.append((part, group, states))
+
+        d_q = work.room(work.first_read, x.q, *x.q.shape[3:])
+        d_written = [None if a is None else work.room(0, a, a.shape[3]) for a in work.written]
+        first = _joined(d_final)
+        while done:
+            part, group, states = done.pop()
+            q, d_outputs = work.of_reads(x.q, part), work.of_reads(d_o, part)
+            d_states = group.d_states(q, d_outputs, first)
+            first = d_states[0, ...]
+            found_q, found = group.vjp(q, d_outputs, states, d_states)
+            if part.stop > work.first_read:
+                work.fill(d_q, part, found_q)
+            for room, gradient in zip(d_written, found, strict=True):
+                if room is not None:
+                    work.fill(room, part, gradient)
+        s = x.k.shape[2]
+        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a, s) for a in d_written)
+        stream = Stream(
+            work.tokens(d_q, x.q.shape[2]),
+            d_k,
+            d_v,
+            xp.reshape(d_g, x.g.shape),
+            None if d_beta is None else d_beta[..., 0],
+        )
+        return Gradients(stream, xp.reshape(first, d_final.shape))
+
+
+def _joined(state: Array) -> Array:
+    """(b, m, d, e) to (n, d, e): the heads of all sequences."""
+    b, m, d, e = state.shape
+    return namespace(state).reshape(state, (b * m, d, e))
+
+
+class Work:
+    """A stream cut into chunks and groups of them. Results are gathered as (b, chunks, C, m, …)."""
+
+    def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
+        xp = namespace(x.k)
+        self.ops = ops
+        self.b, self.m, self.s = x.k.shape[:3]
+        self.size = min(chunk, 1 << (self.s - 1).bit_length())
+        self.count = -(-self.s // self.size)
+        self.first_read = (self.s - x.q.shape[2]) // self.size
+        """The first chunk with a query."""
+        self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
+        beta = None if x.beta is None else x.beta[..., None]
+        g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
+        self.written = Chunks(x.k, x.v, g, beta)
+        self.kind = _kind(x)
+        # Whatever has no decay comes with one of zeros.
+        self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
+
+    def parts(self) -> Iterator[range]:
+        """The groups, as ranges of chunks; one begins at the first with a query."""
+        step = max(GROUP // (self.b * self.m * self.size * self.widest), 1)
+        for low, high in ((0, self.first_read), (self.first_read, self.count)):
+            for start in range(low, high, step):
+                yield range(start, min(start + step, high))
+
+    def group(self, part: range) -> Group:
+        k, v, g, beta = self.written
+        found = Chunks(
+            self._chunks(k, part, 0),
+            self._chunks(v, part, 0),
+            self._chunks(g, part, 0) if self.decays else None,
+            None if beta is None else self._chunks(beta, part, 0),
+        )
+        return self.kind(self.ops, found)
+
+    def of_reads(self, queries: Array, part: range) -> Array:
+        """Queries of the last t tokens, or their outputs', as (c, n, C, r, w); else zeros."""
+        return self._chunks(queries, part, self.s - queries.shape[2])
+
+    def _chunks(self, x: Array, part: range, missing: int) -> Array:
+        """(b, m, s, …) as (c, n, C, …), 0 for `missing` tokens in front, and behind the last."""
+        xp = namespace(x)
+        rest = x.shape[3:]
+        shape = (len(part), self.b, self.m, self.size, *rest)
+        start, stop = part.start * self.size - missing, part.stop * self.size - missing
+        whole = start >= 0 and stop <= x.shape[2]
+        found = self.ops.empty(shape, x) if whole else self.ops.zeros(shape, x)
+        low, high = max(start, 0), min(stop, x.shape[2])
+        while low < high:
+            chunk, offset = divmod(low - start, self.size)
+            if offset or high - low < self.size:
+                length = min(self.size - offset, high - low)
+                tokens = x[:, :, low : low + length, ...]
+                found[chunk, :, :, offset : offset + length, ...] = tokens
+            else:
+                chunks = (high - low) // self.size
+                length = chunks * self.size
+                tokens = x[:, :, low : low + length, ...]
+                tokens = xp.reshape(tokens, (self.b, self.m, chunks, self.size, *rest))
+                order = (2, 0, 1, *range(3, tokens.ndim))
+                found[chunk : chunk + chunks, ...] = xp.permute_dims(tokens, order)
+            low += length
+        return xp.reshape(found, (len(part), self.b * self.m, self.size, *rest))
+
+    def room(self, first: int, like: Array, *rest: int) -> Array:
+        """For the results of chunks from the `first` on."""
+        return self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), like)
+
+    def fill(self, room: Array, part: range, found: Array) -> None:
+        xp = namespace(found)
+        found = xp.reshape(found, (len(part), self.b, self.m, *found.shape[2:]))
+        start = part.start - self.count + room.shape[1]
+        order = (1, 0, 3, 2, *range(4, found.ndim))
+        room[:, start : start + len(part), ...] = xp.permute_dims(found, order)
+
+    def tokens(self, room: Array, t: int) -> Array:
+        """(b, m, t, …), without what is not of the last t tokens."""
+        xp = namespace(room)
+        tokens = xp.reshape(room, (self.b, -1, *room.shape[3:]))
+        end = tokens.shape[1] - (self.count * self.size - self.s)
+        tokens = tokens[:, end - t : end, ...]
+        return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
+
+
+def _kind(x: Stream) -> type[Group]:
+    rows, columns = x.g.shape[3:]
+    if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
+        raise ValueError(
+            "the chunkwise form has one decay for each head, or, where values are added, one for "
+            f"each key or each value channel; found {rows} x {columns} decays"
+        )
+    if x.beta is not None:
+        return DeltaRule
+    return KeyAdditive if rows > 1 else ValueAdditive if columns > 1 else HeadAdditive

@@ -1,0 +1,262 @@
+"""What chunks read and write where values are added to the state, and the gradients of that.
+
+    O = reading ∘ Q S + (D ∘ Q Kᵀ) V,    S ← total ∘ S + (writing ∘ K)ᵀ V
+
+with D of `head_decay.py`, or of each key channel (`channel_decay.py`), or of each value channel,
+where `reading` is a factor of the columns of Q S and `writing` one of those of V. Gradients, with
+dS that of the state behind the chunk:
+
+    dA = D ∘ dO Vᵀ,                    dV = Aᵀ dO + (writing ∘ K) dS,
+    dQ = dA K + reading ∘ dO Sᵀ,       dK = dAᵀ Q + writing ∘ V dSᵀ,
+    dS ← total ∘ dS + (reading ∘ Q)ᵀ dO.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import row_sum, transpose
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.channel_decay import ChannelDecay
+from precondattn_portable.head_decay import HeadDecay, faded, sums_before, sums_from
+
+
+class Chunks(NamedTuple):
+    """What is written, in chunks (c, n, C, …): chunks first, then the heads of all sequences."""
+
+    k: Array
+    """(c, n, C, d)"""
+    v: Array
+    """(c, n, C, e)"""
+    g: Array | None
+    """(c, n, C, 1, d or e); None where nothing decays."""
+    beta: Array | None
+    """(c, n, C, 1)"""
+
+
+class Group:
+    """Chunks that are computed at once, but for the states between them."""
+
+    def states(self, state: Array) -> Array:
+        """In front of every chunk, and behind the last: (c + 1, n, d, e)."""
+        raise NotImplementedError
+
+    def read(self, q: Array, states: Array) -> Array:
+        """The outputs (c, n, C, r, e) of queries (c, n, C, r, d). Only after `states`."""
+        raise NotImplementedError
+
+    def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
+        """The gradients of the states (c + 1, n, d, e)."""
+        raise NotImplementedError
+
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+        """The gradients of the queries, and of what is written. Only after `d_states`."""
+        raise NotImplementedError
+
+
+def flat(rows: Array) -> Array:
+    """r rows a token (c, n, C, r, w) as (c, n, C r, w)."""
+    c, n, size, r, width = rows.shape
+    return namespace(rows).reshape(rows, (c, n, size * r, width))
+
+
+def summed_rows(rows: Array) -> Array:
+    """The sum over the r rows of a token, (c, n, C, r, w) to (c, n, C, w)."""
+    return rows[:, :, :, 0, :] if rows.shape[3] == 1 else namespace(rows).sum(rows, axis=3)
+
+
+def summed_pairs(pairs: Array) -> Array:
+    """The sum over the r rows of a token, (c, n, C r, C) to (c, n, C, C)."""
+    c, n, _, size = pairs.shape
+    return summed_rows(namespace(pairs).reshape(pairs, (c, n, size, -1, size)))
+
+
+def put(array: Array, index: int, view: Array, new: Array) -> None:
+    """`new` as array[index], unless it was computed in that very place."""
+    if new is not view:
+        array[index, ...] = new
+
+
+class Additive(Group):
+    """What the kinds of decay have in common."""
+
+    total: Array | None
+    """What is kept of the state: (c, n, 1 or d, 1 or e); None for all of it."""
+
+    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+        self.ops, self.x = ops, x
+
+    def _written(self) -> Array:
+        """What the chunks add to the state (c, n, d, e)."""
+        raise NotImplementedError
+
+    def _pulled(self, q: Array, d_o: Array) -> Array:
+        """What the gradients of the outputs add to that of the state (c, n, d, e)."""
+        raise NotImplementedError
+
+    def states(self, state: Array) -> Array:
+        written = self._written()
+        states = self.ops.empty((written.shape[0] + 1, *state.shape), state)
+        states[0, ...] = state
+        for chunk in range(written.shape[0]):
+            states[chunk + 1, ...] = self._step(states, chunk, chunk) + written[chunk, ...]
+        return states
+
+    def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
+        pulled = self._pulled(q, d_o)
+        d_states = self.ops.empty((pulled.shape[0] + 1, *d_state.shape), d_state)
+        d_states[-1, ...] = d_state
+        for chunk in range(pulled.shape[0] - 1, -1, -1):
+            d_states[chunk, ...] = self._step(d_states, chunk + 1, chunk) + pulled[chunk, ...]
+        return d_states
+
+    def _step(self, states: Array, index: int, chunk: int) -> Array:
+        state = states[index, ...]
+        return state if self.total is None else state * self.total[chunk, ...]
+
+
+class HeadAdditive(Additive):
+    """One decay for all of a state, or none."""
+
+    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+        super().__init__(ops, x)
+        self.decay = HeadDecay(ops, x.g, x.k)
+        self.total = self.decay.total
+
+    def _written(self) -> Array:
+        return self.ops.product(transpose(faded(self.x.k, self.decay.writing)), self.x.v)
+
+    def _pulled(self, q: Array, d_o: Array) -> Array:
+        return self.ops.product(transpose(flat(faded(q, self.decay.reading))), flat(d_o))
+
+    def read(self, q: Array, states: Array) -> Array:
+        ops, decay = self.ops, self.decay
+        o = ops.product(flat(faded(q, decay.reading)), states[:-1, ...])
+        scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
+        o = ops.add_product(o, scores, self.x.v)
+        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+        ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
+        rows, d_rows = flat(q), flat(d_o)
+        scores = decay.among(ops.product(rows, transpose(k)))
+        d_v = ops.product(faded(k, decay.writing), d_states[1:, ...])
+        d_v = ops.add_product(d_v, transpose(scores), d_rows)
+
+        d_scores = ops.product(d_rows, transpose(v))
+        pairs = summed_pairs(ops.multiply(scores, d_scores))
+        d_scores = decay.among(d_scores)
+        d_q, read = d_of_read(ops, decay, q, d_o, states)
+        d_q = ops.add_product(d_q, d_scores, k)
+        d_k, written = d_of_written(ops, decay, k, v, d_states)
+        d_k = ops.add_product(d_k, transpose(d_scores), rows)
+        d_g = decay.d_g(pairs, read, written, kept(decay, states, d_states))
+        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, None)
+
+
+def d_of_read(
+    ops: Arithmetic, decay: HeadDecay, q: Array, d_o: Array, states: Array
+) -> tuple[Array, Array]:
+    """reading ∘ dO Sᵀ (c, n, C r, d), and its products with the queries (c, n, C, 1)."""
+    xp = namespace(q)
+    found = ops.product(flat(d_o), transpose(states[:-1, ...]))
+    found = xp.reshape(found, q.shape)
+    if decay.reading is not None:
+        found = ops.multiply(found, decay.reading[..., None, :])
+    return flat(found), row_sum(summed_rows(found * q))
+
+
+def d_of_written(
+    ops: Arithmetic, decay: HeadDecay, k: Array, u: Array, d_states: Array
+) -> tuple[Array, Array]:
+    """writing ∘ U dSᵀ (c, n, C, d), and its products with the keys (c, n, C, 1)."""
+    found = ops.product(u, transpose(d_states[1:, ...]))
+    if decay.writing is not None:
+        found = ops.multiply(found, decay.writing)
+    return found, row_sum(found * k)
+
+
+def kept(decay: HeadDecay, states: Array, d_states: Array) -> Array:
+    """total Σ S ∘ dS (c, n, 1, 1): the gates' gradient from what is kept of the state."""
+    xp = namespace(states)
+    overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=(-2, -1), keepdims=True)
+    return overlap if decay.total is None else overlap * decay.total
+
+
+class KeyAdditive(Additive):
+    """A decay for each key channel: it belongs to Q and K."""
+
+    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+        super().__init__(ops, x)
+        self.decay = ChannelDecay(ops, x.g)
+        self.total = transpose(self.decay.total)
+
+    def _written(self) -> Array:
+        return self.ops.product(transpose(self.x.k * self.decay.writing), self.x.v)
+
+    def _pulled(self, q: Array, d_o: Array) -> Array:
+        return self.ops.product(transpose(flat(faded(q, self.decay.reading))), flat(d_o))
+
+    def read(self, q: Array, states: Array) -> Array:
+        o = self.ops.product(flat(faded(q, self.decay.reading)), states[:-1, ...])
+        o = self.ops.add_product(o, self.decay.scores(q, self.x.k), self.x.v)
+        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+        xp, ops, decay, k, v = namespace(q), self.ops, self.decay, self.x.k, self.x.v
+        d_rows = flat(d_o)
+        d_v = ops.product(k * decay.writing, d_states[1:, ...])
+        d_v = ops.add_product(d_v, transpose(decay.scores(q, k)), d_rows)
+
+        d_q, d_k, d_g = decay.gradients(ops.product(d_rows, transpose(v)), q, k)
+        read = xp.reshape(ops.product(d_rows, transpose(states[:-1, ...])), q.shape)
+        read = ops.multiply(read, decay.reading[..., None, :])
+        written = ops.multiply(ops.product(v, transpose(d_states[1:, ...])), decay.writing)
+        d_g = ops.add(d_g, sums_from(summed_rows(read * q)))
+        d_g = ops.add(d_g, sums_before(written * k))
+        overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=-1)[:, :, None, :]
+        d_g = ops.add(d_g, overlap * decay.total)
+        return ops.add(d_q, read), Chunks(ops.add(d_k, written), d_v, d_g, None)
+
+
+class ValueAdditive(Additive):
+    """A decay for each value channel: it belongs to O and V."""
+
+    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+        super().__init__(ops, x)
+        self.decay = ChannelDecay(ops, x.g)
+        self.total = self.decay.total
+
+    def _written(self) -> Array:
+        return self.ops.product(transpose(self.x.k), self.x.v * self.decay.writing)
+
+    def _pulled(self, q: Array, d_o: Array) -> Array:
+        return self.ops.product(transpose(flat(q)), flat(faded(d_o, self.decay.reading)))
+
+    def read(self, q: Array, states: Array) -> Array:
+        scores = self.ops.product(flat(q), transpose(self.x.k))
+        o = self.decay.read(scores, self.x.v, q.shape[3])
+        return self.ops.add(o, self._from_states(q, states))
+
+    def _from_states(self, q: Array, states: Array) -> Array:
+        o = self.ops.product(flat(q), states[:-1, ...])
+        o = namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+        return self.ops.multiply(o, self.decay.reading[..., None, :])
+
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+        xp, ops, decay, k, v = namespace(q), self.ops, self.decay, self.x.k, self.x.v
+        scores = ops.product(flat(q), transpose(k))
+        _, d_v, d_g = decay.gradients(scores, d_o, v)
+        d_scores = decay.scores(d_o, v)
+        d_q = ops.product(flat(faded(d_o, decay.reading)), transpose(states[:-1, ...]))
+        d_q = ops.add_product(d_q, d_scores, k)
+        d_k = ops.product(v * decay.writing, transpose(d_states[1:, ...]))
+        d_k = ops.add_product(d_k, transpose(d_scores), flat(q))
+
+        written = ops.multiply(ops.product(k, d_states[1:, ...]), decay.writing)
+        d_g = ops.add(d_g, sums_from(summed_rows(self._from_states(q, states) * d_o)))
+        d_g = ops.add(d_g, sums_before(written * v))
+        overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=-2, keepdims=True)
+        d_g = ops.add(d_g, overlap * decay.total)
+        return xp.reshape(d_q, q.shape), Chunks(d_k, ops.add(d_v, written), d_g, None)

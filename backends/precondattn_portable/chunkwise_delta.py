@@ -1,0 +1,108 @@
+"""What chunks read and write by the delta rule, and the gradients of that.
+
+    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹,    U = M (β ∘ (V − reading ∘ K S)),
+    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,       S ← total S + (writing ∘ K)ᵀ U
+
+with D and the other factors of `head_decay.py`. Gradients, with dS that of the state behind the
+chunk, L = stril(D ∘ K Kᵀ), A = D ∘ Q Kᵀ and dA as where values are added:
+
+    dU = Aᵀ dO + (writing ∘ K) dS,    X = Mᵀ dU,    dV = β ∘ X,
+    dL = −stril((β ∘ X) Uᵀ),          dβ = Σ X ∘ (V − reading ∘ K S − L U),
+    dK = dAᵀ Q + (dL ∘ D + its transpose) K − reading ∘ β ∘ X Sᵀ + writing ∘ U dSᵀ,
+    dS ← total dS + (reading ∘ Q)ᵀ dO − (reading ∘ β ∘ K)ᵀ X.
+
+Three products each way have to wait for the chunk next to them. (Two would, with M (β ∘ reading ∘
+K) made before; but that is a product more.)
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import row_sum, transpose
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.chunkwise_additive import (
+    Chunks,
+    Group,
+    d_of_read,
+    d_of_written,
+    flat,
+    kept,
+    put,
+    summed_pairs,
+)
+from precondattn_portable.head_decay import HeadDecay, faded
+from precondattn_portable.triangular_inverse import unit_lower_inverse
+
+
+class DeltaRule(Group):
+    """The delta rule, with one decay for all of a state, or none."""
+
+    u: Array
+    scores: Array
+    d_right: Array
+
+    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+        self.ops, self.x = ops, x
+        self.decay = HeadDecay(ops, x.g, x.k)
+        self.below = self.decay.pairs * self.decay.before
+        """stril(D)"""
+        self.among_keys = ops.multiply(ops.product(x.k, transpose(x.k)), self.below)
+        self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
+        self.writing_k = faded(x.k, self.decay.writing)
+        self.reading_k = x.k * faded(x.beta, self.decay.reading)
+
+    def states(self, state: Array) -> Array:
+        ops, x = self.ops, self.x
+        right = x.v * x.beta
+        self.u = ops.empty(right.shape, right)
+        states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
+        states[0, ...] = state
+        for chunk in range(x.k.shape[0]):
+            before = states[chunk, ...]
+            left = ops.add_product(right[chunk, ...], self.reading_k[chunk, ...], before, -1.0)
+            u = put(ops.product, self.u, chunk, self.inverse[chunk, ...], left)
+            put(ops.product, states, chunk + 1, transpose(self.writing_k[chunk, ...]), u)
+            behind = states[chunk + 1, ...]
+            new = ops.add(behind, self._faded(before, chunk))
+        return states
+
+    def _faded(self, state: Array, chunk: int) -> Array:
+        total = self.decay.total
+        return state if total is None else state * total[chunk, ...]
+
+    def read(self, q: Array, states: Array) -> Array:
+        ops, decay = self.ops, self.decay
+        o = ops.product(flat(faded(q, decay.reading)), states[:-1, ...])
+        scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
+        o = ops.add_product(o, scores, self.u)
+        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+        ops, decay, x = self.ops, self.decay, self.x
+        d_scores = ops.product(flat(d_o), transpose(self.u))
+        pairs = ops.multiply(self.scores, d_scores)
+        d_scores = decay.among(d_scores)
+        d_q, read = d_of_read(ops, decay, q, d_o, states)
+        d_q = ops.add_product(d_q, d_scores, x.k)
+        d_k, written = d_of_written(ops, decay, x.k, self.u, d_states)
+        d_k = ops.add_product(d_k, transpose(d_scores), flat(q))
+
+        # X, and what reaches V − reading ∘ K S − L U through it.
+        d_right = ops.product(transpose(self.inverse), self.d_u)
+        from_states = ops.product(d_right, transpose(states[:-1, ...]))
+        if decay.reading is not None:
+            from_states = ops.multiply(from_states, decay.reading)
+        among = ops.product(d_right, transpose(self.u))
+        from_keys = row_sum(from_states * x.k)
+        own = among * self.among_keys
+        d_beta = row_sum(d_right * x.v) - from_keys - row_sum(own)
+
+        d_v = ops.multiply(d_right, x.beta)
+        d_k = ops.add(d_k, ops.multiply(from_states, -x.beta))
+        d_keys = ops.multiply(ops.multiply(among, -x.beta), self.below)
+        d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
+
+        pairs = ops.add(summed_pairs(pairs), ops.multiply(own, -x.beta))
+        read = read - x.beta * from_keys
+        d_g = decay.d_g(pairs, read, written, kept(decay, states, d_states))
+        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta)

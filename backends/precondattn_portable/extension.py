@@ -1,0 +1,103 @@
+"""What an extension of a cache looks like to the algorithms: how much of it is filled, and pieces.
+
+Buffers have room for more tokens than they hold. Where every sequence holds equally many, and all
+are visible, the filled part is a plain slice and nothing has to be masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, arange_like, cast, is_traced, namespace
+from precondattn.cache import Replace, Updates, append, updated
+from precondattn.frame import Frame
+from precondattn_portable.layout import blocks
+
+TOKENS = 64
+"""New tokens that the definition of a step is given at once: its memory is that times the cache."""
+
+
+class Filled(NamedTuple):
+    """The part of a cache that holds tokens, and the frame of that part and the new tokens."""
+
+    count: int
+    """Slots that hold a token, of the longest sequence."""
+    offset: int | None
+    """The same where every sequence holds as many, and all are visible; else None."""
+    frame: Frame
+
+
+def filled(frame: Frame, capacity: int) -> Filled:
+    """Of the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
+    xp = namespace(frame.q_position)
+    start = frame.q_position[:, 0]
+    count = min(int(xp.max(start)), capacity)
+    k_valid = frame.k_valid
+    assert k_valid is not None  # The frame of an extension always says which slots are filled.
+
+    def kept(keys: Array) -> Array:
+        return xp.concat([keys[:, :count], keys[:, capacity:]], axis=1)
+
+    valid = kept(k_valid)
+    is_plain = int(xp.min(start)) == count and bool(xp.all(valid))
+    position = kept(frame.k_position)
+    own = Frame(frame.q_position, position, None, None if is_plain else valid)
+    return Filled(count, count if is_plain else None, own)
+
+
+def new_tokens(frame: Frame, t: int) -> Frame:
+    """The new tokens among themselves, as a full call."""
+    assert frame.k_valid is not None
+    position = arange_like(t, frame.q_position)[None, :]
+    valid = frame.k_valid[:, frame.k_valid.shape[1] - t :]
+    return Frame(position, position, None, valid)
+
+
+def step_as_defined(
+    leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """The leaf's own step, on a few new tokens at a time.
+
+    Any split of a sequence gives the same output: that is what a cache is.
+    """
+    t = frame.q_position.shape[1]
+    if t <= TOKENS or is_traced(frame.q_position):
+        found: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return found
+    xp = namespace(frame.q_position)
+    capacity = frame.k_position.shape[1] - t
+    assert frame.k_valid is not None
+    seen, new = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
+    buffers, length, outs = dict(past), frame.q_position[:, 0], []
+    slots = frame.k_position[:, :capacity]
+    for i0, i1 in blocks(t, TOKENS):
+        position = length[:, None] + arange_like(i1 - i0, length)[None, :]
+        q_valid = None if frame.q_valid is None else frame.q_valid[:, i0:i1]
+        own = Frame(
+            position,
+            xp.concat([slots, position], axis=1),
+            q_valid,
+            xp.concat([seen, new[:, i0:i1]], axis=1),
+        )
+        out, updates = leaf.step(buffers, _tokens(leaf, x, i0, i1), own)
+        outs.append(out)
+        count = xp.full_like(length, i1 - i0)
+        if q_valid is not None:
+            count = xp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
+        for slot, update in updates.items():
+            buffers[slot] = updated(buffers[slot], update, length, count, donate=i0 > 0)
+        seen = append(seen, new[:, i0:i1], length, count, donate=False)
+        length = length + count
+    return xp.concat(outs, axis=1), {slot: Replace(buffer) for slot, buffer in buffers.items()}
+
+
+def _tokens(leaf: Any, x: Mapping[str, Array], i0: int, i1: int) -> dict[str, Array]:
+    found = {}
+    for name, array in x.items():
+        axis = leaf.inputs[name].time_axis
+        index: list[Any] = [slice(None)] * array.ndim
+        if axis is not None:
+            index[axis] = slice(i0, i1)
+        found[name] = array[tuple(index)]
+    return found

@@ -1,0 +1,86 @@
+"""The decay of scores by a forget gate, for one strip after the other:  D_ij = Σ_{j<τ≤i} g_τ.
+
+For a block of queries that begins at position p, and keys j in front of it,
+
+    D_ij = (Σ_{p≤τ≤i} g_τ) + (Σ_{j<τ<p} g_τ),
+
+the first of which belongs to the row and the second to the column. The second is carried from
+block to block. Both are sums of numbers ≤ 0: nothing cancels, as it would in a difference of
+cumulative sums. Within the block the pairs are summed one by one, as in `spec/forget_gate.py`.
+
+Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, the same three parts the other way round.
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec import forget_gate
+from precondattn_portable.arithmetic import Arithmetic
+
+
+class ForgetGate:
+    """Of a group of heads: g (b, n, r, s). Blocks of queries come in order of time."""
+
+    def __init__(self, ops: Arithmetic, g: Array, factor: float, *, gradient: bool = False) -> None:
+        self.ops, self.g, self.factor = ops, g, factor
+        self.since = ops.zeros(g.shape, g)
+        """Σ_{j<τ<p} g_τ of every key j in front of p."""
+        self.position = 0
+        if gradient:
+            self.d_g = ops.zeros(g.shape, g)
+
+    def add_to(self, strip: Array, p0: int, p1: int, low: int, high: int) -> Array:
+        """Scores (b, n, r, p1 − p0, high − low) with the decay; queries stand at p0 … p1 − 1."""
+        self._advance(p0)
+        xp = namespace(strip)
+        rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
+        old = min(p0, high)
+        if low < old:
+            columns = self.since[..., low:old][..., None, :]
+            strip[..., : old - low] = strip[..., : old - low] + self.factor * (rows + columns)
+        if high > p0:
+            strip[..., p0 - low :] = strip[..., p0 - low :] + self.factor * self._within(p0, p1)
+        return strip
+
+    def pull(self, p0: int, p1: int, low: int, high: int, d_strip: Array) -> None:
+        """Add what the gradient of that strip means for g."""
+        xp = namespace(d_strip)
+        old = min(p0, high)
+        if low < old:
+            d_old = self.factor * d_strip[..., : old - low]
+            d_rows = xp.flip(
+                xp.cumulative_sum(xp.flip(xp.sum(d_old, axis=-1), axis=-1), axis=-1), axis=-1
+            )
+            self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
+            d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
+            # The key at j itself has not decayed by g_j.
+            self.d_g[..., low + 1 : old] = self.d_g[..., low + 1 : old] + d_columns[..., :-1]
+            between = d_columns[..., -1:] if old < p0 else None
+            if between is not None:
+                self.d_g[..., old:p0] = self.d_g[..., old:p0] + between
+        if high > p0:
+            d_new = self.factor * d_strip[..., p0 - low :]
+            b, n, r, t, s = d_new.shape
+            d_g = forget_gate.decay_vjp(xp.reshape(d_new, (b, n * r, t, s)))
+            d_g = xp.reshape(xp.permute_dims(d_g, (0, 2, 1)), (b, n, r, s))
+            self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_g
+
+    def _within(self, p0: int, p1: int) -> Array:
+        xp = namespace(self.g)
+        b, n, r, _ = self.g.shape
+        g = xp.reshape(self.g[..., p0:p1], (b, n * r, p1 - p0))
+        each = forget_gate.decay(xp.permute_dims(g, (0, 2, 1)), p1 - p0)
+        return xp.reshape(each, (b, n, r, p1 - p0, p1 - p0))
+
+    def _advance(self, p0: int) -> None:
+        """Carry the columns on to p0, where the next block of queries begins."""
+        if p0 == self.position:
+            return
+        xp = namespace(self.g)
+        start, new = self.position, self.g[..., self.position : p0]
+        # Σ_{j<τ<p0}: what stands behind j among the new ones.
+        behind = xp.flip(xp.cumulative_sum(xp.flip(new, axis=-1), axis=-1), axis=-1)
+        if start:
+            self.since[..., :start] = self.since[..., :start] + behind[..., :1]
+        self.since[..., start : p0 - 1] = behind[..., 1:]
+        self.position = p0

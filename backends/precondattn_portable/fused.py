@@ -1,0 +1,116 @@
+"""LUCID one token at a time: the solve and the attention read each key and each y once.
+
+    [S; Φ] = [s q; s k̂] Kᵀ            one product with the cached keys,
+    [a; r] = [e^{S − m}; Φ] Y          one product with the cached y,
+    y_new = (I + β stril(Φ_new))⁻¹ β (v − r),    o = (a + e^{S_new − m} y_new) / Σ e^{S − m}.
+
+Done one after the other, the two pieces would read both buffers twice, and reading is what a step
+costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array, is_traced, namespace
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame
+from precondattn.program import Program
+from precondattn.spec.array_functions import transpose
+from precondattn.spec.metric import DOT
+from precondattn.spec.read import MEAN
+from precondattn.spec.rms_norm import rms
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.attention import past_heads
+from precondattn_portable.extension import filled, new_tokens
+from precondattn_portable.layout import block_size, grouped_queries, time_first, ungrouped
+from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
+from precondattn_portable.read_mean import exponentials
+from precondattn_portable.scores import block_of_rows
+from precondattn_portable.sight import Sight
+
+
+class LucidStep(Algorithm):
+    """A step of `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+
+    def __init__(self, attention: Algorithm) -> None:
+        self.solve, self.attention = LucidSolveBlocks(), attention
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        solve, softmax = leaf.program.leaves
+        t, n = x["k"].shape[1:3]
+        keys = [call.slot_keys() for call in leaf.program.calls]
+        solve_past, softmax_past = ({s: past[key] for s, key in own.items()} for own in keys)
+        is_many = t * x["q"].shape[2] // n > block_size(t)
+        if is_many or is_traced(frame.q_position):
+            y, updates = self.solve.step(ops, solve, solve_past, x, frame)
+            out, more = self.attention.step(ops, softmax, softmax_past, {**x, "v": y}, frame)
+            found = {keys[0][slot]: update for slot, update in updates.items()}
+            return out, {**{keys[1][slot]: update for slot, update in more.items()}, **found}
+
+        known = filled(frame, solve_past["key"].shape[1])
+        xp, count = namespace(x["q"]), known.count
+        system = PastSystem(ops, solve, solve_past, x, known)
+        all_heads = (slice(None), slice(None))
+        q = grouped_queries(ops, x["q"], n) * softmax._scale(x["q"].shape[3])
+        rows = block_of_rows(q, 0, t)
+        both = xp.concat([rows, system.queries], axis=2)
+        scores = ops.product(both, transpose(system.keys))
+        split = rows.shape[2]
+
+        new_keys = ops.heads_first(x["k"])
+        own = ops.product(rows, transpose(new_keys))
+        strip = xp.concat([scores[:, :, :split, :], own], axis=3)
+        pairs = xp.reshape(strip, (*q.shape[:4], count + t))
+        sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
+        strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, count + t), strip.shape)
+        strip, total, _ = exponentials(ops, strip)
+        phi = system.from_scores(scores[:, :, split:, :] + 0, all_heads, 0, t)
+        read = ops.product(xp.concat([strip[..., :count], phi], axis=2), system.solved)
+
+        right = ops.heads_first(x["v"]) - read[:, :, split:, :]
+        within = {**x, "v": time_first(right)}
+        y, _ = self.solve.forward(ops, solve, within, new_tokens(frame, t))
+        new = ops.product(strip[..., count:], ops.heads_first(y))
+        out = (read[:, :, :split, :] + new) / total
+        updates = {keys[0]["key"]: Append(x["k"]), keys[0]["solved"]: Append(y)}
+        if solve.normalize == "keys":
+            updates[keys[0]["rms"]] = Append(rms(x["k"], solve.eps)[..., 0])
+        return ungrouped(xp.reshape(out, (*q.shape[:4], out.shape[3]))), updates
+
+
+@cache
+def is_lucid(program: Program) -> bool:
+    """Whether a group is LUCID around softmax, with the dot product and the normalised keys."""
+    if len(program.calls) != 2 or [*map(type, program.leaves)] != [pa.LucidSolve, pa.Softmax]:
+        return False
+    solve: Any
+    softmax: Any
+    solve, softmax = program.leaves
+    fits = (
+        solve.metric == DOT
+        and solve.has_unit_diagonal
+        and softmax.read == MEAN
+        and softmax.forget == "none"
+        and not softmax.bias
+    )
+    first, second = (dict(call.arguments) for call in program.calls)
+    wired = second["v"] == program.calls[0].out and first["k"] == second["k"]
+    return fits and wired
+
+
+def steps_together(program: Program, request: Request) -> bool:
+    """Whether there is one step for this group."""
+    return request.verb == "extend" and is_lucid(program)

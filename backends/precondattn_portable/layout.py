@@ -1,0 +1,96 @@
+"""How work is cut: heads before time, query heads by the key head they read, blocks of rows.
+
+A strip is the scores of one block of query rows against all the keys it sees. It is the largest
+thing in memory, linear in the number of keys; heads are worked on in groups whose strips fit a
+cache together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from precondattn.arrays import Array, namespace, placement
+from precondattn_portable.arithmetic import Arithmetic
+
+ROWS = 128
+"""Rows of a strip: enough for products at full speed, few enough for little waste at the diagonal."""
+
+FEWEST_ROWS = 32
+"""Positions of a block, however many query heads read each key head."""
+
+CHUNK = 256
+"""Tokens of a chunk of reflections, which cost each key a product of its own: long ones are rare."""
+
+STRIP = 2**22
+"""Numbers in the strips that are worked on together: 16 MiB in float32."""
+
+
+def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
+    """(b, t, h, d) to (b, n, r, t, d): the r query heads that read one of n key/value heads."""
+    b, t, h, d = q.shape
+    return namespace(q).reshape(ops.heads_first(q), (b, n, h // n, t, d))
+
+
+def ungrouped(q: Array) -> Array:
+    """(b, n, r, t, d) to (b, t, h, d)."""
+    b, n, r, t, d = q.shape
+    xp = namespace(q)
+    return xp.permute_dims(xp.reshape(q, (b, n * r, t, d)), (0, 2, 1, 3))
+
+
+def time_first(x: Array) -> Array:
+    """(b, h, t, …) to (b, t, h, …)."""
+    return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
+    """How many positions make a block, whose rows are those of all query heads of a key head."""
+    return min(max(ROWS // queries_per_key_head, FEWEST_ROWS), tokens)
+
+
+def chunk_size(tokens: int) -> int:
+    """How many positions make a chunk of reflections."""
+    return min(CHUNK, tokens)
+
+
+def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks of `size`, the last one shorter."""
+    for start in range(0, count, size):
+        yield start, min(start + size, count)
+
+
+def head_groups(b: int, n: int, strip: int) -> Iterator[tuple[slice, slice]]:
+    """Batch and heads cut into groups; `strip` numbers make the largest strip of one head."""
+    together = max(STRIP // max(strip, 1), 1)
+    if together >= n:
+        for start, stop in blocks(b, together // n):
+            yield slice(start, stop), slice(0, n)
+    else:
+        for sequence in range(b):
+            for start, stop in blocks(n, together):
+                yield slice(sequence, sequence + 1), slice(start, stop)
+
+
+def at(low: int, high: int) -> Any:
+    """The index of tokens low … high − 1 of (b, n, s, …)."""
+    return slice(None), slice(None), slice(low, high), ...
+
+
+def at_chunk(chunk: int, tokens: slice = slice(None)) -> Any:
+    """The index of (some tokens of) a chunk of (b, n, chunks, size, …)."""
+    return slice(None), slice(None), chunk, tokens, ...
+
+
+def padded(x: Array, before: int, after: int, axis: int = 2) -> Array:
+    """x with zeros before and after, along the axis of time."""
+    if not before and not after:
+        return x
+    xp = namespace(x)
+    parts = [x]
+    for count, first in ((before, True), (after, False)):
+        if count:
+            shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+            zeros = xp.zeros(shape, dtype=x.dtype, **placement(x))
+            parts = [zeros, *parts] if first else [*parts, zeros]
+    return xp.concat(parts, axis=axis)

@@ -1,0 +1,462 @@
+"""LUCID's triangular system, solved block by block; its matrix is never in memory.
+
+    E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
+
+with δ = 1 in the normalised forms, and else Φ's own diagonal. With β' = β / δ and block rows I,
+
+    y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J).
+
+The diagonal blocks are inverted all at once (`triangular_inverse.py`); the sum is a strip of Φ
+times the part of y that is known. Backward, from the last block to the first, with R = dy,
+
+    X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
+    dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
+
+and dS goes on through the scores and the norm of the keys, while Φ_J is at hand.
+
+A step is the same with past keys, past y and their norms in front.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    is_traced,
+    namespace,
+    placement,
+    upcast,
+    zero_where_not,
+)
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn.spec.metric import DOT
+from precondattn.spec.rms_norm import rms, rms_norm_vjp
+from precondattn.spec.transported import Transported
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.attention import past_heads
+from precondattn_portable.extension import Filled, filled, new_tokens, step_as_defined
+from precondattn_portable.layout import (
+    at,
+    block_size,
+    blocks,
+    chunk_size,
+    head_groups,
+    padded,
+    time_first,
+)
+from precondattn_portable.scores import DotScores, Scores
+from precondattn_portable.sight import Sight
+from precondattn_portable.transported import TransportedScores
+from precondattn_portable.triangular_inverse import unit_lower_inverse
+
+
+class View(NamedTuple):
+    """A call with heads before time, padded to whole blocks."""
+
+    k: Array
+    """The keys as they came (b, n, s, d)"""
+    unit: Array
+    """k̂: the keys by their norm"""
+    v: Array
+    beta: Array | None
+    """β (b, n, s, 1), 0 at tokens that count for nothing; None where it is 1"""
+    w: Array | None
+    path_beta: Array | None
+
+    def group(self, sequences: slice, heads: slice) -> View:
+        return View(*(a if a is None else a[sequences, heads, ...] for a in self))
+
+
+class System:
+    """The matrix of a group of heads, a strip at a time."""
+
+    def __init__(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        view: View,
+        sight: Sight,
+        size: int,
+        room: Scratch,
+        *,
+        gradient: bool = False,
+    ) -> None:
+        self.ops, self.leaf, self.view, self.sight, self.size = ops, leaf, view, sight, size
+        self.room = room
+        b, n, s, d = view.k.shape
+        xp = namespace(view.k)
+        self.scale = leaf._scale(d)
+        self.chunks = s // size
+        self.scores: Scores
+        queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
+        if isinstance(leaf.metric, Transported):
+            self.scores = TransportedScores(
+                ops, queries, view.unit, view.w, view.path_beta, size, gradient=gradient
+            )
+        else:
+            self.scores = DotScores(ops, queries, view.unit, gradient=gradient)
+        self.shift: Array | float = self.scale * d
+        self.diagonal: Array | None = None
+        self.at_maximum: Array | None = None
+        within = self._within()  # A transported one gives it before the first strip.
+        if not leaf.has_unit_diagonal:
+            own = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
+            own = xp.reshape(own, (b, n, s, 1))
+            self.shift = 0.0
+            if leaf.normalize == "rows":
+                self.shift, self.at_maximum = self._row_maxima(own)
+            own = own - self.shift
+            if view.beta is not None:  # Without an input β it is 1 or, at padding, 0.
+                own = xp.where(view.beta > 0, own, 0.0)
+            self.diagonal = xp.exp(own)
+        if leaf.normalize == "rows":
+            within = within - xp.reshape(self.shift, (b, n, self.chunks, size, 1))
+        else:
+            within = ops.add(within, -self.shift)
+        self.within = ops.exp(self._hidden_within(within))
+        """stril(Φ) of every diagonal block (b, n, chunks, size, size)"""
+        self.beta = self._beta()
+        below = self.within
+        if self.beta is not None:
+            below = below * xp.reshape(self.beta, (b, n, self.chunks, size, 1))
+        self.inverse = unit_lower_inverse(ops, below)
+
+    def _beta(self) -> Array | None:
+        """β' (b, n, s, 1); None where it is 1."""
+        beta = self.view.beta
+        if self.diagonal is None:
+            return beta
+        return 1.0 / self.diagonal if beta is None else beta / self.diagonal
+
+    def times_beta(self, x: Array, i0: int, i1: int) -> Array:
+        """β' x, of some rows."""
+        beta = self._beta()
+        return x if beta is None else beta[:, :, i0:i1, :] * x
+
+    def _within(self) -> Array:
+        """The scores of every diagonal block."""
+        if isinstance(self.scores, TransportedScores):
+            return self.scores.within()
+        xp = namespace(self.view.k)
+        b, n, s, d = self.view.k.shape
+        keys = xp.reshape(self.view.unit, (b, n, self.chunks, self.size, d))
+        return self.ops.product(keys * self.scale, transpose(keys))
+
+    def _hidden_within(self, within: Array) -> Array:
+        """−∞ on and above the diagonal, and where something else hides a pair."""
+        xp = namespace(within)
+        token = arange_like(self.size, within)
+        distance = token[:, None] - token[None, :]
+        seen = distance > 0
+        if self.sight.window is not None:
+            seen = seen & (distance < self.sight.window)
+        segment = self.sight.frame.k_segment
+        if segment is not None:
+            b = segment.shape[0]
+            segment = xp.reshape(segment, (b, 1, self.chunks, self.size))
+            seen = seen & (segment[..., :, None] == segment[..., None, :])
+        return self.ops.keep(within, xp.broadcast_to(seen, within.shape), -math.inf)
+
+    def _row_maxima(self, own: Array) -> tuple[Array, Array]:
+        """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j where it is reached."""
+        if isinstance(self.scores, TransportedScores):
+            scores: Scores = TransportedScores(
+                self.ops,
+                self.scores.q,
+                self.view.unit,
+                self.view.w,
+                self.view.path_beta,
+                self.size,
+            )
+        else:
+            scores = self.scores
+        xp = namespace(own)
+        maxima, places = [], []
+        for a in range(self.chunks):
+            i0, i1 = a * self.size, (a + 1) * self.size
+            low, high = self.sight.columns(i0, i1)
+            high = max(high, low)
+            best, place = own[:, :, i0:i1, :], arange_like(self.size, own)[:, None] + i0
+            place = xp.broadcast_to(place, best.shape)
+            if low < high:
+                strip = scores.strip(i0, i1, low, high, self.room)
+                strip = self._hide(strip, i0, i1, low, high)
+                found = xp.max(strip, axis=-1, keepdims=True)
+                first = xp.astype(xp.argmax(strip, axis=-1)[..., None], place.dtype) + low
+                is_past = found >= best
+                best, place = xp.where(is_past, found, best), xp.where(is_past, first, place)
+            maxima.append(best)
+            places.append(place)
+        return xp.concat(maxima, axis=2), xp.concat(places, axis=2)
+
+    def _hide(self, strip: Array, i0: int, i1: int, low: int, high: int) -> Array:
+        xp = namespace(strip)
+        b, n, rows, columns = strip.shape
+        pairs = xp.reshape(strip, (b, n, 1, rows, columns))
+        return xp.reshape(self.sight.hide(self.ops, pairs, i0, i1, low, high), strip.shape)
+
+    def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int, int]]:
+        """Blocks and the first key that each sees: a, i0, i1, low."""
+        for a in range(self.chunks)[:: -1 if reverse else 1]:
+            i0, i1 = a * self.size, (a + 1) * self.size
+            yield a, i0, i1, min(self.sight.columns(i0, i1)[0], i0)
+
+    def weights(self, i0: int, i1: int, low: int, high: int) -> Array:
+        """Φ (b, n, i1 − i0, high − low), 0 at hidden pairs."""
+        strip = self.scores.strip(i0, i1, low, high, self.room)
+        if not isinstance(self.shift, float):
+            strip = self.ops.add(strip, -self.shift[:, :, i0:i1, :])
+        elif self.shift:
+            strip = self.ops.add(strip, -self.shift)
+        return self.ops.exp(self._hide(strip, i0, i1, low, high))
+
+
+class PastSystem:
+    """Φ of new tokens and those in a cache; keys there are not yet normalised, their norms known."""
+
+    def __init__(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        known: Filled,
+    ) -> None:
+        self.ops, count = ops, known.count
+        d = x["k"].shape[3]
+        scale = leaf._scale(d)
+        self.shift = scale * d
+        k = x["k"] / rms(x["k"], leaf.eps) if leaf.normalize == "keys" else x["k"]
+        self.queries = ops.heads_first(k * scale)
+        self.keys = past_heads(past["key"], count)
+        self.solved = past_heads(past["solved"], count)
+        self.inverse_rms: Array | None = None
+        if leaf.normalize == "keys":
+            r = past_heads(past["rms"], count)
+            r = namespace(r).where(r > 0, r, 1.0)
+            self.inverse_rms = (1.0 / r)[:, :, None, :]
+        frame = known.frame._replace(k_position=known.frame.k_position[:, :count])
+        if frame.k_valid is not None:
+            frame = frame._replace(k_valid=frame.k_valid[:, :count])
+        self.sight = Sight(frame, count, known.offset, window=leaf.window, strict=True)
+
+    def weights(self, part: tuple[slice, slice], i0: int, i1: int) -> Array:
+        """(b, n, i1 − i0, count) of some heads and new tokens."""
+        scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
+        return self.from_scores(scores, part, i0, i1)
+
+    def from_scores(self, scores: Array, part: tuple[slice, slice], i0: int, i1: int) -> Array:
+        """The weights, from the scores with the keys as they stand in the cache."""
+        if self.inverse_rms is not None:
+            scores = self.ops.multiply(scores, self.inverse_rms[part])
+        scores = self.ops.add(scores, -self.shift)
+        xp, count = namespace(scores), scores.shape[-1]
+        pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
+        pairs = self.sight.of(part[0]).hide(self.ops, pairs, i0, i1, 0, count)
+        return self.ops.exp(xp.reshape(pairs, scores.shape))
+
+
+class LucidSolveBlocks(Algorithm):
+    """Of `LucidSolve`."""
+
+    def _view(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, size: int
+    ) -> View:
+        missing = -x["k"].shape[1] % size
+        names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
+        own = {name: padded(ops.heads_first(x[name]), 0, missing) for name in names}
+        k = own["k"]
+        xp = namespace(k)
+        unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
+        beta = own["lucid_beta"][..., None] if leaf.beta else None
+        if missing or frame.k_valid is not None:
+            valid = arange_like(k.shape[2], k)[None, :] < x["k"].shape[1]
+            if frame.k_valid is not None:
+                valid = valid & padded(frame.k_valid, 0, missing, axis=1)
+            one = xp.ones_like(k[..., :1]) if beta is None else beta
+            beta = zero_where_not(valid[:, None, :, None], one)
+        return View(k, unit, own["v"], beta, own.get("w"), own.get("beta"))
+
+    def _size(self, leaf: Any, s: int) -> int:
+        """Tokens of a block."""
+        return chunk_size(s) if isinstance(leaf.metric, Transported) else block_size(s)
+
+    def _systems(
+        self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
+    ) -> Iterator[tuple[tuple[slice, slice], System]]:
+        b, n, s, _ = view.k.shape
+        size = self._size(leaf, s)
+        frame = _padded_frame(frame, s)
+        if leaf.normalize != "rows":
+            # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
+            frame = frame._replace(k_valid=None)
+        sight = Sight(frame, s, 0, window=leaf.window, strict=True)
+        room: Scratch | None = None
+        for part in head_groups(b, n, size * s):
+            group, seen = view.group(*part), sight.of(part[0])
+            # The first group is the largest.
+            room = room or ops.scratch(math.prod(group.k.shape[:3]) * size, view.k)
+            yield part, System(ops, leaf, group, seen, size, room, gradient=gradient)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        s = x["k"].shape[1]
+        view = self._view(ops, leaf, x, frame, self._size(leaf, s))
+        y = ops.empty(view.v.shape, view.v)
+        for part, system in self._systems(ops, leaf, view, frame):
+            solution, v = y[part], system.view.v
+            for a, i0, i1, low in system.rows():
+                right = v[:, :, i0:i1, :]
+                if low < i0:
+                    strip = system.weights(i0, i1, low, i0)
+                    right = ops.add_product(right + 0, strip, solution[:, :, low:i0, :], -1.0)
+                right = system.times_beta(right, i0, i1)
+                solution[:, :, i0:i1, :] = ops.product(system.inverse[:, :, a, ...], right)
+            y[part] = solution
+        return time_first(y)[:, :s, ...], ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        s = x["k"].shape[1]
+        size = self._size(leaf, s)
+        view = self._view(ops, leaf, x, frame, size)
+        missing = -s % size
+        y = padded(ops.heads_first(out), 0, missing)
+        right = padded(ops.heads_first(cotangent), 0, missing) + 0
+        d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
+        for part, system in self._systems(ops, leaf, view, frame, gradient=True):
+            room = ops.scratch(math.prod(system.view.k.shape[:3]) * size, view.k)
+            for a, i0, i1, low in system.rows(reverse=True):
+                solved = self._pull_block(
+                    ops, leaf, system, a, i0, i1, low, y[part], right[part], room
+                )
+                d.v[part][:, :, i0:i1, :] = solved[0]
+                if leaf.beta:
+                    d.beta[part][:, :, i0:i1, :] = solved[1]
+            scores = system.scores
+            d_queries = scores.d_q[:, :, 0, ...]
+            d.unit[part] = d_queries * system.scale + scores.d_k
+            if isinstance(scores, TransportedScores):
+                d.w[part], d.path_beta[part] = scores.extra_gradients()
+        d_k = d.unit if leaf.normalize != "keys" else rms_norm_vjp(view.k, leaf.eps, d.unit)
+        found = {"k": d_k, "v": d.v}
+        if d.w is not None:
+            found |= {"w": d.w, "beta": d.path_beta}
+        if leaf.beta:
+            found["lucid_beta"] = d.beta[..., 0]
+        return {name: time_first(a)[:, :s, ...] for name, a in found.items()}
+
+    def _pull_block(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        system: System,
+        a: int,
+        i0: int,
+        i1: int,
+        low: int,
+        y: Array,
+        right: Array,
+        room: Scratch,
+    ) -> tuple[Array, Array]:
+        """dv and dβ of a block; its part in the right sides before, and in the scores' gradient."""
+        view = system.view
+        solved = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, i0:i1, :])
+        if system.diagonal is not None:
+            solved = solved / system.diagonal[:, :, i0:i1, :]
+        d_v = solved if view.beta is None else view.beta[:, :, i0:i1, :] * solved
+        weights = system.weights(i0, i1, low, i1)
+        known = y[:, :, low:i1, :]
+        d_beta: Array = None
+        if leaf.beta:
+            residual = ops.add_product(view.v[:, :, i0:i1, :] + 0, weights, known, -1.0)
+            d_beta = row_sum(solved * residual)
+        if low < i0:
+            past = weights[..., : i0 - low]
+            ops.add_product_at(right, at(low, i0), transpose(past), d_v, -1.0)
+        d_strip = ops.product(d_v, transpose(known), room.shaped(weights.shape))
+        d_strip = ops.multiply(ops.multiply(d_strip, weights), -1.0)
+        if system.diagonal is not None:
+            d_strip = d_strip + self._of_diagonal(leaf, system, i0, i1, low, d_v, y)
+        system.scores.pull(i0, i1, low, i1, d_strip)
+        return d_v, d_beta
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if leaf.metric != DOT or not leaf.has_unit_diagonal or is_traced(frame.q_position):
+            wide = {slot: upcast(buffer) for slot, buffer in past.items()}
+            return step_as_defined(leaf, wide, x, frame)
+        known = filled(frame, past["key"].shape[1])
+        new = PastSystem(ops, leaf, past, x, known)
+        t = x["k"].shape[1]
+        v = ops.heads_first(x["v"])
+        right = ops.empty(v.shape, v)
+        b, n, _, _ = v.shape
+        size = block_size(t)
+        for part in head_groups(b, n, size * max(known.count, 1)):
+            for i0, i1 in blocks(t, size):
+                own = v[part][:, :, i0:i1, :]
+                if known.count:
+                    strip = new.weights(part, i0, i1)
+                    own = ops.add_product(own + 0, strip, new.solved[part], -1.0)
+                right[part][:, :, i0:i1, :] = own
+        y, _ = self.forward(ops, leaf, {**x, "v": time_first(right)}, new_tokens(frame, t))
+        updates = {"key": Append(x["k"]), "solved": Append(y)}
+        if leaf.normalize == "keys":
+            updates["rms"] = Append(rms(x["k"], leaf.eps)[..., 0])
+        return y, updates
+
+    @staticmethod
+    def _of_diagonal(
+        leaf: Any, system: System, i0: int, i1: int, low: int, d_v: Array, y: Array
+    ) -> Array:
+        """What reaches the scores through δ, and through the maximum of a row."""
+        xp = namespace(y)
+        column = arange_like(i1, y)[low:]
+        own = column == arange_like(i1, y)[i0:i1, None]
+        assert system.diagonal is not None
+        d_own = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
+        d_strip = zero_where_not(own, -d_own)
+        if system.at_maximum is not None and not leaf.detach_max:
+            first = system.at_maximum[:, :, i0:i1, :] == column
+            d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
+            d_strip = d_strip + zero_where_not(first, d_maximum)
+        return d_strip
+
+
+def _padded_frame(frame: Frame, s: int) -> Frame:
+    """The keys among themselves, and the padding to whole blocks behind them."""
+    frame = frame.among_keys(frame.k_position.shape[1])
+    missing = s - frame.k_position.shape[1]
+    if not missing:
+        return frame
+    xp = namespace(frame.k_position)
+    position = arange_like(s, frame.k_position)[None, :]
+    valid, segment = frame.k_valid, frame.k_segment
+    if valid is not None:
+        valid = padded(valid, 0, missing, axis=1)
+    if segment is not None:
+        segment = xp.concat([segment, *[segment[:, -1:]] * missing], axis=1)
+    return Frame(position, position, None, valid, segment, segment)

@@ -1,0 +1,164 @@
+"""Reading a strip in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
+
+As a product of matrices, with a shift ν_c for each channel:
+
+    o = ν + log(A e^{v − ν}),    A = softmax(S),
+    dv = e^{v − ν} ∘ (Aᵀ g),    dS = A ∘ (g (e^{v − ν})ᵀ − rowsum(do)),    g = do ∘ e^{ν − o}.
+
+That is exact as long as no e^{v − ν} that counts vanishes: with all values of a channel within
+R(dtype) of each other, every factor is at least e^{−R}, and so is every sum. Where the values of
+one channel lie further apart, the keys are taken in blocks, each with its own shift μ_iJ + ν_Jc,
+where μ_iJ is the block's largest score; and a block whose own values are too far apart is computed
+element by element, with the largest S_ij + v_jc as the shift. Blocks are merged as
+
+    M' = max(M, M_J),    a ← a e^{M − M'} + a_J e^{M_J − M'},    o = M + log a − λ.
+
+No shift that a hidden key makes can hurt: it enters only where the values lie close together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precondattn.arrays import Array, dtype_name, namespace
+from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.layout import at, blocks
+from precondattn_portable.read_mean import exponentials
+
+RANGE = {"float32": 60.0, "float64": 500.0}
+"""R: with weights that vanish below e^{−87} (e^{−708}), what is lost is below rounding."""
+
+BLOCK = 128
+"""Keys that share a shift where not all do."""
+
+ELEMENTS = 16
+"""Keys that are computed element by element at once."""
+
+
+class LogMeanExpRead:
+    """The values of a group of heads (b, n, s, e)."""
+
+    def __init__(self, ops: Arithmetic, v: Array, *, gradient: bool = False) -> None:
+        self.ops, self.v = ops, v
+        xp = namespace(v)
+        self.range = RANGE[dtype_name(v)]
+        self.shift = xp.max(v, axis=2, keepdims=True)
+        """ν (b, n, 1, e)"""
+        self.is_narrow = bool(xp.all(self.shift - xp.min(v, axis=2, keepdims=True) <= self.range))
+        if self.is_narrow:
+            self.weights = ops.exp(v - self.shift)
+            """e^{v − ν}"""
+        if gradient:
+            self.d_v = ops.zeros(v.shape, v)
+
+    def forward(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
+        """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+        xp = namespace(strip)
+        if not self.is_narrow:
+            return self._merged(strip, low, high)
+        some = xp.max(strip, axis=-1, keepdims=True) > -xp.inf
+        strip, total, log_total = exponentials(self.ops, strip)
+        mean = self.ops.product(strip, self.weights[:, :, low:high, :]) / total
+        o = self.shift + xp.log(xp.where(some, mean, 1.0))
+        return xp.where(some, o, 0.0), log_total
+
+    def _merged(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
+        xp = namespace(strip)
+        largest: Array = None
+        total: Array = None
+        for start, stop, is_narrow in self._blocks(low, high):
+            scores, v = strip[..., start - low : stop - low], self.v[:, :, start:stop, :]
+            if is_narrow:
+                mu, nu = _largest(scores, -1), _largest(v, 2)
+                part = xp.exp(scores - finite_or_zero(mu)) @ xp.exp(v - nu)
+                shift = mu + nu
+            else:
+                sums = scores[..., None] + v[:, :, None, :, :]
+                shift = xp.max(sums, axis=3)
+                part = xp.sum(xp.exp(sums - finite_or_zero(shift)[:, :, :, None, :]), axis=3)
+            if largest is None:
+                largest, total = shift, part
+                continue
+            merged = xp.maximum(largest, shift)
+            base = finite_or_zero(merged)
+            total = total * xp.exp(largest - base) + part * xp.exp(shift - base)
+            largest = merged
+        some = largest > -xp.inf
+        log_sum = finite_or_zero(largest) + xp.log(xp.where(some, total, 1.0))
+        _, _, log_total = exponentials(self.ops, strip)
+        return xp.where(some, log_sum - log_total, 0.0), log_total
+
+    def _blocks(self, low: int, high: int) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, whether the values are close together) of blocks of keys."""
+        xp = namespace(self.v)
+        for start, stop in blocks(high - low, BLOCK):
+            v = self.v[:, :, low + start : low + stop, :]
+            if bool(xp.all(_largest(v, 2) + _largest(-v, 2) <= self.range)):
+                yield low + start, low + stop, True
+                continue
+            for first, last in blocks(stop - start, ELEMENTS):
+                yield low + start + first, low + start + last, False
+
+    def backward(
+        self,
+        strip: Array,
+        log_total: Array,
+        low: int,
+        high: int,
+        o: Array,
+        d_o: Array,
+        room: Scratch,
+    ) -> Array:
+        """dS, from those scores; dv is added to `d_v`."""
+        if not self.is_narrow:
+            return self._merged_backward(strip, log_total, low, high, o, d_o)
+        weights = self.ops.exp(self.ops.add(strip, -log_total))
+        g = d_o * namespace(o).exp(self.shift - o)
+        self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), g)
+        d_weights = self.ops.product(
+            g, transpose(self.weights[:, :, low:high, :]), room.shaped(strip.shape)
+        )
+        d_weights = self.ops.add(d_weights, -row_sum(d_o))
+        return self.ops.multiply(d_weights, weights)
+
+    def _merged_backward(
+        self, strip: Array, log_total: Array, low: int, high: int, o: Array, d_o: Array
+    ) -> Array:
+        """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic w_ijc − A_ij D_i.
+
+        A block of values close together is a product of matrices, p gᵀ and so on, with
+
+            p = e^{S − λ + α},    g = do ∘ e^{ν − o − α},    α = max_c(ν_c − o_c) ≥ 0,
+
+        α no larger than what keeps p ≤ e^R. Then |g| ≤ |do|, since o ≥ max_j(S − λ) + ν − R.
+        """
+        xp = namespace(strip)
+        log_weights = strip - log_total
+        d_strip = -row_sum(d_o) * xp.exp(log_weights)
+        for start, stop, is_narrow in self._blocks(low, high):
+            here = slice(start - low, stop - low)
+            logs, v = log_weights[..., here], self.v[:, :, start:stop, :]
+            if is_narrow:
+                nu = _largest(v, 2)
+                most = xp.max(nu - o, axis=-1, keepdims=True)
+                limit = self.range - finite_or_zero(_largest(logs, -1))
+                alpha = xp.minimum(xp.clip(most, min=0.0), limit)
+                p, g = xp.exp(logs + alpha), d_o * xp.exp(nu - o - alpha)
+                w = xp.exp(v - nu)
+                d_v, d_scores = w * (transpose(p) @ g), p * (g @ transpose(w))
+            else:
+                posterior = xp.exp(logs[..., None] + v[:, :, None, :, :] - o[:, :, :, None, :])
+                weighted = d_o[:, :, :, None, :] * posterior
+                d_v, d_scores = xp.sum(weighted, axis=2), xp.sum(weighted, axis=-1)
+            self.d_v[:, :, start:stop, :] = self.d_v[:, :, start:stop, :] + d_v
+            d_strip[..., here] = d_strip[..., here] + d_scores
+        return d_strip
+
+    def finish(self) -> Array:
+        """dv"""
+        return self.d_v * self.weights if self.is_narrow else self.d_v
+
+
+def _largest(x: Array, axis: int) -> Array:
+    return namespace(x).max(x, axis=axis, keepdims=True)

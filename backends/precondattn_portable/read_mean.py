@@ -1,0 +1,60 @@
+"""Reading a strip as a mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
+
+Backward, with the logarithm of the sum λ_i = m_i + log Σ_j e^{S_ij − m_i} kept:
+
+    A = e^{S − λ},    dv = Aᵀ do,    dS = A ∘ (do vᵀ − rowsum(do ∘ o)).
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.layout import at
+
+
+def exponentials(ops: Arithmetic, strip: Array) -> tuple[Array, Array, Array]:
+    """e^{S − m}, its sum over each row (1 where nothing is visible), and λ (0 there)."""
+    xp = namespace(strip)
+    shift = finite_or_zero(xp.max(strip, axis=-1, keepdims=True))
+    strip = ops.exp(ops.add(strip, -shift))
+    total = row_sum(strip)
+    total = xp.where(total > 0, total, 1.0)
+    return strip, total, shift + xp.log(total)
+
+
+class MeanRead:
+    """The values of a group of heads (b, n, s, e)."""
+
+    def __init__(self, ops: Arithmetic, v: Array, *, gradient: bool = False) -> None:
+        self.ops, self.v = ops, v
+        if gradient:
+            self.d_v = ops.zeros(v.shape, v)
+
+    def forward(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
+        """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+        strip, total, log_total = exponentials(self.ops, strip)
+        o = self.ops.product(strip, self.v[:, :, low:high, :])
+        return self.ops.multiply(o, 1.0 / total), log_total
+
+    def backward(
+        self,
+        strip: Array,
+        log_total: Array,
+        low: int,
+        high: int,
+        o: Array,
+        d_o: Array,
+        room: Scratch,
+    ) -> Array:
+        """dS, from those scores; dv is added to `d_v`."""
+        weights = self.ops.exp(self.ops.add(strip, -log_total))
+        self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), d_o)
+        d_weights = self.ops.product(
+            d_o, transpose(self.v[:, :, low:high, :]), room.shaped(strip.shape)
+        )
+        d_weights = self.ops.add(d_weights, -row_sum(d_o * o))
+        return self.ops.multiply(d_weights, weights)
+
+    def finish(self) -> Array:
+        return self.d_v

@@ -1,0 +1,61 @@
+"""Strips of dot products, and their gradient.
+
+    S = q kᵀ,    dq = dS k,    dk = dSᵀ q
+
+of a block of query rows against a range of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import transpose
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.layout import at
+
+
+class Scores(Protocol):
+    """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), a strip at a time.
+
+    Strips have shape (b, n, r (i1 − i0), high − low).
+    """
+
+    d_q: Array
+    d_k: Array
+
+    def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
+        """Of the queries i0 … i1 − 1 and the keys low … high − 1."""
+        ...
+
+    def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
+        """Add what the gradient of the last strip means for queries and keys."""
+        ...
+
+
+def block_of_rows(q: Array, i0: int, i1: int) -> Array:
+    """Rows of all the query heads of a key head (b, n, r (i1 − i0), d)."""
+    b, n, r, _, d = q.shape
+    return namespace(q).reshape(q[:, :, :, i0:i1, :], (b, n, r * (i1 - i0), d))
+
+
+class DotScores:
+    """Of the dot product."""
+
+    def __init__(self, ops: Arithmetic, q: Array, k: Array, *, gradient: bool = False) -> None:
+        self.ops, self.q, self.k = ops, q, k
+        if gradient:
+            self.d_q, self.d_k = ops.zeros(q.shape, q), ops.zeros(k.shape, k)
+
+    def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
+        rows = block_of_rows(self.q, i0, i1)
+        shape = (*rows.shape[:3], high - low)
+        keys = transpose(self.k[:, :, low:high, :])
+        return self.ops.product(rows, keys, room.shaped(shape))
+
+    def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
+        rows = block_of_rows(self.q, i0, i1)
+        d_rows = self.ops.product(d_strip, self.k[:, :, low:high, :])
+        xp = namespace(d_rows)
+        self.d_q[:, :, :, i0:i1, :] = xp.reshape(d_rows, self.q[:, :, :, i0:i1, :].shape)
+        self.ops.add_product_at(self.d_k, at(low, high), transpose(d_strip), rows)

@@ -1,0 +1,89 @@
+"""Which keys a block of queries may see, without looking at all pairs.
+
+A block of rows i0 … i1 − 1 needs the keys between `columns(i0, i1)`, and within those most pairs
+are visible: in a causal call all but a triangle at the end. Only what is left is masked pair by
+pair.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from precondattn.arrays import Array
+from precondattn.frame import Frame
+from precondattn_portable.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The frame of some sequences, and what the mechanism says."""
+
+    frame: Frame
+    keys: int
+    """How many there are."""
+    offset: int | None
+    """The first query's position among the keys; None where sequences differ in that."""
+    causal: bool = True
+    window: int | None = None
+    strict: bool = False
+
+    def columns(self, i0: int, i1: int) -> tuple[int, int]:
+        """The first key that some of these queries see, and the one behind the last."""
+        if self.offset is None:
+            return 0, self.keys
+        low, high = 0, self.keys
+        if self.causal:
+            high = min(high, self.offset + i1 - self.strict)
+        if self.window is not None:
+            low = max(low, self.offset + i0 - self.window + 1)
+            high = min(high, self.offset + i1 - 1 + self.window)
+        return low, max(high, low)
+
+    def of(self, sequences: slice) -> Sight:
+        """Of some sequences of the batch."""
+        frame = Frame(
+            *(
+                None if a is None else (a if a.shape[0] == 1 else a[sequences, ...])
+                for a in self.frame
+            )
+        )
+        return Sight(frame, self.keys, self.offset, self.causal, self.window, self.strict)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing but causality hides a key."""
+        masks = (self.frame.k_valid, self.frame.k_segment)
+        return (
+            self.offset is not None and self.window is None and all(mask is None for mask in masks)
+        )
+
+    def hide(self, ops: Arithmetic, strip: Array, i0: int, i1: int, low: int, high: int) -> Array:
+        """Scores (b, n, r, i1 − i0, high − low), −∞ where a pair is hidden."""
+        start = low
+        if self._is_plain:
+            assert self.offset is not None
+            start = max(low, self.offset + i0 + 1 - self.strict) if self.causal else high
+        if start >= high:
+            return strip
+        part = strip[..., start - low :]
+        strip[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), -math.inf)
+        return strip
+
+    def visible(self, i0: int, i1: int, low: int, high: int) -> Array:
+        """(b or 1, 1, 1, i1 − i0, high − low)"""
+        rows, columns = slice(i0, i1), slice(low, high)
+
+        def cut(array: Array | None, part: slice) -> Array | None:
+            return None if array is None else array[:, part]
+
+        frame = Frame(
+            cut(self.frame.q_position, rows),
+            cut(self.frame.k_position, columns),
+            None,  # What is read by a padded query is zeroed, and so is its cotangent.
+            cut(self.frame.k_valid, columns),
+            cut(self.frame.q_segment, rows),
+            cut(self.frame.k_segment, columns),
+        )
+        seen = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
+        return seen[:, :, None, :, :]

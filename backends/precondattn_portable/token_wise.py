@@ -1,0 +1,59 @@
+"""Leaves without sums over tokens: their definition is linear in memory as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.arrays import Array
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+
+
+class AsDefined(Algorithm):
+    """The leaf's own methods."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        found: tuple[Array, Residuals] = leaf.forward(x, frame)
+        return found
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
+        return gradients
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        found: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return found
+
+    def step_backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        found: tuple[Arrays, Arrays] = leaf.step_backward(past, x, frame, cotangent, d_buffers)
+        return found

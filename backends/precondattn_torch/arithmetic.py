@@ -1,0 +1,81 @@
+"""Products and exponentials in PyTorch, into memory that is there already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
+from torch import Tensor
+
+
+class TorchArithmetic(Arithmetic):
+    """Stacks of matrices go to `bmm` as one stack, without a copy wherever their strides allow."""
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_empty(shape)
+
+    def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_zeros(shape)
+
+    def scratch(self, size: int, like: Tensor) -> Scratch:
+        return FlatScratch(like.new_empty(size))
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous()
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        if a.shape[:-2] != b.shape[:-2]:
+            return torch.matmul(a, b)
+        if out is None:
+            out = a.new_empty((*a.shape[:-1], b.shape[-1]))
+        stacks = _stacked(a), _stacked(b), _stacked(out)
+        if any(stack is None for stack in stacks):
+            for part in zip(a, b, out, strict=True):
+                self.product(*part)
+            return out
+        torch.bmm(stacks[0], stacks[1], out=stacks[2])
+        return out
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+        if not total.shape[:-2] == a.shape[:-2] == b.shape[:-2]:
+            return total.add_(torch.matmul(a, b), alpha=factor)
+        stacks = _stacked(total), _stacked(a), _stacked(b)
+        if any(stack is None for stack in stacks):
+            for part in zip(total, a, b, strict=True):
+                self.add_product(*part, factor)
+            return total
+        stacks[0].baddbmm_(stacks[1], stacks[2], alpha=factor)
+        return total
+
+    def add_product_at(
+        self, total: Tensor, where: Any, a: Tensor, b: Tensor, factor: float = 1.0
+    ) -> None:
+        self.add_product(total[where], a, b, factor)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return x.exp_()
+
+    def add(self, x: Tensor, y: Tensor | float) -> Tensor:
+        return x.add_(y)
+
+    def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
+        return x.mul_(y)
+
+    def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
+        return x.masked_fill_(~where, otherwise)
+
+
+def _stacked(x: Tensor) -> Any:
+    """(…, m, n) as one stack (-1, m, n) of the same memory; None where strides forbid it."""
+    if x.dim() == 3:
+        return x
+    if x.dim() == 2:
+        return x[None]
+    try:
+        return x.view(-1, *x.shape[-2:])
+    except RuntimeError:
+        return None
+
+
+TORCH = TorchArithmetic()

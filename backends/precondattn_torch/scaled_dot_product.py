@@ -1,0 +1,174 @@
+"""Softmax attention by PyTorch's own fused kernel, and LASER around the same kernel.
+
+LASER reads o = ν + log(A e^{v − ν}), which is softmax attention to the values e^{v − ν} where those
+of each channel lie close enough together (`precondattn_portable/read_log_mean_exp.py`). With
+a = A e^{v − ν},
+
+    da = do / a,    (dq, dk, de^{v − ν}) by the kernel's own gradient,    dv = e^{v − ν} ∘ de^{v − ν}.
+
+What the kernel has no word for (windows, biases, gates, fewer queries than keys, most masks) is
+left to the strips of `precondattn_portable/attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from precondattn.frame import Frame, has_lengths_only
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.metric import DOT
+from precondattn_portable.algorithm import Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.attention import Attention
+from precondattn_portable.read_log_mean_exp import RANGE
+from torch import Tensor
+
+
+def fits(
+    leaf: Any, shapes: Mapping[str, tuple[int, ...]], masks: frozenset[str], device: str
+) -> bool:
+    """Whether the kernel can do this call.
+
+    In a causal call padding stands behind everything that a valid query sees, and needs no mask.
+    """
+    plain = leaf.metric == DOT and leaf.forget == "none" and not leaf.bias and leaf.window is None
+    if leaf.read == LOG_MEAN_EXP and device != "cpu":
+        return False  # Elsewhere the kernel does not tell the sums that its gradient needs.
+    if not leaf.causal:
+        return plain and not masks
+    return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
+
+
+def masks_of(frame: Frame) -> frozenset[str]:
+    """The masks that a frame of a full call has."""
+    if frame.k_segment is not None:
+        return frozenset({"segment_ids"})
+    if frame.k_valid is None:
+        return frozenset()
+    return frozenset({"lengths" if has_lengths_only(frame) else "key_mask"})
+
+
+def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
+    d, e = q.shape[3], v.shape[3]
+    # The kernel wants keys and values of one width; without that it would fill T × T numbers.
+    q, k = (F.pad(a, (0, max(e - d, 0))) for a in (q, k))
+    v = F.pad(v, (0, max(d - e, 0)))
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=leaf.causal,
+        scale=leaf._scale(d),
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)[..., :e]
+
+
+class KernelAttention(Attention):
+    """Of `Softmax`: the kernel where it fits, strips elsewhere."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Residuals]:
+        if not fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type):
+            return super().forward(ops, leaf, x, frame)
+        if leaf.read == LOG_MEAN_EXP:
+            if not _is_close_together(x["v"]):
+                return super().forward(ops, leaf, x, frame)
+            return _laser(leaf, x)
+        return scaled_dot_product(leaf, x["q"], x["k"], x["v"]), ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        out: Tensor,
+        residuals: Residuals,
+        cotangent: Tensor,
+    ) -> Arrays:
+        if not fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type):
+            return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
+        if leaf.read == LOG_MEAN_EXP:
+            if not _is_close_together(x["v"]):
+                return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
+            return _laser_backward(leaf, x, residuals, cotangent)
+        names = ("q", "k", "v")
+        with torch.enable_grad():
+            leaves = [x[name].detach().requires_grad_() for name in names]
+            again = scaled_dot_product(leaf, *leaves)
+        found = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
+        return dict(zip(names, found, strict=True))
+
+
+def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
+    q, k, v, shift = _kernel_inputs(x)
+    mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, leaf.causal, scale=leaf._scale(x["q"].shape[3])
+    )
+    o = (shift + mean.transpose(1, 2)[..., : x["v"].shape[3]].log()).contiguous()
+    return o, (log_total.transpose(1, 2).contiguous(), o)
+
+
+def _laser_backward(
+    leaf: Any, x: Mapping[str, Tensor], residuals: Residuals, cotangent: Tensor
+) -> Arrays:
+    n, e = x["v"].shape[2:]
+    h, d = x["q"].shape[2:]
+    q, k, v, shift = _kernel_inputs(x)
+    log_total, o = residuals
+    mean = (o - shift).exp()
+    pad = (0, v.shape[3] - e)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        F.pad(cotangent / mean, pad).transpose(1, 2),
+        q,
+        k,
+        v,
+        F.pad(mean, pad).transpose(1, 2),
+        log_total.transpose(1, 2).contiguous(),
+        0.0,
+        leaf.causal,
+        scale=leaf._scale(d),
+    )
+    d_q, d_k, d_v = (a.transpose(1, 2) for a in found)
+    return {
+        "q": d_q[..., :d],
+        "k": _sum_of_heads(d_k[..., :d], n),
+        "v": _sum_of_heads((d_v * v.transpose(1, 2))[..., :e], n),
+    }
+
+
+def _shapes(x: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in x.items()}
+
+
+def _is_close_together(v: Tensor) -> bool:
+    """Whether no two values of a channel are further apart than the read allows."""
+    limit = RANGE[str(v.dtype).removeprefix("torch.")]
+    return bool((v.amax(1) - v.amin(1) <= limit).all())
+
+
+def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and e^{v − ν} with as many heads as q and of one width; ν (b, 1, h, e)."""
+    q, k, v = x["q"], x["k"], x["v"]
+    h, d, e = q.shape[2], q.shape[3], v.shape[3]
+    shift = v.amax(1, keepdim=True)
+    weights = (v - shift).exp_()
+    q, k = (F.pad(a, (0, max(e - d, 0))) for a in (q, k))
+    weights = F.pad(weights, (0, max(d - e, 0)))
+    q, k, weights = (_of_each_head(a, h).transpose(1, 2) for a in (q, k, weights))
+    return q, k, weights, _of_each_head(shift, h)
+
+
+def _of_each_head(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _sum_of_heads(x: Tensor, heads: int) -> Tensor:
+    b, t, h, d = x.shape
+    return x if h == heads else x.reshape(b, t, heads, h // heads, d).sum(3)

@@ -1,0 +1,192 @@
+"""Cases: what is measured, each by a name.
+
+A case is a mechanism, its sizes and a kind of work, on one array library. There are no figures
+here to pass or fail: a case says what to do, and a record what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import precondattn as pa
+from precondattn.call import check_cacheable
+from precondattn_conformance import libraries
+from precondattn_conformance.inputs import Layout
+
+WORKS = ("forward", "forward_backward", "decode", "memory")
+"""`decode` is one token more, behind a cache of t tokens; `memory` the peak of a forward and a
+backward at t tokens and at its multiples, which is not timed."""
+
+SIZES = ("b", "t", "h", "n", "d", "e", "m")
+"""The sizes that can be chosen; there are as many keys as queries."""
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One measurement."""
+
+    name: str
+    mechanism: str
+    work: str
+    layout: Layout
+    library: str = "torch"
+    dtype: str = "float32"
+    peers: tuple[str, ...] | None = None
+    """Which peers to measure against; None is every one that fits."""
+    multiples: tuple[int, ...] = (1, 2, 4)
+    """Of t, at which the peak memory is taken."""
+
+    def text(self) -> str:
+        """What it is, in one line."""
+        sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
+        return f"{self.mechanism} {self.work}, {sizes}, {self.library} {self.dtype}"
+
+
+def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> Layout:
+    """Sizes of one sequence: each query head has its own key/value head unless n says otherwise."""
+    return Layout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
+
+
+_MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
+
+DECLARED = (
+    BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
+    BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
+    BenchCase("lucid_one_kv_head", "lucid", "forward", layout(n=1), peers=("sdpa",)),
+    BenchCase("lucid_naive", "lucid", "forward", layout(), peers=("naive_lucid",)),
+    BenchCase("lucid_backward", "lucid", "forward_backward", layout(), peers=("sdpa",)),
+    BenchCase("laser", "laser", "forward", layout(), peers=("sdpa", "base")),
+    BenchCase("laser_backward", "laser", "forward_backward", layout(), peers=("sdpa", "base")),
+    BenchCase("row_normalized", "row_normalized", "forward", layout(), peers=("base", "sdpa")),
+    BenchCase(
+        "gated_delta", "gated_delta", "forward", layout(d=128), peers=("transformers", "fla")
+    ),
+    BenchCase(
+        "gated_delta_backward",
+        "gated_delta",
+        "forward_backward",
+        layout(d=128),
+        peers=("transformers", "fla"),
+    ),
+    BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
+    BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
+    BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
+    BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
+    *(
+        BenchCase(f"memory_{name}", name, "memory", layout(h=2), peers=())
+        for name in _MEMORY
+    ),
+    *(
+        BenchCase(f"long_{name}", name, "memory", layout(t=65536, h=2), peers=(), multiples=(1,))
+        for name in _MEMORY
+    ),
+)  # fmt: skip
+
+
+def chosen(
+    names: tuple[str, ...] = (),
+    *,
+    mechanisms: tuple[str, ...] = (),
+    works: tuple[str, ...] = (),
+    libraries_: tuple[str, ...] = (),
+    sizes: tuple[str, ...] = (),
+    dtype: str | None = None,
+    peers: bool = True,
+    memory: bool = False,
+    quick: bool = False,
+) -> list[BenchCase]:
+    """The cases that were asked for.
+
+    By name (`*` stands for anything), or of any mechanism, with sizes of one's own; and where
+    neither is given all that are timed. Whatever else is given narrows or changes these.
+
+    Raises
+    ------
+    ValueError
+        for what does not exist, naming what does.
+    """
+    _check("work", works, WORKS)
+    _check("array library", libraries_, tuple(cls.name for cls in libraries.ALL))
+    _check("dtype", (dtype,) if dtype else (), libraries.WIDE + libraries.HALF)
+    if mechanisms:
+        if names:
+            raise ValueError("cases go by name or by mechanism, not by both")
+        found = [
+            BenchCase(f"{work}_{m}", str(pa.parse(m)), work, layout(), library)
+            for m in mechanisms
+            for work in works or ("forward", *(("memory",) if memory else ()))
+            for library in libraries_ or ("torch",)
+        ]
+    else:
+        named = _named(names, memory or "memory" in works)
+        found = [case for case in named if not works or case.work in works]
+        found = [case for case in found if not libraries_ or case.library in libraries_]
+    if not found:
+        raise ValueError("no case is left of what was asked for; `--list` names them all")
+    if sizes:
+        found = [
+            replace(case, layout=with_sizes(case.layout, text)) for case in found for text in sizes
+        ]
+    if quick:
+        found = [replace(case, layout=_small(case.layout)) for case in found]
+    if dtype:
+        found = [replace(case, dtype=dtype) for case in found]
+    if not peers:
+        found = [replace(case, peers=()) for case in found]
+    for case in found:
+        if case.work == "decode":
+            check_cacheable(pa.parse(case.mechanism))
+        if case.dtype not in libraries.named(case.library).dtypes:
+            raise ValueError(f"{case.library} is not measured in {case.dtype} ({case.name})")
+    return found
+
+
+def _check(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+    for each in given:
+        if each not in known:
+            raise ValueError(f"unknown {what} {each!r}; known are {', '.join(known)}")
+
+
+def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
+    if not names:
+        return [
+            case
+            for case in DECLARED
+            if case.work != "memory" or (memory and not case.name.startswith("long_"))
+        ]
+    for name in names:
+        if not any(fnmatchcase(case.name, name) for case in DECLARED):
+            known = ", ".join(case.name for case in DECLARED)
+            raise ValueError(f"unknown case {name!r}; known are {known}")
+    return [case for case in DECLARED if any(fnmatchcase(case.name, name) for name in names)]
+
+
+def with_sizes(old: Layout, text: str) -> Layout:
+    """A layout with the sizes of `"t=1024,h=4"` in place of its own."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        letter, _, size = (word.strip() for word in part.partition("="))
+        if letter not in SIZES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"sizes are written as t=4096,h=8 with the letters {', '.join(SIZES)}; "
+                f"found {part!r}"
+            )
+        sizes[letter] = int(size)
+    if "h" in sizes and "n" not in sizes and old.h == old.n:
+        sizes["n"] = sizes["h"]
+    if "d" in sizes and "e" not in sizes and old.d == old.e:
+        sizes["e"] = sizes["d"]
+    if "t" in sizes:
+        sizes["s"] = sizes["t"]
+    new = old._replace(**sizes)
+    if new.h % new.n:
+        raise ValueError(f"h must be a multiple of n; found h={new.h}, n={new.n}")
+    return new
+
+
+def _small(old: Layout) -> Layout:
+    """The same shape of things, small enough for a test."""
+    n = 4 if old.n == old.h else 1
+    return old._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)

@@ -1,0 +1,203 @@
+"""`precondattn bench` and `precondattn compare`: from the cases asked for to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from precondattn.discovery import discover
+from precondattn_conformance import libraries
+from precondattn_conformance.bench import machine
+from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen
+from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
+from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
+from precondattn_conformance.bench.table import duration, print_record
+
+ISOLATED = {"PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""The environment of the run: nothing of the user's own pytest setup."""
+
+
+def list_cases(console: Console) -> None:
+    """Every declared case, by name."""
+    table = Table("case", "what", "peers", title="cases", title_justify="left")
+    for case in DECLARED:
+        table.add_row(case.name, escape(case.text()), ", ".join(case.peers or ()) or "–")
+    console.print(table)
+
+
+def bench(
+    *,
+    names: tuple[str, ...] = (),
+    backends: tuple[str, ...] = (),
+    device: str | None = None,
+    libraries_: tuple[str, ...] = (),
+    mechanisms: tuple[str, ...] = (),
+    works: tuple[str, ...] = (),
+    sizes: tuple[str, ...] = (),
+    dtype: str | None = None,
+    peers: bool = True,
+    rounds: int | None = None,
+    memory: bool = False,
+    quick: bool = False,
+    save: Path | None = None,
+    plot: Path | None = None,
+    benchmark_json: Path | None = None,
+    console: Console,
+) -> int:
+    """Measure, print, save and draw. The exit code is 0, or 1 where something is wrong.
+
+    A run in which nothing was measured counts as wrong.
+
+    Raises
+    ------
+    ValueError, TypeError, ImportError
+        for what does not exist or is not installed, before anything is measured.
+    """
+    if rounds is not None and rounds < 1:
+        raise ValueError(f"rounds must be 1 or above; found {rounds}")
+    for name in backends:
+        discover().named(name)
+    cases = chosen(
+        names,
+        mechanisms=mechanisms,
+        works=works,
+        libraries_=libraries_,
+        sizes=sizes,
+        dtype=dtype,
+        peers=peers,
+        memory=memory,
+        quick=quick,
+    )
+    _require(cases, plot is not None)
+    from precondattn_conformance.bench.measure import Options
+
+    options = Options(device, rounds, memory, quick)
+    todo = [(case, backend) for case in cases for backend in backends or (None,)]
+    rows = _run(todo, options, benchmark_json, console)
+    record = Record(machine.now(), machine.describe(), _rates(rows, options), rows)
+    print_record(record, console)
+    if save is not None:
+        record.save(save)
+        console.print(f"saved to {save}", soft_wrap=True)
+    if plot is not None:
+        from precondattn_conformance.bench.plot import draw
+
+        for path in draw(record, plot):
+            console.print(f"drew {path}", soft_wrap=True)
+    statuses = {row.status for row in rows}
+    if TIMED not in statuses:
+        console.print("[red]nothing was measured, which counts as a failure[/red]")
+    return 0 if TIMED in statuses and not statuses & {WRONG, FAILED} else 1
+
+
+def _require(cases: list[BenchCase], plots: bool) -> None:
+    """Say which extra is missing."""
+    needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
+    needs |= {"matplotlib": "matplotlib"} if plots else {}
+    for module, package in needs.items():
+        if find_spec(module) is None:
+            raise ImportError(
+                f"benchmarks need {package}, which is not installed; install precondattn with "
+                f"its extra 'bench'"
+            )
+    for name in dict.fromkeys(case.library for case in cases):
+        if name not in libraries.installed():
+            raise ImportError(
+                f"cases on {name} were asked for, which can not be used here; install "
+                f"precondattn with its extra {name!r}, or choose others with --library"
+            )
+
+
+def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Console) -> list[Row]:
+    """The rows, from a pytest run of its own that sees nothing of the user's configuration."""
+    import pytest
+
+    from precondattn_conformance.bench.timed_suite import Collector
+
+    def progress(row: Row) -> None:
+        what = duration(row.seconds["median"]) if row.seconds else row.status
+        console.print(f"[dim]{escape(row.name)}: {what}[/dim]", soft_wrap=True)
+
+    collector = Collector(todo, options, progress)
+    with tempfile.TemporaryDirectory() as folder, _environment(ISOLATED), _only(console) as said:
+        config = Path(folder) / "pytest.ini"
+        config.write_text("[pytest]\n", encoding="utf-8")
+        arguments = ["-c", str(config), f"--rootdir={folder}", "-q", "--capture=no", "--noconftest"]
+        arguments += ["-p", "no:cacheprovider", "-p", "benchmark", "--import-mode=importlib"]
+        arguments += ["--benchmark-disable-gc", "--benchmark-quiet"]
+        arguments += [f"--benchmark-storage=file://{folder}"]
+        if benchmark_json is not None:
+            arguments.append(f"--benchmark-json={benchmark_json.absolute()}")
+        suite = Path(__file__).with_name("timed_suite.py")
+        code = pytest.main([*arguments, str(suite)], plugins=[collector])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        console.print(said.getvalue(), markup=False, soft_wrap=True)
+    if len(collector.rows) < len(todo):
+        raise RuntimeError(f"the benchmark run stopped after {len(collector.rows)} rows")
+    return collector.rows
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    """These environment variables set, or unset where None, and put back afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def set_all(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    set_all(values)
+    try:
+        yield
+    finally:
+        set_all(before)
+
+
+@contextlib.contextmanager
+def _only(console: Console) -> Iterator[io.StringIO]:
+    """Nobody but the console writes to the terminal: what pytest says is kept aside."""
+    said = io.StringIO()
+    file, console.file = console.file, console.file
+    try:
+        with contextlib.redirect_stdout(said):
+            yield said
+    finally:
+        console.file = file
+
+
+def _rates(rows: list[Row], options: Any) -> list[dict[str, Any]]:
+    """The machine's own rates in every library and dtype that was timed."""
+    wanted = dict.fromkeys((row.library, row.dtype) for row in rows if row.seconds)
+    found = [machine.rates(lib, options.device, d, quick=options.quick) for lib, d in wanted]
+    return [each._asdict() for each in found]
+
+
+def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
+    """Print what changed between two records; 1 where something regressed."""
+    before, after = load(old), load(new)
+    for difference in machines_differ(before, after):
+        console.print(f"[yellow]the machines differ[/yellow] in {escape(difference)}")
+    found = changes(before, after, threshold)
+    table = Table("case", "new / old", "verdict", "", title="changes", title_justify="left")
+    colours = {"regressed": "red", "improved": "green"}
+    for change in found:
+        colour = colours.get(change.verdict, "default")
+        factor = "–" if change.factor is None else f"{change.factor:.2f}"
+        verdict = f"[{colour}]{change.verdict}[/]"
+        table.add_row(escape(change.name), factor, verdict, escape(change.text))
+    console.print(table)
+    regressed = sum(change.verdict == REGRESSED for change in found)
+    console.print(f"{regressed} of {len(found)} regressed by more than {threshold:.0%}")
+    return 1 if regressed else 0

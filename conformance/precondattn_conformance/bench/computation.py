@@ -1,0 +1,228 @@
+"""A computation that can be timed: one mechanism, by us on some backend or by a peer.
+
+It knows how to run forward, forward and backward, and, where it can, one step of decoding. What
+each returns goes back to NumPy under the same names whoever computed it, to be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.backend import UnsupportedError
+from precondattn.cache import Cache
+from precondattn.discovery import discover
+from precondattn_conformance.bench.paired import Run
+from precondattn_conformance.inputs import Arrays, slice_tokens
+from precondattn_conformance.libraries import Library
+
+Backend = tuple[str, ...] | None
+
+PREFILL = 1024
+"""How many tokens at a time go into a cache before decoding is timed."""
+
+
+class Decoder(Protocol):
+    """A cache for a context, and the next token."""
+
+    def fill(self) -> None:
+        """Put the context into the cache; once, and before anything else."""
+
+    def reset(self) -> None:
+        """Forget the token again."""
+
+    def step(self) -> Any:
+        """The output for the token."""
+
+    def oracle_step(self) -> np.ndarray:
+        """What the oracle makes of the same token behind the same cache, in float64."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Who computes, which mechanism, and how."""
+
+    name: str
+    mechanism: pa.Mechanism
+    """Whose output it has to give, and whose inputs it takes by name."""
+    forward: Callable[..., Any]
+    vjp: Callable[..., Any] | None = None
+    """Output and pullback, for libraries without automatic differentiation."""
+    decoder: Callable[[Library, str, Arrays], Decoder] | None = None
+    """From the inputs of all tokens, of which the last is the one to decode."""
+
+
+def with_help(backend: str | None) -> Backend:
+    """This backend first, and all others behind it for what it does not take."""
+    if backend is None:
+        return None
+    first = discover().named(backend).name
+    others = (other.name for other in discover().backends)
+    return first, *(name for name in others if name != first)
+
+
+def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn") -> Computation:
+    """A mechanism on a backend, or on whatever is chosen for it."""
+    allowed = with_help(backend)
+    return Computation(
+        name,
+        mechanism,
+        forward=lambda **x: mechanism(**x, backend=allowed),
+        vjp=lambda **x: mechanism.vjp(**x, backend=allowed),
+        decoder=lambda library, dtype, x: CacheDecoder(mechanism, allowed, library, dtype, x),
+    )
+
+
+class CacheDecoder:
+    """Decoding with a mechanism's own cache, which is written in place."""
+
+    def __init__(
+        self,
+        mechanism: pa.Mechanism,
+        backend: Backend,
+        library: Library,
+        dtype: str,
+        inputs: Arrays,
+    ) -> None:
+        self.mechanism, self.backend, self.library = mechanism, backend, library
+        tokens = token_count(mechanism, inputs)
+        new = slice_tokens(mechanism, inputs, tokens - 1, tokens)
+        self.token = {name: library.array(array, dtype) for name, array in new.items()}
+        self.inputs, self.dtype, self.context = inputs, dtype, tokens - 1
+        self.cache = mechanism.init_cache(**self.token, capacity=tokens)
+        self.length: Any = None
+
+    def explain(self) -> Any:
+        return self.mechanism.explain(**self.token, cache=self.cache, backend=self.backend)
+
+    @property
+    def is_by_the_reference(self) -> bool:
+        """Whether filling the cache takes the reference, at a size that is too much for it."""
+        return "reference" in self.explain().backends and self.context > PREFILL
+
+    def fill(self) -> None:
+        if self.is_by_the_reference:
+            raise UnsupportedError("the reference would have to fill the cache")
+        with no_gradient(self.library):
+            for start in range(0, self.context, PREFILL):
+                stop = min(start + PREFILL, self.context)
+                part = slice_tokens(self.mechanism, self.inputs, start, stop)
+                new = {name: self.library.array(a, self.dtype) for name, a in part.items()}
+                self.cache = self.mechanism.extend(
+                    self.cache, **new, backend=self.backend, donate=True
+                )[1]
+        self.length = self.library.numpy(self.cache.length).astype(np.int32)
+
+    def reset(self) -> None:
+        """Back to the context's length. The token's slot is written anew by each step."""
+        self.cache = Cache(self.library.array(self.length), self.cache.store)
+
+    def step(self) -> Any:
+        with no_gradient(self.library):
+            out, self.cache = self.mechanism.extend(
+                self.cache, **self.token, backend=self.backend, donate=True
+            )
+        return out
+
+    def oracle_step(self) -> np.ndarray:
+        self.reset()
+        store = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
+        token = {name: self.library.numpy(array) for name, array in self.token.items()}
+        cache = Cache(self.length.copy(), store)
+        return np.asarray(self.mechanism.extend(cache, **token, backend="reference")[0])
+
+
+def token_count(mechanism: pa.Mechanism, inputs: Arrays) -> int:
+    """How many tokens the inputs hold."""
+    for name, pattern in mechanism.inputs.items():
+        if pattern.time_axis is not None:
+            return int(inputs[name].shape[pattern.time_axis])
+    raise ValueError(f"{mechanism} has no input with a time axis")
+
+
+def no_gradient(library: Library) -> Any:
+    """A context in which nothing is kept for a backward."""
+    if library.name == "torch":
+        import torch
+
+        return torch.no_grad()
+    return library.precision("")  # The base class's context, which does nothing.
+
+
+def forward_run(of: Computation, library: Library, inputs: Arrays) -> Run:
+    """The output, under `no_grad` where the library has one."""
+    if library.name == "jax":
+        import jax
+
+        compiled = jax.jit(lambda x: of.forward(**x))
+        return Run(lambda: finished(library, {"the output": compiled(inputs)}))
+
+    def call() -> Arrays:
+        with no_gradient(library):
+            return finished(library, {"the output": of.forward(**inputs)})
+
+    return Run(call)
+
+
+def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: Any) -> Run:
+    """The output and every gradient: by autograd where there is one, else by the explicit vjp."""
+
+    def named(out: Any, gradients: Arrays) -> Arrays:
+        found = {f"the gradient of {name}": array for name, array in gradients.items()}
+        return finished(library, {"the output": out, **found})
+
+    if library.name == "torch":
+        import torch
+
+        leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
+
+        def by_autograd() -> Arrays:
+            out = of.forward(**leaves)
+            found = torch.autograd.grad(out, list(leaves.values()), cotangent)
+            return named(out, dict(zip(leaves, found, strict=True)))
+
+        return Run(by_autograd)
+    if library.name == "jax":
+        import jax
+
+        @jax.jit
+        def both(x: Arrays, cotangent: Any) -> Any:
+            out, pullback = jax.vjp(lambda x: of.forward(**x), x)
+            return out, pullback(cotangent)[0]
+
+        return Run(lambda: named(*both(inputs, cotangent)))
+    if of.vjp is None:
+        raise UnsupportedError(f"{of.name} has no gradient on {library.name}")
+    explicit = of.vjp
+
+    def by_vjp() -> Arrays:
+        out, pullback = explicit(**inputs)
+        return named(out, pullback(cotangent))
+
+    return Run(by_vjp)
+
+
+def decode_run(library: Library, decoder: Decoder) -> Run:
+    """The output for one token, behind a cache that is put back before every round."""
+    return Run(lambda: finished(library, {"the output": decoder.step()}), decoder.reset)
+
+
+def finished(library: Library, results: Arrays) -> Arrays:
+    """The results, when the device has made them."""
+    if library.name == "jax":
+        import jax
+
+        return jax.block_until_ready(results)
+    if library.name == "torch" and any(r.is_cuda for r in results.values()):
+        import torch
+
+        torch.cuda.synchronize()
+    if library.name == "cupy":
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+    return results

@@ -1,0 +1,143 @@
+"""The machine: what it is, and what it reaches itself in a GEMM and in a copy.
+
+A share of a data sheet's figure says little about a shared or throttled machine. So a run measures,
+with the same library, device and dtype, one large matrix product and one large copy: the rates that
+FLOP/s and bytes/s are then a share of.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from precondattn_conformance.bench.computation import finished
+from precondattn_conformance.bench.paired import timed
+from precondattn_conformance.libraries import Library, named
+
+GEMM_SIZE = 1536
+COPY_BYTES = 2**27
+ROUNDS = 7
+PACKAGES = (
+    "precondattn",
+    "numpy",
+    "torch",
+    "jax",
+    "cupy-cuda13x",
+    "transformers",
+    "flash-linear-attention",
+    "fla-core",
+)
+
+
+class Rates(NamedTuple):
+    """What a library reaches on a device in a dtype."""
+
+    library: str
+    device: str
+    dtype: str
+    flops_per_second: float
+    """Of a product of two square matrices."""
+    bytes_per_second: float
+    """Of a copy, both what is read and what is written."""
+
+
+@cache
+def rates(library: str, device: str | None, dtype: str, *, quick: bool = False) -> Rates:
+    """The best of a few rounds each."""
+    made = named(library, device)
+    size, count = (128, 2**16) if quick else (GEMM_SIZE, COPY_BYTES)
+    rng = np.random.default_rng(0)
+    with made.precision(dtype):
+        matrix = made.array(rng.normal(size=(size, size)), dtype)
+        vector = made.array(np.zeros(count // 4, dtype=np.float32), "float32")
+        gemm = best(made, lambda: matrix @ matrix)
+        copy = best(made, _copy_of(vector))
+    return Rates(
+        library, device_name(made, matrix), dtype, 2.0 * size**3 / gemm, 2.0 * count / copy
+    )
+
+
+def best(library: Library, call: Callable[[], Any]) -> float:
+    """The shortest of a few rounds, in seconds."""
+    finished(library, {"": call()})
+    return min(timed(lambda: finished(library, {"": call()})) for _ in range(ROUNDS))
+
+
+def _copy_of(vector: Any) -> Callable[[], Any]:
+    """A copy into memory that is there already, where the library can write."""
+    from precondattn.arrays import namespace, writes_in_place
+
+    xp = namespace(vector)
+    if not writes_in_place(vector):
+        return lambda: xp.asarray(vector, copy=True)
+    target = xp.zeros_like(vector)
+
+    def copy() -> Any:
+        target[...] = vector
+        return target
+
+    return copy
+
+
+def device_name(library: Library, array: Any) -> str:
+    """The kind of device, `cpu` or such; of a GPU its model too."""
+    from precondattn.arrays import device_of
+
+    kind = device_of(array)
+    if kind == "cuda" and library.name == "torch":
+        import torch
+
+        return f"cuda ({torch.cuda.get_device_name(array.device)})"
+    return kind
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the versions on it. It holds no name of host or user."""
+    return {
+        "processor": _processor(),
+        "cores": _cores(),
+        "threads": _threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def now() -> str:
+    """The date and time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _threads() -> int:
+    """How many threads PyTorch uses where it is loaded, else how many cores there are."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None else _cores()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,269 @@
+"""One case: checked, timed, and compared with its peers, into a row.
+
+The order matters. The first call is timed apart, with whatever it compiles; its result is held to
+the oracle; each peer's too; and only then the contender and those peers that are right take turns.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.backend import UnsupportedError
+from precondattn_conformance import libraries
+from precondattn_conformance.bench import machine
+from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.computation import (
+    Computation,
+    backward_run,
+    decode_run,
+    forward_run,
+    ours,
+    with_help,
+)
+from precondattn_conformance.bench.correct import (
+    LARGEST,
+    Checked,
+    UncheckedError,
+    WrongResultError,
+    check_backward,
+    check_decode,
+    check_forward,
+    inputs_of,
+    oracle,
+)
+from precondattn_conformance.bench.cost import flops, is_quadratic, moved_bytes
+from precondattn_conformance.bench.memory import NoPeakError, peak_bytes
+from precondattn_conformance.bench.paired import Run, Turns, spread, timed
+from precondattn_conformance.bench.peers import peers_of
+from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.libraries import Library
+
+BUDGET = 8.0
+"""Seconds for the rounds of a case, peers included, unless a number of rounds is asked for."""
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+QUICK_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure."""
+
+    device: str | None = None
+    rounds: int | None = None
+    memory: bool = False
+    quick: bool = False
+
+
+def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
+    """A row that says what was to be measured."""
+    m = pa.parse(case.mechanism)
+    letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
+    known = case.layout.sizes
+    sizes = {letter: known[letter] for letter in "btshnudem" if letter in letters}
+    asked = backend or "default"
+    return Row(
+        case.name,
+        str(m),
+        case.work,
+        case.library,
+        device or "cpu",
+        case.dtype,
+        sizes,
+        asked,
+    )
+
+
+def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
+    """A row of any status; `benchmark` is pytest-benchmark's fixture, used for what is right."""
+    row = empty_row(case, backend, options.device)
+    library = libraries.named(case.library, options.device)
+    try:
+        with library.precision(case.dtype):
+            _measure(case, backend, options, benchmark, library, row)
+    except (UnsupportedError, UncheckedError) as reason:
+        row.status, row.reason = UNSUPPORTED, str(reason)
+    except WrongResultError as wrong:
+        row.status, row.reason = WRONG, str(wrong)
+        row.error, row.bound = wrong.error, wrong.bound
+    except Exception as error:
+        row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    return row
+
+
+def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Row:
+    """A row of peaks, at the multiples of its tokens; each call in a process of its own."""
+    row = empty_row(case, backend, options.device)
+    try:
+        _plan(case, backend, options, row, case.layout)
+        _measure_peaks(case, backend, options, case.multiples, row)
+        row.status = TIMED
+    except (UnsupportedError, NoPeakError) as reason:
+        row.status, row.reason = UNSUPPORTED, str(reason)
+    except Exception as error:
+        row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
+    return row
+
+
+def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layout: Layout) -> None:
+    """Note who would run it, and refuse what the reference would take for ever over."""
+    m = pa.parse(case.mechanism)
+    library = libraries.named(case.library, options.device)
+    few = layout._replace(t=1, s=1) if case.work == "decode" else layout
+    like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}
+    row.device = machine.device_name(library, next(iter(like.values())))
+    allowed = with_help(backend)
+    if case.work == "decode":
+        cache = m.init_cache(**like, capacity=layout.t)
+        explanation = m.explain(**like, cache=cache, backend=allowed)
+    else:
+        verb = "forward" if case.work == "forward" else "vjp"
+        explanation = m.explain(**like, verb=verb, backend=allowed)
+    row.backends = list(explanation.backends)
+    if backend is not None and backend not in row.backends:
+        raise UnsupportedError(f"{backend} takes nothing of this:\n{explanation}")
+    slow = any(
+        call.backend.name == "reference" and any(map(is_quadratic, call.piece.program.leaves))
+        for call in explanation.plan.calls
+    )
+    if slow and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
+        raise UnsupportedError(
+            f"the reference would run a piece of this, and needs memory quadratic in t={layout.t}"
+        )
+
+
+def _measure(
+    case: BenchCase,
+    backend: str | None,
+    options: Options,
+    benchmark: Any,
+    library: Library,
+    row: Row,
+) -> None:
+    # Decoding takes one token more than its context.
+    more = 1 if case.work == "decode" else 0
+    layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
+    _plan(case, backend, options, row, layout)
+    contender = ours(pa.parse(case.mechanism), backend)
+    run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
+    row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
+    peers = _right_peers(case, backend, layout, library, row)
+    turns = Turns(peers)
+
+    def before_each_round() -> None:
+        turns()
+        run.reset()
+
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
+    benchmark.group = f"{row.device} {case.name}"
+    benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
+    times = list(benchmark.stats.stats.data)
+    row.seconds = spread(times)._asdict()
+    for name, found in turns.ratios(times).items():
+        own = spread(turns.times[name][-len(times) :]).median
+        row.ratios[name] |= {**found._asdict(), "seconds": own}
+    _add_rates(case, options, layout, row)
+    row.status = TIMED
+    if options.memory and case.work != "decode":
+        try:
+            _measure_peaks(case, backend, options, (1,), row)
+        except NoPeakError as reason:
+            row.reason = str(reason)
+    benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
+
+
+def _checked_run(
+    of: Computation, case: BenchCase, layout: Layout, library: Library
+) -> tuple[Run, Checked, float]:
+    """What to time, how right it is, and how long its first call took."""
+    results: list[Any] = []
+    text = str(of.mechanism)
+    if case.work == "decode":
+        if of.decoder is None:
+            raise UnsupportedError(f"{of.name} has no decoding")
+        inputs = inputs_of(text, layout, case.dtype, library.name)
+        decoder = of.decoder(library, case.dtype, inputs)
+        decoder.fill()
+        run = decode_run(library, decoder)
+        run.reset()
+        first = timed(lambda: results.append(run.call()))
+        return run, check_decode(of, layout, library, case.dtype, decoder, run), first
+    expected = oracle(text, layout, case.dtype, library.name)
+    arrays = {name: library.array(a, case.dtype) for name, a in expected.inputs.items()}
+    if case.work == "forward":
+        run = forward_run(of, library, arrays)
+        first = timed(lambda: results.append(run.call()))
+        checked = check_forward(of, expected, library, case.dtype, results.pop())
+        return run, checked, first
+    run = backward_run(of, library, arrays, library.array(expected.cotangent, case.dtype))
+    first = timed(lambda: results.append(run.call()))
+    checked = check_backward(expected, library, case.dtype, results.pop())
+    if not expected.is_whole:  # What is timed has a cotangent everywhere.
+        everywhere = np.random.default_rng(2).normal(size=expected.cotangent.shape)
+        run = backward_run(of, library, arrays, library.array(everywhere, case.dtype))
+    return run, checked, first
+
+
+def _right_peers(
+    case: BenchCase, backend: str | None, layout: Layout, library: Library, row: Row
+) -> dict[str, Run]:
+    """The peers that are here and right; the others are noted in the row with the reason."""
+    found: dict[str, Run] = {}
+    for peer in peers_of(case):
+        lacks = peer.lacks(case, row.device)
+        if lacks:
+            row.absent_peers[peer.name] = lacks
+            continue
+        try:
+            of = peer.make(pa.parse(case.mechanism), backend)
+            run, checked, _ = _checked_run(of, case, layout, library)
+        except (WrongResultError, UnsupportedError, UncheckedError) as reason:
+            row.absent_peers[peer.name] = str(reason)
+        except Exception as error:
+            row.absent_peers[peer.name] = f"{type(error).__name__}: {error}"
+        else:
+            found[peer.name] = run
+            row.ratios[peer.name] = {"error": checked.error}
+    return found
+
+
+def _affordable(run: Run, peers: dict[str, Run]) -> int:
+    """How many rounds fit into the budget."""
+    seconds = 0.0
+    for each in (run, *peers.values()):
+        each.reset()
+        seconds += timed(each.call)
+    return int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
+
+
+def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> None:
+    """FLOPs and bytes, and the shares of the machine's own rates that they are done at."""
+    m = pa.parse(case.mechanism)
+    shapes = {name: p.shape(layout.sizes) for name, p in m.inputs.items()}
+    sizes = m.inputs.sizes(str(m), shapes)
+    own = machine.rates(case.library, options.device, case.dtype, quick=options.quick)
+    row.flops = flops(m, sizes, case.work)
+    itemsize = {"float64": 8, "float32": 4}.get(case.dtype, 2)
+    row.bytes = moved_bytes(m, sizes, case.work, itemsize)
+    median = row.seconds["median"]
+    row.gemm_share = row.flops / median / own.flops_per_second
+    row.copy_share = row.bytes / median / own.bytes_per_second
+
+
+def _measure_peaks(
+    case: BenchCase,
+    backend: str | None,
+    options: Options,
+    multiples: tuple[int, ...],
+    row: Row,
+) -> None:
+    for multiple in multiples:
+        row.peak_bytes.append(peak_bytes(case, backend, options.device, multiple))
+        row.peak_tokens.append(multiple * case.layout.t)

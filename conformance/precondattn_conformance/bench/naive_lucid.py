@@ -1,0 +1,29 @@
+"""LUCID as its paper writes it, in PyTorch: dense T × T matrices and one triangular solve.
+
+    P = exp(RN(K) RN(K)ᵀ / √d − √d) below the diagonal, 1 on it
+    Y = solve_triangular(P, V)
+    O = softmax(Q Kᵀ / √d + mask) Y
+
+This is what a user has who implements Eq. 2 of LUCID directly, and so a peer to measure against.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def naive_lucid(q: Any, k: Any, v: Any) -> Any:
+    """The output (b, t, h, e), of q (b, t, h, d), k (b, t, n, d) and v (b, t, n, e)."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    unit = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6)
+    correlation = torch.exp(scale * unit @ unit.mT - 1 / scale).tril(-1)
+    y = torch.linalg.solve_triangular(correlation, v, upper=False, unitriangular=True)
+    group = q.shape[1] // k.shape[1]
+    k, y = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, y))
+    t = q.shape[2]
+    hidden = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+    scores = (scale * q @ k.mT).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ y).transpose(1, 2)

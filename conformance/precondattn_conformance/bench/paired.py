@@ -1,0 +1,80 @@
+"""The ratio of two times that were taken in turns.
+
+A machine that others use too is now fast, now slow. So contender and peers run in turns, A B A B …,
+and each round gives one ratio, of two times taken side by side. The ratio that is reported is the
+median of these, and its spread their quartiles.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Spread(NamedTuple):
+    """The middle of some measurements, and the quartiles around it."""
+
+    median: float
+    q1: float
+    q3: float
+    rounds: int
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median and quartiles."""
+    data = np.asarray(list(values), dtype=np.float64)
+    q1, median, q3 = np.quantile(data, [0.25, 0.5, 0.75])
+    return Spread(float(median), float(q1), float(q3), int(data.size))
+
+
+def ratio(contender: Iterable[float], peer: Iterable[float]) -> Spread:
+    """The spread of contender / peer, round by round."""
+    return spread(a / b for a, b in zip(contender, peer, strict=True))
+
+
+class Run(NamedTuple):
+    """Something to be timed again and again."""
+
+    call: Callable[[], Any]
+    """Does the work, and returns when it is done."""
+    reset: Callable[[], None] = lambda: None
+    """Puts things back as they were; not timed."""
+
+
+class Turns:
+    """The peers' turns. Called once a round, before the contender's, it times every peer once."""
+
+    def __init__(
+        self, peers: Mapping[str, Run], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.peers = dict(peers)
+        self.clock = clock
+        self.times: dict[str, list[float]] = {name: [] for name in peers}
+
+    def __call__(self) -> None:
+        for name, peer in self.peers.items():
+            peer.reset()
+            self.times[name].append(timed(peer.call, self.clock))
+
+    def ratios(self, contender: list[float]) -> dict[str, Spread]:
+        """The contender's ratio to every peer; rounds before its first (to warm up) are dropped."""
+        return {
+            name: ratio(contender, times[-len(contender) :]) for name, times in self.times.items()
+        }
+
+
+def timed(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long a call takes, in seconds, with the garbage collector held off."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = clock()
+        call()
+        return clock() - start
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,202 @@
+"""Peers: what a user would run instead, or what a mechanism is a surcharge on.
+
+=============  ==========  ==================================  ==================================
+peer           of          what it computes                    where
+=============  ==========  ==================================  ==================================
+sdpa           softmax     softmax attention                   PyTorch
+naive_lucid    lucid       the same as we                      PyTorch
+transformers   gated       the same as we                      PyTorch, with `transformers`
+               delta
+fla            linear      the same as we, in half precision   PyTorch on a GPU, with
+               family      or float32                          flash-linear-attention
+base           any         the base alone, on our backend      everywhere
+=============  ==========  ==================================  ==================================
+
+`sdpa` is the yardstick of everything that is softmax inside, of LASER and PaTH too, although these
+compute something else. What a peer computes it is held to: one that is wrong is not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.computation import Computation, ours, token_count
+from precondattn_conformance.bench.naive_lucid import naive_lucid
+from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.libraries import Library
+
+SOFTMAX = pa.Softmax()
+
+
+class Peer(NamedTuple):
+    """A row of the table above."""
+
+    name: str
+    fits: Callable[[pa.Mechanism], bool]
+    """Whether it is a peer of this mechanism."""
+    lacks: Callable[[BenchCase, str], str]
+    """Why it can not run for this case on this device; empty where it can."""
+    make: Callable[[pa.Mechanism, str | None], Computation]
+    """It, for a mechanism; where it is our own, on that backend."""
+
+
+def peers_of(case: BenchCase) -> list[Peer]:
+    """The peers of a case: those it names, else every one that fits.
+
+    Raises
+    ------
+    ValueError
+        for a peer that there is not.
+    """
+    mechanism = pa.parse(case.mechanism)
+    for name in case.peers or ():
+        if name not in [peer.name for peer in PEERS]:
+            known = ", ".join(peer.name for peer in PEERS)
+            raise ValueError(f"unknown peer {name!r}; known are {known}")
+    wanted = [peer.name for peer in PEERS] if case.peers is None else case.peers
+    return [peer for peer in PEERS if peer.name in wanted and peer.fits(mechanism)]
+
+
+def _is_softmax_inside(m: pa.Mechanism) -> bool:
+    return any(type(leaf).name in ("softmax", "path") for leaf in m.program.leaves)
+
+
+def _torch_only(case: BenchCase, device: str) -> str:
+    return "" if case.library == "torch" else f"takes tensors of torch, not those of {case.library}"
+
+
+def _no_decoding(case: BenchCase, device: str) -> str:
+    return "has no decoding" if case.work == "decode" else _torch_only(case, device)
+
+
+# PyTorch's own attention.
+
+
+def sdpa(q: Any, k: Any, v: Any) -> Any:
+    """Causal softmax attention by `scaled_dot_product_attention`, from (batch, time, heads, …)."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+class SdpaDecoder:
+    """Decoding by SDPA on keys and values that have their place already, heads first."""
+
+    def __init__(self, library: Library, dtype: str, inputs: Arrays) -> None:
+        self.inputs, self.library, self.dtype = inputs, library, dtype
+        self.context = token_count(SOFTMAX, inputs) - 1
+        made = {name: library.array(array, dtype) for name, array in inputs.items()}
+        self.new = {
+            name: array[:, -1:].transpose(1, 2).contiguous() for name, array in made.items()
+        }
+        self.keys, self.values = (made[name].transpose(1, 2).contiguous() for name in "kv")
+
+    def fill(self) -> None:
+        """Nothing to do: keys and values are in their places."""
+
+    def reset(self) -> None:
+        """Nothing to do: every step writes the same slot."""
+
+    def step(self) -> Any:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        with torch.no_grad():
+            end = self.context + 1
+            self.keys[:, :, self.context : end] = self.new["k"]
+            self.values[:, :, self.context : end] = self.new["v"]
+            k, v = self.keys[:, :, :end], self.values[:, :, :end]
+            grouped = self.new["q"].shape[1] != k.shape[1]
+            out = scaled_dot_product_attention(self.new["q"], k, v, enable_gqa=grouped)
+            return out.transpose(1, 2)
+
+    def oracle_step(self) -> np.ndarray:
+        rounded = {n: self.library.numpy(self.library.array(a, self.dtype))
+                   for n, a in self.inputs.items()}  # fmt: skip
+        rounded["q"] = rounded["q"][:, -1:]
+        return np.asarray(SOFTMAX(**rounded, backend="reference"))
+
+
+# Transformers, whose file is loaded without its models.
+
+
+def _lacks_transformers(case: BenchCase, device: str) -> str:
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    return _no_decoding(case, device)
+
+
+@cache
+def _transformers_rule() -> Any:
+    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    return module.torch_chunk_gated_delta_rule
+
+
+def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+    """The gated delta rule in plain PyTorch, which Transformers falls back to without kernels."""
+    return _transformers_rule()(q, k, v, g=g, beta=beta)[0]
+
+
+# flash-linear-attention. Its names for our inputs are ours, but for the order.
+
+_FLA = {
+    "linear": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),
+    "retention": ("fla.ops.retention", "chunk_retention", {}),
+    "gla": ("fla.ops.gla", "chunk_gla", {}),
+    "gsa": ("fla.ops.gsa", "chunk_gsa", {}),
+    "delta": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
+    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
+    "path": ("fla.ops.path_attn.parallel", "parallel_path_attn", {}),
+}
+
+
+def _lacks_fla(case: BenchCase, device: str) -> str:
+    if find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    if not device.startswith("cuda"):
+        return f"flash-linear-attention needs a GPU; this runs on {device}"
+    return _no_decoding(case, device)
+
+
+def _fla(mechanism: pa.Mechanism, backend: str | None) -> Computation:
+    module, function, options = _FLA[str(mechanism)]
+    chosen = getattr(import_module(module), function)
+    return Computation("fla", mechanism, lambda **x: chosen(**x, **options)[0])
+
+
+def _base(mechanism: pa.Mechanism, backend: str | None) -> Computation:
+    return ours(mechanism.base, backend, "base")  # type: ignore[attr-defined]
+
+
+PEERS = (
+    Peer(
+        "sdpa",
+        _is_softmax_inside,
+        _torch_only,
+        lambda m, backend: Computation("sdpa", SOFTMAX, sdpa, decoder=SdpaDecoder),
+    ),
+    Peer(
+        "naive_lucid",
+        lambda m: str(m) == "lucid",
+        _no_decoding,
+        lambda m, backend: Computation("naive_lucid", m, naive_lucid),
+    ),
+    Peer(
+        "transformers",
+        lambda m: str(m) == "gated_delta",
+        _lacks_transformers,
+        lambda m, backend: Computation("transformers", m, transformers_gated_delta),
+    ),
+    Peer("fla", lambda m: str(m) in _FLA, _lacks_fla, _fla),
+    Peer("base", lambda m: m.role == "preconditioner", lambda case, device: "", _base),
+)

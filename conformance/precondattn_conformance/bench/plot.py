@@ -1,0 +1,114 @@
+"""A record as figures: time and memory against the number of tokens, and bars of ratios."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from precondattn_conformance.bench.record import Record, Row
+
+FORMATS = ("svg", "png")
+
+
+def draw(record: Record, folder: Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
+    """Write the figures that the record has data for, and say which.
+
+    Raises
+    ------
+    ImportError
+        without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "figures need matplotlib, which is not installed; install precondattn with its "
+            "extra 'bench'"
+        ) from None
+    figures = {
+        "time": against_tokens(_times(record.rows), "seconds"),
+        "memory": against_tokens(_peaks(record.rows), "peak bytes"),
+        "ratios": ratio_bars(record.rows),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    # The same data give the same bytes.
+    with matplotlib.rc_context({"svg.hashsalt": "precondattn", "svg.fonttype": "none"}):
+        for name, figure in figures.items():
+            for kind in formats if figure is not None else ():
+                path = folder / f"{name}.{kind}"
+                metadata = {"Date": None} if kind == "svg" else {"Software": None}
+                figure.savefig(path, dpi=110, bbox_inches="tight", metadata=metadata)
+                written.append(path)
+    return written
+
+
+Series = dict[str, list[tuple[int, float]]]
+"""By a label: numbers of tokens, and what was measured there."""
+
+
+def _times(rows: list[Row]) -> Series:
+    series: Series = defaultdict(list)
+    for row in rows:
+        tokens = row.sizes.get("t") or row.sizes.get("s")
+        if not row.seconds or tokens is None:
+            continue
+        label = f"{row.mechanism} {row.work} ({', '.join(dict.fromkeys(row.backends))})"
+        series[label].append((tokens, row.seconds["median"]))
+        for name, found in row.ratios.items():
+            if name != "base":
+                series[f"{name} {row.work}, beside {row.case}"].append((tokens, found["seconds"]))
+    return series
+
+
+def _peaks(rows: list[Row]) -> Series:
+    series: Series = defaultdict(list)
+    for row in rows:
+        label = f"{row.mechanism} ({', '.join(dict.fromkeys(row.backends))})"
+        series[label] += zip(row.peak_tokens, row.peak_bytes, strict=True)
+    return {label: sorted(set(points)) for label, points in series.items() if points}
+
+
+def against_tokens(series: Series, what: str) -> Any:
+    """Curves over the number of tokens, both axes logarithmic; None without a point."""
+    from matplotlib.figure import Figure
+
+    if not series:
+        return None
+    figure = Figure(figsize=(6.4, 4.2))
+    axes = figure.add_subplot()
+    for label, points in series.items():
+        tokens, values = zip(*sorted(points), strict=True)
+        axes.plot(tokens, values, marker="o", markersize=4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(what)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def ratio_bars(rows: list[Row]) -> Any:
+    """A bar for each ratio to a peer, with its quartiles; None without one."""
+    from matplotlib.figure import Figure
+
+    bars = [(row, name, found) for row in rows for name, found in row.ratios.items()]
+    bars = [bar for bar in bars if "median" in bar[2]]
+    if not bars:
+        return None
+    figure = Figure(figsize=(6.4, 0.9 + 0.3 * len(bars)))
+    axes = figure.add_subplot()
+    medians = [found["median"] for _, _, found in bars]
+    below = [found["median"] - found["q1"] for _, _, found in bars]
+    above = [found["q3"] - found["median"] for _, _, found in bars]
+    places = range(len(bars))
+    axes.barh(places, medians, xerr=(below, above), height=0.6, capsize=3, color="#5b8db8")
+    axes.set_yticks(places, [f"{row.case} / {name}" for row, name, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time / time of the peer, in the same run")
+    axes.grid(axis="x", which="both", alpha=0.3)
+    return figure

@@ -1,0 +1,113 @@
+"""A run as rows, and the JSON file of it: a flat list of rows, the machine, and the date."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+TIMED, WRONG, UNSUPPORTED, FAILED = "timed", "wrong", "unsupported", "failed"
+
+
+@dataclass
+class Row:
+    """What came of one case on one backend. What was not measured is None or empty."""
+
+    case: str
+    mechanism: str
+    work: str
+    library: str
+    device: str
+    dtype: str
+    sizes: dict[str, int]
+    asked: str
+    """The backend that was asked for, or "default"."""
+    backends: list[str] = field(default_factory=list)
+    """Who runs the calls of its program, in order."""
+    status: str = FAILED
+    reason: str = ""
+    """Why there is no time."""
+    error: float | None = None
+    bound: float | None = None
+    checked: str = ""
+    """What was compared with the oracle."""
+    first_call_seconds: float | None = None
+    """The first call of all, with whatever is compiled or allocated once."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """median, q1, q3 and rounds."""
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By peer: median, q1, q3 and rounds of ours / the peer's, the peer's own median time
+    (seconds), and its error."""
+    absent_peers: dict[str, str] = field(default_factory=dict)
+    """By peer: why there is no ratio."""
+    flops: float | None = None
+    bytes: float | None = None
+    gemm_share: float | None = None
+    """FLOP/s as a share of the machine's own in a GEMM."""
+    copy_share: float | None = None
+    """Bytes/s as a share of the machine's own in a copy."""
+    peak_bytes: list[float] = field(default_factory=list)
+    """Peak memory of a call with its inputs, at each of `peak_tokens`."""
+    peak_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes rows of two records comparable."""
+        sizes = tuple(sorted(self.sizes.items()))
+        who = (self.library, self.device, self.dtype, self.asked)
+        return (self.case, self.mechanism, self.work, *who, sizes)
+
+    @property
+    def name(self) -> str:
+        """The case, and what else there is to tell it by."""
+        asked = "" if self.asked == "default" else f" on {self.asked}"
+        t = self.sizes.get("t") or self.sizes.get("s")
+        return f"{self.case} t={t} {self.library} {self.dtype}{asked}"
+
+    @property
+    def growth(self) -> list[float]:
+        """By how much the peak grows from each number of tokens to the next."""
+        return [b / a for a, b in zip(self.peak_bytes, self.peak_bytes[1:], strict=False)]
+
+
+@dataclass
+class Record:
+    """A run: its rows, and where and when."""
+
+    date: str
+    machine: dict[str, Any]
+    rates: list[dict[str, Any]] = field(default_factory=list)
+    """The machine's own rates, by library, device and dtype."""
+    rows: list[Row] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, **asdict(self)}
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Record:
+    """A record from its file.
+
+    Raises
+    ------
+    ValueError
+        where it is none, or of another format.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no record of a benchmark: {error}") from None
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} is no record of format {FORMAT}; found {found!r}")
+    try:
+        rows = [Row(**row) for row in content.pop("rows")]
+        return Record(**content, rows=rows)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no record of a benchmark: {error}") from None
