@@ -122,7 +122,7 @@ def bench(
     list_: Annotated[bool, typer.Option("--list", help="name the cases, and stop")] = False,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="measure this backend, not the default choice; may be repeated"),
+        typer.Option(help="this backend alone, or helped by others: mine,torch; may be repeated"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
     library: Annotated[

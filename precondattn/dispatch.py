@@ -146,10 +146,18 @@ def ask(backend: Backend, piece: Any, request: Request) -> Support:
         return Support.no("torch.func differentiates here, which only the reference lets it")
     if request.verb == "extend" and request.differentiated and request.library == "torch":
         support = backend.supports(piece, request)
-        if support.ok and not support.differentiable:
+        if support.ok and not support.differentiable and not _steps_back(backend, piece, request):
             return Support.no("its extend has no gradient, which these inputs ask for")
         return support
     return backend.supports(piece, request)
+
+
+def _steps_back(backend: Backend, piece: Any, request: Request) -> bool:
+    """Whether the piece replaces states by states, and the backend has the gradient of that."""
+    slots = piece.program.slots.values()
+    if not slots or any("c" in pattern.letters for _, pattern in slots):
+        return False
+    return backend.supports(piece, dataclasses.replace(request, verb="extend_vjp")).ok
 
 
 def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:

@@ -7,9 +7,17 @@ the reference gets its inputs in the call's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, cast, dtype_name, namespace, zero_where_not
+from precondattn.arrays import (
+    Array,
+    cast,
+    dtype_name,
+    library_of,
+    namespace,
+    wants_gradient,
+    zero_where_not,
+)
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.call import BoundCall, spoil
 from precondattn.dispatch import Plan, PlannedCall
@@ -56,28 +64,48 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     return _finished(values[plan.out], call), pullback
 
 
+class Stepped(NamedTuple):
+    """A planned call of an extension, and what it did."""
+
+    planned: PlannedCall
+    past: Arrays
+    inputs: Arrays
+    out: Array
+    kept: frozenset[str]
+    """The buffers it updates: of calls that share one, the first's value is kept."""
+
+
+def _steps(
+    plan: Plan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
+) -> tuple[Array, dict[str, Any], list[Stepped]]:
+    """The output, the update of every buffer, and what was done."""
+    values = dict(call.inputs)
+    updates: dict[str, Any] = {}
+    trace: list[Stepped] = []
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        past = {own: cache.store[key] for own, key in planned.buffers}
+        out, made = run(planned, past, inputs, call.frame)
+        values[planned.out] = out
+        kept = frozenset(own for own, key in planned.buffers if key not in updates)
+        updates |= {key: made[own] for own, key in planned.buffers if own in kept}
+        trace.append(Stepped(planned, past, inputs, out, kept))
+    return values[plan.out], updates, trace
+
+
 def extend(
     plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    values = dict(call.inputs)
-    updates: dict[str, Any] = {}
-    for planned in plan.calls:
-        inputs = _inputs(planned, values, call)
-        past = {own: cache.store[key] for own, key in planned.buffers}
-        out, made = planned.backend.step(planned.piece, past, inputs, call.frame)
-        values[planned.out] = out
-        for own, key in planned.buffers:
-            updates.setdefault(key, made[own])
+    out, updates, _ = _steps(plan, call, cache, _bridged_step)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
         seen, new = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(seen, new, cache.length, count, donate=donate)
-    out = _finished(values[plan.out], call)
     extended = Cache(cache.length + count, store)
     if donate:
         cache.store.clear()
-    return out, extended
+    return _finished(out, call), extended
 
 
 def extend_vjp(
@@ -87,24 +115,13 @@ def extend_vjp(
 
     It gives the gradients of the inputs and of the old buffers, by name.
     """
-    values = dict(call.inputs)
     dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
-    updates: dict[str, Any] = {}
-    trace: list[tuple[PlannedCall, Arrays, Arrays, Array, list[str]]] = []
-    for planned in plan.calls:
-        inputs = _inputs(planned, values, call)
-        past = {own: cache.store[key] for own, key in planned.buffers}
-        out, made = planned.backend.step(planned.piece, past, inputs, call.frame)
-        values[planned.out] = out
-        # Of calls that share a buffer the first one's value is kept.
-        first = [own for own, key in planned.buffers if key not in updates]
-        updates |= {key: made[own] for own, key in planned.buffers if own in first}
-        trace.append((planned, inputs, past, out, first))
+    result, updates, trace = _steps(plan, call, cache, _plain_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {plan.out: _finished(cotangent, call)}
         d_past: Arrays = {}
-        for planned, inputs, past, out, first in reversed(trace):
+        for planned, past, inputs, out, kept in reversed(trace):
             keys = dict(planned.buffers)
             d_out = cotangents.get(planned.out)
             gradients, d_buffers = planned.backend.step_backward(
@@ -114,9 +131,7 @@ def extend_vjp(
                 call.frame,
                 namespace(out).zeros_like(out) if d_out is None else cast(d_out, out.dtype),
                 {
-                    own: d_store[key]
-                    if own in first
-                    else namespace(past[own]).zeros_like(past[own])
+                    own: d_store[key] if own in kept else namespace(past[own]).zeros_like(past[own])
                     for own, key in keys.items()
                 },
             )
@@ -129,7 +144,7 @@ def extend_vjp(
 
     store = _updated_store(updates, call, cache, count, donate=False)
     extended = Cache(cache.length + count, store)
-    return _finished(values[plan.out], call), extended, pullback
+    return _finished(result, call), extended, pullback
 
 
 def _updated_store(
@@ -213,6 +228,24 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
 
             return apply
     return _plain
+
+
+def _bridged_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+) -> tuple[Array, Any]:
+    arrays = (*past.values(), *inputs.values())
+    is_left_to_torch = planned.support.differentiable or library_of(arrays[0]) != "torch"
+    if is_left_to_torch or not wants_gradient(*arrays):
+        return _plain_step(planned, past, inputs, frame)
+    from precondattn.bridges.torch import apply_step
+
+    return apply_step(planned, past, inputs, frame)
+
+
+def _plain_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+) -> tuple[Array, Any]:
+    return planned.backend.step(planned.piece, past, inputs, frame)
 
 
 def _plain(planned: PlannedCall, inputs: Arrays, frame: Any) -> Array:

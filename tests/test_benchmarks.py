@@ -1,11 +1,13 @@
-"""Benchmarks: what they refuse, what they save, and their arithmetic. No test here asserts a time."""
+"""Benchmarks: what they refuse, what they save, their arithmetic. No test asserts a time."""
 
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from precondattn_conformance.bench.memory import peak_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def run_quick(*names, **options):
@@ -77,7 +81,8 @@ def test_a_quick_run_saves_and_draws_whatever_pytest_is_set_up_to_do(tmp_path):
     saved, raw = tmp_path / "run.json", tmp_path / "raw.json"
     done = in_a_process(
         "bench", "lucid", "lucid_decode", "numpy_lucid", "lucid_backward", "--quick",
-        "--save", str(saved), "--plot", str(tmp_path / "plots"), "--benchmark-json", str(raw),
+        "--backend", "reference", "--save", str(saved), "--plot", str(tmp_path / "plots"),
+        "--benchmark-json", str(raw),
         folder=tmp_path, PYTEST_ADDOPTS="--nonsense",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,10 +127,10 @@ def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
     assert "what is wrong gets no time" in said
 
 
-def test_a_backend_that_takes_nothing_is_said_to(rescaled):
+def test_a_backend_that_does_not_take_it_says_why(rescaled):
     code, said = run_quick("path", backends=("right",))
     assert code == 1
-    assert "right takes nothing of this" in said
+    assert "knows softmax only" in said
     assert "nothing was measured, which counts as a failure" in said
 
 
@@ -138,7 +143,7 @@ def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
             if p.name == "sdpa" else p for p in PEERS]  # fmt: skip
     monkeypatch.setattr(peers, "PEERS", tuple(made))
     saved = tmp_path / "run.json"
-    code, said = run_quick("softmax", save=saved)
+    code, _ = run_quick("softmax", save=saved)
     (row,) = load(saved).rows
     assert code == 0
     assert row.seconds
@@ -271,8 +276,8 @@ def test_costs_are_those_computed_by_hand():
     assert flops(softmax, SIZES, "forward") == 2 * 16 * 8
     assert flops(softmax, SIZES, "forward_backward") == 2 * 16 * (8 + 19)
     assert flops(softmax, {**SIZES, "t": 1}, "decode") == 2 * (2 * 4 * 8)
-    # A window of two tokens: 1 + 2 + 2 + 2 pairs, where N² stands for twice 10 with a diagonal.
-    assert flops(pa.Softmax(window=4), SIZES, "forward") == 2 * 16 * 8
+    # A window of w tokens: 2 N w − w² in place of N². Without a mask it is 2 N².
+    assert flops(pa.Softmax(window=2), SIZES, "forward") == 2 * (2 * 4 * 2 - 4) * 8
     assert flops(pa.Softmax(causal=False), SIZES, "forward") == 2 * 32 * 8
     # LUCID: the same again, once for each key/value head.
     assert flops(lucid, {**SIZES, "n": 1}, "forward") == (2 + 1) * 16 * 8
@@ -375,6 +380,19 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extr
     monkeypatch.setattr(libraries, "find_spec", missing)
     with pytest.raises(ImportError, match=f"with its extra '{extra}'"):
         command.bench(names=("lucid",), console=Console(file=io.StringIO()), **options)
+
+
+def test_the_performance_page_is_made_of_the_saved_files():
+    """It is what `docs/make_performance.py` makes of them, and nothing else."""
+    maker = runpy.run_path(str(DOCS / "make_performance.py"))
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](maker["records"]())
+    assert "Nothing has been measured yet" in maker["page"]({})
+    peer = {"median": 2.345, "q1": 2.3, "q3": 2.4, "rounds": 9, "seconds": 0.5, "error": 1e-7}
+    row = a_row(0.0123, error=1e-6, bound=1e-4, backends=["torch"], ratios={"sdpa": peer})
+    machine = {"processor": "a processor", "cores": 2, "threads": 2, "versions": {"torch": "9"}}
+    text = maker["page"]({"run": Record("2026-01-01", machine, rows=[row])})
+    for measured in ("12.3 ms", "2.35 (2.30–2.40)", "a processor", "2026-01-01", "torch 9"):
+        assert measured in text
 
 
 def test_sizes_of_ones_own_make_a_curve():

@@ -37,7 +37,7 @@ class Arithmetic:
     """By the standard alone: nothing is written in place."""
 
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """An array to write results into, of like's dtype and beside it; its values are anything."""
+        """An array to write results into, of like's dtype and beside it, of any values."""
         return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
 
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:

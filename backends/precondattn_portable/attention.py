@@ -26,12 +26,14 @@ from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.extension import Filled, filled, step_as_defined
 from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.layout import (
+    Part,
     block_size,
     blocks,
     chunk_size,
     grouped_queries,
     head_groups,
     padded,
+    rows_at,
     time_first,
     ungrouped,
 )
@@ -60,13 +62,13 @@ class View(NamedTuple):
     bias: Array | None
     """(b or 1, n or 1, r or 1, t, s)"""
 
-    def group(self, sequences: slice, heads: slice) -> View:
+    def group(self, part: Part) -> View:
         """Some sequences and some key heads of it."""
-        cut = [a if a is None else a[sequences, heads, ...] for a in self[:-1]]
+        cut = [a if a is None else a[part] for a in self[:-1]]
         bias = self.bias
         if bias is not None:
-            bias = bias if bias.shape[0] == 1 else bias[sequences, ...]
-            bias = bias if bias.shape[1] == 1 else bias[:, heads, ...]
+            bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
+            bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
         return View(*cut, bias)
 
 
@@ -74,7 +76,7 @@ class Group(NamedTuple):
     """Some heads at work."""
 
     ops: Arithmetic
-    part: tuple[slice, slice]
+    part: Part
     view: View
     sight: Sight
     scores: Scores
@@ -104,7 +106,7 @@ class Group(NamedTuple):
 
     def rows_of(self, x: Array, i0: int, i1: int) -> Array:
         """(b, n, r, t, c), all of the call, as rows of this group's block."""
-        x = x[(*self.part, slice(None), slice(i0, i1))]
+        x = x[rows_at(self.part, i0, i1)]
         return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
@@ -141,8 +143,8 @@ class Attention(Algorithm):
             frame = frame._replace(k_valid=None)
         sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
         room: Scratch | None = None
-        for sequences, heads in head_groups(b, n, r * size * s):
-            part = view.group(sequences, heads)
+        for where in head_groups(b, n, r * size * s):
+            part = view.group(where)
             scores: Scores
             if is_transported:
                 scores = TransportedScores(
@@ -154,7 +156,7 @@ class Attention(Algorithm):
             if part.g is not None:
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
             values = read(ops, part.v, gradient=gradient)
-            where, seen = (sequences, heads), sight.of(sequences)
+            seen = sight.of(where[0])
             # The first group is the largest.
             room = room or ops.scratch(_strip_size(part, size), view.q)
             yield Group(ops, where, part, seen, scores, values, gate, room, size)
@@ -173,7 +175,7 @@ class Attention(Algorithm):
                 if low == high:
                     continue
                 rows, logs = group.read.forward(group.strip(i0, i1, low, high), low, high)
-                where = (*group.part, slice(None), slice(i0, i1))
+                where = rows_at(group.part, i0, i1)
                 shape = o[where].shape
                 o[where] = xp.reshape(rows, shape)
                 log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
@@ -241,7 +243,7 @@ class Attention(Algorithm):
         if d.bias is not None:
             where = [
                 slice(None) if size == 1 else part
-                for size, part in zip(d.bias.shape[:2], group.part, strict=True)
+                for size, part in zip(d.bias.shape[:2], group.part[:2], strict=True)
             ]
             here = (*where, slice(None), slice(i0, i1), slice(low, high))
             d.bias[here] = d.bias[here] + sum_to(pairs, d.bias[here].shape)
@@ -283,7 +285,7 @@ class Attention(Algorithm):
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
-            own, seen = view.group(*part), sight.of(part[0])
+            own, seen = view.group(part), sight.of(part[0])
             keys, values = (old_k[part], own.k), (old_v[part], own.v)
             for i0, i1 in blocks(t, size):
                 rows = block_of_rows(own.q, i0, i1)
@@ -297,7 +299,7 @@ class Attention(Algorithm):
                     found, _ = read.forward(strip, 0, s)
                 else:
                     found = mean_of_parts(ops, strip, values)
-                where = (*part, slice(None), slice(i0, i1))
+                where = rows_at(part, i0, i1)
                 o[where] = xp.reshape(found, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 

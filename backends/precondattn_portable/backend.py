@@ -19,12 +19,27 @@ from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
 from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
+from precondattn_portable.query_weighted import QueryWeighted
+from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
+
+STATEFUL = (
+    pa.Linear,
+    pa.Retention,
+    pa.SSD,
+    pa.GLA,
+    pa.Delta,
+    pa.GatedDelta,
+    pa.GSA,
+    pa.ConditionedQuery,
+)
 
 ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolveBlocks(),
+    pa.QueryWeightedQuery: QueryWeighted(),
+    **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
 }
 """By the leaf's own class: a subclass may mean something else."""
 

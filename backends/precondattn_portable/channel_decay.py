@@ -27,6 +27,11 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.head_decay import sums_before, sums_behind, sums_from
+from precondattn_portable.places import add_at
+
+ALL = slice(None)
+FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)
+"""The halves of (c, n, blocks, 2, half, …)."""
 
 
 class Halving(NamedTuple):
@@ -60,11 +65,11 @@ class ChannelDecay:
         while half < self.size:
             shape = self._blocks(self.g, half)
             since, until = xp.reshape(since, shape), xp.reshape(until, shape)
-            first, second = until[:, :, :, 0, ...], since[:, :, :, 1, ...]
+            first, second = until[FIRST], since[SECOND]
             found.append(Halving(half, xp.exp(second), xp.exp(first)))
             total_of_first = since[:, :, :, 0, -1:, :]
-            until[:, :, :, 0, ...] = first + second[..., -1:, :]
-            since[:, :, :, 1, ...] = second + total_of_first
+            until[FIRST] = first + second[..., -1:, :]
+            since[SECOND] = second + total_of_first
             half *= 2
         return found
 
@@ -79,8 +84,8 @@ class ChannelDecay:
             blocks = size // (2 * half)
             whole = xp.reshape(whole, (chunks, heads, blocks, 2, half * r, half))
             wider = self.ops.zeros((chunks, heads, blocks, 2 * half * r, 2 * half), x)
-            wider[..., : half * r, :half] = whole[:, :, :, 0, ...]
-            wider[..., half * r :, half:] = whole[:, :, :, 1, ...]
+            wider[..., : half * r, :half] = whole[FIRST]
+            wider[..., half * r :, half:] = whole[SECOND]
             wider[..., half * r :, :half] = corner
             whole = wider
         return xp.reshape(whole, (chunks, heads, size * r, size))
@@ -93,8 +98,8 @@ class ChannelDecay:
         for (half, since, until), corner in zip(self.halvings, corners, strict=True):
             found = self.ops.product(corner, self._first(y, half, until))
             o = xp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
-            found = xp.reshape(found, o[:, :, :, 1, ...].shape)
-            o[:, :, :, 1, ...] += self.ops.multiply(found, since[..., None, :])
+            found = xp.reshape(found, o[SECOND].shape)
+            add_at(self.ops, o, SECOND, self.ops.multiply(found, since[..., None, :]))
         return xp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
@@ -110,14 +115,14 @@ class ChannelDecay:
             d_x, d_y, d_g = xp.reshape(d_x, rows), xp.reshape(d_y, shape), xp.reshape(d_g, shape)
             later, earlier = self._second(x, half, since), self._first(y, half, until)
 
-            read = xp.reshape(self.ops.product(corner, earlier), d_x[:, :, :, 1, ...].shape)
+            read = xp.reshape(self.ops.product(corner, earlier), d_x[SECOND].shape)
             crossing = xp.sum(read * xp.reshape(later, read.shape), axis=-2)
-            d_g[:, :, :, 1, ...] += sums_from(crossing)
-            d_x[:, :, :, 1, ...] += self.ops.multiply(read, since[..., None, :])
+            add_at(self.ops, d_g, SECOND, sums_from(crossing))
+            add_at(self.ops, d_x, SECOND, self.ops.multiply(read, since[..., None, :]))
 
             written = self.ops.product(transpose(corner), later)
-            d_g[:, :, :, 0, ...] += sums_before(written * earlier)
-            d_y[:, :, :, 0, ...] += self.ops.multiply(written, until)
+            add_at(self.ops, d_g, FIRST, sums_before(written * earlier))
+            add_at(self.ops, d_y, FIRST, self.ops.multiply(written, until))
         return xp.reshape(d_x, x.shape), xp.reshape(d_y, y.shape), xp.reshape(d_g, y.shape)
 
     def _blocks(self, y: Array, half: int) -> tuple[int, ...]:
@@ -126,13 +131,13 @@ class ChannelDecay:
 
     def _first(self, y: Array, half: int, until: Array) -> Array:
         """(c, n, blocks, half, w)"""
-        return namespace(y).reshape(y, self._blocks(y, half))[:, :, :, 0, ...] * until
+        return namespace(y).reshape(y, self._blocks(y, half))[FIRST] * until
 
     def _second(self, x: Array, half: int, since: Array) -> Array:
         """(c, n, blocks, half r, w)"""
         xp = namespace(x)
         r, width = x.shape[3], x.shape[4]
-        blocks = xp.reshape(x, (*self._blocks(x, half)[:-1], r, width))[:, :, :, 1, ...]
+        blocks = xp.reshape(x, (*self._blocks(x, half)[:-1], r, width))[SECOND]
         faded = blocks * since[..., None, :]
         return xp.reshape(faded, (*faded.shape[:3], half * r, width))
 
@@ -146,7 +151,7 @@ class ChannelDecay:
             corners.append(whole[..., half * r :, :half])
             blocks = whole.shape[2]
             narrower = self.ops.empty((chunks, heads, blocks, 2, half * r, half), a)
-            narrower[:, :, :, 0, ...] = whole[..., : half * r, :half]
-            narrower[:, :, :, 1, ...] = whole[..., half * r :, half:]
+            narrower[FIRST] = whole[..., : half * r, :half]
+            narrower[SECOND] = whole[..., half * r :, half:]
             whole = xp.reshape(narrower, (chunks, heads, 2 * blocks, half * r, half))
         return corners[::-1], xp.reshape(whole, (chunks, heads, self.size, r, 1))

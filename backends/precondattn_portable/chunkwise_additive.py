@@ -20,6 +20,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.head_decay import HeadDecay, faded, sums_before, sums_from
+from precondattn_portable.places import add_at, product_at
 
 
 class Chunks(NamedTuple):
@@ -72,12 +73,6 @@ def summed_pairs(pairs: Array) -> Array:
     return summed_rows(namespace(pairs).reshape(pairs, (c, n, size, -1, size)))
 
 
-def put(array: Array, index: int, view: Array, new: Array) -> None:
-    """`new` as array[index], unless it was computed in that very place."""
-    if new is not view:
-        array[index, ...] = new
-
-
 class Additive(Group):
     """What the kinds of decay have in common."""
 
@@ -87,33 +82,44 @@ class Additive(Group):
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         self.ops, self.x = ops, x
 
-    def _written(self) -> Array:
-        """What the chunks add to the state (c, n, d, e)."""
+    def _written(self) -> tuple[Array, Array]:
+        """Two factors (c, n, C, …) of what the chunks add to the state."""
         raise NotImplementedError
 
-    def _pulled(self, q: Array, d_o: Array) -> Array:
-        """What the gradients of the outputs add to that of the state (c, n, d, e)."""
+    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
+        """Two factors (c, n, C, r, …) of what the outputs' gradients add to that of the state."""
         raise NotImplementedError
 
     def states(self, state: Array) -> Array:
-        written = self._written()
-        states = self.ops.empty((written.shape[0] + 1, *state.shape), state)
+        k, v = self._written()
+        states = self.ops.empty((k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
-        for chunk in range(written.shape[0]):
-            states[chunk + 1, ...] = self._step(states, chunk, chunk) + written[chunk, ...]
+        product_at(self.ops, states, (slice(1, None), ...), transpose(k), v)
+        for chunk in range(k.shape[0]):
+            add_at(self.ops, states, (chunk + 1, ...), of_state(self.total, states, chunk, chunk))
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
-        pulled = self._pulled(q, d_o)
-        d_states = self.ops.empty((pulled.shape[0] + 1, *d_state.shape), d_state)
-        d_states[-1, ...] = d_state
-        for chunk in range(pulled.shape[0] - 1, -1, -1):
-            d_states[chunk, ...] = self._step(d_states, chunk + 1, chunk) + pulled[chunk, ...]
+        q, d_o = self._pulled(q, d_o)
+        d_states = pulled(self.ops, q, d_o, d_state)
+        for chunk in range(q.shape[0] - 1, -1, -1):
+            kept = of_state(self.total, d_states, chunk + 1, chunk)
+            add_at(self.ops, d_states, (chunk, ...), kept)
         return d_states
 
-    def _step(self, states: Array, index: int, chunk: int) -> Array:
-        state = states[index, ...]
-        return state if self.total is None else state * self.total[chunk, ...]
+
+def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
+    """Qᵀ dO in front of every chunk, and `d_state` behind the last: (c + 1, n, d, e)."""
+    d_states = ops.empty((q.shape[0] + 1, *d_state.shape), d_state)
+    product_at(ops, d_states, (slice(0, -1), ...), transpose(flat(q)), flat(d_o))
+    d_states[-1, ...] = d_state
+    return d_states
+
+
+def of_state(total: Array | None, states: Array, index: int, chunk: int) -> Array:
+    """total ∘ states[index], what the chunk keeps."""
+    state = states[index, ...]
+    return state if total is None else state * total[chunk, ...]
 
 
 class HeadAdditive(Additive):
@@ -124,18 +130,15 @@ class HeadAdditive(Additive):
         self.decay = HeadDecay(ops, x.g, x.k)
         self.total = self.decay.total
 
-    def _written(self) -> Array:
-        return self.ops.product(transpose(faded(self.x.k, self.decay.writing)), self.x.v)
+    def _written(self) -> tuple[Array, Array]:
+        return faded(self.x.k, self.decay.writing), self.x.v
 
-    def _pulled(self, q: Array, d_o: Array) -> Array:
-        return self.ops.product(transpose(flat(faded(q, self.decay.reading))), flat(d_o))
+    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
+        return faded(q, self.decay.reading), d_o
 
     def read(self, q: Array, states: Array) -> Array:
-        ops, decay = self.ops, self.decay
-        o = ops.product(flat(faded(q, decay.reading)), states[:-1, ...])
-        scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
-        o = ops.add_product(o, scores, self.x.v)
-        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+        scores = self.decay.among(self.ops.product(flat(q), transpose(self.x.k)))
+        return read(self.ops, self.decay, q, states, scores, self.x.v)
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
         ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
@@ -155,16 +158,30 @@ class HeadAdditive(Additive):
         return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, None)
 
 
+def read(
+    ops: Arithmetic, decay: HeadDecay, q: Array, states: Array, scores: Array, u: Array
+) -> Array:
+    """reading ∘ Q S + A U."""
+    o = _from_states(ops, decay, q, states[:-1, ...])
+    o = ops.add_product(flat(o), scores, u)
+    return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+
+
 def d_of_read(
     ops: Arithmetic, decay: HeadDecay, q: Array, d_o: Array, states: Array
 ) -> tuple[Array, Array]:
     """reading ∘ dO Sᵀ (c, n, C r, d), and its products with the queries (c, n, C, 1)."""
-    xp = namespace(q)
-    found = ops.product(flat(d_o), transpose(states[:-1, ...]))
-    found = xp.reshape(found, q.shape)
-    if decay.reading is not None:
-        found = ops.multiply(found, decay.reading[..., None, :])
+    found = _from_states(ops, decay, d_o, transpose(states[:-1, ...]))
     return flat(found), row_sum(summed_rows(found * q))
+
+
+def _from_states(ops: Arithmetic, decay: HeadDecay, rows: Array, states: Array) -> Array:
+    """reading ∘ (rows S), for r rows a token."""
+    found = ops.product(flat(rows), states)
+    found = namespace(found).reshape(found, (*rows.shape[:-1], found.shape[-1]))
+    if decay.reading is None:
+        return found
+    return ops.multiply(found, decay.reading[..., None, :])
 
 
 def d_of_written(
@@ -192,11 +209,11 @@ class KeyAdditive(Additive):
         self.decay = ChannelDecay(ops, x.g)
         self.total = transpose(self.decay.total)
 
-    def _written(self) -> Array:
-        return self.ops.product(transpose(self.x.k * self.decay.writing), self.x.v)
+    def _written(self) -> tuple[Array, Array]:
+        return self.x.k * self.decay.writing, self.x.v
 
-    def _pulled(self, q: Array, d_o: Array) -> Array:
-        return self.ops.product(transpose(flat(faded(q, self.decay.reading))), flat(d_o))
+    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
+        return faded(q, self.decay.reading), d_o
 
     def read(self, q: Array, states: Array) -> Array:
         o = self.ops.product(flat(faded(q, self.decay.reading)), states[:-1, ...])
@@ -228,11 +245,11 @@ class ValueAdditive(Additive):
         self.decay = ChannelDecay(ops, x.g)
         self.total = self.decay.total
 
-    def _written(self) -> Array:
-        return self.ops.product(transpose(self.x.k), self.x.v * self.decay.writing)
+    def _written(self) -> tuple[Array, Array]:
+        return self.x.k, self.x.v * self.decay.writing
 
-    def _pulled(self, q: Array, d_o: Array) -> Array:
-        return self.ops.product(transpose(flat(q)), flat(faded(d_o, self.decay.reading)))
+    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
+        return q, faded(d_o, self.decay.reading)
 
     def read(self, q: Array, states: Array) -> Array:
         scores = self.ops.product(flat(q), transpose(self.x.k))

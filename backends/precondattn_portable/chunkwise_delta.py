@@ -27,10 +27,13 @@ from precondattn_portable.chunkwise_additive import (
     d_of_written,
     flat,
     kept,
-    put,
+    of_state,
+    pulled,
+    read,
     summed_pairs,
 )
 from precondattn_portable.head_decay import HeadDecay, faded
+from precondattn_portable.places import add_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -58,37 +61,43 @@ class DeltaRule(Group):
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
         for chunk in range(x.k.shape[0]):
-            before = states[chunk, ...]
-            left = ops.add_product(right[chunk, ...], self.reading_k[chunk, ...], before, -1.0)
-            u = put(ops.product, self.u, chunk, self.inverse[chunk, ...], left)
-            put(ops.product, states, chunk + 1, transpose(self.writing_k[chunk, ...]), u)
-            behind = states[chunk + 1, ...]
-            new = ops.add(behind, self._faded(before, chunk))
+            here, behind = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(right, here, self.reading_k[here], states[here], -1.0)
+            u = product_at(ops, self.u, here, self.inverse[here], right[here])
+            product_at(ops, states, behind, transpose(self.writing_k[here]), u)
+            add_at(ops, states, behind, of_state(self.decay.total, states, chunk, chunk))
         return states
 
-    def _faded(self, state: Array, chunk: int) -> Array:
-        total = self.decay.total
-        return state if total is None else state * total[chunk, ...]
+    def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
+        ops, decay = self.ops, self.decay
+        self.scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
+        d_u = ops.product(transpose(self.scores), flat(d_o))
+        self.d_right = ops.empty(d_u.shape, d_u)
+        d_states = pulled(ops, faded(q, decay.reading), d_o, d_state)
+        for chunk in range(self.x.k.shape[0] - 1, -1, -1):
+            here, behind = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(d_u, here, self.writing_k[here], d_states[behind])
+            right = product_at(ops, self.d_right, here, transpose(self.inverse[here]), d_u[here])
+            add_at(ops, d_states, here, of_state(decay.total, d_states, chunk + 1, chunk))
+            ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
+        return d_states
 
     def read(self, q: Array, states: Array) -> Array:
         ops, decay = self.ops, self.decay
-        o = ops.product(flat(faded(q, decay.reading)), states[:-1, ...])
         scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
-        o = ops.add_product(o, scores, self.u)
-        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
+        return read(ops, decay, q, states, scores, self.u)
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
         ops, decay, x = self.ops, self.decay, self.x
         d_scores = ops.product(flat(d_o), transpose(self.u))
         pairs = ops.multiply(self.scores, d_scores)
         d_scores = decay.among(d_scores)
-        d_q, read = d_of_read(ops, decay, q, d_o, states)
+        d_q, through_read = d_of_read(ops, decay, q, d_o, states)
         d_q = ops.add_product(d_q, d_scores, x.k)
         d_k, written = d_of_written(ops, decay, x.k, self.u, d_states)
         d_k = ops.add_product(d_k, transpose(d_scores), flat(q))
 
-        # X, and what reaches V − reading ∘ K S − L U through it.
-        d_right = ops.product(transpose(self.inverse), self.d_u)
+        d_right = self.d_right  # X
         from_states = ops.product(d_right, transpose(states[:-1, ...]))
         if decay.reading is not None:
             from_states = ops.multiply(from_states, decay.reading)
@@ -103,6 +112,6 @@ class DeltaRule(Group):
         d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
 
         pairs = ops.add(summed_pairs(pairs), ops.multiply(own, -x.beta))
-        read = read - x.beta * from_keys
-        d_g = decay.d_g(pairs, read, written, kept(decay, states, d_states))
+        through_read = through_read - x.beta * from_keys
+        d_g = decay.d_g(pairs, through_read, written, kept(decay, states, d_states))
         return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta)

@@ -26,9 +26,14 @@ from precondattn.spec.read import MEAN
 from precondattn.spec.rms_norm import rms
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.attention import past_heads
 from precondattn_portable.extension import filled, new_tokens
-from precondattn_portable.layout import block_size, grouped_queries, time_first, ungrouped
+from precondattn_portable.layout import (
+    ALL_HEADS,
+    block_size,
+    grouped_queries,
+    time_first,
+    ungrouped,
+)
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
 from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
@@ -63,7 +68,6 @@ class LucidStep(Algorithm):
         known = filled(frame, solve_past["key"].shape[1])
         xp, count = namespace(x["q"]), known.count
         system = PastSystem(ops, solve, solve_past, x, known)
-        all_heads = (slice(None), slice(None))
         q = grouped_queries(ops, x["q"], n) * softmax._scale(x["q"].shape[3])
         rows = block_of_rows(q, 0, t)
         both = xp.concat([rows, system.queries], axis=2)
@@ -77,7 +81,7 @@ class LucidStep(Algorithm):
         sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
         strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, count + t), strip.shape)
         strip, total, _ = exponentials(ops, strip)
-        phi = system.from_scores(scores[:, :, split:, :] + 0, all_heads, 0, t)
+        phi = system.from_scores(scores[:, :, split:, :] + 0, ALL_HEADS, 0, t)
         read = ops.product(xp.concat([strip[..., :count], phi], axis=2), system.solved)
 
         right = ops.heads_first(x["v"]) - read[:, :, split:, :]

@@ -8,22 +8,30 @@ cache together.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import EllipsisType
 from typing import Any
 
 from precondattn.arrays import Array, namespace, placement
 from precondattn_portable.arithmetic import Arithmetic
 
 ROWS = 128
-"""Rows of a strip: enough for products at full speed, few enough for little waste at the diagonal."""
+"""Rows of a strip: enough for products at full speed, with little waste at the diagonal."""
 
 FEWEST_ROWS = 32
 """Positions of a block, however many query heads read each key head."""
 
-CHUNK = 256
-"""Tokens of a chunk of reflections, which cost each key a product of its own: long ones are rare."""
+CHUNK = 128
+"""Tokens of a chunk of reflections. Long ones cost more within; short ones come more often, and
+each costs every key in front of it a product."""
 
 STRIP = 2**22
 """Numbers in the strips that are worked on together: 16 MiB in float32."""
+
+
+Part = tuple[slice, slice, EllipsisType]
+"""The index of some sequences and some key heads of (b, n, …)."""
+
+ALL_HEADS: Part = (slice(None), slice(None), ...)
 
 
 def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
@@ -60,21 +68,26 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, count)
 
 
-def head_groups(b: int, n: int, strip: int) -> Iterator[tuple[slice, slice]]:
+def head_groups(b: int, n: int, strip: int) -> Iterator[Part]:
     """Batch and heads cut into groups; `strip` numbers make the largest strip of one head."""
     together = max(STRIP // max(strip, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
-            yield slice(start, stop), slice(0, n)
+            yield slice(start, stop), slice(0, n), ...
     else:
         for sequence in range(b):
             for start, stop in blocks(n, together):
-                yield slice(sequence, sequence + 1), slice(start, stop)
+                yield slice(sequence, sequence + 1), slice(start, stop), ...
 
 
 def at(low: int, high: int) -> Any:
     """The index of tokens low … high − 1 of (b, n, s, …)."""
     return slice(None), slice(None), slice(low, high), ...
+
+
+def rows_at(part: Part, i0: int, i1: int) -> Any:
+    """The index of queries i0 … i1 − 1 of some heads of (b, n, r, t, …)."""
+    return (*part[:2], slice(None), slice(i0, i1), ...)
 
 
 def at_chunk(chunk: int, tokens: slice = slice(None)) -> Any:

@@ -34,7 +34,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
@@ -43,6 +43,7 @@ from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.attention import past_heads
 from precondattn_portable.extension import Filled, filled, new_tokens, step_as_defined
 from precondattn_portable.layout import (
+    Part,
     at,
     block_size,
     blocks,
@@ -70,8 +71,8 @@ class View(NamedTuple):
     w: Array | None
     path_beta: Array | None
 
-    def group(self, sequences: slice, heads: slice) -> View:
-        return View(*(a if a is None else a[sequences, heads, ...] for a in self))
+    def group(self, part: Part) -> View:
+        return View(*(a if a is None else a[part] for a in self))
 
 
 class System:
@@ -145,7 +146,7 @@ class System:
         if isinstance(self.scores, TransportedScores):
             return self.scores.within()
         xp = namespace(self.view.k)
-        b, n, s, d = self.view.k.shape
+        b, n, _, d = self.view.k.shape
         keys = xp.reshape(self.view.unit, (b, n, self.chunks, self.size, d))
         return self.ops.product(keys * self.scale, transpose(keys))
 
@@ -219,7 +220,7 @@ class System:
 
 
 class PastSystem:
-    """Φ of new tokens and those in a cache; keys there are not yet normalised, their norms known."""
+    """Φ of new tokens and those in a cache, whose keys stand there beside their norms."""
 
     def __init__(
         self,
@@ -247,12 +248,12 @@ class PastSystem:
             frame = frame._replace(k_valid=frame.k_valid[:, :count])
         self.sight = Sight(frame, count, known.offset, window=leaf.window, strict=True)
 
-    def weights(self, part: tuple[slice, slice], i0: int, i1: int) -> Array:
+    def weights(self, part: Part, i0: int, i1: int) -> Array:
         """(b, n, i1 − i0, count) of some heads and new tokens."""
         scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
         return self.from_scores(scores, part, i0, i1)
 
-    def from_scores(self, scores: Array, part: tuple[slice, slice], i0: int, i1: int) -> Array:
+    def from_scores(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
         """The weights, from the scores with the keys as they stand in the cache."""
         if self.inverse_rms is not None:
             scores = self.ops.multiply(scores, self.inverse_rms[part])
@@ -290,7 +291,7 @@ class LucidSolveBlocks(Algorithm):
 
     def _systems(
         self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
-    ) -> Iterator[tuple[tuple[slice, slice], System]]:
+    ) -> Iterator[tuple[Part, System]]:
         b, n, s, _ = view.k.shape
         size = self._size(leaf, s)
         frame = _padded_frame(frame, s)
@@ -300,7 +301,7 @@ class LucidSolveBlocks(Algorithm):
         sight = Sight(frame, s, 0, window=leaf.window, strict=True)
         room: Scratch | None = None
         for part in head_groups(b, n, size * s):
-            group, seen = view.group(*part), sight.of(part[0])
+            group, seen = view.group(part), sight.of(part[0])
             # The first group is the largest.
             room = room or ops.scratch(math.prod(group.k.shape[:3]) * size, view.k)
             yield part, System(ops, leaf, group, seen, size, room, gradient=gradient)
@@ -433,7 +434,6 @@ class LucidSolveBlocks(Algorithm):
         leaf: Any, system: System, i0: int, i1: int, low: int, d_v: Array, y: Array
     ) -> Array:
         """What reaches the scores through δ, and through the maximum of a row."""
-        xp = namespace(y)
         column = arange_like(i1, y)[low:]
         own = column == arange_like(i1, y)[i0:i1, None]
         assert system.diagonal is not None

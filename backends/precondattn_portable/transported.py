@@ -37,8 +37,6 @@ class Chunk(NamedTuple):
     w: Array
     beta: Array
     """(b, n, size, 1)"""
-    overlap: Array
-    """stril(w wᵀ)"""
     r: Array
     """R"""
     m: Array
@@ -84,6 +82,7 @@ class TransportedScores:
         self.chunks = (self.length + missing) // size
         self.q = padded(q, 0, missing, axis=3)
         self.k, self.w, self.beta = (padded(a, 0, missing) for a in (k, w, beta))
+        self.m = self._inverses()
         self.gradient = gradient
         shape = self.k.shape
         if gradient:
@@ -104,14 +103,21 @@ class TransportedScores:
     def _at(self, a: int) -> Any:
         return at(a * self.size, (a + 1) * self.size)
 
+    def _inverses(self) -> Array:
+        """M of every chunk, all in one stack."""
+        xp, (b, n, _, d) = namespace(self.w), self.w.shape
+        w = xp.reshape(self.w, (b, n, self.chunks, self.size, d))
+        beta = xp.reshape(self.beta, (b, n, self.chunks, self.size, 1))
+        overlap = self.ops.product(beta * w, transpose(w))
+        return unit_lower_inverse(self.ops, xp.tril(overlap, k=-1))
+
     def _chunk(self, a: int) -> Chunk:
         ops, xp = self.ops, namespace(self.k)
         k, w, beta = self.k[self._at(a)], self.w[self._at(a)], self.beta[self._at(a)][..., None]
-        overlap = xp.tril(ops.product(w, transpose(w)), k=-1)
+        m = self.m[at_chunk(a)]
         r = xp.tril(ops.product(w, transpose(k)), k=-1)
-        m = unit_lower_inverse(ops, beta * overlap)
         z = m * transpose(beta)
-        return Chunk(k, w, beta, overlap, r, m, ops.product(z, r), ops.product(z, w))
+        return Chunk(k, w, beta, r, m, ops.product(z, r), ops.product(z, w))
 
     # ---------------------------------------------------------------------------- a strip
 
@@ -254,7 +260,8 @@ class TransportedScores:
         d_r = xp.tril(ops.product(z_t, d_zr), k=-1)
         d_m = d_z * transpose(chunk.beta)
         d_scaled = -ops.product(m_t, ops.product(d_m, m_t))  # Of diag(β) stril(w wᵀ).
-        d_beta = xp.sum(chunk.m * d_z, axis=-2) + xp.sum(d_scaled * chunk.overlap, axis=-1)
+        overlap = xp.tril(ops.product(chunk.w, transpose(chunk.w)), k=-1)
+        d_beta = xp.sum(chunk.m * d_z, axis=-2) + xp.sum(d_scaled * overlap, axis=-1)
         d_overlap = xp.tril(chunk.beta * d_scaled, k=-1)
         self.d_beta[here] = self.d_beta[here] + d_beta
         ops.add_product_at(self.d_k_padded, here, transpose(d_r), chunk.w)

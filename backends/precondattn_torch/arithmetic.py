@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
 from torch import Tensor
+
+from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
 
 
 class TorchArithmetic(Arithmetic):

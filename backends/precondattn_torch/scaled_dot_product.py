@@ -4,7 +4,7 @@ LASER reads o = ν + log(A e^{v − ν}), which is softmax attention to the valu
 of each channel lie close enough together (`precondattn_portable/read_log_mean_exp.py`). With
 a = A e^{v − ν},
 
-    da = do / a,    (dq, dk, de^{v − ν}) by the kernel's own gradient,    dv = e^{v − ν} ∘ de^{v − ν}.
+    da = do / a,    (dq, dk, dw) by the kernel's own gradient with w = e^{v − ν},    dv = w ∘ dw.
 
 What the kernel has no word for (windows, biases, gates, fewer queries than keys, most masks) is
 left to the strips of `precondattn_portable/attention.py`.
@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional
+
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
@@ -24,7 +26,6 @@ from precondattn_portable.algorithm import Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.read_log_mean_exp import RANGE
-from torch import Tensor
 
 
 def fits(
@@ -55,9 +56,9 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
     d, e = q.shape[3], v.shape[3]
     # The kernel wants keys and values of one width; without that it would fill T × T numbers.
-    q, k = (F.pad(a, (0, max(e - d, 0))) for a in (q, k))
-    v = F.pad(v, (0, max(d - e, 0)))
-    o = F.scaled_dot_product_attention(
+    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
+    v = functional.pad(v, (0, max(d - e, 0)))
+    o = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -119,17 +120,17 @@ def _laser_backward(
     leaf: Any, x: Mapping[str, Tensor], residuals: Residuals, cotangent: Tensor
 ) -> Arrays:
     n, e = x["v"].shape[2:]
-    h, d = x["q"].shape[2:]
+    d = x["q"].shape[3]
     q, k, v, shift = _kernel_inputs(x)
     log_total, o = residuals
     mean = (o - shift).exp()
     pad = (0, v.shape[3] - e)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        F.pad(cotangent / mean, pad).transpose(1, 2),
+        functional.pad(cotangent / mean, pad).transpose(1, 2),
         q,
         k,
         v,
-        F.pad(mean, pad).transpose(1, 2),
+        functional.pad(mean, pad).transpose(1, 2),
         log_total.transpose(1, 2).contiguous(),
         0.0,
         leaf.causal,
@@ -159,8 +160,8 @@ def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Ten
     h, d, e = q.shape[2], q.shape[3], v.shape[3]
     shift = v.amax(1, keepdim=True)
     weights = (v - shift).exp_()
-    q, k = (F.pad(a, (0, max(e - d, 0))) for a in (q, k))
-    weights = F.pad(weights, (0, max(d - e, 0)))
+    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
+    weights = functional.pad(weights, (0, max(d - e, 0)))
     q, k, weights = (_of_each_head(a, h).transpose(1, 2) for a in (q, k, weights))
     return q, k, weights, _of_each_head(shift, h)
 

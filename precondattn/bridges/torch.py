@@ -1,9 +1,10 @@
 """PyTorch: a backend's forward and backward as custom operators.
 
 Three operators serve every backend and every piece: `forward` with the residuals of the gradient,
-`backward`, and `inference` without residuals. A piece travels as its text and a backend as its
+`backward`, and `inference` without residuals; and `step` with its gradient where an extension
+replaces states by states. A piece travels as its text and a backend as its
 name, so that compiled and exported graphs need nothing but strings and tensors. Autograd is
-registered for `forward` alone: a second derivative through a backend is refused by PyTorch, and
+registered for `forward` and `step` alone: a second derivative through a backend is refused by PyTorch, and
 offered by `backend="reference"`, which is plain differentiable code.
 
 vmap folds the mapped axis into the batch axis, which every input but a weight has, and the gradient
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.arrays import wants_gradient
+from precondattn.arrays import cast, wants_gradient
 from precondattn.backend import ArraySpec
+from precondattn.cache import Replace
 from precondattn.discovery import discover
 from precondattn.dispatch import PlannedCall
 from precondattn.frame import Frame
@@ -159,6 +161,106 @@ def _differentiate(ctx: Any, cotangents: Any) -> Any:
 
 
 forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+# ---------------------------------------------------------------------------- steps of states
+
+
+def apply_step(
+    planned: PlannedCall, past: dict[str, Tensor], inputs: dict[str, Tensor], frame: Frame
+) -> tuple[Tensor, dict[str, Replace]]:
+    """A step that replaces states by states, differentiable in them and in the inputs."""
+    piece, backend = str(planned.piece), planned.backend.name
+    out, *states = step(piece, backend, list(past.values()), list(inputs.values()), list(frame))
+    return out, {name: Replace(state) for name, state in zip(past, states, strict=True)}
+
+
+def _past_named(piece: Any, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(piece.program.slots, states, strict=True))
+
+
+@torch.library.custom_op("precondattn::step", mutates_args=())
+def step(
+    piece: str,
+    backend: str,
+    past: list[Tensor],
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+) -> list[Tensor]:
+    """The output and, behind it, the new states."""
+    mechanism = read_mechanism(piece)
+    states = _past_named(mechanism, past)
+    out, updates = (
+        discover().named(backend).step(mechanism, states, _named(mechanism, tensors), Frame(*frame))
+    )
+    replaced: dict[str, Any] = dict(updates)
+    new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
+    return _own([out, *new], [*past, *tensors, *frame])
+
+
+@torch.library.custom_op("precondattn::step_backward", mutates_args=())
+def step_backward(
+    piece: str,
+    backend: str,
+    past: list[Tensor],
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+    cotangents: list[Tensor],
+) -> list[Tensor]:
+    """The gradients of the old states and, behind them, of every tensor."""
+    mechanism = read_mechanism(piece)
+    states, inputs = _past_named(mechanism, past), _named(mechanism, tensors)
+    gradients, d_past = (
+        discover()
+        .named(backend)
+        .step_backward(
+            mechanism,
+            states,
+            inputs,
+            Frame(*frame),
+            cotangents[0],
+            _past_named(mechanism, cotangents[1:]),
+        )
+    )
+    made = [cast(d_past[name], old.dtype) for name, old in states.items()]
+    made += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
+    return _own(made, [*past, *tensors, *frame, *cotangents])
+
+
+@step.register_fake
+def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Tensor]:
+    mechanism = read_mechanism(piece)
+    named = _named(mechanism, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
+    shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
+    out = named.get("v", tensors[0]).new_empty(shape)
+    return [out, *(torch.empty_like(state) for state in past)]
+
+
+@step_backward.register_fake
+def _(
+    piece: str, backend: str, past: Any, tensors: Any, frame: Any, cotangents: Any
+) -> list[Tensor]:
+    contiguous = torch.contiguous_format
+    return [torch.empty_like(t, memory_format=contiguous) for t in (*past, *tensors)]
+
+
+def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.piece, ctx.backend, past, tensors, frame = inputs
+    ctx.split = len(past), len(past) + len(tensors)
+    ctx.save_for_backward(*past, *tensors, *frame)
+
+
+def _differentiate_step(ctx: Any, cotangents: Any) -> Any:
+    saved, (end, split) = list(ctx.saved_tensors), ctx.split
+    past, tensors, frame = saved[:end], saved[end:split], saved[split:]
+    found = step_backward(ctx.piece, ctx.backend, past, tensors, frame, list(cotangents))
+    no_gradient = None if any(mask is None for mask in frame) else [None] * len(frame)
+    return None, None, found[:end], found[end:], no_gradient
+
+
+step.register_autograd(_differentiate_step, setup_context=_remember_step)
 
 
 # --------------------------------------------------------------------------------------- vmap

@@ -65,7 +65,7 @@ def bench(
     """
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be 1 or above; found {rounds}")
-    for name in backends:
+    for name in ",".join(backends).split(",") if backends else ():
         discover().named(name)
     cases = chosen(
         names,

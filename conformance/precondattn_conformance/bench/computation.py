@@ -15,7 +15,6 @@ import numpy as np
 import precondattn as pa
 from precondattn.backend import UnsupportedError
 from precondattn.cache import Cache
-from precondattn.discovery import discover
 from precondattn_conformance.bench.paired import Run
 from precondattn_conformance.inputs import Arrays, slice_tokens
 from precondattn_conformance.libraries import Library
@@ -56,24 +55,20 @@ class Computation:
     """From the inputs of all tokens, of which the last is the one to decode."""
 
 
-def with_help(backend: str | None) -> Backend:
-    """This backend first, and all others behind it for what it does not take."""
-    if backend is None:
-        return None
-    first = discover().named(backend).name
-    others = (other.name for other in discover().backends)
-    return first, *(name for name in others if name != first)
+def allowed(backend: str | None) -> Backend:
+    """The backends of `"mine,torch"`, in this order of preference; None leaves the choice free."""
+    return None if backend is None else tuple(backend.split(","))
 
 
 def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn") -> Computation:
     """A mechanism on a backend, or on whatever is chosen for it."""
-    allowed = with_help(backend)
+    names = allowed(backend)
     return Computation(
         name,
         mechanism,
-        forward=lambda **x: mechanism(**x, backend=allowed),
-        vjp=lambda **x: mechanism.vjp(**x, backend=allowed),
-        decoder=lambda library, dtype, x: CacheDecoder(mechanism, allowed, library, dtype, x),
+        forward=lambda **x: mechanism(**x, backend=names),
+        vjp=lambda **x: mechanism.vjp(**x, backend=names),
+        decoder=lambda library, dtype, x: CacheDecoder(mechanism, names, library, dtype, x),
     )
 
 

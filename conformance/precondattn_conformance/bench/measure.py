@@ -19,11 +19,11 @@ from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
+    allowed,
     backward_run,
     decode_run,
     forward_run,
     ours,
-    with_help,
 )
 from precondattn_conformance.bench.correct import (
     LARGEST,
@@ -119,16 +119,16 @@ def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layo
     few = layout._replace(t=1, s=1) if case.work == "decode" else layout
     like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}
     row.device = machine.device_name(library, next(iter(like.values())))
-    allowed = with_help(backend)
+    names = allowed(backend)
     if case.work == "decode":
         cache = m.init_cache(**like, capacity=layout.t)
-        explanation = m.explain(**like, cache=cache, backend=allowed)
+        explanation = m.explain(**like, cache=cache, backend=names)
     else:
         verb = "forward" if case.work == "forward" else "vjp"
-        explanation = m.explain(**like, verb=verb, backend=allowed)
+        explanation = m.explain(**like, verb=verb, backend=names)
     row.backends = list(explanation.backends)
-    if backend is not None and backend not in row.backends:
-        raise UnsupportedError(f"{backend} takes nothing of this:\n{explanation}")
+    if names is not None and names[0] not in row.backends:
+        raise UnsupportedError(f"{names[0]} takes nothing of this:\n{explanation}")
     slow = any(
         call.backend.name == "reference" and any(map(is_quadratic, call.piece.program.leaves))
         for call in explanation.plan.calls

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -138,6 +137,8 @@ def _resident(field: str) -> float:
         for line in status.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return 1024.0 * int(line.split()[1])
+    import resource  # Windows has none.
+
     unit = 1 if sys.platform == "darwin" else 1024
     return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 

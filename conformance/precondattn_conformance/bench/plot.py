@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from precondattn_conformance.bench.record import Record, Row
 FORMATS = ("svg", "png")
 
 
-def draw(record: Record, folder: Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
+def draw(record: Record, folder: Path) -> list[Path]:
     """Write the figures that the record has data for, and say which.
 
     Raises
@@ -19,13 +20,7 @@ def draw(record: Record, folder: Path, formats: tuple[str, ...] = FORMATS) -> li
     ImportError
         without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            "figures need matplotlib, which is not installed; install precondattn with its "
-            "extra 'bench'"
-        ) from None
+    _require_matplotlib()
     figures = {
         "time": against_tokens(_times(record.rows), "seconds"),
         "memory": against_tokens(_peaks(record.rows), "peak bytes"),
@@ -33,15 +28,36 @@ def draw(record: Record, folder: Path, formats: tuple[str, ...] = FORMATS) -> li
     }
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    # The same data give the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "precondattn", "svg.fonttype": "none"}):
-        for name, figure in figures.items():
-            for kind in formats if figure is not None else ():
-                path = folder / f"{name}.{kind}"
-                metadata = {"Date": None} if kind == "svg" else {"Software": None}
-                figure.savefig(path, dpi=110, bbox_inches="tight", metadata=metadata)
-                written.append(path)
+    for name, figure in figures.items():
+        for kind in FORMATS if figure is not None else ():
+            written.append(folder / f"{name}.{kind}")
+            _write(figure, written[-1])
     return written
+
+
+def draw_ratios(record: Record, path: Path) -> None:
+    """Write the bars of ratios alone, if there are any."""
+    _require_matplotlib()
+    figure = ratio_bars(record.rows)
+    if figure is not None:
+        _write(figure, path)
+
+
+def _require_matplotlib() -> None:
+    if find_spec("matplotlib") is None:
+        raise ImportError(
+            "figures need matplotlib, which is not installed; install precondattn with its "
+            "extra 'bench'"
+        )
+
+
+def _write(figure: Any, path: Path) -> None:
+    """The same data give the same bytes."""
+    import matplotlib
+
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "precondattn", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=110, bbox_inches="tight", metadata=metadata)
 
 
 Series = dict[str, list[tuple[int, float]]]

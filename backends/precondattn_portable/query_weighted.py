@@ -1,0 +1,127 @@
+"""CCQ with the covariance that the query itself sees, a strip of scores at a time.
+
+    q^c = q̄ − λ c,    c = (p ∘ s̃) k̄,    p = softmax(s / τ),    s̃ = s − Σ p s,    s = q̄ k̄ᵀ
+
+Backward, with h = −λ g and u = h k̄ᵀ on the same strip (`spec/query_weighted.py`):
+
+    ds = p ∘ ũ + p ∘ (s̃ ∘ ũ − Σ p s̃ ũ) / τ,    dq̄ = g + ds k̄,    dk̄ = (p ∘ s̃)ᵀ h + dsᵀ q̄.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precondattn.arrays import Array, namespace, upcast
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.extension import step_as_defined
+from precondattn_portable.layout import (
+    Part,
+    at,
+    block_size,
+    blocks,
+    grouped_queries,
+    head_groups,
+    rows_at,
+    time_first,
+    ungrouped,
+)
+from precondattn_portable.read_mean import exponentials
+from precondattn_portable.scores import block_of_rows
+from precondattn_portable.sight import Sight
+
+
+class QueryWeighted(Algorithm):
+    """Of `QueryWeightedQuery`."""
+
+    def _strips(
+        self, ops: Arithmetic, leaf: Any, q: Array, k: Array, frame: Frame
+    ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
+        """part, i0, i1, high, p and s̃ of every block of queries."""
+        xp = namespace(q)
+        b, n, r, t, _ = q.shape
+        s = k.shape[2]
+        sight, size = Sight(frame, s, s - t), block_size(t, r)
+        for part in head_groups(b, n, 2 * r * size * s):
+            seen = sight.of(part[0])
+            for i0, i1 in blocks(t, size):
+                _, high = sight.columns(i0, i1)
+                rows = block_of_rows(q[part], i0, i1)
+                scores = ops.product(rows, transpose(k[part][at(0, high)]))
+                logits = xp.reshape(scores / leaf.tau, (*q[part].shape[:3], i1 - i0, high))
+                logits = xp.reshape(seen.hide(ops, logits, i0, i1, 0, high), scores.shape)
+                p, total, _ = exponentials(ops, logits)
+                p = ops.multiply(p, 1.0 / total)
+                yield part, i0, i1, high, p, ops.add(scores, -row_sum(p * scores))
+
+    @staticmethod
+    def _units(ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+        """q̄ (b, n, r, t, d), k̄ (b, n, s, d) and λ (b, n, r, t, 1)."""
+        n = x["k"].shape[2]
+        q = grouped_queries(ops, l2_norm(x["q"], leaf.eps), n)
+        k = ops.heads_first(l2_norm(x["k"], leaf.eps))
+        return q, k, grouped_queries(ops, x["contraction"][..., None], n)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        q, k, contraction = self._units(ops, leaf, x)
+        xp = namespace(q)
+        c = ops.empty(q.shape, q)
+        for part, i0, i1, high, p, centred in self._strips(ops, leaf, q, k, frame):
+            found = ops.product(ops.multiply(p, centred), k[part][at(0, high)])
+            where = rows_at(part, i0, i1)
+            c[where] = xp.reshape(found, c[where].shape)
+        return ungrouped(q - contraction * c), ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        q, k, contraction = self._units(ops, leaf, x)
+        xp, n = namespace(q), k.shape[1]
+        g = grouped_queries(ops, cotangent, n)
+        h = -contraction * g
+        d_q, d_k = g + 0, ops.zeros(k.shape, k)
+        d_contraction = ops.zeros(contraction.shape, q)
+        for part, i0, i1, high, p, centred in self._strips(ops, leaf, q, k, frame):
+            keys, where = k[part][at(0, high)], rows_at(part, i0, i1)
+            rows_q, rows_h = block_of_rows(q[part], i0, i1), block_of_rows(h[part], i0, i1)
+            u = ops.product(rows_h, transpose(keys))
+            u = ops.add(u, -row_sum(p * u))
+            weighted = p * centred
+            c = ops.product(weighted, keys)
+            d_s = p * u + (weighted * u - p * row_sum(weighted * u)) / leaf.tau
+            shape = q[where].shape
+            d_q[where] = d_q[where] + xp.reshape(ops.product(d_s, keys), shape)
+            d_contraction[where] = -row_sum(g[where] * xp.reshape(c, shape))
+            d_keys = d_k[part]
+            ops.add_product_at(d_keys, at(0, high), transpose(weighted), rows_h)
+            ops.add_product_at(d_keys, at(0, high), transpose(d_s), rows_q)
+        return {
+            "q": l2_norm_vjp(x["q"], leaf.eps, ungrouped(d_q)),
+            "k": l2_norm_vjp(x["k"], leaf.eps, time_first(d_k)),
+            "contraction": ungrouped(d_contraction)[..., 0],
+        }
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        wide = {slot: upcast(buffer) for slot, buffer in past.items()}
+        return step_as_defined(leaf, wide, x, frame)
