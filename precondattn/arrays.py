@@ -141,20 +141,20 @@ def wants_gradient(*arrays: Array) -> bool:
     return library == "jax" and any(is_traced(a) for a in arrays)
 
 
-def is_differentiated_by_transform(*arrays: Array) -> bool:
-    """Whether a transform of torch.func that differentiates (grad, vjp, jvp …) is at work."""
+def transforms_of(*arrays: Array) -> frozenset[str]:
+    """`"grad"` and `"vmap"`, where a transform of torch.func differentiates or maps these."""
     if library_of(arrays[0]) != "torch":
-        return False
+        return frozenset()
     functorch = sys.modules["torch"]._C._functorch
-
-    def is_tracked(tensor: Array) -> bool:
+    found = set()
+    for tensor in arrays:
         while functorch.is_functorch_wrapped_tensor(tensor):
             if functorch.is_gradtrackingtensor(tensor):
-                return True
+                found.add("grad")
+            if functorch.is_batchedtensor(tensor):
+                found.add("vmap")
             tensor = functorch.get_unwrapped(tensor)
-        return False
-
-    return any(map(is_tracked, arrays))
+    return frozenset(found)
 
 
 def writes_in_place(array: Array) -> bool:

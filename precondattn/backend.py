@@ -75,6 +75,8 @@ class Request:
     transformed: bool = False
     """Whether that is `torch.func`'s doing (grad, jvp, …), which custom operators do not have: only
     the reference, whose every call is PyTorch's own, is asked then."""
+    mapped: bool = False
+    """Whether `torch.vmap` is at work. It maps custom operators; not all of PyTorch's own."""
 
 
 class ArraySpec(NamedTuple):
@@ -100,6 +102,9 @@ class Backend(Protocol):
     """Whose arrays it takes: `"numpy"`, `"torch"`, `"jax"`, `"cupy"`; empty for any."""
     accelerates: frozenset[str] = frozenset()
     """The devices it is made for, such as `"cuda"`: being passed over there is worth a warning."""
+    wide_values: bool = False
+    """Whether it would rather have what other pieces made in float32, where they made it so, than
+    in the call's half precision."""
     preference: int = 0
     """Between two backends that take the same work, the higher one gets it."""
 

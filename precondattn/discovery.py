@@ -92,7 +92,7 @@ def unregister_backend(name: str) -> None:
     _discovered = None
 
 
-_ATTRIBUTES = ("libraries", "accelerates", "preference")
+_ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
 """What a subclass of `Backend` has already, and another class must have."""
 _PROTOCOL = ("supports", "forward")
 """What every backend must have. One without a gradient or a step says so in `supports`."""

@@ -1,7 +1,7 @@
 """Running a plan: the output, the gradient in reverse, and the extension of a cache.
 
-Values between calls are in float32 or wider where the reference made them; a backend other than
-the reference gets its inputs in the call's dtype.
+Values between calls are in float32 or wider where a backend made them so; another gets its inputs
+in the call's dtype, unless it takes wide values.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
 
 def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
     inputs = {name: values[value] for name, value in planned.arguments}
-    if planned.backend.name == "reference":
+    if planned.backend.wide_values:
         return inputs
     given = {id(array) for array in call.inputs.values()}
     return {

@@ -22,6 +22,7 @@ class Reference(Backend):
 
     name = "reference"
     preference = -1_000_000
+    wide_values = True
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:

@@ -414,11 +414,12 @@ def extend_now(
 
 
 def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
-    from precondattn.arrays import device_of, is_differentiated_by_transform, wants_gradient
+    from precondattn.arrays import device_of, transforms_of, wants_gradient
     from precondattn.backend import Request
 
     arrays = bound.inputs
     differentiated = wants_gradient(*arrays.values(), *past)
+    transforms = transforms_of(*arrays.values(), *past)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=bound.library,
@@ -427,7 +428,8 @@ def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Reque
         shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
         masks=bound.masks,
         differentiated=differentiated,
-        transformed=is_differentiated_by_transform(*arrays.values(), *past),
+        transformed="grad" in transforms,
+        mapped="vmap" in transforms,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import precondattn as pa
 from precondattn import discovery
 
 STRANGER = Path(__file__).parent / "stranger"
@@ -15,6 +16,20 @@ collect_ignore = ["stranger"]
 """Collecting it would import it, and make its mechanism known to every test."""
 
 jax.config.update("jax_enable_x64", True)
+
+
+OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "mamba2")
+"""In the names of files that hold the oracle to something else; conformance holds the rest to it."""
+
+
+@pytest.fixture(autouse=True)
+def oracle(request):
+    """The reference, in tests of the mathematics."""
+    if any(part in request.path.stem for part in OF_THE_ORACLE):
+        with pa.use_backend("reference"):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture

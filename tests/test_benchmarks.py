@@ -350,6 +350,7 @@ def test_the_declared_cases_exist_and_have_names_of_their_own():
         ({"sizes": ("h=8,n=3",)}, "h must be a multiple of n"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"names": ("lucid",), "works": ("decode",)}, "no case is left"),
+        ({"names": ("lucid",), "device": "nowhere"}, "torch has no device 'nowhere' here"),
         ({"rounds": 0}, "rounds must be 1 or above"),
     ],
 )

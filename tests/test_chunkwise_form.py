@@ -9,12 +9,12 @@ import array_api_strict
 import numpy as np
 import pytest
 import torch
+
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from precondattn_portable import chunkwise
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.triangular_inverse import unit_lower_inverse
-
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 
 CHUNK = 8
 TOKENS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
@@ -40,7 +40,9 @@ def some_keys(rng, shape):
     few[0] = 0
     other = rng.normal(size=shape)
     other /= np.linalg.vector_norm(other, axis=-1, keepdims=True)
-    return np.where(rng.random(size=shape[:-1])[..., None] < 0.5, few[rng.integers(4, size=shape[:-1])], other)
+    return np.where(
+        rng.random(size=shape[:-1])[..., None] < 0.5, few[rng.integers(4, size=shape[:-1])], other
+    )
 
 
 def some_stream(rng, kind, s, t, r, gates=some_gates):
@@ -103,10 +105,9 @@ GATES = {
     "strong": lambda rng, shape: np.full(shape, -30.0),
     "closed": lambda rng, shape: np.full(shape, -np.inf),
     "either": lambda rng, shape: rng.choice([0.0, -1e4], size=shape),
-    "one closed": lambda rng, shape: np.where(np.arange(shape[2]) % 11 == 5, -np.inf, -0.1)[
-        :, None, None
-    ]
-    + np.zeros(shape),
+    "one closed": lambda rng, shape: (
+        np.where(np.arange(shape[2]) % 11 == 5, -np.inf, -0.1)[:, None, None] + np.zeros(shape)
+    ),
     "any": some_gates,
 }
 
@@ -144,7 +145,13 @@ def triangles(size):
     k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
     near = k[:, :1] + 1e-3 * k
     ones = np.ones((3, size, size))
-    found = [k @ np.swapaxes(k, -1, -2), near @ np.swapaxes(near, -1, -2), ones, -ones / 3, 2 * ones]
+    found = [
+        k @ np.swapaxes(k, -1, -2),
+        near @ np.swapaxes(near, -1, -2),
+        ones,
+        -ones / 3,
+        2 * ones,
+    ]
     return np.tril(np.stack(found), -1)
 
 

@@ -3,8 +3,7 @@
     forward:   S = s ⟨q, k⟩ + decay + bias, hidden pairs −∞;  read S (`read_mean.py`, …)
     backward:  S again from q and k;  dS from the read;  then through bias, decay and scores.
 
-Kept for the gradient: λ, the logarithm of the sum of each row's weights; and in exponential value
-space o itself, whose rounding to half precision would be magnified by the exponential.
+Kept for the gradient: λ, the logarithm of the sum of each row's weights.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from precondattn_portable.layout import (
     rows_at,
     time_first,
     ungrouped,
+    zero_padding,
 )
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanRead, exponentials
@@ -139,8 +139,10 @@ class Attention(Algorithm):
         is_transported = isinstance(leaf.metric, Transported)
         size = chunk_size(t) if is_transported else block_size(t, r)
         read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
-        if leaf.causal and has_lengths_only(frame):
-            frame = frame._replace(k_valid=None)
+        if not leaf.bias:
+            # What a padded query reads is zeroed, and so is its cotangent; a bias may be NaN there.
+            needless = leaf.causal and has_lengths_only(frame)
+            frame = frame._replace(q_valid=None, **({"k_valid": None} if needless else {}))
         sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
         room: Scratch | None = None
         for where in head_groups(b, n, r * size * s):
@@ -180,8 +182,8 @@ class Attention(Algorithm):
                 o[where] = xp.reshape(rows, shape)
                 log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
         out, logs = ungrouped(o), ungrouped(log_total)[..., 0]
-        out, logs = out[:, missing:, ...], logs[:, missing:, ...]
-        return out, (logs, out) if leaf.read == LOG_MEAN_EXP else (logs,)
+        out, logs = zero_padding(out, frame)[:, missing:, ...], logs[:, missing:, ...]
+        return out, (logs,)
 
     def backward(
         self,
@@ -193,13 +195,13 @@ class Attention(Algorithm):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        out = residuals[-1] if leaf.read == LOG_MEAN_EXP else out
+        call_frame = frame
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._view(ops, leaf, x)
         n = view.k.shape[1]
         out, cotangent, logs = (
             grouped_queries(ops, padded(a, missing, 0, axis=1), n)
-            for a in (out, cotangent, residuals[0][..., None])
+            for a in (out, zero_padding(cotangent, call_frame), residuals[0][..., None])
         )
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         room: Scratch | None = None
@@ -281,7 +283,8 @@ class Attention(Algorithm):
         b, _, r, _, _ = view.q.shape
         old_k, old_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
-        sight = Sight(known.frame, s, known.offset, window=leaf.window)
+        seen_from = known.frame._replace(q_valid=frame.q_valid) if leaf.bias else known.frame
+        sight = Sight(seen_from, s, known.offset, window=leaf.window)
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
@@ -306,10 +309,7 @@ class Attention(Algorithm):
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
-        logs = ArraySpec((b, t, h), dtype)
-        if leaf.read != LOG_MEAN_EXP:
-            return (logs,)
-        return logs, ArraySpec((b, t, h, inputs["v"].shape[3]), dtype)
+        return (ArraySpec((b, t, h), dtype),)
 
 
 def past_heads(buffer: Array, count: int) -> Array:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array, cast, upcast
+from precondattn.arrays import HALF, Array, cast, dtype_name, upcast
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -50,6 +50,7 @@ class Portable(Backend):
     name = "portable"
     libraries = frozenset({"numpy", "cupy", "array_api_strict"})
     preference = 10
+    wide_values = True
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
         """How a leaf is computed; None where it is not."""
@@ -76,9 +77,10 @@ class Portable(Backend):
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(_any(inputs))
-        x = {name: upcast(array) for name, array in inputs.items()}
-        out, residuals = self._own(mechanism).forward(ops, mechanism, x, frame)
-        return cast(out, _like_output(inputs).dtype), residuals
+        out, residuals = self._own(mechanism).forward(ops, mechanism, _wide(inputs), frame)
+        rounded = cast(out, _like_output(inputs).dtype)
+        # The gradient goes by the output as it was, wherever it was rounded to half precision.
+        return rounded, residuals if rounded is out else (*residuals, out)
 
     def backward(
         self,
@@ -89,10 +91,12 @@ class Portable(Backend):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        ops = self.arithmetic(_any(inputs))
-        x = {name: upcast(array) for name, array in inputs.items()}
-        return self._own(mechanism).backward(
-            ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
+        ops, algorithm = self.arithmetic(_any(inputs)), self._own(mechanism)
+        if dtype_name(out) in HALF:
+            *first, out = residuals
+            residuals = tuple(first)
+        return algorithm.backward(
+            ops, mechanism, _wide(inputs), frame, out, residuals, upcast(cotangent)
         )
 
     def step(
@@ -103,7 +107,7 @@ class Portable(Backend):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         ops = self.arithmetic(_any(inputs))
-        x = {name: upcast(array) for name, array in inputs.items()}
+        x = _wide(inputs)
         dtype = _like_output(inputs).dtype
         if len(mechanism.program.calls) > 1:
             together = LucidStep(self._own(mechanism.program.leaves[1]))
@@ -129,7 +133,7 @@ class Portable(Backend):
             self.arithmetic(_any(inputs)),
             mechanism,
             {slot: past[key] for slot, key in keys.items()},
-            {name: upcast(array) for name, array in inputs.items()},
+            _wide(inputs),
             frame,
             upcast(cotangent),
             {slot: d_buffers[key] for slot, key in keys.items()},
@@ -139,12 +143,23 @@ class Portable(Backend):
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        return self._own(mechanism).residual_shapes(mechanism, inputs)
+        own = self._own(mechanism).residual_shapes(mechanism, inputs)
+        if inputs["v" if "v" in inputs else next(iter(inputs))].dtype not in HALF:
+            return own
+        sizes = mechanism.inputs.sizes(
+            str(mechanism), {n: spec.shape for n, spec in inputs.items()}
+        )
+        return (*own, ArraySpec(mechanism.program.output.shape(sizes), "float32"))
 
     def _own(self, leaf: Any) -> Algorithm:
         algorithm = self.algorithm(leaf)
         assert algorithm is not None  # `supports` has said so.
         return algorithm
+
+
+def _wide(inputs: Mapping[str, Array]) -> Arrays:
+    """Float32 in place of half precision."""
+    return {name: upcast(array) for name, array in inputs.items()}
 
 
 def _any(inputs: Mapping[str, Array]) -> Array:

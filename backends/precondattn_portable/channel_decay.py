@@ -142,7 +142,7 @@ class ChannelDecay:
         return xp.reshape(faded, (*faded.shape[:3], half * r, width))
 
     def _corners(self, a: Array, r: int) -> tuple[list[Array], Array]:
-        """The squares of A for half blocks of 1, 2, 4 … tokens, and its diagonal (c, n, C, r, 1)."""
+        """The squares of A for half blocks of 1, 2 … tokens, and its diagonal (c, n, C, r, 1)."""
         xp = namespace(a)
         chunks, heads = a.shape[:2]
         whole = xp.reshape(a, (chunks, heads, 1, self.size * r, self.size))

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
 
-from precondattn.arrays import Array, namespace, placement
+from precondattn.arrays import Array, namespace, placement, zero_where_not
+from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
 
 ROWS = 128
@@ -78,6 +79,14 @@ def head_groups(b: int, n: int, strip: int) -> Iterator[Part]:
         for sequence in range(b):
             for start, stop in blocks(n, together):
                 yield slice(sequence, sequence + 1), slice(start, stop), ...
+
+
+def zero_padding(x: Array, frame: Frame) -> Array:
+    """(b, t, h, …), 0 at padded queries: they see nothing."""
+    if frame.q_valid is None:
+        return x
+    shape = (*frame.q_valid.shape, *(1,) * (x.ndim - 2))
+    return zero_where_not(namespace(x).reshape(frame.q_valid, shape), x)
 
 
 def at(low: int, high: int) -> Any:

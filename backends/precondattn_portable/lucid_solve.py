@@ -295,9 +295,9 @@ class LucidSolveBlocks(Algorithm):
         b, n, s, _ = view.k.shape
         size = self._size(leaf, s)
         frame = _padded_frame(frame, s)
-        if leaf.normalize != "rows":
-            # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
-            frame = frame._replace(k_valid=None)
+        # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
+        keys = frame.k_valid if leaf.normalize == "rows" else None
+        frame = frame._replace(q_valid=None, k_valid=keys)
         sight = Sight(frame, s, 0, window=leaf.window, strict=True)
         room: Scratch | None = None
         for part in head_groups(b, n, size * s):

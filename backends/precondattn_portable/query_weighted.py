@@ -30,6 +30,7 @@ from precondattn_portable.layout import (
     rows_at,
     time_first,
     ungrouped,
+    zero_padding,
 )
 from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
@@ -46,7 +47,7 @@ class QueryWeighted(Algorithm):
         xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]
-        sight, size = Sight(frame, s, s - t), block_size(t, r)
+        sight, size = Sight(frame._replace(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
             seen = sight.of(part[0])
             for i0, i1 in blocks(t, size):
@@ -77,7 +78,7 @@ class QueryWeighted(Algorithm):
             found = ops.product(ops.multiply(p, centred), k[part][at(0, high)])
             where = rows_at(part, i0, i1)
             c[where] = xp.reshape(found, c[where].shape)
-        return ungrouped(q - contraction * c), ()
+        return zero_padding(ungrouped(q - contraction * c), frame), ()
 
     def backward(
         self,
@@ -91,7 +92,7 @@ class QueryWeighted(Algorithm):
     ) -> Arrays:
         q, k, contraction = self._units(ops, leaf, x)
         xp, n = namespace(q), k.shape[1]
-        g = grouped_queries(ops, cotangent, n)
+        g = grouped_queries(ops, zero_padding(cotangent, frame), n)
         h = -contraction * g
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)

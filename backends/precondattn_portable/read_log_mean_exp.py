@@ -125,7 +125,7 @@ class LogMeanExpRead:
     def _merged_backward(
         self, strip: Array, log_total: Array, low: int, high: int, o: Array, d_o: Array
     ) -> Array:
-        """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic w_ijc − A_ij Σ do.
+        """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
         A block of values close together is a product of matrices, p gᵀ and so on, with
 

@@ -53,7 +53,7 @@ class Sight:
     @property
     def _is_plain(self) -> bool:
         """Whether nothing but causality hides a key."""
-        masks = (self.frame.k_valid, self.frame.k_segment)
+        masks = (self.frame.q_valid, self.frame.k_valid, self.frame.k_segment)
         return (
             self.offset is not None and self.window is None and all(mask is None for mask in masks)
         )
@@ -80,7 +80,7 @@ class Sight:
         frame = Frame(
             cut(self.frame.q_position, rows),
             cut(self.frame.k_position, columns),
-            None,  # What is read by a padded query is zeroed, and so is its cotangent.
+            cut(self.frame.q_valid, rows),
             cut(self.frame.k_valid, columns),
             cut(self.frame.q_segment, rows),
             cut(self.frame.k_segment, columns),

@@ -7,11 +7,11 @@ it fits, which is left to PyTorch's autograd.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array
+from precondattn.arrays import Array, upcast
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -50,16 +50,25 @@ class Torch(Portable):
         """Whether it is made of PyTorch's own differentiable calls."""
         if isinstance(leaf, pa.TokenWise):
             return True
-        if type(leaf) is not pa.Softmax or leaf.read != MEAN or request.verb.startswith("extend"):
+        if type(leaf) is not pa.Softmax or leaf.read != MEAN or request.mapped:
             return False
         from precondattn_torch.scaled_dot_product import fits
 
-        return fits(leaf, dict(request.shapes), request.masks, request.device)
+        is_full = request.verb in ("forward", "vjp")
+        return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        with self._recording(mechanism, inputs, frame):
+        if isinstance(mechanism, pa.TokenWise):
+            return mechanism.forward({n: upcast(x) for n, x in inputs.items()}, frame)
+        if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
+            from precondattn_torch.scaled_dot_product import fused
+
+            out = fused(mechanism, inputs, frame)
+            if out is not None:
+                return out, ()
+        with _not_recording():
             return super().forward(mechanism, inputs, frame)
 
     def backward(
@@ -72,6 +81,13 @@ class Torch(Portable):
         cotangent: Array,
     ) -> Arrays:
         with _not_recording():
+            if isinstance(mechanism, pa.TokenWise):
+                x = {name: upcast(array) for name, array in inputs.items()}
+                return mechanism.backward(x, frame, upcast(out), residuals, upcast(cotangent))
+            if not residuals and type(mechanism) is pa.Softmax:  # The kernel's, which keeps none.
+                x = {name: upcast(array) for name, array in inputs.items()}
+                own, ops = self._own(mechanism), self.arithmetic(out)
+                return own.backward(ops, mechanism, x, frame, out, (), upcast(cotangent))
             return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
 
     def step(
@@ -82,7 +98,7 @@ class Torch(Portable):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         if isinstance(mechanism, pa.TokenWise):
-            return super().step(mechanism, past, inputs, frame)
+            return self.forward(mechanism, inputs, frame)[0], {}
         with _not_recording():
             return super().step(mechanism, past, inputs, frame)
 
@@ -97,20 +113,6 @@ class Torch(Portable):
     ) -> tuple[Arrays, Arrays]:
         with _not_recording():
             return super().step_backward(mechanism, past, inputs, frame, cotangent, d_buffers)
-
-    def _recording(
-        self, leaf: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> AbstractContextManager[Any]:
-        """Autograd looks on only where the work is left to it."""
-        if isinstance(leaf, pa.TokenWise):
-            return nullcontext()
-        if type(leaf) is pa.Softmax and leaf.read == MEAN:
-            from precondattn_torch.scaled_dot_product import fits, masks_of
-
-            shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-            if fits(leaf, shapes, masks_of(frame), inputs["q"].device.type):
-                return nullcontext()
-        return _not_recording()
 
 
 def _not_recording() -> AbstractContextManager[Any]:

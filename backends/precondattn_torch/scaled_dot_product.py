@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from precondattn.arrays import upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
 from precondattn_portable.algorithm import Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
+from precondattn_portable.layout import zero_padding
 from precondattn_portable.read_log_mean_exp import RANGE
 
 
@@ -69,6 +71,22 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.transpose(1, 2)[..., :e]
 
 
+def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
+    """The kernel's output, left to PyTorch's autograd; None where the kernel does not fit.
+
+    Half precision is the kernel's own on accelerators, which are fast in it; a CPU is not.
+    """
+    if not fits(leaf, _shapes(inputs), masks_of(frame), inputs["q"].device.type):
+        return None
+    dtype = inputs["v"].dtype
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    if v.device.type == "cpu":
+        q, k, v = map(upcast, (q, k, v))
+    else:
+        q, k = q.to(dtype), k.to(dtype)
+    return zero_padding(scaled_dot_product(leaf, q, k, v).to(dtype), frame)
+
+
 class KernelAttention(Attention):
     """Of `Softmax`: the kernel where it fits, strips elsewhere."""
 
@@ -80,8 +98,10 @@ class KernelAttention(Attention):
         if leaf.read == LOG_MEAN_EXP:
             if not _is_close_together(x["v"]):
                 return super().forward(ops, leaf, x, frame)
-            return _laser(leaf, x)
-        return scaled_dot_product(leaf, x["q"], x["k"], x["v"]), ()
+            o, residuals = _laser(leaf, x)
+            return zero_padding(o, frame), residuals
+        o = scaled_dot_product(leaf, x["q"], x["k"], x["v"])
+        return zero_padding(o, frame), ()
 
     def backward(
         self,
@@ -95,10 +115,11 @@ class KernelAttention(Attention):
     ) -> Arrays:
         if not fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type):
             return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
+        cotangent = zero_padding(cotangent, frame)
         if leaf.read == LOG_MEAN_EXP:
             if not _is_close_together(x["v"]):
                 return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
-            return _laser_backward(leaf, x, residuals, cotangent)
+            return _laser_backward(leaf, x, out, residuals, cotangent)
         names = ("q", "k", "v")
         with torch.enable_grad():
             leaves = [x[name].detach().requires_grad_() for name in names]
@@ -113,16 +134,16 @@ def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
         q, k, v, 0.0, leaf.causal, scale=leaf._scale(x["q"].shape[3])
     )
     o = (shift + mean.transpose(1, 2)[..., : x["v"].shape[3]].log()).contiguous()
-    return o, (log_total.transpose(1, 2).contiguous(), o)
+    return o, (log_total.transpose(1, 2).contiguous(),)
 
 
 def _laser_backward(
-    leaf: Any, x: Mapping[str, Tensor], residuals: Residuals, cotangent: Tensor
+    leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
 ) -> Arrays:
     n, e = x["v"].shape[2:]
     d = x["q"].shape[3]
     q, k, v, shift = _kernel_inputs(x)
-    log_total, o = residuals
+    (log_total,) = residuals
     mean = (o - shift).exp()
     pad = (0, v.shape[3] - e)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

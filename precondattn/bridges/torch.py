@@ -2,10 +2,10 @@
 
 Three operators serve every backend and every piece: `forward` with the residuals of the gradient,
 `backward`, and `inference` without residuals; and `step` with its gradient where an extension
-replaces states by states. A piece travels as its text and a backend as its
-name, so that compiled and exported graphs need nothing but strings and tensors. Autograd is
-registered for `forward` and `step` alone: a second derivative through a backend is refused by PyTorch, and
-offered by `backend="reference"`, which is plain differentiable code.
+replaces states by states. A piece travels as its text and a backend as its name, so that compiled
+and exported graphs need nothing but strings and tensors. Autograd is registered for `forward` and
+`step` alone: a second derivative through a backend is refused by PyTorch, and offered by
+`backend="reference"`, which is plain differentiable code.
 
 vmap folds the mapped axis into the batch axis, which every input but a weight has, and the gradient
 of a mapped call follows. What PyTorch's custom operators have no rule for (torch.func.grad, several

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -78,7 +79,7 @@ def bench(
         memory=memory,
         quick=quick,
     )
-    _require(cases, plot is not None)
+    _require(cases, device, plot is not None)
     from precondattn_conformance.bench.measure import Options
 
     options = Options(device, rounds, memory, quick)
@@ -100,8 +101,8 @@ def bench(
     return 0 if TIMED in statuses and not statuses & {WRONG, FAILED} else 1
 
 
-def _require(cases: list[BenchCase], plots: bool) -> None:
-    """Say which extra is missing."""
+def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
+    """Say which extra is missing, or that there is no such device."""
     needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
     needs |= {"matplotlib": "matplotlib"} if plots else {}
     for module, package in needs.items():
@@ -116,6 +117,10 @@ def _require(cases: list[BenchCase], plots: bool) -> None:
                 f"cases on {name} were asked for, which can not be used here; install "
                 f"precondattn with its extra {name!r}, or choose others with --library"
             )
+        try:
+            libraries.named(name, device).array(np.zeros(1), "float32")
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise ValueError(f"{name} has no device {device!r} here: {error}") from None
 
 
 def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Console) -> list[Row]:
