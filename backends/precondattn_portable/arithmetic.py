@@ -16,21 +16,28 @@ from precondattn.arrays import Array, library_of, namespace, placement
 
 
 class Scratch:
-    """Memory that is used again for each result; here there is none, and results are made anew."""
+    """Memory that is used again for each result; here there is none, and results are made anew.
 
-    def shaped(self, shape: tuple[int, ...]) -> Array | None:
-        """Room for a result of this shape, overwriting the one before."""
+    To get memory from the system costs about as much as to fill it.
+    """
+
+    def shaped(self, shape: tuple[int, ...], name: str = "") -> Array | None:
+        """Room for a result of this shape, overwriting the one before of that name."""
         return None
 
 
 class FlatScratch(Scratch):
-    """One piece of memory, whose beginning takes every shape."""
+    """A piece of memory for each name, whose beginning takes every shape."""
 
-    def __init__(self, flat: Array) -> None:
-        self.flat = flat
+    def __init__(self, ops: Arithmetic, size: int, like: Array) -> None:
+        self.ops, self.like = ops, like
+        self.pieces = {"": ops.empty((size,), like)}
 
-    def shaped(self, shape: tuple[int, ...]) -> Array:
-        return namespace(self.flat).reshape(self.flat[: math.prod(shape)], shape)
+    def shaped(self, shape: tuple[int, ...], name: str = "") -> Array:
+        size = math.prod(shape)
+        if name not in self.pieces or self.pieces[name].shape[0] < size:
+            self.pieces[name] = self.ops.empty((size,), self.like)
+        return namespace(self.like).reshape(self.pieces[name][:size], shape)
 
 
 class Arithmetic:
@@ -44,7 +51,7 @@ class Arithmetic:
         return namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
 
     def scratch(self, size: int, like: Array) -> Scratch:
-        """Memory for results of up to `size` numbers that are soon thrown away."""
+        """Memory for results that are soon thrown away, those without a name of up to `size`."""
         return Scratch()
 
     def heads_first(self, x: Array) -> Array:
@@ -65,6 +72,10 @@ class Arithmetic:
         """total[where] += factor a b; `total` is the algorithm's own, and written to."""
         total[where] = total[where] + (a @ b) * factor
 
+    def product_at(self, total: Array, where: Any, a: Array, b: Array) -> None:
+        """total[where] = a b; `total` is the algorithm's own, and written to."""
+        total[where] = a @ b
+
     def exp(self, x: Array) -> Array:
         """eˣ, in x where the library can."""
         return namespace(x).exp(x)
@@ -81,12 +92,16 @@ class Arithmetic:
         """x where `where` holds, else a number; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
 
+    def lower(self, x: Array, k: int = 0) -> Array:
+        """The lower triangles of matrices, 0 above diagonal k; in x where the library can."""
+        return namespace(x).tril(x, k=k)
+
 
 class InPlace(Arithmetic):
     """For NumPy and CuPy, whose functions take `out=`."""
 
     def scratch(self, size: int, like: Array) -> Scratch:
-        return FlatScratch(self.empty((size,), like))
+        return FlatScratch(self, size, like)
 
     def heads_first(self, x: Array) -> Array:
         xp = namespace(x)
@@ -109,6 +124,9 @@ class InPlace(Arithmetic):
         self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
     ) -> None:
         self.add_product(total[where], a, b, factor)
+
+    def product_at(self, total: Array, where: Any, a: Array, b: Array) -> None:
+        self.product(a, b, total[where])
 
     def exp(self, x: Array) -> Array:
         return namespace(x).exp(x, out=x)

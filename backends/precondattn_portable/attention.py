@@ -8,6 +8,7 @@ Kept for the gradient: λ, the logarithm of the sum of each row's weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from precondattn_portable.layout import (
     block_size,
     blocks,
     chunk_size,
+    chunks_of_strip,
     grouped_queries,
     head_groups,
     padded,
@@ -137,7 +139,8 @@ class Attention(Algorithm):
         b, n, r, t, _ = view.q.shape
         s = view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
-        size = chunk_size(t) if is_transported else block_size(t, r)
+        chunk, chunks = (chunk_size(t), 1) if gradient else chunks_of_strip(t)
+        size = chunk * chunks if is_transported else block_size(t, r)
         read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
         if not leaf.bias:
             # What a padded query reads is zeroed, and so is its cotangent; a bias may be NaN there.
@@ -145,12 +148,23 @@ class Attention(Algorithm):
             frame = frame._replace(q_valid=None, **({"k_valid": None} if needless else {}))
         sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
         room: Scratch | None = None
-        for where in head_groups(b, n, r * size * s):
+        columns = s if gradient else self.keys_of_strip(view, sight, size)
+        for where in head_groups(b, n, r * size * columns):
             part = view.group(where)
+            # The first group is the largest.
+            room = room or ops.scratch(math.prod(part.q.shape[:3]) * size * columns, view.q)
             scores: Scores
             if is_transported:
                 scores = TransportedScores(
-                    ops, part.q, part.k, part.w, part.beta, size, gradient=gradient
+                    ops,
+                    part.q,
+                    part.k,
+                    part.w,
+                    part.beta,
+                    chunk,
+                    room,
+                    chunks_of_strip=chunks,
+                    gradient=gradient,
                 )
             else:
                 scores = DotScores(ops, part.q, part.k, gradient=gradient)
@@ -159,9 +173,15 @@ class Attention(Algorithm):
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
             values = read(ops, part.v, gradient=gradient)
             seen = sight.of(where[0])
-            # The first group is the largest.
-            room = room or ops.scratch(_strip_size(part, size), view.q)
             yield Group(ops, where, part, seen, scores, values, gate, room, size)
+
+    def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
+        """The outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
+        return group.read.forward(group.strip(i0, i1, low, high), low, high)
+
+    def keys_of_strip(self, view: View, sight: Sight, size: int) -> int:
+        """How many keys the widest strip has that `read` makes; `size` queries are a block."""
+        return int(view.k.shape[2])
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
@@ -176,7 +196,7 @@ class Attention(Algorithm):
             for i0, i1, low, high in group.rows():
                 if low == high:
                     continue
-                rows, logs = group.read.forward(group.strip(i0, i1, low, high), low, high)
+                rows, logs = self.read(group, i0, i1, low, high)
                 where = rows_at(group.part, i0, i1)
                 shape = o[where].shape
                 o[where] = xp.reshape(rows, shape)
@@ -206,7 +226,8 @@ class Attention(Algorithm):
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         room: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
-            room = room or ops.scratch(_strip_size(group.view, group.size), view.q)
+            size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
+            room = room or ops.scratch(size, view.q)
             for i0, i1, low, high in group.rows():
                 if low == high:
                     continue
@@ -333,12 +354,6 @@ def _bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
     if known.offset is not None:
         return bias[..., : known.offset + frame.q_position.shape[1]]
     return bias_of_keys(bias, known.frame)
-
-
-def _strip_size(view: View, size: int) -> int:
-    """Numbers in the largest strip of these heads."""
-    b, n, r = view.q.shape[:3]
-    return int(b * n * r * size * view.k.shape[2])
 
 
 def _aligned(

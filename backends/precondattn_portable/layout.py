@@ -25,6 +25,10 @@ CHUNK = 128
 """Tokens of a chunk of reflections. Long ones cost more within; short ones come more often, and
 each costs every key in front of it a product."""
 
+CHUNKS_OF_STRIP = 4
+"""Chunks of reflections of a strip where it may have many: then the strip costs every key in front
+of it a product, and chunks are half as long."""
+
 STRIP = 2**22
 """Numbers in the strips that are worked on together: 16 MiB in float32."""
 
@@ -61,6 +65,12 @@ def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
 def chunk_size(tokens: int) -> int:
     """How many positions make a chunk of reflections."""
     return min(CHUNK, tokens)
+
+
+def chunks_of_strip(tokens: int) -> tuple[int, int]:
+    """How many positions make a chunk, and how many chunks a strip, where it may have many."""
+    size = min(max(CHUNK // 2, 1), tokens)
+    return size, min(CHUNKS_OF_STRIP, -(-tokens // size))
 
 
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:

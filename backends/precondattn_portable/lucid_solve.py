@@ -7,7 +7,8 @@ with δ = 1 in the normalised forms, and else Φ's own diagonal. With β' = β /
     y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J).
 
 The diagonal blocks are inverted all at once (`triangular_inverse.py`); the sum is a strip of Φ
-times the part of y that is known. Backward, from the last block to the first, with R = dy,
+times the part of y that is known, two blocks high where that helps the products: the second block
+then needs the first one's y too. Backward, from the last block to the first, with R = dy,
 
     X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
     dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
@@ -57,6 +58,12 @@ from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
+FACTORED = 32.0
+"""The largest shift that is multiplied with products instead of subtracted from every score.
+
+Scores of normalised keys are at most the shift, and e³² leaves room in float32.
+"""
+
 
 class View(NamedTuple):
     """A call with heads before time, padded to whole blocks."""
@@ -99,18 +106,19 @@ class System:
         queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
         if isinstance(leaf.metric, Transported):
             self.scores = TransportedScores(
-                ops, queries, view.unit, view.w, view.path_beta, size, gradient=gradient
+                ops, queries, view.unit, view.w, view.path_beta, size, room, gradient=gradient
             )
         else:
             self.scores = DotScores(ops, queries, view.unit, gradient=gradient)
         self.shift: Array | float = self.scale * d
+        self.factor = math.exp(-self.shift) if self.shift <= FACTORED else 1.0
         self.diagonal: Array | None = None
         self.at_maximum: Array | None = None
         within = self._within()  # A transported one gives it before the first strip.
         if not leaf.has_unit_diagonal:
             own = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
             own = xp.reshape(own, (b, n, s, 1))
-            self.shift = 0.0
+            self.shift, self.factor = 0.0, 1.0
             if leaf.normalize == "rows":
                 self.shift, self.at_maximum = self._row_maxima(own)
             own = own - self.shift
@@ -121,7 +129,7 @@ class System:
             within = within - xp.reshape(self.shift, (b, n, self.chunks, size, 1))
         else:
             within = ops.add(within, -self.shift)
-        self.within = ops.exp(self._hidden_within(within))
+        self.within = self._hidden_within(ops.exp(within))
         """stril(Φ) of every diagonal block (b, n, chunks, size, size)"""
         self.beta = self._beta()
         below = self.within
@@ -151,8 +159,10 @@ class System:
         return self.ops.product(keys * self.scale, transpose(keys))
 
     def _hidden_within(self, within: Array) -> Array:
-        """−∞ on and above the diagonal, and where something else hides a pair."""
+        """0 on and above the diagonal, and where something else hides a pair."""
         xp = namespace(within)
+        if self.sight.window is None and self.sight.frame.k_segment is None:
+            return self.ops.lower(within, -1)
         token = arange_like(self.size, within)
         distance = token[:, None] - token[None, :]
         seen = distance > 0
@@ -163,7 +173,7 @@ class System:
             b = segment.shape[0]
             segment = xp.reshape(segment, (b, 1, self.chunks, self.size))
             seen = seen & (segment[..., :, None] == segment[..., None, :])
-        return self.ops.keep(within, xp.broadcast_to(seen, within.shape), -math.inf)
+        return self.ops.keep(within, xp.broadcast_to(seen, within.shape), 0.0)
 
     def _row_maxima(self, own: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j where it is reached."""
@@ -175,6 +185,7 @@ class System:
                 self.view.w,
                 self.view.path_beta,
                 self.size,
+                self.ops.scratch(0, self.scores.q),
             )
         else:
             scores = self.scores
@@ -188,7 +199,7 @@ class System:
             place = xp.broadcast_to(place, best.shape)
             if low < high:
                 strip = scores.strip(i0, i1, low, high, self.room)
-                strip = self._hide(strip, i0, i1, low, high)
+                strip = self._hide(strip, i0, i1, low, high, -math.inf)
                 found = xp.max(strip, axis=-1, keepdims=True)
                 first = xp.astype(xp.argmax(strip, axis=-1)[..., None], place.dtype) + low
                 is_past = found >= best
@@ -197,26 +208,31 @@ class System:
             places.append(place)
         return xp.concat(maxima, axis=2), xp.concat(places, axis=2)
 
-    def _hide(self, strip: Array, i0: int, i1: int, low: int, high: int) -> Array:
+    def _hide(self, strip: Array, i0: int, i1: int, low: int, high: int, otherwise: float) -> Array:
         xp = namespace(strip)
         b, n, rows, columns = strip.shape
         pairs = xp.reshape(strip, (b, n, 1, rows, columns))
-        return xp.reshape(self.sight.hide(self.ops, pairs, i0, i1, low, high), strip.shape)
+        pairs = self.sight.hide(self.ops, pairs, i0, i1, low, high, otherwise)
+        return xp.reshape(pairs, strip.shape)
 
-    def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int, int]]:
-        """Blocks and the first key that each sees: a, i0, i1, low."""
-        for a in range(self.chunks)[:: -1 if reverse else 1]:
-            i0, i1 = a * self.size, (a + 1) * self.size
-            yield a, i0, i1, min(self.sight.columns(i0, i1)[0], i0)
+    def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Rows of a strip and the first key that they see: i0, i1, low."""
+        strips = list(blocks(self.chunks * self.size, self.size * _blocks_of_strip(self.leaf)))
+        for i0, i1 in reversed(strips) if reverse else strips:
+            yield i0, i1, min(self.sight.columns(i0, i1)[0], i0)
+
+    def blocks(self, i0: int, i1: int) -> list[tuple[int, int, int]]:
+        """The blocks of those rows: a, j0, j1."""
+        return [(j0 // self.size, j0, j0 + self.size) for j0 in range(i0, i1, self.size)]
 
     def weights(self, i0: int, i1: int, low: int, high: int) -> Array:
-        """Φ (b, n, i1 − i0, high − low), 0 at hidden pairs."""
+        """Φ / `factor` (b, n, i1 − i0, high − low), 0 at hidden pairs."""
         strip = self.scores.strip(i0, i1, low, high, self.room)
         if not isinstance(self.shift, float):
             strip = self.ops.add(strip, -self.shift[:, :, i0:i1, :])
-        elif self.shift:
+        elif self.shift and self.factor == 1.0:
             strip = self.ops.add(strip, -self.shift)
-        return self.ops.exp(self._hide(strip, i0, i1, low, high))
+        return self._hide(self.ops.exp(strip), i0, i1, low, high, 0.0)
 
 
 class PastSystem:
@@ -300,10 +316,10 @@ class LucidSolveBlocks(Algorithm):
         frame = frame._replace(q_valid=None, k_valid=keys)
         sight = Sight(frame, s, 0, window=leaf.window, strict=True)
         room: Scratch | None = None
-        for part in head_groups(b, n, size * s):
+        for part in head_groups(b, n, size * _blocks_of_strip(leaf) * s):
             group, seen = view.group(part), sight.of(part[0])
             # The first group is the largest.
-            room = room or ops.scratch(math.prod(group.k.shape[:3]) * size, view.k)
+            room = room or ops.scratch(_strip_size(leaf, group, size), view.k)
             yield part, System(ops, leaf, group, seen, size, room, gradient=gradient)
 
     def forward(
@@ -314,13 +330,19 @@ class LucidSolveBlocks(Algorithm):
         y = ops.empty(view.v.shape, view.v)
         for part, system in self._systems(ops, leaf, view, frame):
             solution, v = y[part], system.view.v
-            for a, i0, i1, low in system.rows():
-                right = v[:, :, i0:i1, :]
+            for i0, i1, low in system.rows():
+                right = v[:, :, i0:i1, :] + 0
                 if low < i0:
                     strip = system.weights(i0, i1, low, i0)
-                    right = ops.add_product(right + 0, strip, solution[:, :, low:i0, :], -1.0)
-                right = system.times_beta(right, i0, i1)
-                solution[:, :, i0:i1, :] = ops.product(system.inverse[:, :, a, ...], right)
+                    known = solution[:, :, low:i0, :]
+                    right = ops.add_product(right, strip, known, -system.factor)
+                for a, j0, j1 in system.blocks(i0, i1):
+                    own = right[:, :, j0 - i0 : j1 - i0, :]
+                    if i0 < j0:
+                        strip = system.weights(j0, j1, i0, j0)
+                        own = ops.add_product(own, strip, solution[:, :, i0:j0, :], -system.factor)
+                    own = system.times_beta(own, j0, j1)
+                    ops.product_at(solution, at(j0, j1), system.inverse[:, :, a, ...], own)
             y[part] = solution
         return time_first(y)[:, :s, ...], ()
 
@@ -342,11 +364,9 @@ class LucidSolveBlocks(Algorithm):
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
-            room = ops.scratch(math.prod(system.view.k.shape[:3]) * size, view.k)
-            for a, i0, i1, low in system.rows(reverse=True):
-                solved = self._pull_block(
-                    ops, leaf, system, a, i0, i1, low, y[part], right[part], room
-                )
+            room = ops.scratch(_strip_size(leaf, system.view, size), view.k)
+            for i0, i1, low in system.rows(reverse=True):
+                solved = self._pull_rows(ops, leaf, system, i0, i1, low, y[part], right[part], room)
                 d.v[part][:, :, i0:i1, :] = solved[0]
                 if leaf.beta:
                     d.beta[part][:, :, i0:i1, :] = solved[1]
@@ -363,12 +383,11 @@ class LucidSolveBlocks(Algorithm):
             found["lucid_beta"] = d.beta[..., 0]
         return {name: time_first(a)[:, :s, ...] for name, a in found.items()}
 
-    def _pull_block(
+    def _pull_rows(
         self,
         ops: Arithmetic,
         leaf: Any,
         system: System,
-        a: int,
         i0: int,
         i1: int,
         low: int,
@@ -376,23 +395,33 @@ class LucidSolveBlocks(Algorithm):
         right: Array,
         room: Scratch,
     ) -> tuple[Array, Array]:
-        """dv and dβ of a block; its part in the right sides before, and in the scores' gradient."""
+        """dv and dβ of a strip; its part in the right sides before, and in the scores' gradient."""
         view = system.view
-        solved = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, i0:i1, :])
-        if system.diagonal is not None:
-            solved = solved / system.diagonal[:, :, i0:i1, :]
-        d_v = solved if view.beta is None else view.beta[:, :, i0:i1, :] * solved
+        solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
+        d_v = solved if view.beta is None else ops.empty(solved.shape, right)
+        for a, j0, j1 in reversed(system.blocks(i0, i1)):
+            here, before = at(j0 - i0, j1 - i0), at(i0, j0)
+            own = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, j0:j1, :])
+            if system.diagonal is not None:
+                own = own / system.diagonal[:, :, j0:j1, :]
+            solved[here] = own
+            if view.beta is not None:
+                d_v[here] = view.beta[:, :, j0:j1, :] * own
+            if i0 < j0:
+                strip = transpose(system.weights(j0, j1, i0, j0))
+                ops.add_product_at(right, before, strip, d_v[here], -system.factor)
         weights = system.weights(i0, i1, low, i1)
         known = y[:, :, low:i1, :]
         d_beta: Array = None
         if leaf.beta:
-            residual = ops.add_product(view.v[:, :, i0:i1, :] + 0, weights, known, -1.0)
+            residual = view.v[:, :, i0:i1, :] + 0
+            residual = ops.add_product(residual, weights, known, -system.factor)
             d_beta = row_sum(solved * residual)
         if low < i0:
-            past = weights[..., : i0 - low]
-            ops.add_product_at(right, at(low, i0), transpose(past), d_v, -1.0)
-        d_strip = ops.product(d_v, transpose(known), room.shaped(weights.shape))
-        d_strip = ops.multiply(ops.multiply(d_strip, weights), -1.0)
+            past = transpose(weights[..., : i0 - low])
+            ops.add_product_at(right, at(low, i0), past, d_v, -system.factor)
+        d_strip = ops.product(d_v * -system.factor, transpose(known), room.shaped(weights.shape))
+        d_strip = ops.multiply(d_strip, weights)
         if system.diagonal is not None:
             d_strip = d_strip + self._of_diagonal(leaf, system, i0, i1, low, d_v, y)
         system.scores.pull(i0, i1, low, i1, d_strip)
@@ -444,6 +473,16 @@ class LucidSolveBlocks(Algorithm):
             d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
             d_strip = d_strip + zero_where_not(first, d_maximum)
         return d_strip
+
+
+def _blocks_of_strip(leaf: Any) -> int:
+    """How many blocks high a strip is. A transported one is a chunk of reflections."""
+    return 1 if isinstance(leaf.metric, Transported) else 2
+
+
+def _strip_size(leaf: Any, view: View, size: int) -> int:
+    """Numbers in the largest strip of these heads."""
+    return math.prod(view.k.shape[:3]) * size * _blocks_of_strip(leaf)
 
 
 def _padded_frame(frame: Frame, s: int) -> Frame:

@@ -58,8 +58,17 @@ class Sight:
             self.offset is not None and self.window is None and all(mask is None for mask in masks)
         )
 
-    def hide(self, ops: Arithmetic, strip: Array, i0: int, i1: int, low: int, high: int) -> Array:
-        """Scores (b, n, r, i1 − i0, high − low), −∞ where a pair is hidden."""
+    def hide(
+        self,
+        ops: Arithmetic,
+        strip: Array,
+        i0: int,
+        i1: int,
+        low: int,
+        high: int,
+        otherwise: float = -math.inf,
+    ) -> Array:
+        """Scores (b, n, r, i1 − i0, high − low), `otherwise` where a pair is hidden."""
         start = low
         if self._is_plain:
             assert self.offset is not None
@@ -67,7 +76,7 @@ class Sight:
         if start >= high:
             return strip
         part = strip[..., start - low :]
-        strip[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), -math.inf)
+        strip[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), otherwise)
         return strip
 
     def visible(self, i0: int, i1: int, low: int, high: int) -> Array:

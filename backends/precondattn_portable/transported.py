@@ -9,8 +9,10 @@ Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
     A_aa = tril(q kᵀ) − B (Z R),    A_ab = Q̃_a P_{a−1} … P_{b+1} K̃_bᵀ.
 
 Forward, the chunks come in order of time, and the keys of the past are carried along as a cache
-carries them, K ← K P_aᵀ: a strip is then one product. Backward, queries are carried instead, in any
-order of the chunks: x_{a−1} = Q̃_a, x_{b−1} = x_b P_b, A_ab = x_b K̃_bᵀ, and with dA_ab = D_b,
+carries them, K ← K P_aᵀ: a strip is then one product. A strip may be several chunks high; its later
+queries are carried to its start, and the keys past all of it at once. Backward, queries are carried
+instead, in any order of the chunks: x_{a−1} = Q̃_a, x_{b−1} = x_b P_b, A_ab = x_b K̃_bᵀ, and with
+dA_ab = D_b,
 
     dK̃_b += D_bᵀ x_b,    dP_b += x_bᵀ y_{b−1},    y_b = D_b K̃_b + y_{b−1} P_bᵀ,    dQ̃_a = y_{a−1}.
 
@@ -26,41 +28,40 @@ from precondattn.arrays import Array, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import at, at_chunk, padded
-from precondattn_portable.scores import block_of_rows
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class Chunk(NamedTuple):
-    """The matrices of one chunk."""
+    """The matrices of one chunk, or of all (b, n, chunks, …)."""
 
     k: Array
     w: Array
     beta: Array
-    """(b, n, size, 1)"""
-    r: Array
-    """R"""
+    """(…, size, 1)"""
     m: Array
     """(I + diag(β) stril(w wᵀ))⁻¹, so that Z = M diag(β)"""
     zr: Array
     zw: Array
-
-    def keys(self, ops: Arithmetic) -> Array:
-        """K̃"""
-        return ops.add_product(self.k + 0, transpose(self.zr), self.w, -1.0)
-
-    def all(self, ops: Arithmetic) -> Array:
-        """P"""
-        d = self.k.shape[3]
-        identity = namespace(self.k).eye(d, dtype=self.k.dtype, **placement(self.k))
-        whole = ops.zeros((*self.k.shape[:2], d, d), self.k) + identity
-        return ops.add_product(whole, transpose(self.w), self.zw, -1.0)
+    keys: Array
+    """K̃"""
+    whole: Array
+    """P"""
+    q: Array
+    """(…, r size, d): rows of all the query heads of a key head"""
+    seen: Array
+    """B"""
+    start: Array
+    """Q̃"""
+    local: Array
+    """A_aa, right on and below the diagonal"""
 
 
 class TransportedScores:
     """Of queries (b, n, r, s, d) and keys (b, n, s, d) with w (b, n, s, d) and beta (b, n, s).
 
-    Blocks of queries are chunks: they begin at a multiple of `size`, and end at the next one, or
-    with the sequence. Without `gradient` they come in order of time, and each strip once.
+    Blocks of queries are `chunks_of_strip` chunks: they begin where one does, and end with the last
+    one's or with the sequence. Without `gradient` they come in order of time, and each strip once;
+    with it they are single chunks.
     """
 
     def __init__(
@@ -71,151 +72,190 @@ class TransportedScores:
         w: Array | None,
         beta: Array | None,
         size: int,
+        room: Scratch,
         *,
+        chunks_of_strip: int = 1,
         gradient: bool = False,
     ) -> None:
         assert w is not None
         assert beta is not None
+        self.chunks_of_strip = chunks_of_strip
         self.ops, self.size, self.length = ops, size, k.shape[2]
         missing = -self.length % size
         b, n, _, d = k.shape
+        self.r = q.shape[2]
         self.chunks = (self.length + missing) // size
-        self.q = padded(q, 0, missing, axis=3)
-        self.k, self.w, self.beta = (padded(a, 0, missing) for a in (k, w, beta))
-        self.m = self._inverses()
+        self.shape = (b, n, self.chunks * size, d)
+        self.q = q
+        self.all = self._matrices(
+            padded(q, 0, missing, axis=3), *(padded(a, 0, missing) for a in (k, w, beta)), room
+        )
         self.gradient = gradient
-        shape = self.k.shape
         if gradient:
-            self.keys = ops.empty(shape, k)
-            self.whole = ops.empty((b, n, self.chunks, d, d), k)
-            for a in range(self.chunks):
-                chunk = self._chunk(a)
-                self.keys[self._at(a)] = chunk.keys(ops)
-                self.whole[at_chunk(a)] = chunk.all(ops)
-            self.d_q_padded, self.d_k_padded = ops.zeros(self.q.shape, q), ops.zeros(shape, k)
-            self.d_w, self.d_beta = ops.zeros(shape, k), ops.zeros(shape[:3], k)
-            self.d_keys, self.d_whole = ops.zeros(shape, k), ops.zeros(self.whole.shape, k)
+            self.d_q_padded = ops.zeros((b, n, self.r, *self.shape[2:]), q)
+            self.d_k_padded, self.d_w = ops.zeros(self.shape, k), ops.zeros(self.shape, k)
+            self.d_beta, self.d_keys = ops.zeros(self.shape[:3], k), ops.zeros(self.shape, k)
+            self.d_whole = ops.zeros(self.all.whole.shape, k)
             self.is_finished = False
         else:
-            self.carried, self.next = ops.empty(shape, k), ops.empty(shape, k)
+            self.carried, self.next = (self._zeros(room, name) for name in ("carried", "next"))
             self.at = 0
+
+    def _zeros(self, room: Scratch, name: str) -> Array:
+        """Of the keys' shape."""
+        found = room.shaped(self.shape, name)
+        if found is None:
+            return self.ops.zeros(self.shape, self.q)
+        found[...] = 0.0
+        return found
+
+    def _matrices(self, q: Array, k: Array, w: Array, beta: Array, room: Scratch) -> Chunk:
+        """Of every chunk, in stacks."""
+        ops, xp, size = self.ops, namespace(k), self.size
+        b, n, _, d = self.shape
+        k, w = (xp.reshape(a, (b, n, self.chunks, size, d)) for a in (k, w))
+        beta = xp.reshape(beta, (b, n, self.chunks, size, 1))
+        scaled, each = beta * w, (b, n, self.chunks, size, size)
+        pairs, inverse, products = (room.shaped(each, a) for a in ("pairs", "inverse", "zr"))
+        overlap = ops.lower(ops.product(scaled, transpose(w), pairs), -1)
+        m = unit_lower_inverse(ops, overlap, inverse)
+        zr = ops.product(m, ops.lower(ops.product(scaled, transpose(k), pairs), -1), products)
+        zw = ops.product(m, scaled)
+        keys = ops.add_product(k + 0, transpose(zr), w, -1.0)
+        identity = namespace(k).eye(d, dtype=k.dtype, **placement(k))
+        whole = ops.zeros((b, n, self.chunks, d, d), k) + identity
+        whole = ops.add_product(whole, transpose(w), zw, -1.0)
+        q = xp.reshape(q, (b, n, self.r, self.chunks, size, d))
+        q = xp.reshape(xp.permute_dims(q, (0, 1, 3, 2, 4, 5)), (b, n, self.chunks, -1, d))
+        each = (*q.shape[:4], size)
+        seen = self._lower(ops.product(q, transpose(w), room.shaped(each, "pairs")))
+        start = ops.add_product(q + 0, seen, zw, -1.0)
+        local = ops.product(q, transpose(k), room.shaped(each, "local"))
+        local = ops.add_product(local, seen, zr, -1.0)
+        return Chunk(k, w, beta, m, zr, zw, keys, whole, q, seen, start, local)
 
     def _at(self, a: int) -> Any:
         return at(a * self.size, (a + 1) * self.size)
 
-    def _inverses(self) -> Array:
-        """M of every chunk, all in one stack."""
-        xp, (b, n, _, d) = namespace(self.w), self.w.shape
-        w = xp.reshape(self.w, (b, n, self.chunks, self.size, d))
-        beta = xp.reshape(self.beta, (b, n, self.chunks, self.size, 1))
-        overlap = self.ops.product(beta * w, transpose(w))
-        return unit_lower_inverse(self.ops, xp.tril(overlap, k=-1))
-
     def _chunk(self, a: int) -> Chunk:
-        ops, xp = self.ops, namespace(self.k)
-        k, w, beta = self.k[self._at(a)], self.w[self._at(a)], self.beta[self._at(a)][..., None]
-        m = self.m[at_chunk(a)]
-        r = xp.tril(ops.product(w, transpose(k)), k=-1)
-        z = m * transpose(beta)
-        return Chunk(k, w, beta, r, m, ops.product(z, r), ops.product(z, w))
+        return Chunk(*(x[at_chunk(a)] for x in self.all))
+
+    def _lower(self, x: Array) -> Array:
+        """tril of each query head's rows (…, r size, size)."""
+        xp = namespace(x)
+        each = xp.reshape(x, (*x.shape[:-2], self.r, self.size, self.size))
+        return xp.reshape(self.ops.lower(each), x.shape)
 
     # ---------------------------------------------------------------------------- a strip
 
     def within(self) -> Array:
         """A_aa of every chunk, q being one query head (b, n, chunks, size, size)."""
-        b, n, size = *self.k.shape[:2], self.size
-        found = self.ops.empty((b, n, self.chunks, size, size), self.k)
-        for a in range(self.chunks):
-            chunk, q = self._chunk(a), self.q[:, :, 0, a * size : (a + 1) * size, :]
-            found[at_chunk(a)] = self._local(chunk, q, self._seen(chunk, q))
-        return found
-
-    def _seen(self, chunk: Chunk, q: Array) -> Array:
-        """B = tril(q wᵀ), of each query head's rows."""
-        return self._lower(self.ops.product(q, transpose(chunk.w)))
-
-    def _local(self, chunk: Chunk, q: Array, seen: Array) -> Array:
-        """A_aa, right on and below the diagonal."""
-        local = self.ops.product(q, transpose(chunk.k))
-        return self.ops.add_product(local, seen, chunk.zr, -1.0)
-
-    def _lower(self, x: Array) -> Array:
-        """tril of each query head's rows (b, n, r size, size)."""
-        xp = namespace(x)
-        b, n, rows, size = x.shape
-        each = xp.reshape(x, (b, n, rows // size, size, size))
-        return xp.reshape(xp.tril(each), x.shape)
+        return self.all.local + 0
 
     def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
-        a, ops = i0 // self.size, self.ops
-        chunk = self._chunk(a)
-        q = block_of_rows(self.q, a * self.size, (a + 1) * self.size)
-        seen = self._seen(chunk, q)
-        start = ops.add_product(q + 0, seen, chunk.zw, -1.0)  # Q̃
-        shape = (*q.shape[:3], high - low)
-        strip = room.shaped(shape)
-        strip = ops.empty(shape, q) if strip is None else strip
-        old = min(a * self.size, high)
+        first, last = i0 // self.size, -(-i1 // self.size)
         if self.gradient:
-            self.now = (a, chunk, seen)
-            self._strip_of_carried_queries(strip, a, start, low, old)
+            strip = self._strip_of_carried_queries(first, low, high, room)
         else:
-            self._carry_keys(a)
-            if low < old:
-                past = transpose(self.carried[at(low, old)])
-                strip[..., : old - low] = ops.product(start, past)
-            if high > old:
-                self._carry(a, chunk)
-        if high > old:
-            strip[..., old - low :] = self._local(chunk, q, seen)[..., : high - old]
-        if i1 - i0 == self.size:
-            return strip
-        xp, r = namespace(q), self.q.shape[2]
-        each = xp.reshape(strip, (*q.shape[:2], r, self.size, high - low))
-        return xp.reshape(each[:, :, :, : i1 - i0, :], (*q.shape[:2], r * (i1 - i0), high - low))
+            self._carry_to(first)
+            strip = self._strip_of_carried_keys(first, last, low, high, room)
+        return self._rows(strip, (last - first) * self.size, i1 - i0)
 
-    def _carry_keys(self, a: int) -> None:
+    def _rows(self, x: Array, rows: int, count: int) -> Array:
+        """The first `count` rows of each query head (b, n, r rows, c)."""
+        if count == rows:
+            return x
+        xp, (b, n, _, c) = namespace(x), x.shape
+        each = xp.reshape(x, (b, n, self.r, rows, c))
+        return xp.reshape(each[:, :, :, :count, :], (b, n, self.r * count, c))
+
+    def carried_to(self, i0: int, i1: int) -> tuple[Array, Array]:
+        """Queries i0 … i1 − 1, whose strip came last, and the keys before i0, both carried to i0.
+
+        (b, n, r (i1 − i0), d) and (b, n, s, d), of which the first i0 are right.
+        """
+        rows = -(-(i1 - i0) // self.size) * self.size
+        return self._rows(self.start, rows, i1 - i0), self.carried
+
+    def _strip_of_carried_keys(
+        self, first: int, last: int, low: int, high: int, room: Scratch
+    ) -> Array:
+        """Of chunks first … last − 1 and the keys that are carried to the start of the first."""
+        ops, size, xp = self.ops, self.size, namespace(self.carried)
+        b, n, r, height = *self.shape[:2], self.r, last - first
+        within, starts = [], []
+        for a in range(first, last):
+            x = self.all.start[at_chunk(a)]
+            own = [self.all.local[at_chunk(a)]]
+            for c in range(a - 1, first - 1, -1):
+                own.insert(0, ops.product(x, transpose(self.all.keys[at_chunk(c)])))
+                x = ops.product(x, self.all.whole[at_chunk(c)])
+            within.append(own)
+            starts.append(xp.reshape(x, (b, n, r, 1, size, x.shape[3])))
+        start = starts[0] if height == 1 else xp.concat(starts, axis=3)
+        self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
+        # With the block's own keys, overwritten below: products fill memory in one piece faster.
+        room_of_strip = room.shaped((*start.shape[:3], high - low))
+        strip = ops.product(start, transpose(self.carried[at(low, high)]), room_of_strip)
+        pieces = xp.reshape(strip, (b, n, r, height, size, high - low))
+        for i, own in enumerate(within):
+            for c, piece in enumerate(own, first):
+                j0, j1 = c * size - low, min((c + 1) * size, high) - low
+                if j0 < j1:
+                    piece = xp.reshape(piece, (b, n, r, size, size))
+                    pieces[:, :, :, i, :, j0:j1] = piece[..., : j1 - j0]
+        return xp.reshape(pieces, strip.shape)
+
+    def _carry_to(self, a: int) -> None:
         """The keys in front of chunk a as its queries see them."""
+        ops = self.ops
         while self.at < a:
-            self._carry(self.at, self._chunk(self.at))
+            first, stop = self.at, min(self.at + self.chunks_of_strip, a)
+            whole: Array = None  # All reflections of chunks c … stop − 1.
+            for c in range(stop - 1, first - 1, -1):
+                keys, own = self.all.keys[at_chunk(c)], self.all.whole[at_chunk(c)]
+                if whole is not None:
+                    keys = ops.product(keys, transpose(whole))
+                self.next[self._at(c)] = keys
+                whole = own if whole is None else ops.product(whole, own)
+            old = at(0, first * self.size)
+            ops.product_at(self.next, old, self.carried[old], transpose(whole))
+            self.carried, self.next = self.next, self.carried
+            self.at = stop
 
-    def _carry(self, a: int, chunk: Chunk) -> None:
-        """The keys up to and with chunk a, as those behind it see them."""
-        if self.at != a or a == self.chunks - 1:
-            return
-        old = a * self.size
-        if old:
-            whole = transpose(chunk.all(self.ops))
-            self.next[at(0, old)] = self.ops.product(self.carried[at(0, old)], whole)
-        self.next[self._at(a)] = chunk.keys(self.ops)
-        self.carried, self.next = self.next, self.carried
-        self.at += 1
-
-    def _strip_of_carried_queries(
-        self, strip: Array, a: int, start: Array, low: int, old: int
-    ) -> None:
+    def _strip_of_carried_queries(self, a: int, low: int, high: int, room: Scratch) -> Array:
+        """Of chunk a; its queries are kept for `pull` as each earlier chunk sees them."""
+        x, local = self.all.start[at_chunk(a)], self.all.local[at_chunk(a)]
+        shape = (*x.shape[:3], high - low)
+        strip = room.shaped(shape)
+        strip = self.ops.empty(shape, x) if strip is None else strip
+        old = min(a * self.size, high)
+        if high > old:
+            strip[..., old - low :] = local[..., : high - old]
         self.x: dict[int, Array] = {}
-        x = start
         for b in range(a - 1, low // self.size - 1, -1):
             self.x[b] = x
-            first, last = max(b * self.size, low), min((b + 1) * self.size, old)
-            keys = transpose(self.keys[at(first, last)])
-            strip[..., first - low : last - low] = self.ops.product(x, keys)
+            first = max(low - b * self.size, 0)
+            keys = transpose(self.all.keys[at_chunk(b, slice(first, old - b * self.size))])
+            begin = b * self.size + first - low
+            strip[..., begin : begin + keys.shape[3]] = self.ops.product(x, keys)
             if b * self.size > low:
-                x = self.ops.product(x, self.whole[at_chunk(b)])
+                x = self.ops.product(x, self.all.whole[at_chunk(b)])
+        return strip
 
     # ------------------------------------------------------------------------- its gradient
 
     def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
-        (a, chunk, seen), size, ops = self.now, self.size, self.ops
+        a, size, ops = i0 // self.size, self.size, self.ops
+        chunk, here = self._chunk(a), self._at(a)
         xp = namespace(d_strip)
-        b, n, r = self.q.shape[:3]
+        (b, n), r = self.shape[:2], self.r
         if i1 - i0 < size:
             d_strip = xp.reshape(d_strip, (b, n, r, i1 - i0, high - low))
             d_strip = padded(d_strip, 0, size - (i1 - i0), axis=3)
             d_strip = xp.reshape(d_strip, (b, n, r * size, high - low))
         old = min(a * size, high)
-        q = block_of_rows(self.q, a * size, (a + 1) * size)
+        q, seen = chunk.q, chunk.seen
         d_q, d_seen = ops.zeros(q.shape, q), ops.zeros(seen.shape, q)
         d_zr, d_zw = ops.zeros(chunk.zr.shape, q), ops.zeros(chunk.zw.shape, q)
         if low < old:  # Q̃ = q − B (Z w)
@@ -225,15 +265,15 @@ class TransportedScores:
         if high > old:  # A_aa = q kᵀ − B (Z R)
             d_local = padded(d_strip[..., old - low :], 0, size - (high - old), axis=3)
             d_q = ops.add_product(d_q, d_local, chunk.k)
-            ops.add_product_at(self.d_k_padded, self._at(a), transpose(d_local), q)
+            ops.add_product_at(self.d_k_padded, here, transpose(d_local), q)
             d_seen = ops.add_product(d_seen, d_local, transpose(chunk.zr), -1.0)
             d_zr = ops.add_product(d_zr, transpose(seen), d_local, -1.0)
         d_seen = self._lower(d_seen)
         d_q = ops.add_product(d_q, d_seen, chunk.w)
-        ops.add_product_at(self.d_w, self._at(a), transpose(d_seen), q)
+        ops.add_product_at(self.d_w, here, transpose(d_seen), q)
         self._pull_chunk(a, chunk, d_zr, d_zw)
-        here = slice(a * size, (a + 1) * size)
-        self.d_q_padded[:, :, :, here, :] = xp.reshape(d_q, (b, n, r, size, d_q.shape[3]))
+        rows = slice(a * size, (a + 1) * size)
+        self.d_q_padded[:, :, :, rows, :] = xp.reshape(d_q, (b, n, r, size, d_q.shape[3]))
 
     def _pull_past(self, low: int, old: int, d_strip: Array) -> Array:
         """dQ̃, from the scores with earlier chunks; their dK̃ and dP are added to."""
@@ -243,26 +283,28 @@ class TransportedScores:
             first, last = max(c * size, low), min((c + 1) * size, old)
             piece = d_strip[..., first - low : last - low]
             ops.add_product_at(self.d_keys, at(first, last), transpose(piece), x)
-            d_x = ops.product(piece, self.keys[at(first, last)])
+            keys = self.all.keys[at_chunk(c, slice(first - c * size, last - c * size))]
+            d_x = ops.product(piece, keys)
             if y is not None:
                 ops.add_product_at(self.d_whole, at_chunk(c), transpose(x), y)
-                d_x = ops.add_product(d_x, y, transpose(self.whole[at_chunk(c)]))
+                d_x = ops.add_product(d_x, y, transpose(self.all.whole[at_chunk(c)]))
             y = d_x
         return y
 
     def _pull_chunk(self, a: int, chunk: Chunk, d_zr: Array, d_zw: Array) -> None:
         """From Z R and Z w to k, w and β."""
-        xp, ops = namespace(self.k), self.ops
+        xp, ops = namespace(chunk.k), self.ops
         m_t, here = transpose(chunk.m), self._at(a)
         z_t = chunk.beta * m_t
-        d_z = ops.product(d_zr, transpose(chunk.r))
+        r = ops.lower(ops.product(chunk.w, transpose(chunk.k)), -1)
+        d_z = ops.product(d_zr, transpose(r))
         d_z = ops.add_product(d_z, d_zw, transpose(chunk.w))
-        d_r = xp.tril(ops.product(z_t, d_zr), k=-1)
+        d_r = ops.lower(ops.product(z_t, d_zr), -1)
         d_m = d_z * transpose(chunk.beta)
         d_scaled = -ops.product(m_t, ops.product(d_m, m_t))  # Of diag(β) stril(w wᵀ).
-        overlap = xp.tril(ops.product(chunk.w, transpose(chunk.w)), k=-1)
+        overlap = ops.lower(ops.product(chunk.w, transpose(chunk.w)), -1)
         d_beta = xp.sum(chunk.m * d_z, axis=-2) + xp.sum(d_scaled * overlap, axis=-1)
-        d_overlap = xp.tril(chunk.beta * d_scaled, k=-1)
+        d_overlap = ops.lower(chunk.beta * d_scaled, -1)
         self.d_beta[here] = self.d_beta[here] + d_beta
         ops.add_product_at(self.d_k_padded, here, transpose(d_r), chunk.w)
         ops.add_product_at(self.d_w, here, z_t, d_zw)

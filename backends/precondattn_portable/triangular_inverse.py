@@ -18,13 +18,17 @@ LEAF = 8
 """Rows of the blocks that are inverted row by row; products of smaller ones cost more to call."""
 
 
-def unit_lower_inverse(ops: Arithmetic, strict: Array) -> Array:
-    """(I + strict)⁻¹ for strictly lower triangular matrices (…, C, C)."""
+def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None) -> Array:
+    """(I + strict)⁻¹ for strictly lower triangular matrices (…, C, C), in `out` where given."""
     xp = namespace(strict)
     size = strict.shape[-1]
     flat = xp.reshape(strict, (-1, size, size))
     whole = size - size % LEAF
-    inverse = ops.zeros(flat.shape, flat)
+    if out is None:
+        inverse = ops.zeros(flat.shape, flat)
+    else:
+        inverse = xp.reshape(out, flat.shape)
+        inverse[...] = 0.0
     for rows, start in ((LEAF, 0), (size - whole, whole)):
         count = whole // LEAF if rows == LEAF else 1
         if not rows or start + rows > size:

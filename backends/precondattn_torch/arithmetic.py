@@ -20,7 +20,7 @@ class TorchArithmetic(Arithmetic):
         return like.new_zeros(shape)
 
     def scratch(self, size: int, like: Tensor) -> Scratch:
-        return FlatScratch(like.new_empty(size))
+        return FlatScratch(self, size, like)
 
     def heads_first(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).contiguous()
@@ -54,6 +54,9 @@ class TorchArithmetic(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
+    def product_at(self, total: Tensor, where: Any, a: Tensor, b: Tensor) -> None:
+        self.product(a, b, total[where])
+
     def exp(self, x: Tensor) -> Tensor:
         return x.exp_()
 
@@ -65,6 +68,9 @@ class TorchArithmetic(Arithmetic):
 
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
+
+    def lower(self, x: Tensor, k: int = 0) -> Tensor:
+        return x.tril_(k)
 
 
 def _stacked(x: Tensor) -> Any:

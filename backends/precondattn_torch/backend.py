@@ -44,6 +44,10 @@ class Torch(Portable):
             from precondattn_torch.scaled_dot_product import KernelAttention
 
             return KernelAttention()
+        if type(leaf) is pa.Path:
+            from precondattn_torch.path import PathAttention
+
+            return PathAttention()
         return super().algorithm(leaf)
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:

@@ -1,0 +1,45 @@
+"""PaTH's softmax, with the keys in front of a strip read by PyTorch's own fused kernel.
+
+Carried to the start of the strip (`precondattn_portable/transported.py`), those keys are like any
+others to its queries, likewise carried, and all of them are visible. The strip's own keys are read
+as elsewhere, and the two means of logarithms λ of their weights are one:
+
+    λ = log(e^{λ₁} + e^{λ₂}),    o = e^{λ₁ − λ} o₁ + e^{λ₂ − λ} o₂.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from precondattn_portable.attention import Attention, Group, View
+from precondattn_portable.sight import Sight
+from precondattn_portable.transported import TransportedScores
+
+
+class PathAttention(Attention):
+    """Of `Path`."""
+
+    def keys_of_strip(self, view: View, sight: Sight, size: int) -> int:
+        return size if _fits(view, sight) else super().keys_of_strip(view, sight, size)
+
+    def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+        if not (0 < i0 < high and _fits(group.view, group.sight)):
+            return super().read(group, i0, i1, low, high)
+        assert isinstance(group.scores, TransportedScores)
+        own, own_log = group.read.forward(group.strip(i0, i1, i0, high), i0, high)
+        queries, keys = group.scores.carried_to(i0, i1)
+        past, past_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys[:, :, :i0, :], group.view.v[:, :, :i0, :], scale=1.0
+        )
+        past_log = past_log.to(own_log.dtype).unsqueeze(-1)
+        log_total = torch.logaddexp(own_log, past_log)
+        own = own.mul_((own_log - log_total).exp_())
+        return own.addcmul_(past, (past_log - log_total).exp_()), log_total
+
+
+def _fits(view: View, sight: Sight) -> bool:
+    """Whether every key in front of a strip is visible, and the kernel can read it."""
+    plain = sight.window is None and sight.frame.k_valid is None and sight.frame.k_segment is None
+    is_alone = view.g is None and view.bias is None
+    return plain and is_alone and view.v.device.type == "cpu" and view.v.shape == view.k.shape
