@@ -162,6 +162,11 @@ def writes_in_place(array: Array) -> bool:
     return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
 
 
+def copied(array: Array) -> Array:
+    """A copy with the same order in memory, of a library that writes in place."""
+    return array.clone() if library_of(array) == "torch" else array.copy(order="K")
+
+
 def stop_gradient(array: Array) -> Array:
     """The same values, constant to automatic differentiation."""
     library = library_of(array)

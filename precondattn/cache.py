@@ -16,9 +16,12 @@ from precondattn.arrays import (
     Array,
     arange_like,
     cast,
+    copied,
+    device_of,
     dtype_name,
     namespace,
     placement,
+    wants_gradient,
     writes_in_place,
 )
 from precondattn.declaration import Shape
@@ -71,10 +74,18 @@ Updates = dict[str, Update]
 
 
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
-    """A buffer of zeros for `slot`, of the library, dtype and device of `like`."""
+    """A buffer of zeros for `slot`, of the library, dtype and device of `like`.
+
+    In libraries with strides the tokens of a head (b, c, h, …) stand behind one another in memory:
+    a step reads one head after the other, all of its tokens.
+    """
     xp = namespace(like)
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
-    return xp.zeros(shape, dtype=dtype, **placement(like))
+    if len(shape) < 3 or slot.pattern.split()[1] != "c":
+        return xp.zeros(shape, dtype=dtype, **placement(like))
+    order = (0, 2, 1, *range(3, len(shape)))
+    heads_first = xp.zeros(tuple(shape[i] for i in order), dtype=dtype, **placement(like))
+    return xp.permute_dims(heads_first, order)
 
 
 def updated(buffer: Array, update: Update, length: Array, count: Array, *, donate: bool) -> Array:
@@ -100,6 +111,8 @@ def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate:
     tokens = cast(tokens, buffer.dtype)
     if donate and writes_in_place(buffer):
         return _append_in_place(buffer, tokens, length, count)
+    if writes_in_place(buffer) and not wants_gradient(buffer, tokens):
+        return _append_in_place(copied(buffer), tokens, length, count)
     xp = namespace(buffer, tokens)
     b, capacity = buffer.shape[:2]
     t = tokens.shape[1]
@@ -114,9 +127,23 @@ def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate:
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
     xp = namespace(buffer, tokens)
     b, t = tokens.shape[:2]
+    start = _common_length(length, count, t)
+    if start is not None:
+        fitting = min(t, buffer.shape[1] - start)
+        buffer[:, start : start + fitting, ...] = tokens[:, :fitting, ...]
+        return buffer
     new = arange_like(t, length)[None, :]
     slot = length[:, None] + new
     kept = (new < count[:, None]) & (slot < buffer.shape[1])
     sequence = xp.broadcast_to(arange_like(b, length)[:, None], (b, t))
     buffer[sequence[kept], slot[kept]] = tokens[kept]
     return buffer
+
+
+def _common_length(length: Array, count: Array, t: int) -> int | None:
+    """The length of all sequences, where all get t tokens and it costs nothing to look."""
+    if device_of(length) != "cpu":
+        return None
+    lengths, counts = length.tolist(), count.tolist()
+    is_common = lengths.count(lengths[0]) == len(lengths) and counts.count(t) == len(counts)
+    return int(lengths[0]) if is_common else None

@@ -20,22 +20,20 @@ from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.program import Program
-from precondattn.spec.array_functions import transpose
+from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN
 from precondattn.spec.rms_norm import rms
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.extension import filled, new_tokens
+from precondattn_portable.extension import filled
 from precondattn_portable.layout import (
     ALL_HEADS,
     block_size,
     grouped_queries,
-    time_first,
     ungrouped,
 )
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
-from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
 from precondattn_portable.sight import Sight
 
@@ -68,27 +66,34 @@ class LucidStep(Algorithm):
         known = filled(frame, solve_past["key"].shape[1])
         xp, count = namespace(x["q"]), known.count
         system = PastSystem(ops, solve, solve_past, x, known)
-        q = grouped_queries(ops, x["q"], n) * softmax._scale(x["q"].shape[3])
-        rows = block_of_rows(q, 0, t)
-        both = xp.concat([rows, system.queries], axis=2)
-        scores = ops.product(both, transpose(system.keys))
-        split = rows.shape[2]
-
-        new_keys = ops.heads_first(x["k"])
-        own = ops.product(rows, transpose(new_keys))
-        strip = xp.concat([scores[:, :, :split, :], own], axis=3)
-        pairs = xp.reshape(strip, (*q.shape[:4], count + t))
         sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
-        strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, count + t), strip.shape)
-        strip, total, _ = exponentials(ops, strip)
-        phi = system.from_scores(scores[:, :, split:, :] + 0, ALL_HEADS, 0, t)
-        read = ops.product(xp.concat([strip[..., :count], phi], axis=2), system.solved)
+        q = grouped_queries(ops, x["q"], n) * softmax._scale(x["q"].shape[3])
+        rows, split = block_of_rows(q, 0, t), q.shape[2] * t
+
+        def hidden(scores: Array, low: int, high: int) -> Array:
+            pairs = xp.reshape(scores, (*q.shape[:4], high - low))
+            return xp.reshape(sight.hide(ops, pairs, 0, t, low, high), scores.shape)
+
+        own = ops.product(rows, transpose(ops.heads_first(x["k"])))
+        own = hidden(own, count, count + t)
+        largest = xp.max(own, axis=-1, keepdims=True)
+        weights = ops.product(xp.concat([rows, system.queries], axis=2), transpose(system.keys))
+        if count:
+            past = hidden(weights[:, :, :split, :], 0, count)
+            largest = xp.maximum(largest, xp.max(past, axis=-1, keepdims=True))
+            weights[:, :, :split, :] = past
+            weights[:, :, split:, :] = system.logs(weights[:, :, split:, :], ALL_HEADS, 0, t)
+        shift = finite_or_zero(largest)
+        shifts = xp.concat([shift, xp.zeros_like(shift[:, :, :t, :])], axis=2)
+        weights = ops.exp(ops.add(weights, -shifts))
+        read = ops.product(weights, system.solved)
 
         right = ops.heads_first(x["v"]) - read[:, :, split:, :]
-        within = {**x, "v": time_first(right)}
-        y, _ = self.solve.forward(ops, solve, within, new_tokens(frame, t))
-        new = ops.product(strip[..., count:], ops.heads_first(y))
-        out = (read[:, :, :split, :] + new) / total
+        y = self.solve.among_new(ops, solve, x, right, known, frame)
+        own = ops.exp(ops.add(own, -shift))
+        total = row_sum(weights[:, :, :split, :]) + row_sum(own)
+        total = xp.where(total > 0, total, 1.0)
+        out = (read[:, :, :split, :] + ops.product(own, ops.heads_first(y))) / total
         updates = {keys[0]["key"]: Append(x["k"]), keys[0]["solved"]: Append(y)}
         if solve.normalize == "keys":
             updates[keys[0]["rms"]] = Append(rms(x["k"], solve.eps)[..., 0])

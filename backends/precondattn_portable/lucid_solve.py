@@ -267,17 +267,17 @@ class PastSystem:
     def weights(self, part: Part, i0: int, i1: int) -> Array:
         """(b, n, i1 − i0, count) of some heads and new tokens."""
         scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
-        return self.from_scores(scores, part, i0, i1)
+        return self.ops.exp(self.logs(scores, part, i0, i1))
 
-    def from_scores(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
-        """The weights, from the scores with the keys as they stand in the cache."""
+    def logs(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
+        """The logarithms of weights, from the scores with the keys as they stand in the cache."""
         if self.inverse_rms is not None:
             scores = self.ops.multiply(scores, self.inverse_rms[part])
         scores = self.ops.add(scores, -self.shift)
         xp, count = namespace(scores), scores.shape[-1]
         pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
         pairs = self.sight.of(part[0]).hide(self.ops, pairs, i0, i1, 0, count)
-        return self.ops.exp(xp.reshape(pairs, scores.shape))
+        return xp.reshape(pairs, scores.shape)
 
 
 class LucidSolveBlocks(Algorithm):
@@ -452,11 +452,32 @@ class LucidSolveBlocks(Algorithm):
                     strip = new.weights(part, i0, i1)
                     own = ops.add_product(own + 0, strip, new.solved[part], -1.0)
                 right[part][:, :, i0:i1, :] = own
-        y, _ = self.forward(ops, leaf, {**x, "v": time_first(right)}, new_tokens(frame, t))
+        y = self.among_new(ops, leaf, x, right, known, frame)
         updates = {"key": Append(x["k"]), "solved": Append(y)}
         if leaf.normalize == "keys":
             updates["rms"] = Append(rms(x["k"], leaf.eps)[..., 0])
         return y, updates
+
+    def among_new(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        right: Array,
+        known: Filled,
+        frame: Frame,
+    ) -> Array:
+        """y of new tokens (b, t, n, e), from v without what comes of the past (b, n, t, e)."""
+        t = right.shape[2]
+        right = time_first(right)
+        if t > 1:
+            return self.forward(ops, leaf, {**x, "v": right}, new_tokens(frame, t))[0]
+        # The matrix of one token is its diagonal.
+        y = x["lucid_beta"][..., None] * right if leaf.beta else right
+        if known.offset is None:
+            assert frame.k_valid is not None
+            y = zero_where_not(frame.k_valid[:, -t:, None, None], y)
+        return y
 
     @staticmethod
     def _of_diagonal(
