@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.arrays import (
@@ -104,7 +105,7 @@ def bind_extension(
     key_mask: Array | None = None,
 ) -> BoundCall:
     """The arguments of `extend`."""
-    owner, declared = str(mechanism), mechanism.inputs.extending()
+    owner, declared = str(mechanism), _extending(mechanism)
     check_cacheable(mechanism)
     if not isinstance(cache, Cache):
         raise TypeError(
@@ -155,7 +156,7 @@ def bind_shapes(
     mechanism: Mechanism, arrays: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, Sizes]:
     """An input to make buffers like, and the sizes that (some of) the inputs have."""
-    owner, declared = str(mechanism), mechanism.inputs.extending()
+    owner, declared = str(mechanism), _extending(mechanism)
     inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
@@ -203,6 +204,12 @@ def zero_padding(
             array = zero_where_not(namespace(valid).reshape(valid, tuple(shape)), array)
         zeroed[name] = array
     return zeroed
+
+
+@cache
+def _extending(mechanism: Mechanism) -> Inputs:
+    """The inputs of `extend`."""
+    return mechanism.inputs.extending()
 
 
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")

@@ -79,12 +79,14 @@ class LucidStep(Algorithm):
         largest = xp.max(own, axis=-1, keepdims=True)
         weights = ops.product(xp.concat([rows, system.queries], axis=2), transpose(system.keys))
         if count:
-            past = hidden(weights[:, :, :split, :], 0, count)
+            past = weights[:, :, :split, :]
+            if not sight.is_plain:
+                weights[:, :, :split, :] = past = hidden(past, 0, count)
             largest = xp.maximum(largest, xp.max(past, axis=-1, keepdims=True))
-            weights[:, :, :split, :] = past
             weights[:, :, split:, :] = system.logs(weights[:, :, split:, :], ALL_HEADS, 0, t)
         shift = finite_or_zero(largest)
-        shifts = xp.concat([shift, xp.zeros_like(shift[:, :, :t, :])], axis=2)
+        solve_shift = xp.full_like(shift[:, :, :t, :], system.shift)
+        shifts = xp.concat([shift, solve_shift], axis=2)
         weights = ops.exp(ops.add(weights, -shifts))
         read = ops.product(weights, system.solved)
 

@@ -246,7 +246,7 @@ class PastSystem:
         x: Mapping[str, Array],
         known: Filled,
     ) -> None:
-        self.ops, count = ops, known.count
+        self.ops, count, xp = ops, known.count, namespace(x["k"])
         d = x["k"].shape[3]
         scale = leaf._scale(d)
         self.shift = scale * d
@@ -254,11 +254,11 @@ class PastSystem:
         self.queries = ops.heads_first(k * scale)
         self.keys = past_heads(past["key"], count)
         self.solved = past_heads(past["solved"], count)
-        self.inverse_rms: Array | None = None
+        self.rms: Array | None = None
         if leaf.normalize == "keys":
-            r = past_heads(past["rms"], count)
-            r = namespace(r).where(r > 0, r, 1.0)
-            self.inverse_rms = (1.0 / r)[:, :, None, :]
+            r = past_heads(past["rms"], count)[:, :, None, :]
+            # Empty slots, which are hidden, hold 0.
+            self.rms = r if known.offset is not None and leaf.eps else xp.where(r > 0, r, 1.0)
         frame = known.frame._replace(k_position=known.frame.k_position[:, :count])
         if frame.k_valid is not None:
             frame = frame._replace(k_valid=frame.k_valid[:, :count])
@@ -267,13 +267,13 @@ class PastSystem:
     def weights(self, part: Part, i0: int, i1: int) -> Array:
         """(b, n, i1 − i0, count) of some heads and new tokens."""
         scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
-        return self.ops.exp(self.logs(scores, part, i0, i1))
+        scores = self.ops.add(self.logs(scores, part, i0, i1), -self.shift)
+        return self.ops.exp(scores)
 
     def logs(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
-        """The logarithms of weights, from the scores with the keys as they stand in the cache."""
-        if self.inverse_rms is not None:
-            scores = self.ops.multiply(scores, self.inverse_rms[part])
-        scores = self.ops.add(scores, -self.shift)
+        """Scores with normalised keys, from those with the keys as they stand in the cache."""
+        if self.rms is not None:
+            scores = scores / self.rms[part]
         xp, count = namespace(scores), scores.shape[-1]
         pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
         pairs = self.sight.of(part[0]).hide(self.ops, pairs, i0, i1, 0, count)

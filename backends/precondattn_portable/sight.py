@@ -51,7 +51,7 @@ class Sight:
         return Sight(frame, self.keys, self.offset, self.causal, self.window, self.strict)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether nothing but causality hides a key."""
         masks = (self.frame.q_valid, self.frame.k_valid, self.frame.k_segment)
         return (
@@ -70,7 +70,7 @@ class Sight:
     ) -> Array:
         """Scores (b, n, r, i1 − i0, high − low), `otherwise` where a pair is hidden."""
         start = low
-        if self._is_plain:
+        if self.is_plain:
             assert self.offset is not None
             start = max(low, self.offset + i0 + 1 - self.strict) if self.causal else high
         if start >= high:
