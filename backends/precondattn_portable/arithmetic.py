@@ -72,10 +72,6 @@ class Arithmetic:
         """total[where] += factor a b; `total` is the algorithm's own, and written to."""
         total[where] = total[where] + (a @ b) * factor
 
-    def product_at(self, total: Array, where: Any, a: Array, b: Array) -> None:
-        """total[where] = a b; `total` is the algorithm's own, and written to."""
-        total[where] = a @ b
-
     def exp(self, x: Array) -> Array:
         """eˣ, in x where the library can."""
         return namespace(x).exp(x)
@@ -83,6 +79,10 @@ class Arithmetic:
     def add(self, x: Array, y: Array | float) -> Array:
         """x + y, in x where the library can; y broadcasts to x."""
         return x + y
+
+    def add_multiple(self, total: Array, x: Array, y: Array) -> Array:
+        """total + x ∘ y, in `total` where the library can; x and y broadcast to it."""
+        return total + x * y
 
     def multiply(self, x: Array, y: Array | float) -> Array:
         """x ∘ y, in x where the library can; y broadcasts to x."""
@@ -125,15 +125,16 @@ class InPlace(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def product_at(self, total: Array, where: Any, a: Array, b: Array) -> None:
-        self.product(a, b, total[where])
-
     def exp(self, x: Array) -> Array:
         return namespace(x).exp(x, out=x)
 
     def add(self, x: Array, y: Array | float) -> Array:
         x += y
         return x
+
+    def add_multiple(self, total: Array, x: Array, y: Array) -> Array:
+        total += x * y
+        return total
 
     def multiply(self, x: Array, y: Array | float) -> Array:
         x *= y

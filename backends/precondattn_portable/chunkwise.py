@@ -8,10 +8,11 @@ written, a few times over; queries need no more than a group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from precondattn.arrays import Array, is_traced, namespace
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import (
     Chunks,
@@ -21,9 +22,13 @@ from precondattn_portable.chunkwise_additive import (
     ValueAdditive,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule
+from precondattn_portable.layout import blocks
 
 CHUNK = 64
 """Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
+
+TILE = 2**18
+"""Numbers of an array that are treated token by token: 1 MiB in float32."""
 
 GROUP = 2**20
 """Numbers in an array of the chunks that are computed at once: 4 MiB in float32."""
@@ -36,29 +41,65 @@ class Chunkwise:
         self.ops, self.chunk = ops, chunk
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
-        work = Work(self.ops, x, self.chunk)
-        o = work.room(work.first_read, x.v, x.q.shape[3], x.v.shape[3])
-        last = _joined(state)
-        for part in work.parts():
-            group = work.group(part)
-            states = group.states(last)
-            last = states[-1, ...]
-            if part.stop > work.first_read:
-                work.fill(o, part, group.read(work.of_reads(x.q, part), states))
-        return work.tokens(o, x.q.shape[2]), namespace(last).reshape(last, state.shape)
+        (o,), (final,) = self.read([(x, state)], lambda o: (o,))
+        return o, final
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        works = [Work(self.ops, x, self.chunk) for x, _ in streams]
+        lasts = [_joined(state) for _, state in streams]
+        queries = [x.q for x, _ in streams]
+        rooms: list[Array] = []
+        for part in works[0].parts(max(work.widest for work in works)):
+            outputs, lasts = _read(works, part, queries, lasts)
+            if part.stop <= works[0].first_read:
+                continue
+            found = function(*outputs, *(works[0].of_reads(array, part) for array in arrays))
+            rooms = rooms or [works[0].room_of_reads(a, *a.shape[3:]) for a in found]
+            for room, tokens in zip(rooms, found, strict=True):
+                works[0].fill(room, part, tokens)
+        t = queries[0].shape[2]
+        finals = [
+            namespace(last).reshape(last, state.shape)
+            for last, (_, state) in zip(lasts, streams, strict=True)
+        ]
+        return tuple(works[0].tokens(room, t) for room in rooms), finals
+
+    def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
+        """A few tokens at a time, whose intermediate results fit a cache."""
+        t = arrays[0].shape[axis]
+        step = max(t * TILE // max(math.prod(array.shape) for array in arrays), 1)
+        results: tuple[Array, ...] = ()
+        for i0, i1 in blocks(t, step):
+            here = (*(slice(None),) * axis, slice(i0, i1))
+            found = function(*(array[(*here, ...)] for array in arrays))
+            if i1 == t and not i0:
+                return found
+            results = results or tuple(self._time_first(a, t, axis) for a in found)
+            for result, part in zip(results, found, strict=True):
+                result[(*here, ...)] = part
+        return results
+
+    def _time_first(self, like: Array, t: int, axis: int) -> Array:
+        """Room for t tokens, (b, …, t, …), of which every token stands in one piece of memory."""
+        rest = [size for i, size in enumerate(like.shape) if i != axis]
+        found = self.ops.empty((rest[0], t, *rest[1:]), like)
+        order = [0, *range(2, axis + 1), 1, *range(axis + 1, like.ndim)]
+        return namespace(like).permute_dims(found, tuple(order))
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
         xp = namespace(state)
         work = Work(self.ops, x, self.chunk)
         done: list[tuple[range, Group, Array]] = []
         last = _joined(state)
-        for part in work.parts():
+        for part in work.parts(work.widest):
             group = work.group(part)
             states = group.states(last)
             last = states[-1, ...]
             done.append((part, group, states))
 
-        d_q = work.room(work.first_read, x.q, *x.q.shape[3:])
+        d_q = work.room_of_reads(x.q, *x.q.shape[3:])
         d_written = [None if a is None else work.room(0, a, a.shape[3]) for a in work.written]
         first = _joined(d_final)
         while done:
@@ -82,6 +123,21 @@ class Chunkwise:
             None if d_beta is None else d_beta[..., 0],
         )
         return Gradients(stream, xp.reshape(first, d_final.shape))
+
+
+def _read(
+    works: list[Work], part: range, queries: list[Array], lasts: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    """What is read in a group of chunks, and the states behind it; its memory is free again."""
+    outputs, behind = [], []
+    chunks: dict[int, Array] = {}  # Of arrays that several streams share.
+    for work, q, last in zip(works, queries, lasts, strict=True):
+        group = work.group(part, chunks)
+        states = group.states(last)
+        if part.stop > work.first_read:
+            outputs.append(group.read(work.of_reads(q, part), states))
+        behind.append(states[-1, ...] + 0)
+    return outputs, behind
 
 
 def _joined(state: Array) -> Array:
@@ -109,22 +165,21 @@ class Work:
         # Whatever has no decay comes with one of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
 
-    def parts(self) -> Iterator[range]:
+    def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one begins at the first with a query."""
-        step = max(GROUP // (self.b * self.m * self.size * self.widest), 1)
+        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
 
-    def group(self, part: range) -> Group:
-        k, v, g, beta = self.written
-        found = Chunks(
-            self._chunks(k, part, 0),
-            self._chunks(v, part, 0),
-            self._chunks(g, part, 0) if self.decays else None,
-            None if beta is None else self._chunks(beta, part, 0),
-        )
-        return self.kind(self.ops, found)
+    def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
+        """`known` has the chunks of arrays, by their identity, and gets those that are made."""
+        known = {} if known is None else known
+        arrays = self.written if self.decays else self.written._replace(g=None)
+        for array in arrays:
+            if array is not None and id(array) not in known:
+                known[id(array)] = self._chunks(array, part, 0)
+        return self.kind(self.ops, Chunks(*(a if a is None else known[id(a)] for a in arrays)))
 
     def of_reads(self, queries: Array, part: range) -> Array:
         """Queries of the last t tokens, or their outputs', as (c, n, C, r, w); else zeros."""
@@ -154,6 +209,10 @@ class Work:
                 found[chunk : chunk + chunks, ...] = xp.permute_dims(tokens, order)
             low += length
         return xp.reshape(found, (len(part), self.b * self.m, self.size, *rest))
+
+    def room_of_reads(self, like: Array, *rest: int) -> Array:
+        """For the results of chunks with queries."""
+        return self.room(self.first_read, like, *rest)
 
     def room(self, first: int, like: Array, *rest: int) -> Array:
         """For the results of chunks from the `first` on."""

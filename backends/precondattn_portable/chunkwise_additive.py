@@ -20,7 +20,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.head_decay import HeadDecay, faded, sums_before, sums_from
-from precondattn_portable.places import add_at, product_at
+from precondattn_portable.places import add_kept_at, product_at
 
 
 class Chunks(NamedTuple):
@@ -96,15 +96,16 @@ class Additive(Group):
         states[0, ...] = state
         product_at(self.ops, states, (slice(1, None), ...), transpose(k), v)
         for chunk in range(k.shape[0]):
-            add_at(self.ops, states, (chunk + 1, ...), of_state(self.total, states, chunk, chunk))
+            kept = self.total if self.total is None else self.total[chunk, ...]
+            add_kept_at(self.ops, states, (chunk + 1, ...), states[chunk, ...], kept)
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         q, d_o = self._pulled(q, d_o)
         d_states = pulled(self.ops, q, d_o, d_state)
         for chunk in range(q.shape[0] - 1, -1, -1):
-            kept = of_state(self.total, d_states, chunk + 1, chunk)
-            add_at(self.ops, d_states, (chunk, ...), kept)
+            kept = self.total if self.total is None else self.total[chunk, ...]
+            add_kept_at(self.ops, d_states, (chunk, ...), d_states[chunk + 1, ...], kept)
         return d_states
 
 
@@ -114,12 +115,6 @@ def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
     product_at(ops, d_states, (slice(0, -1), ...), transpose(flat(q)), flat(d_o))
     d_states[-1, ...] = d_state
     return d_states
-
-
-def of_state(total: Array | None, states: Array, index: int, chunk: int) -> Array:
-    """total ∘ states[index], what the chunk keeps."""
-    state = states[index, ...]
-    return state if total is None else state * total[chunk, ...]
 
 
 class HeadAdditive(Additive):

@@ -27,13 +27,12 @@ from precondattn_portable.chunkwise_additive import (
     d_of_written,
     flat,
     kept,
-    of_state,
     pulled,
     read,
     summed_pairs,
 )
 from precondattn_portable.head_decay import HeadDecay, faded
-from precondattn_portable.places import add_at, product_at
+from precondattn_portable.places import add_kept_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -65,7 +64,7 @@ class DeltaRule(Group):
             ops.add_product_at(right, here, self.reading_k[here], states[here], -1.0)
             u = product_at(ops, self.u, here, self.inverse[here], right[here])
             product_at(ops, states, behind, transpose(self.writing_k[here]), u)
-            add_at(ops, states, behind, of_state(self.decay.total, states, chunk, chunk))
+            add_kept_at(ops, states, behind, states[here], self.decay.kept(chunk))
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
@@ -78,7 +77,7 @@ class DeltaRule(Group):
             here, behind = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(d_u, here, self.writing_k[here], d_states[behind])
             right = product_at(ops, self.d_right, here, transpose(self.inverse[here]), d_u[here])
-            add_at(ops, d_states, here, of_state(decay.total, d_states, chunk + 1, chunk))
+            add_kept_at(ops, d_states, here, d_states[behind], decay.kept(chunk))
             ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
         return d_states
 

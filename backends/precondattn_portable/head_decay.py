@@ -68,6 +68,10 @@ class HeadDecay:
             self.writing = xp.exp(sums_behind(g))
             self.total = self.reading[:, :, -1:, :]
 
+    def kept(self, chunk: int) -> Array | None:
+        """What a chunk keeps of the state, None for all of it."""
+        return None if self.total is None else self.total[chunk, ...]
+
     @cached_property
     def pairs(self) -> Array:
         """D, and 0 above the diagonal: (c, n, C, C), or (C, C) without gates."""

@@ -53,6 +53,7 @@ from precondattn_portable.layout import (
     padded,
     time_first,
 )
+from precondattn_portable.places import product_at
 from precondattn_portable.scores import DotScores, Scores
 from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
@@ -342,7 +343,7 @@ class LucidSolveBlocks(Algorithm):
                         strip = system.weights(j0, j1, i0, j0)
                         own = ops.add_product(own, strip, solution[:, :, i0:j0, :], -system.factor)
                     own = system.times_beta(own, j0, j1)
-                    ops.product_at(solution, at(j0, j1), system.inverse[:, :, a, ...], own)
+                    product_at(ops, solution, at(j0, j1), system.inverse[:, :, a, ...], own)
             y[part] = solution
         return time_first(y)[:, :s, ...], ()
 

@@ -23,6 +23,16 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     return _placed(array, where, place, ops.add(place, x))
 
 
+def add_kept_at(
+    ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
+) -> Array:
+    """array[where] += total ∘ state, and what is there then; all of the state without `total`."""
+    if total is None:
+        return add_at(ops, array, where, state)
+    place = array[where]
+    return _placed(array, where, place, ops.add_multiple(place, state, total))
+
+
 def _placed(array: Array, where: Any, place: Array, found: Array) -> Array:
     if found is not place:
         array[where] = found

@@ -28,6 +28,7 @@ from precondattn.arrays import Array, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import at, at_chunk, padded
+from precondattn_portable.places import product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -219,7 +220,7 @@ class TransportedScores:
                 self.next[self._at(c)] = keys
                 whole = own if whole is None else ops.product(whole, own)
             old = at(0, first * self.size)
-            ops.product_at(self.next, old, self.carried[old], transpose(whole))
+            product_at(ops, self.next, old, self.carried[old], transpose(whole))
             self.carried, self.next = self.next, self.carried
             self.at = stop
 

@@ -54,14 +54,14 @@ class TorchArithmetic(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def product_at(self, total: Tensor, where: Any, a: Tensor, b: Tensor) -> None:
-        self.product(a, b, total[where])
-
     def exp(self, x: Tensor) -> Tensor:
         return x.exp_()
 
     def add(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.add_(y)
+
+    def add_multiple(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return total.addcmul_(x, y)
 
     def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.mul_(y)

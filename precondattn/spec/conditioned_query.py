@@ -127,40 +127,28 @@ class ConditionedQuery(Stateful):
             g = where_valid(xp.broadcast_to(each, shape), frame)
         return forget_other_segments(g[..., None], frame)
 
-    def _streams(self, x: Mapping[str, Array], frame: Frame) -> tuple[Stream, Stream]:
-        """The recurrences of the second moment, and of the first with the count beside it."""
+    def _normalized(self, x: Array, form: Form) -> Array:
+        """L2(x), of (b, t, h, d)."""
+        (unit,) = form.by_tokens(lambda rows: (l2_norm(rows, self.eps),), x, axis=1)
+        return unit
+
+    def _streams(
+        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
+    ) -> list[tuple[Stream, Array]]:
+        """The recurrences of n C, n μ and n, each with its state."""
         g = self._log_decay(x, frame)
         m = g.shape[1]
         # A padded key is 0 when it comes, and something else behind a feature map.
-        k = where_valid(repeat_heads(swap_time_and_heads(l2_norm(x["k"], self.eps)), m), frame)
-        q = queries_of_states(l2_norm(x["q"], self.eps), m)
-        xp = namespace(k)
-        one = xp.ones_like(k[..., :1])
+        k = where_valid(repeat_heads(swap_time_and_heads(self._normalized(x["k"], form)), m), frame)
+        q = queries_of_states(self._normalized(x["q"], form), m)
+        one = namespace(k).ones_like(k[..., :1])
         counted = where_valid(one, frame)
         read_all = one[:, :, k.shape[2] - q.shape[2] :, :, None]
-        moment = Stream(read_all, counted, xp.concat([k, one], axis=-1), g)
-        return Stream(q, k, k, g), moment
-
-    def _statistics(
-        self, state: Mapping[str, Array], second: Stream, moment: Stream, form: Form
-    ) -> tuple[Array, Array, Array, Arrays]:
-        """a (b, m, t, r, d), n μ (b, m, t, 1, d) and n (b, m, t, 1, 1), and the new state."""
-        a, final = form.forward(second, state["second"])
-        sums, final_sums = form.forward(moment, self._sums(state))
-        n = sums[..., -1:]
-        n = namespace(n).where(n > 0, n, 1.0)  # Before any token that counts.
-        kept = {
-            "second": final,
-            "first": final_sums[:, :, 0, :-1],
-            "count": final_sums[:, :, 0, -1],
-        }
-        return a, sums[..., :-1], n, kept
-
-    @staticmethod
-    def _sums(state: Mapping[str, Array]) -> Array:
-        """n μ and n as the state of their recurrence (b, m, 1, d + 1)."""
-        xp = namespace(state["first"])
-        return xp.concat([state["first"], state["count"][..., None]], axis=-1)[:, :, None, :]
+        return [
+            (Stream(q, k, k, g), state["second"]),
+            (Stream(read_all, counted, k, g), state["first"][:, :, None, :]),
+            (Stream(read_all, counted, one, g), state["count"][..., None, None]),
+        ]
 
     def run(
         self,
@@ -169,12 +157,13 @@ class ConditionedQuery(Stateful):
         frame: Frame,
         form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
-        second, moment = self._streams(x, frame)
-        a, total, n, kept = self._statistics(state, second, moment, form)
-        mu = total / n
-        c = a / n - mu * row_sum(mu * second.q)
-        contraction = queries_of_states(x["contraction"][..., None], c.shape[1])
-        return rows_of_states(second.q - contraction * c), kept
+        streams = self._streams(state, x, frame, form)
+        q = streams[0][0].q
+        contraction = queries_of_states(x["contraction"][..., None], q.shape[1])
+        (out,), finals = form.read(streams, _contracted, q, contraction)
+        second, first, count = finals
+        kept = {"second": second, "first": first[:, :, 0, :], "count": count[:, :, 0, 0]}
+        return rows_of_states(out), kept
 
     def run_vjp(
         self,
@@ -186,41 +175,71 @@ class ConditionedQuery(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
-        second, moment = self._streams(x, frame)
-        a, total, n, _ = self._statistics(state, second, moment, form)
-        q, mu, m = second.q, total / n, a.shape[1]
-        g = queries_of_states(cotangent, m)
-        contraction = queries_of_states(x["contraction"][..., None], m)
-        h = -contraction * g
-
-        mu_q, mu_h = row_sum(mu * q), row_sum(mu * h)
-        d_contraction = -row_sum(g * (a / n - mu * mu_q))
-        # Sums over the r queries of one state.
-        d_mu = -xp.sum(h * mu_q + q * mu_h, axis=-2, keepdims=True)
-        d_n = -xp.sum(row_sum(h * a), axis=-2, keepdims=True) / (n * n) - row_sum(d_mu * mu) / n
-        d_sums = xp.concat([d_mu / n, d_n], axis=-1)
-
-        by_second = form.vjp(second, state["second"], h / n, d_state["second"])
-        by_moment = form.vjp(moment, self._sums(state), d_sums, self._sums(d_state))
-        d_q = g - mu * mu_h + by_second.stream.q
-        d_k = by_second.stream.k + by_second.stream.v + by_moment.stream.v[..., :-1]
+        streams = self._streams(state, x, frame, form)
+        q = streams[0][0].q
+        g = queries_of_states(cotangent, q.shape[1])
+        contraction = queries_of_states(x["contraction"][..., None], q.shape[1])
+        (d_q, d_contraction, *d_reads), _ = form.read(streams, _contracted_vjp, q, contraction, g)
+        d_finals = (
+            d_state["second"],
+            d_state["first"][:, :, None, :],
+            d_state["count"][..., None, None],
+        )
+        second, first, count = (
+            form.vjp(stream, start, d_o, d_final)
+            for (stream, start), d_o, d_final in zip(streams, d_reads, d_finals, strict=True)
+        )
+        (d_q,) = form.by_tokens(lambda a, b: (a + b,), d_q, second.stream.q)
+        of_k = (second.stream.k, second.stream.v, first.stream.v)
+        (d_k,) = form.by_tokens(lambda a, b, c: (a + b + c,), *of_k)
         d_k = swap_time_and_heads(sum_heads(where_valid(d_k, frame), x["k"].shape[2]))
         query_heads = x["q"].shape[2]
+
+        def through_norm(rows: Array, d_unit: Array) -> tuple[Array]:
+            return (l2_norm_vjp(rows, self.eps, d_unit),)
+
+        d_unit_q = queries_of_rows(d_q, query_heads)
         gradients = {
-            "q": l2_norm_vjp(x["q"], self.eps, queries_of_rows(d_q, query_heads)),
-            "k": l2_norm_vjp(x["k"], self.eps, d_k),
+            "q": form.by_tokens(through_norm, x["q"], d_unit_q, axis=1)[0],
+            "k": form.by_tokens(through_norm, x["k"], d_k, axis=1)[0],
             "contraction": queries_of_rows(d_contraction, query_heads)[..., 0],
         }
         if self.decay in GATE:
-            d_g = swap_time_and_heads((by_second.stream.g + by_moment.stream.g)[..., 0])
+            d_g = swap_time_and_heads((second.stream.g + first.stream.g + count.stream.g)[..., 0])
             channels = x["g"].shape[-1] if self.decay == "channel" else 1
             gradients["g"] = xp.broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))
             if self.decay == "head":
                 gradients["g"] = d_g[..., 0]
-        d_first = by_moment.state[:, :, 0, :]
         d_past = {
-            "second": by_second.state,
-            "first": d_first[..., :-1],
-            "count": d_first[..., -1],
+            "second": second.state,
+            "first": first.state[:, :, 0, :],
+            "count": count.state[:, :, 0, 0],
         }
         return gradients, d_past
+
+
+def _contracted(
+    a: Array, total: Array, n: Array, q: Array, contraction: Array
+) -> tuple[Array, ...]:
+    """q̄ − λ c, of a, n μ, n, q̄ and λ."""
+    n = _positive(n)
+    return (q - contraction / n * (a - total * (row_sum(total * q) / n)),)
+
+
+def _contracted_vjp(
+    a: Array, total: Array, n: Array, q: Array, contraction: Array, g: Array
+) -> tuple[Array, ...]:
+    """The gradients of q̄ (but for what flows through a), λ, a, n μ and n."""
+    xp, n = namespace(q), _positive(n)
+    mu, h = total / n, -contraction * g
+    mu_q, mu_h = row_sum(mu * q), row_sum(mu * h)
+    d_contraction = -row_sum(g * (a / n - mu * mu_q))
+    # Sums over the r queries of one state.
+    d_mu = -xp.sum(h * mu_q + q * mu_h, axis=-2, keepdims=True)
+    d_n = -xp.sum(row_sum(h * a), axis=-2, keepdims=True) / (n * n) - row_sum(d_mu * mu) / n
+    return g - mu * mu_h, d_contraction, h / n, d_mu / n, d_n
+
+
+def _positive(n: Array) -> Array:
+    """n, but 1 in front of any token that counts."""
+    return namespace(n).where(n > 0, n, 1.0)

@@ -17,30 +17,37 @@ from precondattn.spec.array_functions import row_sum
 from precondattn.spec.norm import Norm
 
 
-def length(x: Array, eps: float) -> Array:
-    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0.
+def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
+    """x / size, √(‖x‖² + ε) / size (1 where it is 0), and the size, of rows (…, d).
 
     A row is brought to a size of about 1 before it is squared, so that no square overflows or
     vanishes. By how much does not matter, and so is constant to the gradient.
     """
     xp = namespace(x)
-    size = xp.max(xp.abs(x), axis=-1, keepdims=True)
-    size = stop_gradient(xp.clip(size, min=math.sqrt(eps)))
+    high, low = (f(x, axis=-1, keepdims=True) for f in (xp.max, xp.min))
+    size = stop_gradient(xp.clip(xp.maximum(high, -low), min=math.sqrt(eps)))
     size = xp.where(size > 0, size, 1.0)
     scaled = x / size
     square = row_sum(scaled * scaled) + (math.sqrt(eps) / size) ** 2
-    return size * xp.sqrt(xp.where(square > 0, square, 1.0))
+    return scaled, xp.sqrt(xp.where(square > 0, square, 1.0)), size
+
+
+def length(x: Array, eps: float) -> Array:
+    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0."""
+    _, root, size = _scaled(x, eps)
+    return size * root
 
 
 def l2_norm(x: Array, eps: float) -> Array:
-    return x / length(x, eps)
+    scaled, root, _ = _scaled(x, eps)
+    return scaled / root
 
 
 def l2_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
     """dx = (g − y (y·g)) / n with y = L2(x), exact for every ε."""
-    n = length(x, eps)
-    y = x / n
-    return (cotangent - y * row_sum(y * cotangent)) / n
+    scaled, root, size = _scaled(x, eps)
+    y = scaled / root
+    return (cotangent - y * row_sum(y * cotangent)) / (size * root)
 
 
 @dataclass(frozen=True)

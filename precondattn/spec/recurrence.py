@@ -26,6 +26,7 @@ and Γ_1 ∘ dS'_1 is the gradient of the initial state.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from precondattn.arrays import Array, namespace
@@ -101,6 +102,10 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
     return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta), d_first)
 
 
+ByTokens = Callable[..., tuple[Array, ...]]
+"""A function of arrays that treats every token on its own."""
+
+
 class Form(Protocol):
     """A way to compute the recurrence: `recurrent` and `recurrent_vjp` say what."""
 
@@ -110,12 +115,34 @@ class Form(Protocol):
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
         """The gradients, from those of the outputs and of the final state."""
 
+    def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = TIME) -> tuple[Array, ...]:
+        """function(*arrays); time is `axis` of them all."""
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        """function(*outputs, *arrays) of streams and their states, and the final states.
+
+        Outputs and arrays are (b, m, t, r, …).
+        """
+
 
 class TokenByToken:
     """The form that is the definition."""
 
     forward = staticmethod(recurrent)
     vjp = staticmethod(recurrent_vjp)
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Array, axis: int = TIME) -> tuple[Array, ...]:
+        return function(*arrays)
+
+    @staticmethod
+    def read(
+        streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        done = [recurrent(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
 
 
 RECURRENT: Form = TokenByToken()
