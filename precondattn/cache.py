@@ -19,6 +19,7 @@ from precondattn.arrays import (
     copied,
     device_of,
     dtype_name,
+    library_of,
     namespace,
     placement,
     wants_gradient,
@@ -142,7 +143,7 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
 
 def _common_length(length: Array, count: Array, t: int) -> int | None:
     """The length of all sequences, where all get t tokens and it costs nothing to look."""
-    if device_of(length) != "cpu":
+    if library_of(length) not in ("numpy", "torch") or device_of(length) != "cpu":
         return None
     lengths, counts = length.tolist(), count.tolist()
     is_common = lengths.count(lengths[0]) == len(lengths) and counts.count(t) == len(counts)

@@ -1,6 +1,7 @@
 """What the tests share: an out-of-tree backend, and JAX in double precision."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -8,6 +9,13 @@ import pytest
 
 import precondattn as pa
 from precondattn import discovery
+from precondattn_portable import (
+    chunkwise,
+    extension,
+    layout,
+    read_log_mean_exp,
+    triangular_inverse,
+)
 
 STRANGER = Path(__file__).parent / "stranger"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
@@ -19,7 +27,7 @@ jax.config.update("jax_enable_x64", True)
 
 
 OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "mamba2")
-"""In the names of files that hold the oracle to something else; conformance holds the rest to it."""
+"""In the names of files that hold the oracle to something else than itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +40,40 @@ def oracle(request):
         yield
 
 
+OUR_BACKENDS = ("portable", "torch")
+
+
 @pytest.fixture
 def afresh(monkeypatch):
-    """The backends as a new process would find them; what a test registers is forgotten."""
+    """The reference alone, as a new process without our backends finds it.
+
+    What a test registers is forgotten.
+    """
     monkeypatch.setattr(discovery, "_registered", {})
     monkeypatch.setattr(discovery, "_broken", {})
     monkeypatch.setattr(discovery, "_discovered", None)
     monkeypatch.setattr(discovery, "_entry_points_loaded", False)
+
+    installed = metadata.entry_points
+
+    def of_others(*, group):
+        return [entry for entry in installed(group=group) if entry.name not in OUR_BACKENDS]
+
+    monkeypatch.setattr(metadata, "entry_points", of_others)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few tokens: in short sequences too there is a next one, and a shorter last."""
+    for module, names in (
+        (layout, {"ROWS": 8, "FEWEST_ROWS": 4, "CHUNK": 8, "STRIP": 64}),
+        (chunkwise, {"CHUNK": 4, "GROUP": 64, "TILE": 64}),
+        (extension, {"TOKENS": 3}),
+        (read_log_mean_exp, {"BLOCK": 8, "ELEMENTS": 3}),
+        (triangular_inverse, {"LEAF": 2}),
+    ):
+        for name, size in names.items():
+            monkeypatch.setattr(module, name, size)
 
 
 @pytest.fixture

@@ -79,6 +79,9 @@ class Array:
         """The explicit transfer out: a copy."""
         return self._data.copy()
 
+    def copy(self, order: str = "C") -> Array:
+        return Array(self._data.copy(order))
+
     def __repr__(self) -> str:
         return f"cupy_stand_in.{self._data!r}"
 

@@ -30,15 +30,40 @@ def groups(level, library, dtypes):
     "group",
     [
         *groups("full", "numpy", ("float64",)),
-        *groups("full", "torch", ("float64",)),
-        *groups("smoke", "torch", ("float32", "float16", "bfloat16")),
+        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
         *groups("smoke", "array_api_strict", ("float64", "float32")),
         *groups("smoke", "jax", ("float64",)),
         *groups("smoke", "jax", ("float16", "bfloat16")),
     ],
 )
 def test_the_reference_conforms(group):
-    report = run_cases(group)
+    check(group, "reference")
+
+
+BACKENDS = {"numpy": "portable", "array_api_strict": "portable", "torch": "torch"}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *groups("smoke", "numpy", ("float64", "float32")),
+        *groups("smoke", "array_api_strict", ("float64",)),
+        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+    ],
+)
+def test_the_blocked_backends_conform(group):
+    check(group, BACKENDS[group[0].library])
+
+
+@pytest.mark.parametrize(
+    "group", [*groups("full", "numpy", ("float64",)), *groups("full", "torch", ("float64",))]
+)
+def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
+    check(group, BACKENDS[group[0].library])
+
+
+def check(group, backend):
+    report = run_cases(group, (backend,))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert report.is_good

@@ -26,6 +26,8 @@ from precondattn.arrays import library_of
 from precondattn.cache import Cache
 from precondattn.mechanism import Mechanism
 from precondattn_conformance.inputs import values_in_range
+from precondattn_portable.arithmetic import IN_PLACE, Arithmetic
+from precondattn_portable.backend import Portable
 from tests import cupy_stand_in
 
 Arrays = dict[str, Any]
@@ -502,3 +504,61 @@ def test_the_stand_in_has_no_names_beside_the_array_api(stand_in: Any) -> None:
 def test_the_stand_in_shows_its_name_and_values(stand_in: Any) -> None:
     assert stand_in.__name__ == "cupy_stand_in"
     assert repr(stand_in.asarray([1.0, 2.0])) == "cupy_stand_in.array([1., 2.])"
+
+
+# ---- The blocked algorithms -----------------------------------------------------------------
+
+
+class PortableOnStandIn(Portable):
+    """The portable backend with the arithmetic that it has on CuPy, which writes in place."""
+
+    name = "portable_on_stand_in"
+    libraries = frozenset({"cupy_stand_in"})
+
+    def arithmetic(self, like: Any) -> Arithmetic:
+        return IN_PLACE
+
+
+@pytest.fixture
+def blocked(small_blocks: None) -> Iterator[Library]:
+    pa.register_backend(PortableOnStandIn)
+    yield Library("cupy_stand_in", cupy_stand_in.namespace)
+    pa.unregister_backend(PortableOnStandIn.name)
+
+
+@pytest.mark.parametrize("masks", ["no_mask", "all_masks"])
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_blocked_output_and_gradients_equal_numpys(
+    blocked: Library, expression: str, masks: str
+) -> None:
+    mechanism = pa.parse(expression)
+    inputs, given_masks = make_inputs(mechanism), MASKS[masks]
+    given = blocked.all_on_device(inputs | given_masks)
+    with pa.use_backend(PortableOnStandIn.name):
+        found = full_calls(mechanism, *split(given, inputs), blocked.on_device)
+    assert_unchanged(given, inputs | given_masks)
+    with pa.use_backend("reference"):
+        expected = full_calls(mechanism, inputs, given_masks, np.asarray)
+    assert_equal_numpys(blocked, found, expected)
+
+
+@pytest.mark.parametrize("how", ["plainly", "ragged_masked_and_in_place"])
+@pytest.mark.parametrize("expression", CACHED)
+def test_blocked_extensions_equal_numpys(
+    blocked: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precondattn.cache.writes_in_place", lambda array: True)
+    mechanism, extension = pa.parse(expression), EXTENSIONS[how]
+    inputs = make_extension_inputs(mechanism)
+    given = blocked.all_on_device(inputs)
+    with pa.use_backend(PortableOnStandIn.name):
+        found = dict(extend_in_blocks(mechanism, given, extension, blocked.on_device))
+    with pa.use_backend("reference"):
+        expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
+    assert_equal_numpys(blocked, found, expected)
+
+
+def split(given: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+    """What is given, in inputs and masks."""
+    masks = {name: array for name, array in given.items() if name not in inputs}
+    return {name: given[name] for name in inputs}, masks

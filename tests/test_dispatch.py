@@ -24,8 +24,12 @@ def test_a_backend_is_found_by_its_entry_point_and_a_broken_one_is_listed_with_i
     assert "broken could not be imported: AttributeError" in explained
 
 
-def test_without_an_entry_point_only_the_reference_is_there():
+def test_without_an_entry_point_only_the_reference_is_there(afresh):
     assert [backend.name for backend in discover().backends] == ["reference"]
+
+
+def test_the_backends_of_this_repository_come_by_their_entry_points():
+    assert [backend.name for backend in discover().backends] == ["portable", "torch", "reference"]
 
 
 @pytest.mark.parametrize("expression", ["lucid", "lucid(laser)", "lucid[eps=0]"])

@@ -27,8 +27,8 @@ from precondattn_portable.layout import blocks
 CHUNK = 64
 """Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
 
-TILE = 2**18
-"""Numbers of an array that are treated token by token: 1 MiB in float32."""
+TILE = 2**19
+"""Numbers of an array that are treated token by token: 2 MiB in float32."""
 
 GROUP = 2**20
 """Numbers in an array of the chunks that are computed at once: 4 MiB in float32."""
@@ -37,8 +37,8 @@ GROUP = 2**20
 class Chunkwise:
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
 
-    def __init__(self, ops: Arithmetic, chunk: int = CHUNK) -> None:
-        self.ops, self.chunk = ops, chunk
+    def __init__(self, ops: Arithmetic, chunk: int | None = None) -> None:
+        self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         (o,), (final,) = self.read([(x, state)], lambda o: (o,))

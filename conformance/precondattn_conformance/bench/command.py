@@ -24,7 +24,12 @@ from precondattn_conformance.bench.compare import REGRESSED, changes, machines_d
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.table import duration, print_record
 
-ISOLATED = {"PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+ISOLATED = {
+    "PYTEST_ADDOPTS": None,
+    "PYTEST_PLUGINS": None,
+    "PYTEST_XDIST_WORKER": None,
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+}
 """The environment of the run: nothing of the user's own pytest setup."""
 
 
