@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, is_traced, namespace, upcast
+from precondattn.arrays import Array, is_traced, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.array_functions import sum_to, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
-from precondattn.spec.softmax import bias_of_keys
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.extension import Filled, filled, step_as_defined
+from precondattn_portable.extension import (
+    bias_of_filled,
+    few_tokens_at_a_time,
+    filled,
+    past_heads,
+    step_as_defined,
+)
 from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.layout import (
     Part,
@@ -40,10 +46,11 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import MeanRead, exponentials
+from precondattn_portable.read_mean import MeanRead, mean_of_parts
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
 from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
+from precondattn_portable.transported_step import transported_step
 
 
 class View(NamedTuple):
@@ -292,14 +299,16 @@ class Attention(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        if leaf.metric != DOT or leaf.forget != "none" or is_traced(frame.q_position):
-            wide = {slot: upcast(buffer) for slot, buffer in past.items()}
-            return step_as_defined(leaf, wide, x, frame)
+        if leaf.forget != "none" or is_traced(frame.q_position):
+            return step_as_defined(leaf, past, x, frame)
+        if leaf.metric != DOT:
+            step = partial(transported_step, ops, leaf)
+            return few_tokens_at_a_time(step, leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
         xp = namespace(x["q"])
         n, t = x["k"].shape[2], x["q"].shape[1]
         if leaf.bias:
-            x = {**x, "bias": _bias_of_filled(x["bias"], frame, known)}
+            x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
         view = self._view(ops, leaf, x)
         b, _, r, _, _ = view.q.shape
         old_k, old_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
@@ -331,29 +340,6 @@ class Attention(Algorithm):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
-
-
-def past_heads(buffer: Array, count: int) -> Array:
-    """The filled part of a buffer (b, c, n, d) with heads before time, without a copy."""
-    return time_first(upcast(buffer[:, :count, ...]))
-
-
-def mean_of_parts(ops: Arithmetic, strip: Array, values: tuple[Array, ...]) -> Array:
-    """A mean of values that stand in several arrays, one behind the other."""
-    strip, total, _ = exponentials(ops, strip)
-    start, found = 0, None
-    for v in values:
-        part = ops.product(strip[..., start : start + v.shape[2]], v)
-        found = part if found is None else found + part
-        start += v.shape[2]
-    return found / total
-
-
-def _bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
-    """Columns of bias (b or 1, h or 1, t, capacity) at the filled slots and the new tokens."""
-    if known.offset is not None:
-        return bias[..., : known.offset + frame.q_position.shape[1]]
-    return bias_of_keys(bias, known.frame)
 
 
 def _aligned(

@@ -6,13 +6,14 @@ are visible, the filled part is a plain slice and nothing has to be masked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, arange_like, cast, is_traced, namespace
+from precondattn.arrays import Array, arange_like, cast, is_traced, namespace, upcast
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
-from precondattn_portable.layout import blocks
+from precondattn.spec.softmax import bias_of_keys
+from precondattn_portable.layout import blocks, time_first
 
 TOKENS = 64
 """New tokens that the definition of a step is given at once: its memory is that times the cache."""
@@ -46,6 +47,18 @@ def filled(frame: Frame, capacity: int) -> Filled:
     return Filled(count, count if is_plain else None, own)
 
 
+def past_heads(buffer: Array, count: int) -> Array:
+    """The filled part of a buffer (b, c, n, d) with heads before time, without a copy."""
+    return time_first(upcast(buffer[:, :count, ...]))
+
+
+def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
+    """Columns of bias (b or 1, h or 1, t, capacity) at the filled slots and the new tokens."""
+    if known.offset is not None:
+        return bias[..., : known.offset + frame.q_position.shape[1]]
+    return bias_of_keys(bias, known.frame)
+
+
 def new_tokens(frame: Frame, t: int) -> Frame:
     """The new tokens among themselves, as a full call."""
     assert frame.k_valid is not None
@@ -57,14 +70,25 @@ def new_tokens(frame: Frame, t: int) -> Frame:
 def step_as_defined(
     leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
-    """The leaf's own step, on a few new tokens at a time.
+    """The leaf's own step, on a few new tokens at a time."""
+    return few_tokens_at_a_time(leaf.step, leaf, past, x, frame)
+
+
+def few_tokens_at_a_time(
+    step: Callable[[Mapping[str, Array], Mapping[str, Array], Frame], tuple[Array, Updates]],
+    leaf: Any,
+    past: Mapping[str, Array],
+    x: Mapping[str, Array],
+    frame: Frame,
+) -> tuple[Array, Updates]:
+    """A step of the leaf, made of steps of few tokens.
 
     Any split of a sequence gives the same output: that is what a cache is.
     """
     t = frame.q_position.shape[1]
+    past = {slot: upcast(buffer) for slot, buffer in past.items()}
     if t <= TOKENS or is_traced(frame.q_position):
-        found: tuple[Array, Updates] = leaf.step(past, x, frame)
-        return found
+        return step(past, x, frame)
     xp = namespace(frame.q_position)
     capacity = frame.k_position.shape[1] - t
     assert frame.k_valid is not None
@@ -80,7 +104,7 @@ def step_as_defined(
             q_valid,
             xp.concat([seen, new[:, i0:i1]], axis=1),
         )
-        out, updates = leaf.step(buffers, _tokens(leaf, x, i0, i1), own)
+        out, updates = step(buffers, _tokens(leaf, x, i0, i1), own)
         outs.append(out)
         count = xp.full_like(length, i1 - i0)
         if q_valid is not None:

@@ -30,7 +30,6 @@ from precondattn.arrays import (
     is_traced,
     namespace,
     placement,
-    upcast,
     zero_where_not,
 )
 from precondattn.cache import Append, Updates
@@ -41,8 +40,7 @@ from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.attention import past_heads
-from precondattn_portable.extension import Filled, filled, new_tokens, step_as_defined
+from precondattn_portable.extension import Filled, filled, new_tokens, past_heads, step_as_defined
 from precondattn_portable.layout import (
     Part,
     at,
@@ -437,8 +435,7 @@ class LucidSolveBlocks(Algorithm):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         if leaf.metric != DOT or not leaf.has_unit_diagonal or is_traced(frame.q_position):
-            wide = {slot: upcast(buffer) for slot, buffer in past.items()}
-            return step_as_defined(leaf, wide, x, frame)
+            return step_as_defined(leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
         new = PastSystem(ops, leaf, past, x, known)
         t = x["k"].shape[1]

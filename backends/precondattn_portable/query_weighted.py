@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precondattn.arrays import Array, namespace, upcast
+from precondattn.arrays import Array, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, transpose
@@ -124,5 +124,4 @@ class QueryWeighted(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        wide = {slot: upcast(buffer) for slot, buffer in past.items()}
-        return step_as_defined(leaf, wide, x, frame)
+        return step_as_defined(leaf, past, x, frame)

@@ -1,0 +1,98 @@
+"""A step of PaTH: the keys in a cache are read once, and rewritten only when they are flushed.
+
+The cache holds keys as transported to the last multiple of `flush`, and the reflections since, W.
+With those of the new tokens behind, B = tril(q Wᵀ) and Z = (I + diag(β) stril(W Wᵀ))⁻¹ diag(β),
+
+    (q − B Z W) Kᵀ                    scores with keys from before the last flush,
+    q Kᵀ − B Z stril(W Kᵀ)            scores with keys since.
+
+At a flush, with the reflections up to it, K ← K − (Z W Kᵀ)ᵀ W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.arrays import Array, namespace
+from precondattn.cache import Append, Replace, Rewrite, Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import transpose
+from precondattn.spec.read import MEAN
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.extension import bias_of_filled, filled, past_heads
+from precondattn_portable.layout import grouped_queries, padded, time_first, ungrouped
+from precondattn_portable.read_log_mean_exp import LogMeanExpRead
+from precondattn_portable.read_mean import mean_of_parts
+from precondattn_portable.sight import Sight
+from precondattn_portable.triangular_inverse import unit_lower_inverse
+
+
+def transported_step(
+    ops: Arithmetic, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """Of `Path` without a forget gate, and a few new tokens."""
+    known = filled(frame, past["key"].shape[1])
+    start, flush = known.offset, leaf.flush
+    if start is None:  # Sequences of several lengths are flushed at several places.
+        found: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return found
+    xp, (t, n, d) = namespace(x["k"]), x["k"].shape[1:]
+    waiting = start % flush
+    flushed = start - waiting
+    keys = past_heads(past["key"], start)
+    k, v, w = (ops.heads_first(x[name]) for name in ("k", "v", "w"))
+    beta = ops.heads_first(x["beta"])[..., None]
+    if waiting:
+        w = xp.concat([past_heads(past["pending_w"], waiting), w], axis=2)
+        beta = xp.concat([past_heads(past["pending_beta"], waiting)[..., None], beta], axis=2)
+    recent = xp.concat([keys[:, :, flushed:, :], k], axis=2)
+    inverse = unit_lower_inverse(ops, ops.lower(ops.product(beta * w, transpose(w)), -1))
+    z = inverse * transpose(beta)
+
+    q = grouped_queries(ops, x["q"], n) * leaf._scale(d)
+    rows = xp.reshape(q, (*q.shape[:2], -1, d))
+    seen = xp.reshape(ops.product(rows, transpose(w)), (*q.shape[:4], waiting + t))
+    seen = xp.reshape(ops.lower(seen, waiting), (*rows.shape[:3], waiting + t))
+    seen_z = ops.product(seen, z)
+    local = ops.product(rows, transpose(recent))
+    behind = ops.lower(ops.product(w, transpose(recent)), -1)
+    local = ops.add_product(local, seen_z, behind, -1.0)
+    far = ops.add_product(rows + 0, seen_z, w, -1.0)
+    strip = xp.concat([ops.product(far, transpose(keys[:, :, :flushed, :])), local], axis=3)
+
+    pairs = xp.reshape(strip, (*q.shape[:4], start + t))
+    if leaf.bias:
+        bias = bias_of_filled(x["bias"], frame, known)
+        b, heads, *sizes = bias.shape
+        pairs = pairs + xp.reshape(bias, (b, *((1, 1) if heads == 1 else q.shape[1:3]), *sizes))
+    sight = Sight(known.frame, start + t, start, window=leaf.window)
+    strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, start + t), strip.shape)
+    values = (past_heads(past["value"], start), v)
+    if leaf.read == MEAN:
+        o = mean_of_parts(ops, strip, values)
+    else:
+        o, _ = LogMeanExpRead(ops, xp.concat(values, axis=2)).forward(strip, 0, start + t)
+    out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
+
+    updates: Updates = {"value": Append(x["v"])}
+    now = start + t - (start + t) % flush
+    count = now - flushed
+    if count:
+        w_now, z_now = w[:, :, :count, :], z[:, :, :count, :count]
+        through = ops.product(keys[:, :, :flushed, :], transpose(w_now))
+        through = ops.product(through, transpose(z_now))
+        old = ops.add_product(keys[:, :, :flushed, :] + 0, through, w_now, -1.0)
+        through = transpose(ops.product(z_now, behind[:, :, :count, :]))
+        recent = ops.add_product(recent, through, w_now, -1.0)
+        old = time_first(xp.concat([old, recent[:, :, :waiting, :]], axis=2))
+        whole = xp.concat([old, past["key"][:, start:, ...]], axis=1)
+        updates["key"] = Rewrite(whole, time_first(recent[:, :, waiting:, :]))
+    else:
+        updates["key"] = Append(x["k"])
+    if flush > 1:
+        rest = flush - (start + t - now)
+        updates["pending_w"] = Replace(time_first(padded(w[:, :, count:, :], 0, rest)))
+        pending = padded(beta[:, :, count:, :], 0, rest)[..., 0]
+        updates["pending_beta"] = Replace(time_first(pending))
+    return out, updates
