@@ -8,22 +8,10 @@ from precondattn.spec import lucid, softmax
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import checks
 from precondattn_conformance.case import CHECKS, Case, cases
-from precondattn_conformance.declared import compositions, derived, expressions
+from precondattn_conformance.declared import compositions
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
 from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
-
-
-def groups(level, library, dtypes):
-    """The cases of each mechanism together: one test says what it proves of one mechanism.
-
-    Of a composition that no class declares, it is the wiring of its steps: that is smoke's.
-    """
-    for expression in expressions():
-        options = {"only_libraries": (library,), "only_dtypes": dtypes}
-        chosen = "smoke" if expression in derived() else level
-        found = [*cases(chosen, only_mechanisms=(expression,), **options)]
-        if found:
-            yield pytest.param(found, id=f"{library}-{expression}")
+from tests.mechanism_groups import check, groups
 
 
 @pytest.mark.parametrize(
@@ -38,35 +26,6 @@ def groups(level, library, dtypes):
 )
 def test_the_reference_conforms(group):
     check(group, "reference")
-
-
-BACKENDS = {"numpy": "portable", "array_api_strict": "portable", "torch": "torch"}
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        *groups("smoke", "numpy", ("float64", "float32")),
-        *groups("smoke", "array_api_strict", ("float64",)),
-        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
-    ],
-)
-def test_the_blocked_backends_conform(group):
-    check(group, BACKENDS[group[0].library])
-
-
-@pytest.mark.parametrize(
-    "group", [*groups("full", "numpy", ("float64",)), *groups("full", "torch", ("float64",))]
-)
-def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
-    check(group, BACKENDS[group[0].library])
-
-
-def check(group, backend):
-    report = run_cases(group, (backend,))
-    failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
-    assert not failed, "\n".join(failed)
-    assert report.is_good
 
 
 def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with_a_reason():

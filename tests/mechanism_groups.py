@@ -1,0 +1,27 @@
+"""Conformance cases of each mechanism together: one test says what it proves of one mechanism."""
+
+import pytest
+
+from precondattn_conformance.case import cases
+from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.runner import FAILED, run_cases
+
+
+def groups(level, library, dtypes):
+    """A group for each mechanism.
+
+    Of a composition that no class declares, it is the wiring of its steps: that is smoke's.
+    """
+    for expression in expressions():
+        options = {"only_libraries": (library,), "only_dtypes": dtypes}
+        chosen = "smoke" if expression in derived() else level
+        found = [*cases(chosen, only_mechanisms=(expression,), **options)]
+        if found:
+            yield pytest.param(found, id=f"{library}-{expression}")
+
+
+def check(group, backend):
+    report = run_cases(group, (backend,))
+    failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
+    assert not failed, "\n".join(failed)
+    assert report.is_good
