@@ -20,7 +20,7 @@ def test_the_blocked_backends_conform(group):
 
 
 @pytest.mark.parametrize(
-    "group", [*groups("full", "numpy", ("float64",)), *groups("full", "torch", ("float64",))]
+    "group", [*groups("full", "numpy", ("float64",)), *groups("smoke", "torch", ("float64",))]
 )
 def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
     check(group, BACKENDS[group[0].library])

@@ -25,6 +25,9 @@ CHUNK = 128
 """Tokens of a chunk of reflections. Long ones cost more within; short ones come more often, and
 each costs every key in front of it a product."""
 
+MOST_CHUNKS = 256
+"""Chunks of reflections of a sequence, about."""
+
 CHUNKS_OF_STRIP = 4
 """Chunks of reflections of a strip where it may have many: then the strip costs every key in front
 of it a product, and chunks are half as long."""
@@ -63,8 +66,11 @@ def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
 
 
 def chunk_size(tokens: int) -> int:
-    """How many positions make a chunk of reflections."""
-    return min(CHUNK, tokens)
+    """How many positions make a chunk of reflections.
+
+    A long sequence has longer ones: its gradient costs some products for every pair of chunks.
+    """
+    return min(CHUNK * max(tokens // (CHUNK * MOST_CHUNKS), 1), tokens)
 
 
 def chunks_of_strip(tokens: int) -> tuple[int, int]:
