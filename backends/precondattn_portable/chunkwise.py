@@ -30,8 +30,8 @@ CHUNK = 64
 TILE = 2**19
 """Numbers of an array that are treated token by token: 2 MiB in float32."""
 
-GROUP = 2**20
-"""Numbers in an array of the chunks that are computed at once: 4 MiB in float32."""
+GROUP = 2**21
+"""Numbers in an array of the chunks that are computed at once: 8 MiB in float32."""
 
 
 class Chunkwise:
