@@ -16,6 +16,7 @@ MECHANISMS = [
     "lucid",
     "lucid[normalize=rows]",
     "path",
+    "laser(path)",
     "path[forget=scaled]",
     "lucid(path)",
     "row_normalized",

@@ -44,7 +44,7 @@ class Torch(Portable):
             from precondattn_torch.scaled_dot_product import KernelAttention
 
             return KernelAttention()
-        if type(leaf) is pa.Path:
+        if type(leaf) is pa.Path and leaf.read == MEAN:
             from precondattn_torch.path import PathAttention
 
             return PathAttention()

@@ -18,7 +18,7 @@ from precondattn_portable.transported import TransportedScores
 
 
 class PathAttention(Attention):
-    """Of `Path`."""
+    """Of `Path`, its values read as a mean."""
 
     def keys_of_strip(self, view: View, sight: Sight, size: int) -> int:
         return size if _fits(view, sight) else super().keys_of_strip(view, sight, size)
