@@ -15,6 +15,7 @@ MECHANISMS = [
     "laser",
     "lucid",
     "lucid[normalize=rows]",
+    "lucid[scale=9]",
     "path",
     "laser(path)",
     "path[forget=scaled]",
