@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import array_api_compat
@@ -70,6 +71,11 @@ def upcast(array: Array) -> Array:
         xp = namespace(array)
         return xp.astype(array, xp.float32)
     return array
+
+
+def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Float32 in place of half precision."""
+    return {name: upcast(array) for name, array in arrays.items()}
 
 
 def cast(array: Array, dtype: Any) -> Array:
@@ -148,7 +154,7 @@ def transforms_of(*arrays: Array) -> frozenset[str]:
     functorch = sys.modules["torch"]._C._functorch
     found = set()
     for tensor in arrays:
-        while functorch.is_functorch_wrapped_tensor(tensor):
+        while _is_transformed(tensor):
             if functorch.is_gradtrackingtensor(tensor):
                 found.add("grad")
             if functorch.is_batchedtensor(tensor):

@@ -110,10 +110,9 @@ def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate:
     the library can.
     """
     tokens = cast(tokens, buffer.dtype)
-    if donate and writes_in_place(buffer):
-        return _append_in_place(buffer, tokens, length, count)
-    if writes_in_place(buffer) and not wants_gradient(buffer, tokens):
-        return _append_in_place(copied(buffer), tokens, length, count)
+    if writes_in_place(buffer) and (donate or not wants_gradient(buffer, tokens)):
+        own = buffer if donate else copied(buffer)
+        return _append_in_place(own, tokens, length, count)
     xp = namespace(buffer, tokens)
     b, capacity = buffer.shape[:2]
     t = tokens.shape[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from precondattn.arrays import Array, upcast
+from precondattn.arrays import Array, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -32,7 +32,7 @@ class Reference(Backend):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        out, residuals = mechanism.forward(_upcast(inputs), frame)
+        out, residuals = mechanism.forward(upcast_all(inputs), frame)
         return out, residuals
 
     def backward(
@@ -45,7 +45,7 @@ class Reference(Backend):
         cotangent: Array,
     ) -> Arrays:
         gradients: Arrays = mechanism.backward(
-            _upcast(inputs), frame, upcast(out), residuals, upcast(cotangent)
+            upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent)
         )
         return gradients
 
@@ -58,7 +58,7 @@ class Reference(Backend):
     ) -> tuple[Array, Updates]:
         keys = mechanism.program.calls[0].slot_keys()
         past = {slot: past[key] for slot, key in keys.items()}
-        out, updates = mechanism.step(_upcast(past), _upcast(inputs), frame)
+        out, updates = mechanism.step(upcast_all(past), upcast_all(inputs), frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def step_backward(
@@ -72,11 +72,11 @@ class Reference(Backend):
     ) -> tuple[Arrays, Arrays]:
         keys = mechanism.program.calls[0].slot_keys()
         gradients, d_past = mechanism.step_backward(
-            _upcast({slot: past[key] for slot, key in keys.items()}),
-            _upcast(inputs),
+            upcast_all({slot: past[key] for slot, key in keys.items()}),
+            upcast_all(inputs),
             frame,
             upcast(cotangent),
-            _upcast({slot: d_buffers[key] for slot, key in keys.items()}),
+            upcast_all({slot: d_buffers[key] for slot, key in keys.items()}),
         )
         return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
 
@@ -84,7 +84,3 @@ class Reference(Backend):
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         raise NotImplementedError("the reference is traced itself; nothing has to be foretold")
-
-
-def _upcast(arrays: Mapping[str, Array]) -> Arrays:
-    return {name: upcast(array) for name, array in arrays.items()}

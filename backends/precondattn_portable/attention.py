@@ -28,6 +28,7 @@ from precondattn_portable.extension import (
     few_tokens_at_a_time,
     filled,
     past_heads,
+    read_of_parts,
     step_as_defined,
 )
 from precondattn_portable.forget_gate import ForgetGate
@@ -37,6 +38,7 @@ from precondattn_portable.layout import (
     blocks,
     chunk_size,
     chunks_of_strip,
+    grouped_bias,
     grouped_queries,
     head_groups,
     padded,
@@ -46,7 +48,7 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import MeanRead, mean_of_parts
+from precondattn_portable.read_mean import MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
 from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
@@ -135,9 +137,7 @@ class Attention(Algorithm):
             b, s, _ = x["g"].shape
             g = xp.reshape(ops.heads_first(x["g"]), (b, n, h // n, s))
         if leaf.bias:
-            b, heads, *pairs = x["bias"].shape
-            shape = (1, 1) if heads == 1 else (n, h // n)
-            bias = xp.reshape(x["bias"], (b, *shape, *pairs))
+            bias = grouped_bias(x["bias"], n)
         return View(q, k, v, w, beta, g, bias)
 
     def _groups(
@@ -327,11 +327,7 @@ class Attention(Algorithm):
                 if own.bias is not None:
                     pairs = pairs + own.bias[..., i0:i1, :]
                 strip = xp.reshape(seen.hide(ops, pairs, i0, i1, 0, s), strip.shape)
-                if leaf.read == LOG_MEAN_EXP:
-                    read = LogMeanExpRead(ops, xp.concat(values, axis=2))
-                    found, _ = read.forward(strip, 0, s)
-                else:
-                    found = mean_of_parts(ops, strip, values)
+                found = read_of_parts(ops, leaf, strip, values)
                 where = rows_at(part, i0, i1)
                 o[where] = xp.reshape(found, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}

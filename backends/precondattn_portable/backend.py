@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import HALF, Array, cast, dtype_name, upcast
+from precondattn.arrays import HALF, Array, cast, dtype_name, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -77,7 +77,7 @@ class Portable(Backend):
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(_any(inputs))
-        out, residuals = self._own(mechanism).forward(ops, mechanism, _wide(inputs), frame)
+        out, residuals = self._own(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
         rounded = cast(out, _like_output(inputs).dtype)
         # The gradient goes by the output as it was, wherever it was rounded to half precision.
         return rounded, residuals if rounded is out else (*residuals, out)
@@ -92,11 +92,11 @@ class Portable(Backend):
         cotangent: Array,
     ) -> Arrays:
         ops, algorithm = self.arithmetic(_any(inputs)), self._own(mechanism)
-        if dtype_name(out) in HALF:
+        if dtype_name(out) in HALF and residuals:  # A kernel that rounds itself keeps none.
             *first, out = residuals
             residuals = tuple(first)
         return algorithm.backward(
-            ops, mechanism, _wide(inputs), frame, out, residuals, upcast(cotangent)
+            ops, mechanism, upcast_all(inputs), frame, out, residuals, upcast(cotangent)
         )
 
     def step(
@@ -107,7 +107,7 @@ class Portable(Backend):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         ops = self.arithmetic(_any(inputs))
-        x = _wide(inputs)
+        x = upcast_all(inputs)
         dtype = _like_output(inputs).dtype
         if len(mechanism.program.calls) > 1:
             together = LucidStep(self._own(mechanism.program.leaves[1]))
@@ -133,7 +133,7 @@ class Portable(Backend):
             self.arithmetic(_any(inputs)),
             mechanism,
             {slot: past[key] for slot, key in keys.items()},
-            _wide(inputs),
+            upcast_all(inputs),
             frame,
             upcast(cotangent),
             {slot: d_buffers[key] for slot, key in keys.items()},
@@ -155,11 +155,6 @@ class Portable(Backend):
         algorithm = self.algorithm(leaf)
         assert algorithm is not None  # `supports` has said so.
         return algorithm
-
-
-def _wide(inputs: Mapping[str, Array]) -> Arrays:
-    """Float32 in place of half precision."""
-    return {name: upcast(array) for name, array in inputs.items()}
 
 
 def _any(inputs: Mapping[str, Array]) -> Array:

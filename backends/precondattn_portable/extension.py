@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, arange_like, cast, is_traced, namespace, upcast
+from precondattn.arrays import Array, arange_like, cast, is_traced, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import bias_of_keys
+from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import blocks, time_first
+from precondattn_portable.read_log_mean_exp import LogMeanExpRead
+from precondattn_portable.read_mean import exponentials
 
 TOKENS = 64
 """New tokens that the definition of a step is given at once: its memory is that times the cache."""
@@ -59,6 +63,20 @@ def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
     return bias_of_keys(bias, known.frame)
 
 
+def read_of_parts(ops: Arithmetic, leaf: Any, strip: Array, values: tuple[Array, ...]) -> Array:
+    """What a masked strip reads of values that stand in several arrays, one behind the other."""
+    if leaf.read == LOG_MEAN_EXP:
+        whole = namespace(strip).concat(values, axis=2)
+        return LogMeanExpRead(ops, whole).forward(strip, 0, whole.shape[2])[0]
+    strip, total, _ = exponentials(ops, strip)
+    start, found = 0, None
+    for v in values:
+        part = ops.product(strip[..., start : start + v.shape[2]], v)
+        found = part if found is None else found + part
+        start += v.shape[2]
+    return found / total
+
+
 def new_tokens(frame: Frame, t: int) -> Frame:
     """The new tokens among themselves, as a full call."""
     assert frame.k_valid is not None
@@ -86,7 +104,7 @@ def few_tokens_at_a_time(
     Any split of a sequence gives the same output: that is what a cache is.
     """
     t = frame.q_position.shape[1]
-    past = {slot: upcast(buffer) for slot, buffer in past.items()}
+    past = upcast_all(past)
     if t <= TOKENS or is_traced(frame.q_position):
         return step(past, x, frame)
     xp = namespace(frame.q_position)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from precondattn.arrays import Array, namespace
 from precondattn.spec import forget_gate
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.head_decay import sums_from
 
 
 class ForgetGate:
@@ -48,9 +49,7 @@ class ForgetGate:
         old = min(p0, high)
         if low < old:
             d_old = self.factor * d_strip[..., : old - low]
-            d_rows = xp.flip(
-                xp.cumulative_sum(xp.flip(xp.sum(d_old, axis=-1), axis=-1), axis=-1), axis=-1
-            )
+            d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)
             self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
             d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
             # The key at j itself has not decayed by g_j.
@@ -76,10 +75,9 @@ class ForgetGate:
         """Carry the columns on to p0, where the next block of queries begins."""
         if p0 == self.position:
             return
-        xp = namespace(self.g)
         start, new = self.position, self.g[..., self.position : p0]
         # Σ_{j<τ<p0}: what stands behind j among the new ones.
-        behind = xp.flip(xp.cumulative_sum(xp.flip(new, axis=-1), axis=-1), axis=-1)
+        behind = sums_from(new, axis=-1)
         if start:
             self.since[..., :start] = self.since[..., :start] + behind[..., :1]
         self.since[..., start : p0 - 1] = behind[..., 1:]

@@ -30,10 +30,10 @@ def sums_before(x: Array) -> Array:
     return namespace(x).cumulative_sum(x, axis=-2, include_initial=True)[..., :-1, :]
 
 
-def sums_from(x: Array) -> Array:
+def sums_from(x: Array, axis: int = -2) -> Array:
     """Σ_{j≥i} x_j over tokens (…, C, w)."""
     xp = namespace(x)
-    return xp.flip(xp.cumulative_sum(xp.flip(x, axis=-2), axis=-2), axis=-2)
+    return xp.flip(xp.cumulative_sum(xp.flip(x, axis=axis), axis=axis), axis=axis)
 
 
 def sums_behind(x: Array) -> Array:

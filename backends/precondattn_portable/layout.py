@@ -48,6 +48,13 @@ def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
     return namespace(q).reshape(ops.heads_first(q), (b, n, h // n, t, d))
 
 
+def grouped_bias(bias: Array, n: int) -> Array:
+    """(b or 1, h or 1, t, s) to (b or 1, n or 1, r or 1, t, s)."""
+    b, heads, *pairs = bias.shape
+    groups = (1, 1) if heads == 1 else (n, heads // n)
+    return namespace(bias).reshape(bias, (b, *groups, *pairs))
+
+
 def ungrouped(q: Array) -> Array:
     """(b, n, r, t, d) to (b, t, h, d)."""
     b, n, r, t, d = q.shape

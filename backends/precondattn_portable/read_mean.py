@@ -23,17 +23,6 @@ def exponentials(ops: Arithmetic, strip: Array) -> tuple[Array, Array, Array]:
     return strip, total, shift + xp.log(total)
 
 
-def mean_of_parts(ops: Arithmetic, strip: Array, values: tuple[Array, ...]) -> Array:
-    """A mean of values that stand in several arrays, one behind the other."""
-    strip, total, _ = exponentials(ops, strip)
-    start, found = 0, None
-    for v in values:
-        part = ops.product(strip[..., start : start + v.shape[2]], v)
-        found = part if found is None else found + part
-        start += v.shape[2]
-    return found / total
-
-
 class MeanRead:
     """The values of a group of heads (b, n, s, e)."""
 

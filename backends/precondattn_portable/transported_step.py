@@ -18,12 +18,9 @@ from precondattn.arrays import Array, namespace
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose
-from precondattn.spec.read import MEAN
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.extension import bias_of_filled, filled, past_heads
-from precondattn_portable.layout import grouped_queries, padded, time_first, ungrouped
-from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import mean_of_parts
+from precondattn_portable.extension import bias_of_filled, filled, past_heads, read_of_parts
+from precondattn_portable.layout import grouped_bias, grouped_queries, padded, time_first, ungrouped
 from precondattn_portable.sight import Sight
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
@@ -63,16 +60,10 @@ def transported_step(
 
     pairs = xp.reshape(strip, (*q.shape[:4], start + t))
     if leaf.bias:
-        bias = bias_of_filled(x["bias"], frame, known)
-        b, heads, *sizes = bias.shape
-        pairs = pairs + xp.reshape(bias, (b, *((1, 1) if heads == 1 else q.shape[1:3]), *sizes))
+        pairs = pairs + grouped_bias(bias_of_filled(x["bias"], frame, known), n)
     sight = Sight(known.frame, start + t, start, window=leaf.window)
     strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, start + t), strip.shape)
-    values = (past_heads(past["value"], start), v)
-    if leaf.read == MEAN:
-        o = mean_of_parts(ops, strip, values)
-    else:
-        o, _ = LogMeanExpRead(ops, xp.concat(values, axis=2)).forward(strip, 0, start + t)
+    o = read_of_parts(ops, leaf, strip, (past_heads(past["value"], start), v))
     out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
 
     updates: Updates = {"value": Append(x["v"])}

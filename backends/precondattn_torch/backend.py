@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array, upcast
+from precondattn.arrays import Array, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -65,7 +65,7 @@ class Torch(Portable):
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if isinstance(mechanism, pa.TokenWise):
-            return mechanism.forward({n: upcast(x) for n, x in inputs.items()}, frame)
+            return mechanism.forward(upcast_all(inputs), frame)
         if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
             from precondattn_torch.scaled_dot_product import fused
 
@@ -86,12 +86,8 @@ class Torch(Portable):
     ) -> Arrays:
         with _not_recording():
             if isinstance(mechanism, pa.TokenWise):
-                x = {name: upcast(array) for name, array in inputs.items()}
+                x = upcast_all(inputs)
                 return mechanism.backward(x, frame, upcast(out), residuals, upcast(cotangent))
-            if not residuals and type(mechanism) is pa.Softmax:  # The kernel's, which keeps none.
-                x = {name: upcast(array) for name, array in inputs.items()}
-                own, ops = self._own(mechanism), self.arithmetic(out)
-                return own.backward(ops, mechanism, x, frame, out, (), upcast(cotangent))
             return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
 
     def step(

@@ -93,15 +93,13 @@ class KernelAttention(Attention):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
-        if not fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type):
+        # A mean that the kernel can read is `fused`, and does not come here.
+        is_kernels = fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type)
+        is_laser = leaf.read == LOG_MEAN_EXP
+        if not (is_laser and is_kernels and _is_close_together(x["v"])):
             return super().forward(ops, leaf, x, frame)
-        if leaf.read == LOG_MEAN_EXP:
-            if not _is_close_together(x["v"]):
-                return super().forward(ops, leaf, x, frame)
-            o, residuals = _laser(leaf, x)
-            return zero_padding(o, frame), residuals
-        o = scaled_dot_product(leaf, x["q"], x["k"], x["v"])
-        return zero_padding(o, frame), ()
+        o, residuals = _laser(leaf, x)
+        return zero_padding(o, frame), residuals
 
     def backward(
         self,
