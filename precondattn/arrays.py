@@ -21,7 +21,8 @@ FLOATING = HALF | {"float32", "float64"}
 
 
 _library_of_type: dict[type, str | None] = {}
-_namespaces: dict[str, Any] = {}
+_namespace_of_type: dict[type, Any] = {}
+_names: dict[Any, str] = {}
 
 
 def library_of(array: Array) -> str | None:
@@ -50,19 +51,22 @@ def _recognise(array: Array) -> str | None:
 
 def namespace(*arrays: Array | None) -> Any:
     """The array-API namespace of the arrays; None is passed over."""
-    given = [array for array in arrays if array is not None]
-    library = library_of(given[0])
-    if library is None or library not in _namespaces:
-        found = array_api_compat.array_namespace(*given)
-        if library is None:
+    first = next(array for array in arrays if array is not None)
+    kind = type(first)
+    if kind not in _namespace_of_type:
+        found = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
+        if library_of(first) is None:
             return found
-        _namespaces[library] = found
-    return _namespaces[library]
+        _namespace_of_type[kind] = found
+    return _namespace_of_type[kind]
 
 
 def dtype_name(array: Array) -> str:
     """`"float32"` for every library's float32."""
-    return str(array.dtype).rpartition(".")[2]
+    dtype = array.dtype
+    if dtype not in _names:
+        _names[dtype] = str(dtype).rpartition(".")[2]
+    return _names[dtype]
 
 
 def upcast(array: Array) -> Array:
@@ -103,7 +107,10 @@ def device_of(array: Array) -> str:
 
 def exact_device(array: Array) -> Any:
     """The device itself, to compare; None where an array (a traced one) has none."""
-    if library_of(array) == "jax":
+    library = library_of(array)
+    if library == "torch":
+        return array.device
+    if library == "jax":
         return None if is_traced(array) else frozenset(array.devices())
     return array_api_compat.device(array)
 
@@ -113,7 +120,7 @@ def is_traced(array: Array) -> bool:
     library = library_of(array)
     if library == "torch":
         torch = sys.modules["torch"]
-        if torch.compiler.is_compiling() or array.device.type == "meta":
+        if torch.compiler.is_compiling() or array.is_meta:
             return True
         return _is_transformed(array) or type(array).__name__ == "FakeTensor"
     if library == "jax":
@@ -168,6 +175,13 @@ def writes_in_place(array: Array) -> bool:
     return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
 
 
+def values_at_hand(array: Array) -> list[int] | None:
+    """The values of integers (b,) where it costs nothing to look at them: on a CPU, untraced."""
+    if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
+        return None
+    return None if is_traced(array) else [int(n) for n in array.tolist()]
+
+
 def copied(array: Array) -> Array:
     """A copy with the same order in memory, of a library that writes in place."""
     return array.clone() if library_of(array) == "torch" else array.copy(order="K")
@@ -188,9 +202,7 @@ def placement(array: Array) -> dict[str, Any]:
 
     JAX places new arrays itself, and its traced arrays have no device to name.
     """
-    if library_of(array) == "jax":
-        return {}
-    return {"device": array_api_compat.device(array)}
+    return {} if library_of(array) == "jax" else {"device": exact_device(array)}
 
 
 def arange_like(n: int, array: Array) -> Array:

@@ -17,11 +17,10 @@ from precondattn.arrays import (
     arange_like,
     cast,
     copied,
-    device_of,
     dtype_name,
-    library_of,
     namespace,
     placement,
+    values_at_hand,
     wants_gradient,
     writes_in_place,
 )
@@ -49,6 +48,8 @@ class Slot(NamedTuple):
     """Its shape; the axis `c` is the capacity."""
     wide: bool = False
     """Whether it is kept in float32 when the inputs are in half precision."""
+    is_rewritten: bool = False
+    """Whether a step changes the past too, token by token."""
 
 
 class Append(NamedTuple):
@@ -77,33 +78,55 @@ Updates = dict[str, Update]
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
     """A buffer of zeros for `slot`, of the library, dtype and device of `like`.
 
-    In libraries with strides the tokens of a head (b, c, h, …) stand behind one another in memory:
-    a step reads one head after the other, all of its tokens.
+    In libraries with strides the tokens of one feature stand behind one another in memory, as
+    (b, h, …, c): a step multiplies few rows with many tokens, and reads them at twice the pace.
+    What is rewritten stands as (b, h, c, …).
     """
     xp = namespace(like)
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
     if len(shape) < 3 or slot.pattern.split()[1] != "c":
         return xp.zeros(shape, dtype=dtype, **placement(like))
-    order = (0, 2, 1, *range(3, len(shape)))
-    heads_first = xp.zeros(tuple(shape[i] for i in order), dtype=dtype, **placement(like))
-    return xp.permute_dims(heads_first, order)
+    place = 2 if slot.is_rewritten else len(shape) - 1
+    others = [size for axis, size in enumerate(shape) if axis != 1]
+    in_memory = (*others[:place], shape[1], *others[place:])
+    zeros = xp.zeros(in_memory, dtype=dtype, **placement(like))
+    return xp.moveaxis(zeros, place, 1)
 
 
-def updated(buffer: Array, update: Update, length: Array, count: Array, *, donate: bool) -> Array:
-    """The buffer after an update by `count` (b,) tokens behind its first `length` (b,)."""
+def updated(
+    buffer: Array,
+    update: Update,
+    length: Array,
+    count: Array,
+    *,
+    donate: bool,
+    held: int | None = None,
+) -> Array:
+    """The buffer after an update by `count` (b,) tokens behind its first `length` (b,).
+
+    Where `held` is given, it is the length of all sequences, and all get all of the tokens.
+    """
     if isinstance(update, Append):
-        return append(buffer, update.tokens, length, count, donate=donate)
+        return append(buffer, update.tokens, length, count, donate=donate, held=held)
     in_place = donate and writes_in_place(buffer)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
     if in_place:
         buffer[...] = new
         new = buffer
     if isinstance(update, Rewrite):
-        return append(new, update.tokens, length, count, donate=in_place)
+        return append(new, update.tokens, length, count, donate=in_place, held=held)
     return new
 
 
-def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate: bool) -> Array:
+def append(
+    buffer: Array,
+    tokens: Array,
+    length: Array,
+    count: Array,
+    *,
+    donate: bool,
+    held: int | None = None,
+) -> Array:
     """`buffer` (b, c, …) with `count` (b,) of `tokens` (b, t, …) behind its first `length` (b,).
 
     A token beyond the capacity is dropped. With `donate` the buffer itself is written to, where
@@ -112,10 +135,18 @@ def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate:
     tokens = cast(tokens, buffer.dtype)
     if writes_in_place(buffer) and (donate or not wants_gradient(buffer, tokens)):
         own = buffer if donate else copied(buffer)
+        if held is None:
+            held = _common_length(length, count, tokens.shape[1])
+        if held is not None:
+            fitting = min(tokens.shape[1], own.shape[1] - held)
+            own[:, held : held + fitting] = tokens[:, :fitting]
+            return own
         return _append_in_place(own, tokens, length, count)
     xp = namespace(buffer, tokens)
     b, capacity = buffer.shape[:2]
     t = tokens.shape[1]
+    if held is not None:
+        count = xp.full_like(length, t)
     source = arange_like(capacity, length)[None, :] - length[:, None]
     is_new = (source >= 0) & (source < count[:, None])
     row = arange_like(b, length)[:, None] * t + xp.clip(source, min=0, max=t - 1)
@@ -127,11 +158,6 @@ def append(buffer: Array, tokens: Array, length: Array, count: Array, *, donate:
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
     xp = namespace(buffer, tokens)
     b, t = tokens.shape[:2]
-    start = _common_length(length, count, t)
-    if start is not None:
-        fitting = min(t, buffer.shape[1] - start)
-        buffer[:, start : start + fitting, ...] = tokens[:, :fitting, ...]
-        return buffer
     new = arange_like(t, length)[None, :]
     slot = length[:, None] + new
     kept = (new < count[:, None]) & (slot < buffer.shape[1])
@@ -142,8 +168,8 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
 
 def _common_length(length: Array, count: Array, t: int) -> int | None:
     """The length of all sequences, where all get t tokens and it costs nothing to look."""
-    if library_of(length) not in ("numpy", "torch") or device_of(length) != "cpu":
+    lengths, counts = values_at_hand(length), values_at_hand(count)
+    if lengths is None or counts is None:
         return None
-    lengths, counts = length.tolist(), count.tolist()
     is_common = lengths.count(lengths[0]) == len(lengths) and counts.count(t) == len(counts)
-    return int(lengths[0]) if is_common else None
+    return lengths[0] if is_common else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from precondattn.arrays import (
     library_of,
     namespace,
     placement,
+    values_at_hand,
     zero_where_not,
 )
 from precondattn.cache import KEY_MASK, Cache
@@ -61,7 +62,7 @@ def bind(
     key_mask: Array | None = None,
 ) -> BoundCall:
     """The arguments of a full call."""
-    owner, declared = str(mechanism), mechanism.inputs
+    owner, declared = str(mechanism), _declared(mechanism)
     inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
     library = check_arrays(owner, declared, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
@@ -106,18 +107,14 @@ def bind_extension(
 ) -> BoundCall:
     """The arguments of `extend`."""
     owner, declared = str(mechanism), _extending(mechanism)
-    check_cacheable(mechanism)
     if not isinstance(cache, Cache):
         raise TypeError(
             f"{owner}: extend takes a Cache first, as init_cache makes it; "
             f"found {type(cache).__name__}"
         )
     inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
-    library = check_arrays(owner, declared, inputs)
-    capacity = _check_cache(owner, mechanism, cache, inputs)
-    sizes = declared.sizes(owner, _shapes(inputs), {"c": capacity, "b": cache.length.shape[0]})
-    _check_buffers(owner, mechanism, cache, sizes, _call_dtype(inputs))
-    b, t = sizes["b"], sizes["t"]
+    library, sizes = _checked_once(owner, mechanism, cache, inputs)
+    b, t, capacity = (sizes[letter] for letter in "btc")
     like = next(iter(inputs.values()))
     checks = _ValueChecks(owner)
     lengths = _check_lengths(owner, lengths, like, b, t, "t", checks)
@@ -129,14 +126,19 @@ def bind_extension(
         raise ValueError(
             f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
         )
-    count = t if lengths is None else lengths
-    checks.require(cache.length >= 0, "the cache's length is negative")
-    if capacity:
-        checks.require(
-            cache.length + count <= capacity,
-            f"capacity exceeded: the cache holds at most {capacity} tokens, and the new ones "
-            f"do not fit",
-        )
+    before = values_at_hand(cache.length)
+    new = [t] * b if lengths is None else values_at_hand(lengths)
+    if before is None or new is None:
+        checks.require(cache.length >= 0, NEGATIVE)
+        if capacity:
+            fits = cache.length + (t if lengths is None else lengths) <= capacity
+            checks.require(fits, EXCEEDED.format(capacity))
+    else:
+        checks.require_known((n >= 0 for n in before), NEGATIVE)
+        if capacity:
+            fits = (n + more <= capacity for n, more in zip(before, new, strict=True))
+            checks.require_known(fits, EXCEEDED.format(capacity))
+    is_open = lengths is None and key_mask is None and KEY_MASK not in cache.store
     frame = extending_frame(
         cache.length,
         capacity,
@@ -144,12 +146,58 @@ def bind_extension(
         lengths=lengths,
         key_mask=key_mask,
         past_mask=cache.store.get(KEY_MASK),
+        held=before[0] if before and len(set(before)) == 1 and is_open else None,
     )
     masks = _names(lengths=lengths, key_mask=seen)
     new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
-    inputs = zero_padding(inputs, mechanism.inputs, frame.q_valid, new_valid)
+    inputs = zero_padding(inputs, _declared(mechanism), frame.q_valid, new_valid)
     dtype = _call_dtype(inputs)
     return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.spoiled)
+
+
+_in_order: dict[Any, tuple[str, Sizes]] = {}
+"""What was found in the extensions checked so far. Decoding repeats one of them at every token."""
+MOST_SIGNATURES = 256
+
+
+def _checked_once(
+    owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
+) -> tuple[str, Sizes]:
+    """`_check_signature`, where it is not known already."""
+    if any(map(is_traced, inputs.values())):  # Sizes may be symbols, which have no hash.
+        return _check_signature(owner, mechanism, cache, inputs)
+    signature = _signature(mechanism, cache, inputs)
+    if signature not in _in_order:
+        if len(_in_order) >= MOST_SIGNATURES:
+            _in_order.clear()
+        _in_order[signature] = _check_signature(owner, mechanism, cache, inputs)
+    return _in_order[signature]
+
+
+def _signature(mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> Any:
+    """All that `_check_signature` looks at."""
+    arrays = (cache.length, *cache.store.values(), *inputs.values())
+    return mechanism, tuple(cache.store), tuple(inputs), tuple(map(_kind, arrays))
+
+
+def _kind(array: Array) -> Any:
+    if library_of(array) is None:
+        return type(array)
+    return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
+
+
+def _check_signature(
+    owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
+) -> tuple[str, Sizes]:
+    """Libraries, devices, dtypes and shapes of cache and inputs; the library, and all sizes."""
+    check_cacheable(mechanism)
+    declared = _extending(mechanism)
+    library = check_arrays(owner, declared, inputs)
+    capacity = _check_cache(owner, mechanism, cache, inputs)
+    known = {"c": capacity, "b": cache.length.shape[0]}
+    sizes = declared.sizes(owner, _shapes(inputs), known)
+    _check_buffers(owner, mechanism, cache, sizes, _call_dtype(inputs))
+    return library, sizes
 
 
 def bind_shapes(
@@ -207,6 +255,11 @@ def zero_padding(
 
 
 @cache
+def _declared(mechanism: Mechanism) -> Inputs:
+    return mechanism.inputs
+
+
+@cache
 def _extending(mechanism: Mechanism) -> Inputs:
     """The inputs of `extend`."""
     return mechanism.inputs.extending()
@@ -215,6 +268,10 @@ def _extending(mechanism: Mechanism) -> Inputs:
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
 INIT_OPTIONS = ("capacity", "key_mask")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+NEGATIVE = "the cache's length is negative"
+EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit"
 
 
 class _ValueChecks:
@@ -229,11 +286,16 @@ class _ValueChecks:
         xp = namespace(good)
         if not is_traced(good):
             if not bool(xp.all(good)):
-                bad = [i for i in range(good.shape[0]) if not bool(good[i, ...])]
-                raise ValueError(f"{self.owner}: {message} (sequence {bad[0]} of the batch)")
+                self.require_known((bool(good[i, ...]) for i in range(good.shape[0])), message)
             return
         bad = xp.logical_not(good)
         self.spoiled = bad if self.spoiled is None else self.spoiled | bad
+
+    def require_known(self, good: Iterable[bool], message: str) -> None:
+        """The same of values that are at hand."""
+        for i, is_good in enumerate(good):
+            if not is_good:
+                raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
 
 
 def _inputs_by_name(
@@ -385,6 +447,7 @@ def _is_contiguous(segment_ids: Array) -> Array:
     return runs(segment_ids) == runs(xp.sort(segment_ids, axis=1))
 
 
+@cache
 def keeps_tokens(mechanism: Mechanism) -> bool:
     """Whether its cache has a place for each token, and not states only."""
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
@@ -490,11 +553,13 @@ def spoil(out: Array, spoiled: Array | None) -> Array:
 
 
 def new_token_count(bound: BoundCall, cache: Cache) -> Array:
-    """How many tokens (b,) each sequence grows by.
+    """How many tokens (b,) each sequence grows by; a number where all caches hold as many.
 
     A spoiled sequence stays spoiled: it grows beyond the capacity, or where there is none, to a
     length below 0.
     """
+    if bound.frame.held is not None:
+        return bound.sizes["t"]
     xp = namespace(cache.length)
     count = bound.lengths
     if count is None:

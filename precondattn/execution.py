@@ -155,7 +155,14 @@ def _updated_store(
     for key, update in updates.items():
         if isinstance(update, Replace):
             update = Replace(spoil(update.value, call.spoiled))
-        store[key] = updated(cache.store[key], update, cache.length, count, donate=donate)
+        store[key] = updated(
+            cache.store[key],
+            update,
+            cache.length,
+            count,
+            donate=donate,
+            held=call.frame.held,
+        )
     return store
 
 

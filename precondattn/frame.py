@@ -7,12 +7,10 @@ the new tokens, and the new tokens stand at the positions after their own sequen
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from precondattn.arrays import Array, arange_like, is_traced, namespace
 
 
-class Frame(NamedTuple):
+class Frame:
     """Positions, validity and segments of queries (b, t) and keys (b, s).
 
     The batch axis of positions is 1 where all sequences share them. Validity and segments are None
@@ -20,12 +18,54 @@ class Frame(NamedTuple):
     masked.
     """
 
-    q_position: Array
-    k_position: Array
-    q_valid: Array | None = None
-    k_valid: Array | None = None
-    q_segment: Array | None = None
-    k_segment: Array | None = None
+    held: int | None = None
+    """In `extend`: how many tokens every sequence's cache holds. Only where all hold as many, all
+    of them and all the new ones are visible, and this is known without waiting for a device."""
+
+    def __init__(
+        self,
+        q_position: Array,
+        k_position: Array,
+        q_valid: Array | None = None,
+        k_valid: Array | None = None,
+        q_segment: Array | None = None,
+        k_segment: Array | None = None,
+    ) -> None:
+        self._q_position, self.q_valid, self.q_segment = q_position, q_valid, q_segment
+        self._k_position, self._k_valid, self.k_segment = k_position, k_valid, k_segment
+
+    @property
+    def q_position(self) -> Array:
+        return self._q_position
+
+    @property
+    def k_position(self) -> Array:
+        return self._k_position
+
+    @property
+    def k_valid(self) -> Array | None:
+        return self._k_valid
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it can not be looked at."""
+        return is_traced(self.q_position)
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """All of them, in the order in which a frame is made of them."""
+        return (
+            self.q_position,
+            self.k_position,
+            self.q_valid,
+            self.k_valid,
+            self.q_segment,
+            self.k_segment,
+        )
+
+    def replaced(self, **changes: Array | None) -> Frame:
+        """A frame with other arrays."""
+        return Frame(**(dict(zip(ARRAYS, self.arrays, strict=True)) | changes))
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:
         """Boolean (b or 1, 1, t, s): may query i look at key j?
@@ -56,11 +96,70 @@ class Frame(NamedTuple):
         def last(side: Array | None) -> Array | None:
             return None if side is None else side[:, side.shape[1] - count :]
 
-        return self._replace(
+        return self.replaced(
             q_position=last(self.k_position),
             q_valid=last(self.k_valid),
             q_segment=last(self.k_segment),
         )
+
+
+ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
+
+
+class FrameOfAlike(Frame):
+    """Of t new tokens behind caches that all hold `held` tokens, with nothing hidden.
+
+    Its arrays are made when they are asked for: who knows how many tokens are held seldom needs
+    them, and a step of one token has little else to do.
+    """
+
+    held: int
+
+    def __init__(self, length: Array, held: int, slots: int, t: int) -> None:
+        self.held, self.slots, self.t, self._length = held, slots, t, length
+        super().__init__(None, None)
+
+    @property
+    def q_position(self) -> Array:
+        if self._q_position is None:
+            new = arange_like(self.t, self._length) + self.held
+            self._q_position = self._of_each(new)
+        return self._q_position
+
+    @property
+    def k_position(self) -> Array:
+        if self._k_position is None:
+            slots = self._of_each(arange_like(self.slots, self._length))
+            self._k_position = namespace(slots).concat([slots, self.q_position], axis=1)
+        return self._k_position
+
+    @property
+    def is_traced(self) -> bool:
+        return False
+
+    @property
+    def k_valid(self) -> Array | None:
+        if self._k_valid is None:
+            xp = namespace(self._length)
+            past = self.k_position[:, : self.slots] < self.held
+            new = xp.ones_like(self.q_position, dtype=xp.bool)
+            self._k_valid = xp.concat([past, new], axis=1)
+        return self._k_valid
+
+    def of_filled(self) -> Frame:
+        """Of the slots that are filled, and the new tokens: nothing is hidden in it."""
+        return _Filled(self._length, self.held, self.held, self.t)
+
+    def _of_each(self, row: Array) -> Array:
+        """The row (s) for every sequence."""
+        shape = (self._length.shape[0], row.shape[0])
+        return namespace(row).broadcast_to(row[None, :], shape)
+
+
+class _Filled(FrameOfAlike):
+    @property
+    def k_valid(self) -> None:
+        return None
 
 
 def has_lengths_only(frame: Frame) -> bool:
@@ -107,8 +206,11 @@ def extending_frame(
     lengths: Array | None,
     key_mask: Array | None,
     past_mask: Array | None,
+    held: int | None = None,
 ) -> Frame:
     """The frame of t new tokens behind `length` (b,) tokens in a cache of `capacity` slots."""
+    if held is not None:
+        return FrameOfAlike(length, held, capacity, t)
     xp = namespace(length)
     slot = arange_like(capacity, length)[None, :]
     new = arange_like(t, length)[None, :]

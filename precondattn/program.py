@@ -36,14 +36,19 @@ class Call(NamedTuple):
     def reads(self) -> frozenset[str]:
         return frozenset(value for _, value in self.arguments)
 
-    def slot_keys(self) -> dict[str, str]:
+    def slot_keys(self) -> Mapping[str, str]:
         """The leaf's slots, by the name of the value whose history each holds."""
-        names = {**dict(self.arguments), "out": self.out}
-        return {slot.name: slot.holds.format(**names) for slot in self.leaf.slots()}
+        return _slot_keys(self)
 
     def __str__(self) -> str:
         arguments = (a if a == value else f"{a}={value}" for a, value in self.arguments)
         return f"{self.out} = {self.leaf}({', '.join(arguments)})"
+
+
+@cache
+def _slot_keys(call: Call) -> Mapping[str, str]:
+    names = {**dict(call.arguments), "out": call.out}
+    return {slot.name: slot.holds.format(**names) for slot in call.leaf.slots()}
 
 
 class Program:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import precondattn as pa
+from precondattn.arrays import library_of, namespace
 from precondattn_conformance.inputs import Layout, make_inputs
 
 BACKENDS = {"numpy": "portable", "torch": "torch"}
@@ -155,12 +156,15 @@ def test_a_function_transform_is_left_to_the_reference_and_refused_where_that_is
 
 
 @pytest.mark.parametrize("library", BACKENDS)
-def test_a_cache_keeps_the_tokens_of_a_head_together(library):
-    x = given(library, {n: np.ones((2, 1, 3, 4)) for n in "qkv"})
-    buffer = pa.Lucid().init_cache(**x, capacity=8).store["k"]
-    assert tuple(buffer.shape) == (2, 8, 3, 4)
-    heads_first = buffer.swapaxes(1, 2)
-    if library == "torch":
-        assert heads_first.is_contiguous()
-    else:
-        assert heads_first.flags.c_contiguous
+def test_a_cache_keeps_the_tokens_of_a_feature_together(library):
+    x = given(library, {n: np.ones((2, 1, 3, 4)) for n in "qkvw"} | {"beta": np.ones((2, 1, 3))})
+    store = pa.Path().init_cache(**x, capacity=8).store
+    values, keys = store["v"], store["path(k,w,beta)"]
+    assert tuple(values.shape) == tuple(keys.shape) == (2, 8, 3, 4)
+    xp = namespace(values)
+    assert is_in_one_piece(xp.permute_dims(values, (0, 2, 3, 1)))
+    assert is_in_one_piece(xp.permute_dims(keys, (0, 2, 1, 3)))  # They are rewritten.
+
+
+def is_in_one_piece(array):
+    return array.is_contiguous() if library_of(array) == "torch" else array.flags.c_contiguous

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
+from precondattn.frame import extending_frame
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
 
@@ -176,3 +177,32 @@ def test_half_precision_caches_keep_norms_in_float32():
         "y": torch.bfloat16,
         "rms(k)": torch.float32,
     }
+
+
+@pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
+def test_the_frame_of_caches_that_hold_as_many_is_the_general_frame(b, held, t):
+    length = np.full((b,), held, dtype=np.int32)
+    few, general = (
+        extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None, held=known)
+        for known in (held, None)
+    )
+    for mine, wanted in zip(few.arrays, general.arrays, strict=True):
+        if wanted is None:
+            assert mine is None
+        else:
+            np.testing.assert_array_equal(mine, wanted)
+    filled = few.of_filled()
+    assert filled.k_valid is None
+    np.testing.assert_array_equal(filled.k_position, np.tile(np.arange(held + t), (b, 1)))
+
+
+def test_arguments_are_checked_again_when_they_are_of_another_kind():
+    x = make_inputs(pa.Lucid(), Layout("test", t=2, s=2), "random")
+    cache = pa.Lucid().init_cache(**x, capacity=8)
+    pa.Lucid().extend(cache, **x)
+    with pytest.raises(TypeError, match="one dtype"):
+        pa.Lucid().extend(cache, **x | {"q": x["q"].astype(np.float32)})
+    with pytest.raises(TypeError, match="k must be an array"):
+        pa.Lucid().extend(cache, **x | {"k": x["k"].tolist()})
+    with pytest.raises(ValueError, match="spent"):
+        pa.Lucid().extend(cache._replace(store={}), **x)

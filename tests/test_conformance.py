@@ -60,7 +60,7 @@ def outcome(expression, check="outputs", kind="clustered", **named):
 
 
 def sees_one_too_far(visible):
-    return lambda self, frame: visible(self, frame._replace(q_position=frame.q_position + 1))
+    return lambda self, frame: visible(self, frame.replaced(q_position=frame.q_position + 1))
 
 
 FAULTS = {

@@ -124,7 +124,7 @@ class TestAnotherBackend:
     def test_opcheck(self, stranger):
         x = tensors_of("lucid_solve")
         k, v = x["k"], x["v"]
-        frame = list(full_frame(6, 6, k, lengths=torch.tensor([4, 6])))
+        frame = list(full_frame(6, 6, k, lengths=torch.tensor([4, 6])).arrays)
         torch.library.opcheck(forward, ("lucid_solve", "stranger", [k, v], frame))
         k, v = k.detach(), v.detach()
         torch.library.opcheck(inference, ("lucid_solve", "stranger", [k, v], frame))

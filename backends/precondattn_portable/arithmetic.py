@@ -88,6 +88,14 @@ class Arithmetic:
         """x ∘ y, in x where the library can; y broadcasts to x."""
         return x * y
 
+    def subtract(self, x: Array, y: Array | float) -> Array:
+        """x − y, in x where the library can; y broadcasts to x."""
+        return x - y
+
+    def divide(self, x: Array, y: Array) -> Array:
+        """x / y, in x where the library can; y broadcasts to x."""
+        return x / y
+
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         """x where `where` holds, else a number; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
@@ -138,6 +146,14 @@ class InPlace(Arithmetic):
 
     def multiply(self, x: Array, y: Array | float) -> Array:
         x *= y
+        return x
+
+    def subtract(self, x: Array, y: Array | float) -> Array:
+        x -= y
+        return x
+
+    def divide(self, x: Array, y: Array) -> Array:
+        x /= y
         return x
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:

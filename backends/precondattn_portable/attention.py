@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, is_traced, namespace
+from precondattn.arrays import Array, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame, has_lengths_only
@@ -152,7 +152,7 @@ class Attention(Algorithm):
         if not leaf.bias:
             # What a padded query reads is zeroed, and so is its cotangent; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
-            frame = frame._replace(q_valid=None, **({"k_valid": None} if needless else {}))
+            frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
         sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
         room: Scratch | None = None
         columns = s if gradient else self.keys_of_strip(view, sight, size)
@@ -299,7 +299,7 @@ class Attention(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        if leaf.forget != "none" or is_traced(frame.q_position):
+        if leaf.forget != "none" or frame.is_traced:
             return step_as_defined(leaf, past, x, frame)
         if leaf.metric != DOT:
             step = partial(transported_step, ops, leaf)
@@ -313,7 +313,7 @@ class Attention(Algorithm):
         b, _, r, _, _ = view.q.shape
         old_k, old_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
-        seen_from = known.frame._replace(q_valid=frame.q_valid) if leaf.bias else known.frame
+        seen_from = known.frame.replaced(q_valid=frame.q_valid) if leaf.bias else known.frame
         sight = Sight(seen_from, s, known.offset, window=leaf.window)
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)

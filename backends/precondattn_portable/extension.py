@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, arange_like, cast, is_traced, namespace, upcast, upcast_all
+from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
-from precondattn.frame import Frame
+from precondattn.frame import Frame, FrameOfAlike
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
@@ -35,6 +35,8 @@ class Filled(NamedTuple):
 
 def filled(frame: Frame, capacity: int) -> Filled:
     """Of the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
+    if isinstance(frame, FrameOfAlike):
+        return Filled(frame.held, frame.held, frame.of_filled())
     xp = namespace(frame.q_position)
     start = frame.q_position[:, 0]
     count = min(int(xp.max(start)), capacity)
@@ -105,7 +107,7 @@ def few_tokens_at_a_time(
     """
     t = frame.q_position.shape[1]
     past = upcast_all(past)
-    if t <= TOKENS or is_traced(frame.q_position):
+    if t <= TOKENS or frame.is_traced:
         return step(past, x, frame)
     xp = namespace(frame.q_position)
     capacity = frame.k_position.shape[1] - t

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array, is_traced, namespace
+from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -23,18 +23,17 @@ from precondattn.program import Program
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN
-from precondattn.spec.rms_norm import rms
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled
 from precondattn_portable.layout import (
     ALL_HEADS,
+    at,
     block_size,
-    grouped_queries,
-    ungrouped,
+    time_first,
 )
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
-from precondattn_portable.scores import block_of_rows
+from precondattn_portable.places import subtract_at
 from precondattn_portable.sight import Sight
 
 
@@ -57,7 +56,7 @@ class LucidStep(Algorithm):
         keys = [call.slot_keys() for call in leaf.program.calls]
         solve_past, softmax_past = ({s: past[key] for s, key in own.items()} for own in keys)
         is_many = t * x["q"].shape[2] // n > block_size(t)
-        if is_many or is_traced(frame.q_position):
+        if is_many or frame.is_traced:
             y, updates = self.solve.step(ops, solve, solve_past, x, frame)
             out, more = self.attention.step(ops, softmax, softmax_past, {**x, "v": y}, frame)
             found = {keys[0][slot]: update for slot, update in updates.items()}
@@ -67,39 +66,46 @@ class LucidStep(Algorithm):
         xp, count = namespace(x["q"]), known.count
         system = PastSystem(ops, solve, solve_past, x, known)
         sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
-        q = grouped_queries(ops, x["q"], n) * softmax._scale(x["q"].shape[3])
-        rows, split = block_of_rows(q, 0, t), q.shape[2] * t
+        b, _, h, d = x["q"].shape
+        split = h // n * t
+        rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax._scale(d)
 
         def hidden(scores: Array, low: int, high: int) -> Array:
-            pairs = xp.reshape(scores, (*q.shape[:4], high - low))
+            pairs = xp.reshape(scores, (b, n, h // n, t, high - low))
             return xp.reshape(sight.hide(ops, pairs, 0, t, low, high), scores.shape)
 
         own = ops.product(rows, transpose(ops.heads_first(x["k"])))
-        own = hidden(own, count, count + t)
+        if t > 1 or not sight.is_plain:
+            own = hidden(own, count, count + t)
         largest = xp.max(own, axis=-1, keepdims=True)
         weights = ops.product(xp.concat([rows, system.queries], axis=2), transpose(system.keys))
+        asked, solving = at(0, split), at(split, split + t)
         if count:
-            past = weights[:, :, :split, :]
+            past = weights[asked]
             if not sight.is_plain:
-                weights[:, :, :split, :] = past = hidden(past, 0, count)
+                weights[asked] = past = hidden(past, 0, count)
             largest = xp.maximum(largest, xp.max(past, axis=-1, keepdims=True))
-            weights[:, :, split:, :] = system.logs(weights[:, :, split:, :], ALL_HEADS, 0, t)
-        shift = finite_or_zero(largest)
-        solve_shift = xp.full_like(shift[:, :, :t, :], system.shift)
-        shifts = xp.concat([shift, solve_shift], axis=2)
-        weights = ops.exp(ops.add(weights, -shifts))
+            scores = weights[solving]
+            logs = system.logs(scores, ALL_HEADS, 0, t)
+            if logs is not scores:
+                weights[solving] = logs
+        # A query that nothing is hidden from sees at least itself.
+        shift = largest if sight.is_plain else finite_or_zero(largest)
+        subtract_at(ops, weights, asked, shift)
+        weights = ops.exp(weights)
         read = ops.product(weights, system.solved)
 
-        right = ops.heads_first(x["v"]) - read[:, :, split:, :]
+        right = ops.heads_first(x["v"]) - read[solving] * system.factor
         y = self.solve.among_new(ops, solve, x, right, known, frame)
-        own = ops.exp(ops.add(own, -shift))
-        total = row_sum(weights[:, :, :split, :]) + row_sum(own)
-        total = xp.where(total > 0, total, 1.0)
-        out = (read[:, :, :split, :] + ops.product(own, ops.heads_first(y))) / total
+        own = ops.exp(ops.subtract(own, shift))
+        total = row_sum(weights[asked]) + row_sum(own)
+        if not sight.is_plain:
+            total = xp.where(total > 0, total, 1.0)
+        out = (read[asked] + ops.product(own, ops.heads_first(y))) / total
         updates = {keys[0]["key"]: Append(x["k"]), keys[0]["solved"]: Append(y)}
-        if solve.normalize == "keys":
-            updates[keys[0]["rms"]] = Append(rms(x["k"], solve.eps)[..., 0])
-        return ungrouped(xp.reshape(out, (*q.shape[:4], out.shape[3]))), updates
+        if system.own_rms is not None:
+            updates[keys[0]["rms"]] = Append(system.own_rms[..., 0])
+        return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
 
 
 @cache

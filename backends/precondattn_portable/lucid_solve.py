@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from precondattn.arrays import (
     Array,
     arange_like,
-    is_traced,
     namespace,
     placement,
     zero_where_not,
@@ -249,7 +248,12 @@ class PastSystem:
         d = x["k"].shape[3]
         scale = leaf._scale(d)
         self.shift = scale * d
-        k = x["k"] / rms(x["k"], leaf.eps) if leaf.normalize == "keys" else x["k"]
+        # As in `System`: a factor of what is read, where its reciprocal is no large number.
+        self.factor = 1.0
+        if self.shift <= FACTORED:
+            self.shift, self.factor = 0.0, math.exp(-self.shift)
+        self.own_rms = rms(x["k"], leaf.eps) if leaf.normalize == "keys" else None
+        k = x["k"] if self.own_rms is None else x["k"] / self.own_rms
         self.queries = ops.heads_first(k * scale)
         self.keys = past_heads(past["key"], count)
         self.solved = past_heads(past["solved"], count)
@@ -258,21 +262,28 @@ class PastSystem:
             r = past_heads(past["rms"], count)[:, :, None, :]
             # Empty slots, which are hidden, hold 0.
             self.rms = r if known.offset is not None and leaf.eps else xp.where(r > 0, r, 1.0)
-        frame = known.frame._replace(k_position=known.frame.k_position[:, :count])
-        if frame.k_valid is not None:
-            frame = frame._replace(k_valid=frame.k_valid[:, :count])
+        frame = known.frame
+        if known.offset is None or leaf.window is not None:
+            valid = None if frame.k_valid is None else frame.k_valid[:, :count]
+            frame = frame.replaced(k_position=frame.k_position[:, :count], k_valid=valid)
         self.sight = Sight(frame, count, known.offset, window=leaf.window, strict=True)
 
     def weights(self, part: Part, i0: int, i1: int) -> Array:
-        """(b, n, i1 − i0, count) of some heads and new tokens."""
+        """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
         scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
-        scores = self.ops.add(self.logs(scores, part, i0, i1), -self.shift)
-        return self.ops.exp(scores)
+        return self.ops.exp(self.logs(scores, part, i0, i1))
 
     def logs(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
-        """Scores with normalised keys, from those with the keys as they stand in the cache."""
+        """log Φ − log `factor`, from the scores with the keys as they stand in the cache.
+
+        In `scores` where the library can.
+        """
         if self.rms is not None:
-            scores = scores / self.rms[part]
+            scores = self.ops.divide(scores, self.rms[part])
+        if self.shift:
+            scores = self.ops.subtract(scores, self.shift)
+        if self.sight.is_plain:
+            return scores
         xp, count = namespace(scores), scores.shape[-1]
         pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
         pairs = self.sight.of(part[0]).hide(self.ops, pairs, i0, i1, 0, count)
@@ -312,7 +323,7 @@ class LucidSolveBlocks(Algorithm):
         frame = _padded_frame(frame, s)
         # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
         keys = frame.k_valid if leaf.normalize == "rows" else None
-        frame = frame._replace(q_valid=None, k_valid=keys)
+        frame = frame.replaced(q_valid=None, k_valid=keys)
         sight = Sight(frame, s, 0, window=leaf.window, strict=True)
         room: Scratch | None = None
         for part in head_groups(b, n, size * _blocks_of_strip(leaf) * s):
@@ -434,7 +445,7 @@ class LucidSolveBlocks(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        if leaf.metric != DOT or not leaf.has_unit_diagonal or is_traced(frame.q_position):
+        if leaf.metric != DOT or not leaf.has_unit_diagonal or frame.is_traced:
             return step_as_defined(leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
         new = PastSystem(ops, leaf, past, x, known)
@@ -448,12 +459,12 @@ class LucidSolveBlocks(Algorithm):
                 own = v[part][:, :, i0:i1, :]
                 if known.count:
                     strip = new.weights(part, i0, i1)
-                    own = ops.add_product(own + 0, strip, new.solved[part], -1.0)
+                    own = ops.add_product(own + 0, strip, new.solved[part], -new.factor)
                 right[part][:, :, i0:i1, :] = own
         y = self.among_new(ops, leaf, x, right, known, frame)
         updates = {"key": Append(x["k"]), "solved": Append(y)}
-        if leaf.normalize == "keys":
-            updates["rms"] = Append(rms(x["k"], leaf.eps)[..., 0])
+        if new.own_rms is not None:
+            updates["rms"] = Append(new.own_rms[..., 0])
         return y, updates
 
     def among_new(

@@ -23,6 +23,12 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     return _placed(array, where, place, ops.add(place, x))
 
 
+def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
+    """array[where] −= x, and what is there then."""
+    place = array[where]
+    return _placed(array, where, place, ops.subtract(place, x))
+
+
 def add_kept_at(
     ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
 ) -> Array:

@@ -47,7 +47,7 @@ class QueryWeighted(Algorithm):
         xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]
-        sight, size = Sight(frame._replace(q_valid=None), s, s - t), block_size(t, r)
+        sight, size = Sight(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
             seen = sight.of(part[0])
             for i0, i1 in blocks(t, size):

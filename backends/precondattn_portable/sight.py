@@ -45,7 +45,7 @@ class Sight:
         frame = Frame(
             *(
                 None if a is None else (a if a.shape[0] == 1 else a[sequences, ...])
-                for a in self.frame
+                for a in self.frame.arrays
             )
         )
         return Sight(frame, self.keys, self.offset, self.causal, self.window, self.strict)

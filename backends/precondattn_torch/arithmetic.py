@@ -26,7 +26,7 @@ class TorchArithmetic(Arithmetic):
         return x.transpose(1, 2).contiguous()
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        if a.shape[:-2] != b.shape[:-2]:
+        if a.shape[:-2] != b.shape[:-2] or (out is None and _is_stack(a) and _is_stack(b)):
             return torch.matmul(a, b)
         if out is None:
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
@@ -66,11 +66,22 @@ class TorchArithmetic(Arithmetic):
     def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.mul_(y)
 
+    def subtract(self, x: Tensor, y: Tensor | float) -> Tensor:
+        return x.sub_(y)
+
+    def divide(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.div_(y)
+
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 
     def lower(self, x: Tensor, k: int = 0) -> Tensor:
         return x.tril_(k)
+
+
+def _is_stack(x: Tensor) -> bool:
+    """Whether the matrices of (b, n, …) stand at equal distances, which `matmul` needs too."""
+    return x.dim() == 4 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 
 def _stacked(x: Tensor) -> Any:

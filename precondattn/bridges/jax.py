@@ -16,6 +16,10 @@ from precondattn.arrays import Array
 from precondattn.dispatch import PlannedCall
 from precondattn.frame import Frame
 
+jax.tree_util.register_pytree_node(
+    Frame, lambda frame: (frame.arrays, None), lambda _, arrays: Frame(*arrays)
+)
+
 
 def apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
     """The output of a planned call, differentiable in its inputs."""

@@ -32,7 +32,7 @@ from precondattn.group import read_mechanism
 def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
     """The output of a planned call, differentiable in its inputs."""
     piece, backend = str(planned.piece), planned.backend.name
-    tensors, masks = list(inputs.values()), list(frame)
+    tensors, masks = list(inputs.values()), list(frame.arrays)
     if wants_gradient(*tensors):
         return forward(piece, backend, tensors, masks)[0]
     return inference(piece, backend, tensors, masks)
@@ -171,7 +171,9 @@ def apply_step(
 ) -> tuple[Tensor, dict[str, Replace]]:
     """A step that replaces states by states, differentiable in them and in the inputs."""
     piece, backend = str(planned.piece), planned.backend.name
-    out, *states = step(piece, backend, list(past.values()), list(inputs.values()), list(frame))
+    out, *states = step(
+        piece, backend, list(past.values()), list(inputs.values()), list(frame.arrays)
+    )
     return out, {name: Replace(state) for name, state in zip(past, states, strict=True)}
 
 

@@ -109,7 +109,7 @@ class Transported:
 
     def slots(self) -> tuple[Slot, ...]:
         # Rewritten again and again, keys in half precision would gather rounding errors.
-        key = Slot("key", "path({k},{w},{beta})", "b c n d", wide=True)
+        key = Slot("key", "path({k},{w},{beta})", "b c n d", wide=True, is_rewritten=True)
         if self.flush == 1:
             return (key,)
         return (
