@@ -63,10 +63,11 @@ def namespace(*arrays: Array | None) -> Any:
 
 def dtype_name(array: Array) -> str:
     """`"float32"` for every library's float32."""
-    dtype = array.dtype
-    if dtype not in _names:
-        _names[dtype] = str(dtype).rpartition(".")[2]
-    return _names[dtype]
+    # With the type, because dtypes of some libraries do not bear comparison with those of others.
+    key = type(array), array.dtype
+    if key not in _names:
+        _names[key] = str(array.dtype).rpartition(".")[2]
+    return _names[key]
 
 
 def upcast(array: Array) -> Array:
