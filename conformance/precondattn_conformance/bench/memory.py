@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -28,6 +29,10 @@ from precondattn_conformance.bench.correct import inputs_of
 from precondattn_conformance.inputs import Layout
 
 WARM_TOKENS = 80
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+"""What an array took goes back to the system with it. By itself the C library raises this bound
+as it sees larger arrays, and what their memory looks like afterwards differs from run to run."""
+
 TIMEOUT = 1800
 """Seconds, after which a call counts as too much."""
 
@@ -50,6 +55,7 @@ def peak_bytes(case: BenchCase, backend: str | None, device: str | None, multipl
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, json.dumps(asked)],
+            env={**os.environ, **GIVES_BACK},
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
