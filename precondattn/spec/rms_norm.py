@@ -21,8 +21,6 @@ def rms(x: Array, eps: float) -> Array:
     """√(mean(x²) + ε) along the last axis, which is kept."""
     xp = namespace(x)
     mean_square = row_sum(x * x) / x.shape[-1] + eps
-    if eps:
-        return xp.sqrt(mean_square)
     return xp.sqrt(xp.where(mean_square > 0, mean_square, 1.0))
 
 
