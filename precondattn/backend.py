@@ -105,6 +105,8 @@ class Backend(Protocol):
     wide_values: bool = False
     """Whether it would rather have what other pieces made in float32, where they made it so, than
     in the call's half precision."""
+    only_by_name: bool = False
+    """Whether it takes nothing unless it is asked for by name, as one that is for checking only."""
     preference: int = 0
     """Between two backends that take the same work, the higher one gets it."""
 

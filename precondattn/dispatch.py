@@ -113,7 +113,7 @@ def _plan(
     program = mechanism.program
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
-        backends = discovered.backends
+        backends = tuple(b for b in discovered.backends if not getattr(b, "only_by_name", False))
     else:
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []

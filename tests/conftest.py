@@ -1,11 +1,13 @@
 """What the tests share: an out-of-tree backend, and JAX in double precision."""
 
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import jax
 import pytest
+import torch
 
 import precondattn as pa
 from precondattn import discovery
@@ -25,6 +27,9 @@ collect_ignore = ["stranger"]
 
 jax.config.update("jax_enable_x64", True)
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton has to be imported after this.
+
 
 OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "mamba2")
 """In the names of files that hold the oracle to something else than itself."""
@@ -40,7 +45,7 @@ def oracle(request):
         yield
 
 
-OUR_BACKENDS = ("portable", "torch")
+OUR_BACKENDS = ("portable", "torch", "triton")
 
 
 @pytest.fixture

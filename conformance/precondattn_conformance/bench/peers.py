@@ -4,6 +4,8 @@
 peer           of          what it computes                    where
 =============  ==========  ==================================  ==================================
 sdpa           softmax     softmax attention                   PyTorch
+flash_sdpa,    softmax     the same, by one kernel of          PyTorch on a GPU, in half
+cudnn_sdpa                 PyTorch's each                      precision
 naive_lucid    lucid       the same as we                      PyTorch
 transformers   gated       the same as we                      PyTorch, with `transformers`
                delta
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import precondattn as pa
+from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
@@ -87,6 +90,26 @@ def sdpa(q: Any, k: Any, v: Any) -> Any:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _sdpa_by(kernel: str) -> Callable[..., Any]:
+    """`sdpa` by the kernel of this name in `torch.nn.attention.SDPBackend`, or an error."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return sdpa(q, k, v)
+
+    return attention
+
+
+def _lacks_gpu_kernel(case: BenchCase, device: str) -> str:
+    if not device.startswith("cuda"):
+        return f"is a kernel for GPUs; this runs on {device}"
+    if case.dtype not in libraries.HALF:
+        return f"takes half precision, not {case.dtype}"
+    return _no_decoding(case, device)
 
 
 class SdpaDecoder:
@@ -184,6 +207,17 @@ PEERS = (
         _is_softmax_inside,
         _torch_only,
         lambda m, backend: Computation("sdpa", SOFTMAX, sdpa, decoder=SdpaDecoder),
+    ),
+    *(
+        Peer(
+            name,
+            _is_softmax_inside,
+            _lacks_gpu_kernel,
+            lambda m, backend, name=name, kernel=kernel: Computation(  # type: ignore[misc]
+                name, SOFTMAX, _sdpa_by(kernel)
+            ),
+        )
+        for name, kernel in (("flash_sdpa", "FLASH_ATTENTION"), ("cudnn_sdpa", "CUDNN_ATTENTION"))
     ),
     Peer(
         "naive_lucid",

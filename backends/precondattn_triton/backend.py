@@ -1,0 +1,152 @@
+"""The Triton backend: which leaves are computed by which kernels.
+
+LUCID's solve, LASER, and rows of unit norm; softmax around them is PyTorch's own, by the backend
+`torch`. Where Triton interprets its kernels, on a machine without a GPU, they are for checking and
+not for use: the backend then takes arrays on a CPU, and only when it is asked for by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.laser import LOG_MEAN_EXP
+
+DTYPES = ("float32", "bfloat16", "float16")
+VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
+"""The method that answers a verb."""
+
+
+def is_interpreting() -> bool:
+    """Whether kernels are run by Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+class Triton(Backend):
+    """LUCID and LASER on a GPU."""
+
+    name = "triton"
+    libraries = frozenset({"torch"})
+    accelerates = frozenset({"cuda"})
+    preference = 20
+
+    @property
+    def only_by_name(self) -> bool:
+        return is_interpreting()
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        reason = _refusal(mechanism, request)
+        return Support.yes() if reason is None else Support.no(reason)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        with _on_device(inputs):
+            found: tuple[Array, Residuals] = _kernels(mechanism).forward(mechanism, inputs, frame)
+            return found
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        with _on_device(inputs):
+            found: Arrays = _kernels(mechanism).backward(
+                mechanism, inputs, frame, out, residuals, cotangent
+            )
+            return found
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        with _on_device(inputs):
+            kernels = _kernels(mechanism)
+            if isinstance(mechanism, pa.TokenWise):
+                return kernels.forward(mechanism, inputs, frame)[0], {}
+            found: tuple[Array, Updates] = kernels.step(mechanism, past, inputs, frame)
+            return found
+
+    def residual_shapes(
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        found: tuple[ArraySpec, ...] = _kernels(mechanism).residual_shapes(mechanism, inputs)
+        return found
+
+
+def _refusal(mechanism: Any, request: Request) -> str | None:
+    if not _is_installed():
+        return "Triton is not installed; install precondattn with its extra 'triton'"
+    place = "cpu" if is_interpreting() else "cuda"
+    if request.device != place:
+        how = "interprets its kernels here, and then" if is_interpreting() else "is for GPUs, and"
+        return f"{how} takes arrays on {place}; found {request.device}"
+    if request.dtype not in DTYPES:
+        return f"takes {', '.join(DTYPES)}; found {request.dtype}"
+    if request.mapped:
+        return "its kernels know nothing of torch.vmap"
+    kernels = _kernels(mechanism)
+    if kernels is None:
+        return f"has no kernels for {mechanism}"
+    if isinstance(mechanism, pa.TokenWise) and request.verb == "extend":
+        pass  # A step of it is a call of it.
+    elif not hasattr(kernels, VERBS[request.verb]):
+        return f"has no {VERBS[request.verb]} of {mechanism}"
+    reason: str | None = kernels.refuses(mechanism, request)
+    return reason
+
+
+def _kernels(mechanism: Any) -> Any:
+    """What computes a leaf or group; None where nothing does."""
+    if len(mechanism.program.calls) > 1:
+        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
+            return None
+        from precondattn_triton.lucid_step import LucidStep
+
+        return LucidStep()
+    if type(mechanism) is pa.UnitRows:
+        from precondattn_triton.unit_rows import UnitRows
+
+        return UnitRows()
+    if type(mechanism) is pa.LucidSolve:
+        from precondattn_triton.lucid_solve import LucidSolve
+
+        return LucidSolve()
+    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
+        from precondattn_triton.laser import Laser
+
+        return Laser()
+    return None
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@contextmanager
+def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
+    """Launches go to the device of the inputs, and nothing is recorded for a gradient."""
+    import torch
+
+    first = next(iter(inputs.values()))
+    device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
+    with torch.no_grad(), device:
+        yield

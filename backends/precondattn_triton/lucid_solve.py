@@ -1,0 +1,300 @@
+"""LUCID's solve and its gradient by Triton kernels: from a user's arrays to launches.
+
+Everything else is in the kernels' own files: what they start from (`lucid_prepare.py`), the
+inverses of diagonal super-blocks (`lucid_inverse.py`), substitution (`lucid_substitution.py`), and
+the gradient of the keys (`lucid_gradient.py`). In memory stand, for T tokens of a key/value head,
+keys and y as operands, a right side in float32, and S numbers a token for inverses; nothing is
+T × T.
+
+Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
+float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
+be so, and are computed in float32 (tf32 on a GPU).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_triton import lucid_gradient, lucid_inverse, lucid_prepare, lucid_substitution
+from precondattn_triton.configurations import Configuration, configuration
+from precondattn_triton.precision import as_the_user_allows, exact, padded_width
+
+LOG2_E = math.log2(math.e)
+WIDEST_CHUNK = 128
+"""Channels of values that a program takes at once."""
+
+FIRST_BLOCK = 32
+"""Tokens of the blocks that are inverted in registers."""
+
+MOST_HEADS = 65535
+"""Of all sequences: a grid has no more along that axis."""
+
+
+class Plan(NamedTuple):
+    """Sizes of one call, and how its kernels are cut."""
+
+    b: int
+    s: int
+    n: int
+    d: int
+    e: int
+    tokens: int
+    """s, filled up to whole tiles of every kernel."""
+    super_block: int
+    key_width: int
+    chunk: int
+    chunks: int
+    step: int
+    """Channels of a row of scratch."""
+    scale: float
+    half: bool
+    """Whether products are of 16 bits."""
+    dtype: torch.dtype
+    precision: str
+    inverse: Configuration
+    update: Configuration
+    gradient: Configuration
+
+    @property
+    def heads(self) -> int:
+        return self.b * self.n
+
+    @property
+    def score_factors(self) -> tuple[float, float]:
+        """s and s d for powers of two."""
+        return self.scale * LOG2_E, self.scale * self.d * LOG2_E
+
+    @property
+    def super_blocks(self) -> range:
+        return range(0, self.tokens, self.super_block)
+
+
+def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
+    b, s, n, d = k.shape
+    e = v.shape[3]
+    half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
+    key_width = padded_width(d)
+    chunk = min(padded_width(e), WIDEST_CHUNK)
+    chunks = -(-e // chunk)
+    device = torch.cuda.get_device_name(k.device) if k.is_cuda else ""
+    widest = max(key_width, chunk)
+    inverse, update, gradient = (
+        configuration(f"lucid_{name}", widest, half, device)
+        for name in ("inverse", "update", "gradient")
+    )
+    unit = max(inverse.rows, *update[:2], *gradient[:2])
+    tokens = -(-s // unit) * unit
+    super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
+    precision = "tf32" if k.dtype.itemsize == 2 and not half else as_the_user_allows()
+    return Plan(
+        b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
+        leaf._scale(d), half, torch.float16 if half else torch.float32, precision,
+        inverse, update, gradient,
+    )  # fmt: skip
+
+
+class Scratch(NamedTuple):
+    """What both ways of a solve start from."""
+
+    keys: Tensor
+    """k̂ (m, T, key_width)"""
+    reciprocal: Tensor
+    """1 / rms (m, T)"""
+    factor: Tensor
+    """β, and 0 at tokens that count for nothing (m, T)"""
+    segments: Tensor | None
+    """(b, T)"""
+    valid: Tensor | None
+    """(b, s), one byte each"""
+
+
+class System:
+    """One call's matrix: solves with it and with its transpose."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> None:
+        self.leaf, self.x = leaf, x
+        self.plan = plan_of(leaf, x["k"], x["v"])
+        self.scratch = self._prepared(frame)
+
+    def _prepared(self, frame: Frame) -> Scratch:
+        plan, k = self.plan, self.x["k"]
+        beta = self.x.get("lucid_beta")
+        frame = frame.among_keys(plan.s)
+        valid = segments = None
+        if frame.k_valid is not None:
+            valid = frame.k_valid.expand(plan.b, plan.s).to(torch.uint8).contiguous()
+        if frame.k_segment is not None:
+            segments = k.new_zeros((plan.b, plan.tokens), dtype=torch.int64)
+            segments[:, : plan.s] = frame.k_segment
+        keys = k.new_empty((plan.heads, plan.tokens, plan.key_width), dtype=plan.dtype)
+        reciprocal, factor = (
+            k.new_empty((plan.heads, plan.tokens), dtype=torch.float32) for _ in range(2)
+        )
+        rows = plan.inverse.rows
+        lucid_prepare.normalize_keys[(plan.tokens // rows, plan.heads)](
+            k, beta, valid, keys, reciprocal, factor,
+            plan.s, plan.n, plan.tokens, plan.d, self.leaf.eps,
+            *k.stride(), *((0, 0, 0) if beta is None else beta.stride()),
+            HAS_BETA=beta is not None, HAS_VALID=valid is not None,
+            NORMALIZE=self.leaf.normalize == "keys",
+            ROWS=rows, WIDTH=plan.key_width, num_warps=8,
+        )  # fmt: skip
+        return Scratch(keys, reciprocal, factor, segments, valid)
+
+    def right_sides(self, v: Tensor) -> Tensor:
+        plan, valid = self.plan, self.scratch.valid
+        right = v.new_empty((plan.heads, plan.tokens, plan.step), dtype=torch.float32)
+        rows = plan.inverse.rows
+        lucid_prepare.load_right_sides[(plan.tokens // rows, plan.heads, plan.chunks)](
+            v, valid, right, plan.s, plan.n, plan.tokens, plan.e, *v.stride(),
+            HAS_VALID=valid is not None, ROWS=rows, WIDTH=plan.chunk, STEP=plan.step, num_warps=8,
+        )  # fmt: skip
+        return right
+
+    def inverses(self, *, backward: bool) -> Tensor:
+        """Of all super-blocks (m, T, S)."""
+        plan, (keys, _, factor, segments, _) = self.plan, self.scratch
+        widest, _, warps, stages = plan.inverse
+        inverse = keys.new_empty((plan.heads, plan.tokens, plan.super_block))
+        options = {
+            "WIDTH": plan.key_width,
+            "BY_ROW": backward,
+            "HAS_SEGMENTS": segments is not None,
+            "PRECISION": plan.precision,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+        half = min(FIRST_BLOCK, widest)
+        lucid_inverse.invert_blocks[(plan.tokens // half, plan.heads)](
+            keys, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+            TILE=half, SUPER=plan.super_block, LEVELS=half.bit_length() - 1,
+            EXACT=exact(), **options,
+        )  # fmt: skip
+        while half < min(plan.super_block, plan.tokens):
+            tile = min(half, widest)
+            pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
+            lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
+                keys, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors, half,
+                TILE=tile, SUPER=plan.super_block, **options,
+            )  # fmt: skip
+            lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
+                inverse, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
+                PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+            half *= 2
+        return inverse
+
+    def solve(
+        self, right: Tensor, out: Tensor, rho: Tensor | None, *, backward: bool
+    ) -> Tensor | None:
+        """y or dv into `out`; ρ into `rho`, or, backward and with a β, dβ (b, s, n) from it."""
+        plan, (keys, _, factor, segments, _) = self.plan, self.scratch
+        inverse = self.inverses(backward=backward)
+        solved = torch.empty_like(right, dtype=plan.dtype)
+        sizes = right.new_empty((plan.heads, plan.step))
+        d_factor = None
+        if backward and rho is not None:
+            d_factor = right.new_empty((plan.chunks, plan.heads, plan.tokens))
+        starts = reversed(plan.super_blocks) if backward else plan.super_blocks
+        for start in starts:
+            end = min(start + plan.super_block, plan.tokens)
+            tiles = (end - start) // plan.inverse.rows
+            lucid_substitution.apply_inverse[(tiles, plan.heads, plan.chunks)](
+                inverse, factor, right, solved, sizes, rho, out, d_factor,
+                plan.s, plan.n, plan.tokens, start, plan.e,
+                *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
+                BACKWARD=backward, HAS_BETA=rho is not None, SCALED=plan.half,
+                TILE=plan.inverse.rows, SUPER=plan.super_block,
+                WIDTH=plan.chunk, STEP=plan.step, PRECISION=plan.precision,
+                num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
+            )  # fmt: skip
+            low, high = (0, start) if backward else (end, plan.tokens)
+            if low == high:
+                continue
+            rows, columns, warps, stages = plan.update
+            lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
+                keys, segments, solved, sizes, right, plan.n, plan.tokens, start, low,
+                *plan.score_factors,
+                HAS_SEGMENTS=segments is not None, SCALED=plan.half,
+                ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
+                KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
+                PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        if d_factor is None:
+            return None
+        total = d_factor.sum(0).view(plan.b, plan.n, plan.tokens)[:, :, : plan.s]
+        return total.transpose(1, 2)
+
+    def key_gradient(self, y: Tensor, d_v: Tensor) -> Tensor:
+        plan, (keys, reciprocal, _, segments, _) = self.plan, self.scratch
+        d_k = torch.empty_like(self.x["k"], memory_format=torch.contiguous_format)
+        rows, columns, warps, stages = plan.gradient
+        lucid_gradient.key_gradient[(plan.tokens // rows, plan.heads)](
+            keys, reciprocal, segments, y, d_v, d_k,
+            plan.s, plan.n, plan.tokens, plan.d, plan.e, *plan.score_factors, plan.scale,
+            *y.stride(), *d_v.stride(), *d_k.stride(),
+            NORMALIZE=self.leaf.normalize == "keys", HAS_SEGMENTS=segments is not None,
+            ROWS=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk,
+            CHUNKS=plan.chunks, PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return d_k
+
+
+class LucidSolve:
+    """Of the leaf `LucidSolve`."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if leaf.metric != DOT:
+            return "its solve is for the dot product"
+        if not leaf.has_unit_diagonal:
+            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
+        if leaf.window is not None:
+            return "its solve has no window"
+        shapes = dict(request.shapes)
+        d, e = shapes["k"][3], shapes["v"][3]
+        if d > 256 or e > 512:
+            return f"its solve takes d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+        if 0 in shapes["v"]:
+            return "its solve takes no empty arrays"
+        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
+            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+        return None
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        system = System(leaf, x, frame)
+        y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
+        rho = torch.empty_like(y) if leaf.beta else None
+        system.solve(system.right_sides(x["v"]), y, rho, backward=False)
+        return y, () if rho is None else (rho,)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        out: Tensor,
+        residuals: tuple[Tensor, ...],
+        cotangent: Tensor,
+    ) -> dict[str, Tensor]:
+        system = System(leaf, x, frame)
+        d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
+        (rho,) = residuals or (None,)
+        d_beta = system.solve(system.right_sides(cotangent), d_v, rho, backward=True)
+        found = {"k": system.key_gradient(out, d_v), "v": d_v}
+        if d_beta is not None:
+            found["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
+        return found
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

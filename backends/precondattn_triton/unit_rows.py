@@ -1,0 +1,139 @@
+"""Rows of unit length, and the gradient: each row is read once.
+
+    y = o / max(‖o‖, ε),    do = dy / max(‖o‖, ε),    or, with the norm differentiated and ‖o‖ > ε,
+    do = (dy − y (y · dy)) / ‖o‖
+
+A row is brought to size 1 before it is squared, so that nothing overflows or vanishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn_triton.configurations import configuration
+from precondattn_triton.precision import padded_width
+
+WIDEST = 512
+
+
+@triton.jit
+def load_row_tile(
+    array, row, tokens, heads, width, array_b, array_t, array_h, array_e,
+    rows, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows (b, t, h, ·) by their number, in float32."""
+    b, t, h = row // (tokens * heads), row // heads % tokens, row % heads
+    channel = tl.arange(0, WIDTH)
+    at = array + (b * array_b + t * array_t + h * array_h)[:, None] + channel[None, :] * array_e
+    inside = (row < rows)[:, None] & (channel < width)[None, :]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def divisors(o, eps):
+    """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖, of each row."""
+    size = tl.max(tl.abs(o), axis=1)
+    some = size > 0
+    size = tl.where(some, size, 1.0)
+    scaled = o / size[:, None]
+    root = tl.sqrt(tl.where(some, tl.sum(scaled * scaled, axis=1), 1.0))
+    longer = some & (size > eps / root)
+    least = tl.where(eps > 0, eps, 1.0)
+    return tl.where(longer, size, least), tl.where(longer, root, 1.0), longer
+
+
+@triton.jit
+def unit_rows(
+    o, y, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`y` (b, t, h, e), in one piece."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    own = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
+    size, root, _ = divisors(own, eps)
+    channel = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (channel < width)[None, :]
+    found = own / size[:, None] / root[:, None]
+    tl.store(y + row[:, None] * width + channel[None, :], found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unit_rows_vjp(
+    o, d_y, d_o, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e, y_b, y_t, y_h, y_e,
+    DETACH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`d_o` (b, t, h, e), in one piece."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    own = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
+    cotangent = load_row_tile(d_y, row, tokens, heads, width, y_b, y_t, y_h, y_e, rows, WIDTH)
+    size, root, longer = divisors(own, eps)
+    if not DETACH:
+        unit = own / size[:, None] / root[:, None]
+        along = tl.where(longer, tl.sum(unit * cotangent, axis=1), 0.0)
+        cotangent -= unit * along[:, None]
+    channel = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (channel < width)[None, :]
+    found = cotangent / root[:, None] / size[:, None]
+    at = d_o + row[:, None] * width + channel[None, :]
+    tl.store(at, found.to(d_o.dtype.element_ty), mask=inside)
+
+
+class UnitRows:
+    """Of the leaf `UnitRows`."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if leaf.axis != "token":
+            return "its rows are those of tokens, not of channels"
+        shape = dict(request.shapes)["o"]
+        if shape[3] > WIDEST:
+            return f"its rows have at most {WIDEST} numbers; found {shape[3]}"
+        if 0 in shape:
+            return "takes no empty arrays"
+        return None
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        o = x["o"]
+        y = torch.empty_like(o, memory_format=torch.contiguous_format)
+        grid, sizes, constants = _launch(o)
+        unit_rows[grid](o, y, *sizes, leaf.eps, *o.stride(), **constants)
+        return y, ()
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        out: Tensor,
+        residuals: tuple[Tensor, ...],
+        cotangent: Tensor,
+    ) -> dict[str, Tensor]:
+        o = x["o"]
+        d_o = torch.empty_like(o, memory_format=torch.contiguous_format)
+        grid, sizes, constants = _launch(o)
+        unit_rows_vjp[grid](
+            o, cotangent, d_o, *sizes, leaf.eps, *o.stride(), *cotangent.stride(),
+            DETACH=leaf.detach, **constants,
+        )  # fmt: skip
+        return {"o": d_o}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return ()
+
+
+def _launch(o: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    b, t, h, e = o.shape
+    width = padded_width(e)
+    device = torch.cuda.get_device_name(o.device) if o.is_cuda else ""
+    cut = configuration("unit_rows", width, o.dtype.itemsize == 2, device)
+    grid = (triton.cdiv(b * t * h, cut.rows),)
+    return grid, (b * t * h, t, h, e), {"ROWS": cut.rows, "WIDTH": width, "num_warps": cut.warps}

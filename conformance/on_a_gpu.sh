@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, of the kernels in backends/precondattn_triton.
+#
+#     bash conformance/on_a_gpu.sh [FOLDER]
+#
+# Conformance in three dtypes, the smoke set under compute-sanitizer, and benchmarks beside their
+# peers in the same run. Measurements go to FOLDER (docs/measurements) as JSON, by the GPU's name;
+# docs/make_performance.py and docs/make_ledger.py then draw the pages from them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-docs/measurements}
+device=$(python -c 'import torch; print(torch.cuda.get_device_name())')
+name=$(echo "$device" | tr 'A-Z -' 'a-z__')
+mechanisms=(lucid_solve 'lucid_solve[beta=true]' lucid 'lucid[beta=true]' laser 'laser[causal=false]'
+    'lucid(laser)' unit_rows row_normalized)
+options=(--device cuda --library torch --backend triton --backend torch)
+for mechanism in "${mechanisms[@]}"; do options+=(--mechanism "$mechanism"); done
+
+echo "== conformance on $device"
+for dtype in float32 bfloat16 float16; do
+    precondattn conformance "${options[@]}" --level full --dtype "$dtype"
+done
+
+echo "== the smoke set under compute-sanitizer"
+for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 \
+        precondattn conformance "${options[@]}" --level smoke
+done
+
+echo "== benchmarks"
+run() { precondattn bench --device cuda --dtype bfloat16 --backend triton,torch "$@"; }
+sizes=()
+for d in 64 128; do
+    for bt in 8,2048 4,4096 2,8192 1,16384 1,65536; do
+        sizes+=(--sizes "b=${bt%,*},t=${bt#*,},h=16,n=16,d=$d")
+    done
+done
+run --mechanism lucid --mechanism laser --mechanism row_normalized \
+    --work forward --work forward_backward "${sizes[@]}" --save "$folder/${name}_triton.json"
+run --mechanism lucid --work forward --work forward_backward \
+    --sizes b=2,t=8192,h=16,n=2,d=128 --save "$folder/${name}_triton_gqa.json"
+run --mechanism lucid --work decode \
+    --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_triton_decoding.json"
+run --mechanism lucid --mechanism laser --work memory \
+    --sizes b=1,t=32768,h=16,n=16,d=128 --save "$folder/${name}_triton_memory.json"

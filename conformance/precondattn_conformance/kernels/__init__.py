@@ -1,0 +1,9 @@
+"""Checking GPU kernels, also where there is no GPU.
+
+triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU: what do they compute?
+triton_memory       what they read and write there, and which program does
+triton_compiler     Triton kernels for a GPU that is not there: do they compile, and do they fit?
+triton_launches     what a package would launch, noted and not run, to be compiled
+
+None is imported before it is used, and Triton is needed only then.
+"""

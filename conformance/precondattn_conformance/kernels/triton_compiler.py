@@ -1,0 +1,279 @@
+"""Compiling Triton kernels for GPUs that are not there: do they compile, and do they fit?
+
+    python -m precondattn_conformance.kernels.triton_compiler MODULE --target sm_90 --save FILE
+
+`MODULE.variants()` gives the variants that a package ships. Each is compiled to machine code, and
+what it needs of a multiprocessor is read from the assembler: registers and bytes spilt to memory by
+each thread, shared memory by each block. A variant that spills more, or takes more shared memory
+than there is, is a failure.
+
+It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared to be interpreted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SHARED_LIMITS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx90a": 64,
+    "gfx942": 64,
+    "gfx950": 160,
+}
+"""KiB of shared memory that a block may have, by target."""
+
+
+class Variant(NamedTuple):
+    """One way in which a kernel is shipped."""
+
+    name: str
+    """Its own: no other variant of the module has it."""
+    function: Any
+    """What `triton.jit` made."""
+    signature: Mapping[str, str]
+    """By argument: "*bf16" (a pointer), "i32", "fp32" …"""
+    constants: Mapping[str, Any]
+    """The values of the others, which are known at compile time."""
+    options: Mapping[str, int]
+    """num_warps, num_stages."""
+    spill_limit: int = 0
+    """Bytes that a thread may spill."""
+    divisible: Sequence[str] = ()
+    """Integers that are multiples of 16, as Triton sees when it is called with them."""
+
+
+@dataclass
+class Resources:
+    """What a compiled variant takes."""
+
+    name: str
+    target: str
+    seconds: float = 0.0
+    """To compile it."""
+    registers: int = 0
+    spilt_bytes: int = 0
+    shared_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def compile_variant(variant: Variant, target: str) -> Resources:
+    """For a target such as "sm_90" or "gfx942"; what the compiler refuses is a failure.
+
+    Raises
+    ------
+    ValueError
+        when the target is not one of `SHARED_LIMITS`.
+    """
+    if target not in SHARED_LIMITS:
+        raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
+    found = Resources(variant.name, target)
+    start = time.perf_counter()
+    try:
+        kernel = _compiled(variant, target)
+        found.seconds = round(time.perf_counter() - start, 2)
+        found.registers, found.spilt_bytes = _of_a_thread(kernel.asm)
+    except Exception as error:  # Whatever stops a compiler is what is asked for here.
+        found.failures.append(f"{type(error).__name__}: {error}")
+        return found
+    found.shared_bytes = kernel.metadata.shared
+    limit = SHARED_LIMITS[target] << 10
+    if found.spilt_bytes > variant.spill_limit:
+        found.failures.append(f"spills {found.spilt_bytes} bytes (at most {variant.spill_limit})")
+    if found.shared_bytes > limit:
+        found.failures.append(f"needs {found.shared_bytes} bytes of shared memory, of {limit}")
+    return found
+
+
+def _compiled(variant: Variant, target: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.function.arg_names
+    given = {**variant.signature, **variant.constants}
+    if missing := [name for name in names if name not in given]:
+        raise ValueError(f"neither a type nor a value is given for {', '.join(missing)}")
+    if unknown := [name for name in (*given, *variant.divisible) if name not in names]:
+        raise ValueError(f"the kernel has no argument {', '.join(unknown)}")
+    source = ASTSource(
+        fn=variant.function,
+        signature={
+            name: "constexpr" if name in variant.constants else variant.signature[name]
+            for name in names
+        },
+        constexprs=dict(variant.constants),
+        # As at run time, where the address of a new tensor is a multiple of 16.
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in variant.divisible or variant.signature.get(name, "").startswith("*")
+        },
+    )
+    if target.startswith("gfx"):
+        machine = GPUTarget("hip", target, 64)
+    else:
+        machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
+        return triton.compile(source, target=machine, options=dict(variant.options))
+
+
+def _of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
+    """Registers, and bytes spilt."""
+    if "amdgcn" in assembly:
+        text = assembly["amdgcn"]
+        spilt = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+        return _number(r"\.vgpr_count:\s+(\d+)", text), spilt
+    log = _assembler_log(assembly["ptx"])
+    return _number(r"Used (\d+) registers", log), _number(r"(\d+) bytes spill stores", log)
+
+
+def _assembler_log(ptx: str) -> str:
+    """What the assembler that Triton takes says of the resources."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    architecture = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    if architecture is None:
+        raise ValueError("the assembly names no architecture")
+    program = get_ptxas(int(architecture[2])).path
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [program, "-v", "-arch", architecture[1], "-o", os.devnull, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the assembler does not say {pattern!r}")
+    return int(found[1])
+
+
+@functools.cache
+def variants_of(module: str) -> dict[str, Variant]:
+    """By name.
+
+    Raises
+    ------
+    ValueError
+        when two have the same.
+    """
+    variants = list(importlib.import_module(module).variants())
+    counts = Counter(variant.name for variant in variants)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
+    return {variant.name: variant for variant in variants}
+
+
+def compile_all(module: str, asked: Sequence[tuple[str, str]], jobs: int) -> Iterator[Resources]:
+    """For each (name, target), in that order, in as many processes at a time as there are jobs."""
+    with _processes(min(jobs, len(asked))) as pool:
+        running = [pool.submit(_compile_named, module, *each) for each in asked]
+        for (name, target), future in zip(asked, running, strict=True):
+            try:
+                yield future.result()
+            except BrokenProcessPool:  # This one, or one beside it, took the process down.
+                yield _compile_alone(module, name, target)
+
+
+def _compile_alone(module: str, name: str, target: str) -> Resources:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(_compile_named, module, name, target).result()
+        except BrokenProcessPool:
+            return Resources(name, target, failures=["the compiler's process died"])
+
+
+def _compile_named(module: str, name: str, target: str) -> Resources:
+    """In a process of a pool: kernels do not travel, their names do."""
+    return compile_variant(variants_of(module)[name], target)
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def report(found: Iterable[Resources]) -> dict[str, Any]:
+    """For a file: what was compiled with, and each variant's resources."""
+    import triton
+
+    return {
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "variants": [asdict(resources) for resources in found],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    import triton
+
+    parser = argparse.ArgumentParser(description="Compile a package's Triton kernels.")
+    parser.add_argument("module", help="the module whose variants() are compiled")
+    parser.add_argument("--target", action="append", default=[], choices=SHARED_LIMITS)
+    parser.add_argument("--match", default="", help="only variants whose name has this in it")
+    parser.add_argument("--list", action="store_true", help="the variants' names, and no more")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--save", type=Path, help="a JSON file for the report")
+    given = parser.parse_args(arguments)
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
+    if given.jobs < 1:
+        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
+    try:
+        names = [name for name in variants_of(given.module) if given.match in name]
+    except ValueError as error:
+        parser.error(str(error))
+    if not names:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    if given.list:
+        print("\n".join(names))
+        return 0
+    if not given.target:
+        parser.error("--target is needed: sm_90, gfx942 …")
+    asked = [(name, target) for target in given.target for name in names]
+    found = []
+    for resources in compile_all(given.module, asked, given.jobs):
+        found.append(resources)
+        print(_line(resources), flush=True)
+    if given.save:
+        given.save.write_text(json.dumps(report(found), indent=1) + "\n")
+    return int(any(resources.failures for resources in found))
+
+
+def _line(found: Resources) -> str:
+    numbers = (
+        f"{found.target:6s}  {found.registers:3d} registers  {found.spilt_bytes:5d} spilt  "
+        f"{found.shared_bytes:6d} shared  {found.seconds:6.2f} s  {found.name}"
+    )
+    failures = (textwrap.indent(failure, "    ") for failure in found.failures)
+    return "\n".join([numbers, *failures])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

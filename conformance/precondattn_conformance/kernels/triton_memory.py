@@ -1,0 +1,201 @@
+"""What Triton's interpreter reads and writes, watched.
+
+A pointer is an address, and above its 48 bits the number of the tensor that it was made from. So an
+access is held to its own tensor: one that is outside of it, and by chance inside another, is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ADDRESS_BITS = 48
+
+
+class OutOfBoundsError(IndexError):
+    """A lane that is not masked lies outside of the tensor whose pointer it was made from."""
+
+
+class RaceError(RuntimeError):
+    """Two programs write different values to the same element, without atomics."""
+
+
+class Extent:
+    """Where a tensor of the call lies, and which program wrote to it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.shape, self.strides = tuple(tensor.shape), tuple(tensor.stride())
+        self.itemsize = tensor.element_size()
+        steps = zip(self.shape, self.strides, strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        # From the first element of a view to behind its last; the storage may be larger.
+        self.first = tensor.data_ptr()
+        self.bytes = (last + 1) * self.itemsize if tensor.numel() else 0
+        self.writers = np.full(0, -1)
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape} and strides {self.strides}"
+
+    def check(self, addresses: Any, size: int, verb: str, count: int) -> None:
+        """Of a block with `count` elements that are not masked, those that are made from here."""
+        offsets = addresses.astype(np.int64) - self.first
+        is_outside = (offsets < 0) | (offsets + size > self.bytes)
+        if is_outside.any():
+            elements = offsets[is_outside] // self.itemsize
+            raise OutOfBoundsError(
+                f"{elements.size} of {count} elements are {verb} outside of {self}, at offsets "
+                f"{elements.min()} to {elements.max()}"
+            )
+
+    def note_writer(self, addresses: Any, is_new: Any, program: int) -> Any:
+        """A program writes; the others that wrote there before, where it is something else now."""
+        if not self.writers.size:
+            self.writers = np.full(self.bytes, -1, dtype=np.int32)
+        offsets = addresses.astype(np.int64) - self.first
+        before = self.writers[offsets]
+        self.writers[offsets] = program
+        return before[is_new & (before >= 0) & (before != program)]
+
+
+class Watch:
+    """What is known of the launch that is under way."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self.begin()
+
+    def begin(self) -> None:
+        """A launch begins: nothing is known yet of its tensors and its grid."""
+        self.extents: list[Extent] = []
+        self.grid: tuple[int, ...] = ()
+        self.order: Any = None
+        self.program = 0
+
+    def number(self, tensor: Any) -> Any:
+        """What is to be added to the address in the pointers to a tensor."""
+        self.extents.append(Extent(tensor))
+        return np.uint64(len(self.extents) << ADDRESS_BITS)
+
+    def set_grid(self, grid: tuple[int, ...]) -> None:
+        self.grid = grid
+        if self.random is not None:
+            self.order = self.random.permutation(math.prod(grid))
+
+    def set_program(self, place: tuple[int, ...]) -> tuple[int, ...]:
+        """The place of the program that runs when it would be the turn of the one at `place`."""
+        turn = int(np.ravel_multi_index(place, self.grid))
+        self.program = turn if self.order is None else int(self.order[turn])
+        return self._place(self.program)
+
+    def addresses(self, pointers: Any, mask: Any, size: int, verb: str) -> Any:
+        """The addresses in pointers, where all that are not masked are inside their tensors.
+
+        Raises
+        ------
+        OutOfBoundsError
+            otherwise, with how many are not.
+        """
+        numbers, addresses = _parts(pointers)
+        count = int(mask.sum())
+        for number in np.unique(numbers[mask]).tolist():
+            here = mask & (numbers == number)
+            if not 1 <= number <= len(self.extents):
+                raise OutOfBoundsError(
+                    f"{here.sum()} of {count} elements are {verb} at an address that was not made "
+                    "from a tensor of the call"
+                )
+            self.extents[number - 1].check(addresses[here], size, verb, count)
+        return addresses
+
+    def note_writer(self, pointers: Any, is_new: Any, mask: Any) -> None:
+        """The program that runs writes, and where `is_new` something else than was there.
+
+        Raises
+        ------
+        RaceError
+            when that was written by another program.
+        """
+        numbers, addresses = _parts(pointers)
+        for number in np.unique(numbers[mask]).tolist():
+            here, extent = mask & (numbers == number), self.extents[number - 1]
+            others = extent.note_writer(addresses[here], is_new[here], self.program)
+            if others.size:
+                raise RaceError(
+                    f"program {self._place(self.program)} changes {others.size} of the elements "
+                    f"that program {self._place(others[0])} has written, of {extent}"
+                )
+
+    def _place(self, program: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(program, self.grid)))
+
+
+class Memory:
+    """The interpreter's loads and stores, watched when there is a watch.
+
+    They know NumPy's own types only, so that what they move are the bits.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.watch: Watch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        mask = np.asarray(mask, dtype=bool)
+        if self.watch is not None:
+            pointers = self.watch.addresses(pointers, mask, dtype.itemsize, "read")
+        other = _bits(np.asarray(other, dtype=dtype))
+        return self._memory.load(pointers, mask, other, other.dtype).view(dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        mask, value = np.asarray(mask, dtype=bool), _bits(value)
+        if self.watch is not None:
+            addresses = self.watch.addresses(pointers, mask, value.dtype.itemsize, "written")
+            is_new = value != self._memory.load(addresses, mask, value, value.dtype)
+            self.watch.note_writer(pointers, is_new, mask)
+            pointers = addresses
+        return self._memory.store(pointers, value, mask)
+
+    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+        mask = np.asarray(mask, dtype=bool)
+        if self.watch is not None:
+            pointers = self.watch.addresses(pointers, mask, value.dtype.itemsize, "updated")
+        if operation == self._memory.RMW_OP.XCHG:
+            old = self._memory.atomic_rmw(operation, pointers, _bits(value), mask, order)
+            return old.view(value.dtype)
+        if value.dtype == BFLOAT16:
+            return self._add_bfloat16(pointers, value, mask)
+        return self._memory.atomic_rmw(operation, pointers, value, mask, order)
+
+    def atomic_cas(self, pointers: Any, expected: Any, value: Any, order: Any) -> Any:
+        if self.watch is not None:
+            mask = np.ones(pointers.shape, dtype=bool)
+            pointers = self.watch.addresses(pointers, mask, value.dtype.itemsize, "updated")
+        return self._memory.atomic_cas(pointers, expected, value, order)
+
+    def _add_bfloat16(self, pointers: Any, value: Any, mask: Any) -> Any:
+        """The one atomic operation that Triton has for bfloat16. Lanes may share an address."""
+        found = np.zeros_like(value)
+        lane = np.ones(1, dtype=bool)
+        for at in zip(*np.nonzero(mask), strict=True):
+            pointer = pointers[at].reshape(1)
+            bits = self._memory.load(pointer, lane, np.zeros(1, np.uint16), np.dtype(np.uint16))
+            found[at] = bits.view(BFLOAT16)[0]
+            self._memory.store(pointer, _bits(bits.view(BFLOAT16) + value[at]), lane)
+        return found
+
+
+def _parts(pointers: Any) -> tuple[Any, Any]:
+    """The numbers of the tensors, and the addresses."""
+    numbers = (pointers >> np.uint64(ADDRESS_BITS)).astype(np.int64)
+    return numbers, pointers & np.uint64((1 << ADDRESS_BITS) - 1)
+
+
+def _bits(values: Any) -> Any:
+    return values.view(f"u{values.dtype.itemsize}")

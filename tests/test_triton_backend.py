@@ -1,0 +1,127 @@
+"""The Triton backend in dispatch: what it takes, what it refuses, and that it conforms."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.backend import Request, UnsupportedError
+from precondattn_conformance.runner import FAILED, PASSED, run_cases
+from precondattn_triton import Triton
+from tests.mechanism_groups import groups
+from tests.triton_tiles import error, small_tiles
+
+TAKEN = (
+    "lucid_solve",
+    "lucid_solve[beta=true]",
+    "lucid",
+    "lucid[beta=true]",
+    "unit_rows",
+    "unit_rows[detach=false]",
+    "row_normalized",
+    "laser",
+    "laser[causal=false]",
+    "lucid(laser)",
+)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize(
+    "group", [g for g in groups("smoke", "torch", DTYPES) if g.id.removeprefix("torch-") in TAKEN]
+)
+def test_what_it_takes_conforms(group):
+    with small_tiles():
+        report = run_cases(group, ("triton", "torch"))
+    failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
+    assert not failed, "\n".join(failed)
+    assert any(o.status == PASSED for o in report.outcomes)
+
+
+def arrays(t=20, h=2, n=2, d=8, e=8, dtype=torch.float32):
+    return (torch.randn(2, t, heads, width).to(dtype) for heads, width in ((h, d), (n, d), (n, e)))
+
+
+def test_interpreted_it_is_used_only_by_name():
+    q, k, v = arrays()
+    assert "triton" not in pa.Lucid().explain(q, k, v).backends
+    named = pa.Lucid().explain(q, k, v, backend=("triton", "torch"))
+    assert named.backends == ("triton", "torch")
+
+
+def request(mechanism, device="cpu", dtype="float32", verb="vjp", masks=(), **shapes):
+    return Request(verb, "torch", device, dtype, tuple(shapes.items()), frozenset(masks))
+
+
+KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "changes", "reason"),
+    [
+        ("lucid_solve[window=3]", {}, "no window"),
+        ("lucid_solve[normalize=rows]", {}, "unit diagonal"),
+        ("lucid_solve[metric=transported]", {}, "dot product"),
+        ("lucid_solve", {"dtype": "float64"}, "float64"),
+        ("lucid_solve", {"device": "cuda"}, "interprets"),
+        ("lucid_solve", {"k": (2, 20, 2, 264)}, "d=264"),
+        ("lucid_solve", {"v": (2, 20, 2, 520)}, "e=520"),
+        ("lucid_solve", {"v": (0, 20, 2, 8)}, "empty"),
+        ("lucid_solve", {"verb": "extend"}, "no step"),
+        ("path", {}, "no kernels"),
+        ("unit_rows[axis=channel]", {"o": (2, 20, 2, 8)}, "channels"),
+        ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),
+    ],
+)
+def test_it_says_what_it_does_not_take(mechanism, changes, reason):
+    support = Triton().supports(
+        pa.parse(mechanism).program.leaves[0], request(mechanism, **{**KV, **changes})
+    )
+    assert not support.ok
+    assert reason in support.reason
+
+
+def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
+    q, k, v = arrays()
+    with pytest.raises(UnsupportedError, match="no kernels for softmax"):
+        pa.Lucid()(q, k, v, backend="triton")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize(("h", "n", "d", "e"), [(4, 2, 12, 20), (16, 1, 8, 8), (2, 2, 40, 16)])
+def test_decoding_behind_a_cache(dtype, bound, beta, h, n, d, e):
+    torch.manual_seed(0)
+    m, t, first = pa.Lucid(beta=beta), 37, 33
+    q, k, v = arrays(t, h, n, d, e, dtype)
+    k = 0.3 * k + k[:, :1]
+    x = {"q": q, "k": k, "v": v}
+    if beta:
+        x["lucid_beta"] = 2 * torch.rand(2, t, n).to(dtype)
+    expected = m(**{name: a.double() for name, a in x.items()}, backend="reference")
+    cache = m.init_cache(**x, capacity=40)
+    _, cache = m.extend(cache, **{name: a[:, :first] for name, a in x.items()})
+    for i in range(first, t):
+        with small_tiles(i):
+            new = {name: a[:, i : i + 1] for name, a in x.items()}
+            out, cache = m.extend(cache, **new, backend="triton")
+        assert error(out[:, 0], expected[:, i]) < bound
+
+
+def test_decoding_sequences_of_unequal_lengths():
+    """One sequence begins with the step, and one has no new token."""
+    torch.manual_seed(0)
+    m = pa.Lucid()
+    q, k, v = (torch.randn(3, 21, 2, 8) for _ in range(3))
+    cache = m.init_cache(q, k, v, capacity=24)
+    past = {"q": q[:, :20], "k": k[:, :20], "v": v[:, :20]}
+    _, cache = m.extend(cache, **past, lengths=torch.tensor([20, 0, 7]))
+    new = {"q": q[:, 20:], "k": k[:, 20:], "v": v[:, 20:]}
+    lengths = torch.tensor([1, 1, 0])
+    expected, other = m.extend(cache, **new, lengths=lengths, backend="torch")
+    with small_tiles():
+        found, cache = m.extend(cache, **new, lengths=lengths, backend="triton")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name, buffer in other.store.items():
+        torch.testing.assert_close(cache.store[name], buffer, rtol=1e-5, atol=1e-6)

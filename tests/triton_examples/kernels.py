@@ -1,0 +1,163 @@
+"""Small kernels, right and wrong, for the tests of how kernels are checked."""
+
+import triton
+import triton.language as tl
+
+from precondattn_conformance.kernels.triton_compiler import Variant
+
+
+@triton.jit
+def scale(x, y, count, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
+
+
+@triton.jit
+def copy(x, y, count, first, step, BLOCK: tl.constexpr, ATOMIC: tl.constexpr = False):
+    """Reads within x, and writes `count` elements of y, wherever they are."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(x + at, mask=at < count)
+    if ATOMIC:
+        tl.atomic_add(y + first + step * at, found, mask=at < count)
+    else:
+        tl.store(y + first + step * at, found, mask=at < count)
+
+
+@triton.jit
+def read(x, y, first, step, BLOCK: tl.constexpr):
+    """Reads a block of x, wherever it is."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + first + step * at))
+
+
+@triton.jit
+def first_of_each(tensors, y, BLOCK: tl.constexpr):
+    """A tuple of tensors."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(tensors[0] + at) + tl.load(tensors[1] + at))
+
+
+@triton.jit
+def running_sum(x, y, count, BLOCK: tl.constexpr):
+    """A race: each program reads what the one before it wrote."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    before = 0.0
+    if block > 0:
+        before = tl.load(y + block * BLOCK - 1)
+    tl.store(y + at, before + tl.cumsum(tl.load(x + at), 0))
+
+
+@triton.jit
+def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
+    """Without atomics a race: of two programs that add at the same time, one is forgotten."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.sum(tl.load(x + at), 0)
+    if ATOMIC:
+        tl.atomic_add(y, found)
+    else:
+        tl.store(y, tl.load(y) + found)
+
+
+@triton.jit
+def places(y):
+    """Each program writes its place in a grid of three dimensions."""
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    place = place * tl.num_programs(2) + tl.program_id(2)
+    tl.store(y + place, place)
+
+
+@triton.jit
+def arithmetic(x, y, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    a = tl.load(x + at)
+    b = tl.load(y + at)
+    tl.store(out + at, a * b)
+    tl.store(out + BLOCK + at, a / b)
+    tl.store(out + 2 * BLOCK + at, tl.maximum(a, b) - tl.abs(a))
+    tl.store(out + 3 * BLOCK + at, tl.where(a > b, a, 1.5))
+
+
+@triton.jit
+def cast(x, y, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    found = tl.load(x + at).to(y.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    tl.store(y + at, found)
+
+
+@triton.jit
+def update(x, y, old, OPERATION: tl.constexpr, BLOCK: tl.constexpr):
+    """In sums and maxima, every fourth lane has the same address."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    if OPERATION == "add":
+        before = tl.atomic_add(y + at % 4, value)
+    elif OPERATION == "max":
+        before = tl.atomic_max(y + at % 4, value)
+    elif OPERATION == "exchange":
+        before = tl.atomic_xchg(y + at, value)
+    else:
+        before = tl.atomic_cas(y + at, value, value + 1)
+    tl.store(old + tl.program_id(0) * BLOCK + at, before)
+
+
+@triton.jit
+def product(a, b, c, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = i[:, None] * SIZE + i[None, :]
+    found = tl.dot(tl.load(a + at), tl.load(b + at), input_precision=PRECISION)
+    tl.store(c + at, found.to(c.dtype.element_ty))
+
+
+@triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 64)], key=["count"])
+@triton.jit
+def tuned_scale(x, y, count, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
+
+
+@triton.jit
+def staged_product(a, b, c, count, SIZE: tl.constexpr, DEPTH: tl.constexpr):
+    """As many tiles of a and b wait in shared memory as there are stages."""
+    i = tl.arange(0, SIZE)
+    k = tl.arange(0, DEPTH)
+    found = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in range(count):
+        at = step * DEPTH + k
+        rows = tl.load(a + i[:, None] * count * DEPTH + at[None, :])
+        found = tl.dot(rows, tl.load(b + at[:, None] * SIZE + i[None, :]), found)
+    tl.store(c + i[:, None] * SIZE + i[None, :], found)
+
+
+@triton.jit
+def sum_of_tiles(x, y, count, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile of float32, all of it in registers, in two loads at a time."""
+    at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    found = tl.zeros((ROWS, WIDTH), tl.float32)
+    for i in range(count):
+        found += tl.load(x + i * ROWS * WIDTH + at)
+    tl.store(y + at, found)
+
+
+def variants():
+    tensors = {"x": "*bf16", "y": "*bf16"}
+    others = {"count": "i32", "factor": "fp32"}
+    yield Variant("scale", scale, {**tensors, **others}, {"BLOCK": 256}, {"num_warps": 4})
+    for size in (32, 8):  # tl.dot refuses the second.
+        constants = {"SIZE": size, "PRECISION": "ieee"}
+        tensors = dict.fromkeys("abc", "*fp16")
+        yield Variant(f"product {size}", product, tensors, constants, {"num_warps": 4})
+    yield Variant(
+        "needs too much shared memory",
+        staged_product,
+        {"a": "*fp16", "b": "*fp16", "c": "*fp32", "count": "i32"},
+        {"SIZE": 32, "DEPTH": 256},
+        {"num_warps": 4, "num_stages": 8},
+    )
+    yield Variant(
+        "spills",
+        sum_of_tiles,
+        {"x": "*fp32", "y": "*fp32", "count": "i32"},
+        {"ROWS": 16, "WIDTH": 512},
+        {"num_warps": 1},
+    )

@@ -1,0 +1,29 @@
+"""Tiles of a few tokens, so that short sequences have several, under every check there is."""
+
+from contextlib import contextmanager
+
+from precondattn_conformance.kernels.triton_interpreter import checked
+from precondattn_triton.configurations import Configuration, forced
+
+SMALL = {
+    "lucid_inverse": Configuration(16, 32),
+    "lucid_update": Configuration(16, 16),
+    "lucid_gradient": Configuration(16, 16),
+    "lucid_decode": Configuration(16, 16),
+    "unit_rows": Configuration(8, 0),
+    "laser_forward": Configuration(16, 16),
+    "laser_backward": Configuration(16, 16),
+}
+
+
+@contextmanager
+def small_tiles(seed=0, **configurations):
+    """Small tiles; programs in an order by the seed; every address looked at."""
+    with forced(**{**SMALL, **configurations}), checked(seed):
+        yield
+
+
+def error(found, expected):
+    """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
+    difference = (found.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp_min(0.1))
