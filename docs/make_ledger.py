@@ -76,7 +76,9 @@ def _compiled(report: dict[str, Any]) -> str:
     found: dict[str, dict[str, str]] = {}
     for v in report["variants"]:
         text = f"{v['registers']} / {v['spilt_bytes']} / {v['shared_bytes'] / 1024:.0f} KiB"
-        found.setdefault(v["name"], {})[v["target"]] = "; ".join(v["failures"]) or text
+        found.setdefault(v["name"], {})[v["target"]] = (
+            "; ".join(f.splitlines()[0] for f in v["failures"]) or text
+        )
     lines = [
         f"\nWith Triton {report['triton']}.\n",
         "| kernel | " + " | ".join(targets) + " |",

@@ -1,5 +1,8 @@
 """The Triton backend in dispatch: what it takes, what it refuses, and that it conforms."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
@@ -125,3 +128,11 @@ def test_decoding_sequences_of_unequal_lengths():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for name, buffer in other.store.items():
         torch.testing.assert_close(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
+
+
+def test_the_ledger_is_that_of_the_saved_reports():
+    """It is what `docs/make_ledger.py` makes of them, and nothing else."""
+    docs = Path(__file__).parent.parent / "docs"
+    maker = runpy.run_path(str(docs / "make_ledger.py"))
+    made = maker["page"](maker["_reports"](), maker["_records"]())
+    assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made

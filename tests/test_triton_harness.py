@@ -369,7 +369,7 @@ def test_two_targets_of_two_makers(tmp_path):
 
 
 def test_names_are_listed_without_compiling():
-    done = compiler(EXAMPLES, "--list", "--match=product")
+    done = compiler(EXAMPLES, "--list", "--target=sm_90", "--match=product")
     assert (done.returncode, done.stdout) == (0, "product 32\nproduct 8\n")
 
 
@@ -405,7 +405,7 @@ class Dies:
     def arg_names(self):
         os._exit(3)
 
-def variants():
+def variants(target):
     yield Variant("lacks", Function(arg_names=["x", "y"]), {"x": "*fp32"}, {}, {})
     yield Variant("unknown", Function(arg_names=["x"]), {"x": "*fp32"}, {"SIZE": 8}, {})
     yield Variant("dies", Dies(), {}, {}, {})
@@ -426,6 +426,6 @@ def test_bad_variants_are_failures_and_stop_no_other(tmp_path):
         "neither a type nor a value is given for z",
     ):
         assert done.stdout.count(failure) == 1
-    done = compiler("bad", "--list", path=tmp_path, TWICE="1")
+    done = compiler("bad", "--list", "--target=sm_80", path=tmp_path, TWICE="1")
     assert done.returncode == 2
     assert "bad has more than one variant of the name dies" in done.stderr

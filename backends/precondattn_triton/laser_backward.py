@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.laser_forward import Spread, exact_channels, spread, weights
-from precondattn_triton.precision import padded_width
+from precondattn_triton.precision import compiling_for, padded_width
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -441,7 +441,7 @@ SHIPPED = ((torch.bfloat16, 128), (torch.bfloat16, 256))
 """Dtypes and widths of calls whose kernels are compiled ahead of time."""
 
 
-def variants() -> Iterator[Any]:
+def variants(target: str) -> Iterator[Any]:
     """The kernels for close heads of some calls."""
     from precondattn_conformance.kernels.triton_launches import recorded
 
@@ -450,7 +450,7 @@ def variants() -> Iterator[Any]:
         masks = Masks(None, None, None, None)
         full = torch.empty_like(v, dtype=torch.float32)
         log_total = full.new_empty((2, 16, 4096))
-        with recorded() as launches:
+        with recorded() as launches, compiling_for(amd=target.startswith("gfx")):
             known = spread(v, masks)
             laser_backward(q, k, v, masks, known, full, log_total, d_out, scale=1.0, causal=True)
         for launch in launches:

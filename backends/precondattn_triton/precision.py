@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+_compiling_for_amd: bool | None = None
 
 
 def is_amd() -> bool:
-    return torch.version.hip is not None
+    """Whether kernels are for AMD's GPUs: those of this PyTorch, unless told otherwise."""
+    return torch.version.hip is not None if _compiling_for_amd is None else _compiling_for_amd
+
+
+@contextmanager
+def compiling_for(amd: bool) -> Iterator[None]:
+    """Kernels for a GPU that is not here."""
+    global _compiling_for_amd
+    before, _compiling_for_amd = _compiling_for_amd, amd
+    try:
+        yield
+    finally:
+        _compiling_for_amd = before
 
 
 def exact() -> str:

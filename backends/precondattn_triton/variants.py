@@ -18,6 +18,7 @@ from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.triton_compiler import Variant
 from precondattn_conformance.kernels.triton_launches import Launch, recorded
 from precondattn_triton.backend import Triton
+from precondattn_triton.precision import compiling_for
 
 STREAMED = ("update", "key_gradient")
 CLOSE = ("_close", "_query_gradient", "_key_gradient")
@@ -59,12 +60,14 @@ WIDE_SPILLS = 4096
 """Bytes that a thread may spill where rows are wider than 128."""
 
 
-def variants() -> Iterator[Variant]:
+def variants(target: str) -> Iterator[Variant]:
     """At most 40, each once."""
     seen = set()
     for call in CALLS:
         dtype = str(call.dtype).removeprefix("torch.")
-        for launch in _launches(call):
+        with compiling_for(amd=target.startswith("gfx")):
+            launches = _launches(call)
+        for launch in launches:
             found = launch.variant(f"{call.mechanism} {dtype} {call.width}{_way(launch)}")
             found = found._replace(spill_limit=0 if call.width <= 128 else WIDE_SPILLS)
             wanted = not call.kernels or launch.function.__name__ in call.kernels

@@ -2,10 +2,10 @@
 
     python -m precondattn_conformance.kernels.triton_compiler MODULE --target sm_90 --save FILE
 
-`MODULE.variants()` gives the variants that a package ships. Each is compiled to machine code, and
-what it needs of a multiprocessor is read from the assembler: registers and bytes spilt to memory by
-each thread, shared memory by each block. A variant that spills more, or takes more shared memory
-than there is, is a failure.
+`MODULE.variants(target)` gives the variants that a package ships for a target. Each is compiled to
+machine code, and what it needs of a multiprocessor is read from the assembler: registers and bytes
+spilt to memory by each thread, shared memory by each block. A variant that spills more, or takes
+more shared memory than there is, is a failure.
 
 It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared to be interpreted.
 """
@@ -175,15 +175,15 @@ def _number(pattern: str, text: str) -> int:
 
 
 @functools.cache
-def variants_of(module: str) -> dict[str, Variant]:
-    """By name.
+def variants_of(module: str, target: str) -> dict[str, Variant]:
+    """By name, as they are shipped for a target.
 
     Raises
     ------
     ValueError
         when two have the same.
     """
-    variants = list(importlib.import_module(module).variants())
+    variants = list(importlib.import_module(module).variants(target))
     counts = Counter(variant.name for variant in variants)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
@@ -211,7 +211,7 @@ def _compile_alone(module: str, name: str, target: str) -> Resources:
 
 def _compile_named(module: str, name: str, target: str) -> Resources:
     """In a process of a pool: kernels do not travel, their names do."""
-    return compile_variant(variants_of(module)[name], target)
+    return compile_variant(variants_of(module, target)[name], target)
 
 
 def _processes(count: int) -> ProcessPoolExecutor:
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import triton
 
     parser = argparse.ArgumentParser(description="Compile a package's Triton kernels.")
-    parser.add_argument("module", help="the module whose variants() are compiled")
+    parser.add_argument("module", help="the module whose variants(target) are compiled")
     parser.add_argument("--target", action="append", default=[], choices=SHARED_LIMITS)
     parser.add_argument("--match", default="", help="only variants whose name has this in it")
     parser.add_argument("--list", action="store_true", help="the variants' names, and no more")
@@ -245,18 +245,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
     if given.jobs < 1:
         parser.error(f"--jobs has to be at least 1, not {given.jobs}")
-    try:
-        names = [name for name in variants_of(given.module) if given.match in name]
-    except ValueError as error:
-        parser.error(str(error))
-    if not names:
-        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
-    if given.list:
-        print("\n".join(names))
-        return 0
     if not given.target:
         parser.error("--target is needed: sm_90, gfx942 …")
-    asked = [(name, target) for target in given.target for name in names]
+    try:
+        asked = [
+            (name, target)
+            for target in given.target
+            for name in variants_of(given.module, target)
+            if given.match in name
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if not asked:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    if given.list:
+        print("\n".join(dict.fromkeys(name for name, _ in asked)))
+        return 0
     found = []
     for resources in compile_all(given.module, asked, given.jobs):
         found.append(resources)
