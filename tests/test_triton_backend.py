@@ -13,6 +13,7 @@ import precondattn as pa
 from precondattn.backend import Request, UnsupportedError
 from precondattn_conformance.runner import FAILED, PASSED, run_cases
 from precondattn_triton import Triton
+from precondattn_triton.precision import compiling_for
 from tests.mechanism_groups import groups
 from tests.triton_tiles import error, small_tiles
 
@@ -83,6 +84,14 @@ def test_it_says_what_it_does_not_take(mechanism, changes, reason):
     )
     assert not support.ok
     assert reason in support.reason
+
+
+def test_on_amd_it_takes_what_fits():
+    solve = pa.LucidSolve()
+    with compiling_for(amd=True):
+        assert Triton().supports(solve, request(solve, **KV)).ok
+        wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
+        assert "found 128" in Triton().supports(solve, wide).reason
 
 
 def test_what_it_refuses_is_an_error_where_it_is_the_only_one():

@@ -12,7 +12,8 @@ SMALL = {
     "lucid_decode": Configuration(16, 16),
     "unit_rows": Configuration(8, 0),
     "laser_forward": Configuration(16, 16),
-    "laser_backward": Configuration(16, 16),
+    "laser_query_gradient": Configuration(16, 16),
+    "laser_key_gradient": Configuration(16, 16),
 }
 
 

@@ -23,6 +23,9 @@ from precondattn.mechanism import Arrays, Residuals
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
+WIDEST_ON_AMD = 64
+"""Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
+
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""
 
@@ -109,6 +112,9 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
         pass  # A step of it is a call of it.
     elif not hasattr(kernels, VERBS[request.verb]):
         return f"has no {VERBS[request.verb]} of {mechanism}"
+    widest = max(shape[-1] for name, shape in request.shapes if name in ("k", "v", "o"))
+    if widest > WIDEST_ON_AMD and _is_amd():
+        return f"its tiles for AMD's GPUs are for widths up to {WIDEST_ON_AMD}; found {widest}"
     reason: str | None = kernels.refuses(mechanism, request)
     return reason
 
@@ -134,6 +140,12 @@ def _kernels(mechanism: Any) -> Any:
 
         return Laser()
     return None
+
+
+def _is_amd() -> bool:
+    from precondattn_triton.precision import is_amd
+
+    return is_amd()
 
 
 @cache

@@ -29,15 +29,12 @@ dq 2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.laser_forward import Spread, exact_channels, spread, weights
-from precondattn_triton.precision import compiling_for, padded_width
+from precondattn_triton.laser_forward import Spread, exact_channels, weights
+from precondattn_triton.precision import padded_width
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -435,24 +432,3 @@ def _cotangents(
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return g, d_sum
-
-
-SHIPPED = ((torch.bfloat16, 128), (torch.bfloat16, 256))
-"""Dtypes and widths of calls whose kernels are compiled ahead of time."""
-
-
-def variants(target: str) -> Iterator[Any]:
-    """The kernels for close heads of some calls."""
-    from precondattn_conformance.kernels.triton_launches import recorded
-
-    for dtype, width in SHIPPED:
-        q, k, v, d_out = torch.empty((4, 2, 4096, 16, width), dtype=dtype, device="meta")
-        masks = Masks(None, None, None, None)
-        full = torch.empty_like(v, dtype=torch.float32)
-        log_total = full.new_empty((2, 16, 4096))
-        with recorded() as launches, compiling_for(amd=target.startswith("gfx")):
-            known = spread(v, masks)
-            laser_backward(q, k, v, masks, known, full, log_total, d_out, scale=1.0, causal=True)
-        for launch in launches:
-            if launch.function in (_query_gradient, _key_gradient):
-                yield launch.variant(f"laser {dtype} {width}".replace("torch.", ""))

@@ -35,15 +35,14 @@ A row that sees nothing has o = 0 and λ = ∞: all of its weights vanish.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from precondattn_portable.read_log_mean_exp import RANGE
-from precondattn_triton.precision import compiling_for, padded_width
+from precondattn_triton.precision import padded_width
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -392,22 +391,3 @@ def laser_forward(
 def exact_channels(e: int) -> int:
     """Channels that a kernel for exact heads takes at once."""
     return min(padded_width(e), EXACT_CHANNELS)
-
-
-SHIPPED = ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256))
-"""Dtypes and widths of calls whose kernels are compiled ahead of time."""
-
-
-def variants(target: str) -> Iterator[Any]:
-    """The kernel for close heads of some calls, and that for exact heads of one."""
-    from precondattn_conformance.kernels.triton_launches import recorded
-
-    for dtype, width in SHIPPED:
-        q, k, v = torch.empty((3, 2, 4096, 16, width), dtype=dtype, device="meta")
-        masks = Masks(None, None, None, None)
-        with recorded() as launches, compiling_for(amd=target.startswith("gfx")):
-            laser_forward(q, k, v, masks, spread(v, masks), scale=1.0, causal=True)
-        is_widest = width == max(width for _, width in SHIPPED)
-        for launch in launches:
-            if launch.function is _close or (launch.function is _exact and is_widest):
-                yield launch.variant(f"laser {dtype} {width}".replace("torch.", ""))
