@@ -1,6 +1,9 @@
 """The Triton backend in dispatch: what it takes, what it refuses, and that it conforms."""
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,7 @@ TAKEN = (
     "lucid(laser)",
 )
 DTYPES = ("float32", "bfloat16", "float16")
+INTERPRET = "TRITON_INTERPRET"
 
 
 @pytest.mark.parametrize(
@@ -145,3 +149,16 @@ def test_the_ledger_is_that_of_the_saved_reports():
     maker = runpy.run_path(str(docs / "make_ledger.py"))
     made = maker["page"](maker["_reports"](), maker["_records"]())
     assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
+
+
+def test_interpreted_by_name_it_has_a_gpus_arithmetic():
+    """In a process that knows nothing of how kernels are checked."""
+    code = """
+import torch, precondattn as pa
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
+found = pa.Lucid()(q, k, v, backend=("triton", "torch"))
+expected = pa.Lucid()(q.double(), k.double(), v.double())
+assert (found - expected).abs().max() < 3e-2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})

@@ -9,10 +9,10 @@ import torch
 import precondattn as pa
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
-from precondattn_conformance.kernels.triton_interpreter import checked
 from precondattn_conformance.tolerance import error
-from precondattn_triton.configurations import Configuration, forced
+from precondattn_triton.configurations import Configuration
 from precondattn_triton.laser import Laser
+from tests.triton_tiles import small_tiles
 
 HALF = (torch.bfloat16, torch.float16)
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -34,7 +34,7 @@ class Found:
         leaf = mechanism(causal).program.leaves[0]
         frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
         laser = Laser()
-        with torch.no_grad(), forced(**tiles), checked(seed):
+        with torch.no_grad(), small_tiles(seed, **tiles):
             self.out, self.residuals = laser.forward(leaf, x, frame)
             self.gradients = laser.backward(leaf, x, frame, self.out, self.residuals, d_out)
         self.is_close = self.residuals[3].bool().tolist()

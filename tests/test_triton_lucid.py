@@ -8,7 +8,7 @@ import torch
 
 import precondattn as pa
 from precondattn.frame import Frame
-from precondattn_triton.configurations import Configuration
+from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.lucid_solve import LucidSolve
 from tests.triton_tiles import error, small_tiles
 
@@ -141,6 +141,21 @@ def test_tiles_of_unequal_sizes():
     check(*problem(70, b=1, n=1), 2e-5, **tiles)
     tiles = {"lucid_inverse": Configuration(16, 128), "lucid_gradient": Configuration(32, 16)}
     check(*problem(70, b=1, n=1), 2e-5, **tiles)
+
+
+@pytest.mark.parametrize("t", [33, 130])
+def test_tiles_as_large_as_they_are_shipped(t):
+    """Of which the diagonal ones are made of smaller blocks."""
+    tiles = {"lucid_inverse": Configuration(64, 128), "lucid_update": Configuration(64, 32)}
+    check(*problem(t, b=1, n=1, beta=True), 2e-5, **tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_untuned_configurations(dtype):
+    half = dtype == torch.bfloat16
+    names = ("lucid_inverse", "lucid_update", "lucid_gradient")
+    tiles = {name: configuration(name, 64, half) for name in names}
+    check(*problem(600, d=64, e=64, b=1, n=1, dtype=dtype), BOUNDS[dtype], **tiles)
 
 
 def test_any_strides():

@@ -158,6 +158,11 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
     """Launches go to the device of the inputs, and nothing is recorded for a gradient."""
     import torch
 
+    if is_interpreting():
+        # Triton's own interpreter has another arithmetic than a GPU, and a wrong one of bfloat16.
+        from precondattn_conformance.kernels.triton_interpreter import mend
+
+        mend()
     first = next(iter(inputs.values()))
     device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
     with torch.no_grad(), device:

@@ -11,8 +11,8 @@ for all pairs of blocks at once: `invert_blocks` does so from w = 1 up to a tile
 an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits hold them; doubling the
 Neumann series instead would lose every digit on keys that nearly coincide.
 
-A super-block's inverse is kept by rows, (m, T, S): its own columns, of which those above the
-diagonal tiles are neither written nor read.
+A super-block's inverse is kept by rows, (m, T, S), with 0 above its diagonal to begin with: that is
+read within the tiles on it, whose blocks may be smaller than they are.
 """
 
 from __future__ import annotations

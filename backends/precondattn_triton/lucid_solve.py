@@ -164,7 +164,8 @@ class System:
         """Of all super-blocks (m, T, S)."""
         plan, (keys, _, factor, segments, _) = self.plan, self.scratch
         widest, _, warps, stages = plan.inverse
-        inverse = keys.new_empty((plan.heads, plan.tokens, plan.super_block))
+        # Tiles on the diagonal are read whole, and the blocks that they are made of were written.
+        inverse = keys.new_zeros((plan.heads, plan.tokens, plan.super_block))
         options = {
             "WIDTH": plan.key_width,
             "BY_ROW": backward,
