@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 folder=${1:-docs/measurements}
 device=$(python -c 'import torch; print(torch.cuda.get_device_name())')
 name=$(echo "$device" | tr 'A-Z -' 'a-z__')
-mechanisms=(lucid_solve 'lucid_solve[beta=true]' lucid 'lucid[beta=true]' laser 'laser[causal=false]'
+mechanisms=(lucid_solve 'lucid_solve[beta=true]' lucid 'lucid[beta=true]' laser 'laser(softmax[causal=false])'
     'lucid(laser)' unit_rows row_normalized)
 options=(--device cuda --library torch --backend triton --backend torch)
 for mechanism in "${mechanisms[@]}"; do options+=(--mechanism "$mechanism"); done

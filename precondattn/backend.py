@@ -77,6 +77,9 @@ class Request:
     the reference, whose every call is PyTorch's own, is asked then."""
     mapped: bool = False
     """Whether `torch.vmap` is at work. It maps custom operators; not all of PyTorch's own."""
+    traced: bool = False
+    """Whether `torch.compile` traces the call. It does not look into full calls, which are custom
+    operators, but a step that needs no gradient is then given tensors without values."""
 
 
 class ArraySpec(NamedTuple):

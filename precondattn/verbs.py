@@ -414,22 +414,24 @@ def extend_now(
 
 
 def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
-    from precondattn.arrays import device_of, transforms_of, wants_gradient
+    from precondattn.arrays import device_of, is_traced, transforms_of, wants_gradient
     from precondattn.backend import Request
 
     arrays = bound.inputs
+    first = next(iter(arrays.values()))
     differentiated = wants_gradient(*arrays.values(), *past)
     transforms = transforms_of(*arrays.values(), *past)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=bound.library,
-        device=device_of(next(iter(arrays.values()))),
+        device=device_of(first),
         dtype=bound.dtype,
         shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
         masks=bound.masks,
         differentiated=differentiated,
         transformed="grad" in transforms,
         mapped="vmap" in transforms,
+        traced=bound.library == "torch" and is_traced(first) and not transforms,
     )
 
 

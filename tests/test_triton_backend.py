@@ -16,7 +16,7 @@ import precondattn as pa
 from precondattn.backend import Request, UnsupportedError
 from precondattn_conformance.runner import FAILED, PASSED, run_cases
 from precondattn_triton import Triton
-from precondattn_triton.precision import compiling_for
+from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
 from tests.mechanism_groups import groups
 from tests.triton_tiles import error, small_tiles
 
@@ -29,7 +29,7 @@ TAKEN = (
     "unit_rows[detach=false]",
     "row_normalized",
     "laser",
-    "laser[causal=false]",
+    "laser(softmax[causal=false])",
     "lucid(laser)",
 )
 DTYPES = ("float32", "bfloat16", "float16")
@@ -96,6 +96,31 @@ def test_on_amd_it_takes_what_fits():
         assert Triton().supports(solve, request(solve, **KV)).ok
         wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
         assert "found 128" in Triton().supports(solve, wide).reason
+
+
+def test_a_traced_step_goes_elsewhere():
+    m = pa.Lucid()
+    q, k, v = arrays(1)
+    cache = m.init_cache(q, k, v, capacity=8)
+
+    def step(q, k, v):
+        return m.extend(cache, q, k, v, backend=("triton", "torch"))[0]
+
+    with small_tiles():
+        found = torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
+        torch.testing.assert_close(found, step(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+def test_tf32_is_the_users_choice():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
+            matmul.fp32_precision = precision
+            assert as_the_user_allows() == expected
+            assert product_precision(torch.float16) == "tf32"
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_what_it_refuses_is_an_error_where_it_is_the_only_one():

@@ -136,6 +136,13 @@ def test_channels_of_very_different_sizes(dtype):
         assert error(found[..., channel], expected[..., channel]) < BOUNDS[dtype]
 
 
+def test_large_gradients_in_float16():
+    """Products of dv and y beyond float16 give a gradient of the keys that is within it."""
+    leaf, x, d_y, frame = problem(34, e=64, b=1, n=1, dtype=torch.float16)
+    x = {**x, "v": 30 * x["v"]}
+    check(leaf, x, 50 * d_y, frame, BOUNDS[torch.float16])
+
+
 def test_tiles_of_unequal_sizes():
     tiles = {"lucid_update": Configuration(32, 16), "lucid_gradient": Configuration(16, 32)}
     check(*problem(70, b=1, n=1), 2e-5, **tiles)

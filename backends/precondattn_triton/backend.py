@@ -105,6 +105,8 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
         return f"takes {', '.join(DTYPES)}; found {request.dtype}"
     if request.mapped:
         return "its kernels know nothing of torch.vmap"
+    if request.traced and request.verb == "extend":
+        return "its steps can not be traced by torch.compile"
     kernels = _kernels(mechanism)
     if kernels is None:
         return f"has no kernels for {mechanism}"

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.laser_forward import Spread, exact_channels, weights
-from precondattn_triton.precision import padded_width
+from precondattn_triton.precision import padded_width, product_precision
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -44,7 +44,6 @@ from precondattn_triton.tiles import (
     is_token,
     load_tile,
     place,
-    product_precision,
     store_tile,
     visible,
 )

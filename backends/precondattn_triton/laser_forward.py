@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from precondattn_portable.read_log_mean_exp import RANGE
-from precondattn_triton.precision import padded_width
+from precondattn_triton.precision import padded_width, product_precision
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -52,7 +52,6 @@ from precondattn_triton.tiles import (
     is_token,
     load_tile,
     place,
-    product_precision,
     store_tile,
     visible,
 )

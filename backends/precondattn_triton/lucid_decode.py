@@ -29,7 +29,7 @@ def query_rows(
     q, head, heads, group, width, q_b, q_h, q_d, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """The group's queries (ROWS, d), 0 in the rows behind them."""
-    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH).to(tl.int64)
     at = q + head // heads * q_b + (head % heads * group + row[:, None]) * q_h
     inside = (row < group)[:, None] & (channel < width)[None, :]
     return tl.load(at + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
@@ -85,7 +85,9 @@ def read_past(
     """One split of one key/value head: a and r, m and Σ e^{S − m}, for every row of the tile."""
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    row, channel, key_channel = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, KEY_WIDTH)
+    row = tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH).to(tl.int64)
+    key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
     own = k + b * k_b + n * k_n + key_channel * k_d
     own = tl.load(own, mask=key_channel < key_width, other=0.0).to(tl.float32)
     unit, _ = unit_key(own, key_width, eps, NORMALIZE)
@@ -170,7 +172,9 @@ def finish(
     """`out` (b, h, e), `solved` (b, n, e) and `own_rms` (b, n), from the splits of a head."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
-    row, channel, key_channel = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, KEY_WIDTH)
+    row = tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH).to(tl.int64)
+    key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
     is_key = row == group
     counts = n >= 0
     if HAS_VALID:

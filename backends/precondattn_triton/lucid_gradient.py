@@ -29,7 +29,7 @@ def load_tokens(
 ):
     """Some tokens and channels of one head of a user's array, 0 beyond its ends."""
     token = start + tl.arange(0, ROWS).to(tl.int64)
-    channel = first + tl.arange(0, WIDTH)
+    channel = first + tl.arange(0, WIDTH).to(tl.int64)
     inside = (token < s)[:, None] & (channel < width)[None, :]
     at = token[:, None] * array_s + channel[None, :] * array_e
     return tl.load(array + at, mask=inside, other=0.0)
@@ -59,7 +59,7 @@ def weighted_keys(
 ):  # fmt: skip
     """Σ_b Φ_ab g_ab k̂_b of a tile of b.
 
-    In the dtype of y, for that product has no bound, as float16 (the keys' dtype) would want.
+    Not in float16, the keys' dtype: g has no bound.
     """
     b_keys = load_rows(keys, head, tokens, b_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
     weights = phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, HAS_SEGMENTS, PRECISION)
@@ -114,6 +114,7 @@ def key_gradient(
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     a, place = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
+    DTYPE: tl.constexpr = tl.float32 if y.dtype.element_ty == tl.float16 else y.dtype.element_ty
     # The tiles that cross the diagonal come in both loops, each time with one side of it.
     behind_start = a_start // COLUMNS * COLUMNS
     for b_start in range(0, a_start + ROWS, COLUMNS):
@@ -124,7 +125,7 @@ def key_gradient(
         g = tl.where(a[:, None] > (b_start + place)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, y.dtype.element_ty,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
         )  # fmt: skip
     for b_start in range(behind_start, s, COLUMNS):
         g = products(
@@ -134,7 +135,7 @@ def key_gradient(
         g = tl.where(a[:, None] < (b_start + place)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, y.dtype.element_ty,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
         )  # fmt: skip
     total *= -score_scale
     if NORMALIZE:
@@ -142,7 +143,7 @@ def key_gradient(
         unit = a_keys.to(tl.float32)
         along = tl.sum(unit * total, axis=1) / key_width
         total = (total - unit * along[:, None]) * one_by_rms[:, None]
-    token, channel = a.to(tl.int64), tl.arange(0, KEY_WIDTH)
+    token, channel = a.to(tl.int64), tl.arange(0, KEY_WIDTH).to(tl.int64)
     inside = (token < s)[:, None] & (channel < key_width)[None, :]
     at = b * d_k_b + n * d_k_n + token[:, None] * d_k_s + channel[None, :] * d_k_d
     tl.store(d_k + at, total.to(d_k.dtype.element_ty), mask=inside)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid_tiles import load_rows, weights
+from precondattn_triton.lucid_tiles import column_of, load_rows, weights
 
 CHANNELS = tl.constexpr(32)
 """Of keys, that are multiplied at once: both tiles are read anew for every product."""
@@ -94,7 +94,7 @@ def invert_blocks(
         left = tl.dot(found, tl.where(is_lower_left, system, 0.0), input_precision=EXACT)
         found -= tl.dot(left, found, input_precision=EXACT)
     rows = head * tokens + start + i
-    at = inverse + rows * SUPER + start % SUPER + j
+    at = inverse + rows * SUPER + column_of(start, TILE, SUPER) + j
     tl.store(at, found.to(inverse.dtype.element_ty))
 
 
@@ -125,6 +125,7 @@ def left_factors(
     first = pair * 2 * half
     i_start = first + half + place // tiles * TILE
     j_start = first + place % tiles * TILE
+    column = column_of(j_start, TILE, SUPER)
     if i_start < tokens:
         total = tl.zeros((TILE, TILE), tl.float32)
         for m_start in range(j_start, first + half, TILE):
@@ -132,10 +133,10 @@ def left_factors(
                 keys, factor, segments, head, tokens, i_start, m_start,
                 scale, shift, TILE, WIDTH, BY_ROW, HAS_SEGMENTS, PRECISION,
             )  # fmt: skip
-            own = load_rows(inverse, head, tokens, m_start, TILE, TILE, j_start % SUPER, SUPER)
+            own = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
             total += tl.dot(system.to(own.dtype), own, input_precision=PRECISION)
         rows = (head * tokens + i_start + tl.arange(0, TILE))[:, None]
-        at = inverse + rows * SUPER + j_start % SUPER + tl.arange(0, TILE)[None, :]
+        at = inverse + rows * SUPER + column + tl.arange(0, TILE)[None, :]
         tl.store(at, total.to(inverse.dtype.element_ty))
 
 
@@ -153,13 +154,14 @@ def right_factors(
     tiles = half // TILE
     pair, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     second = pair * 2 * half + half
-    column = (pair * 2 * half + place * TILE) % SUPER
+    column = column_of(pair * 2 * half + place * TILE, TILE, SUPER)
     count = tl.minimum(tiles, (tokens - second) // TILE)
     for back in range(0, count):
         i_start = second + (count - 1 - back) * TILE
         total = tl.zeros((TILE, TILE), tl.float32)
         for m_start in range(second, i_start + TILE, TILE):
-            own = load_rows(inverse, head, tokens, i_start, TILE, TILE, m_start % SUPER, SUPER)
+            at = column_of(m_start, TILE, SUPER)
+            own = load_rows(inverse, head, tokens, i_start, TILE, TILE, at, SUPER)
             left = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
             total += tl.dot(own, left, input_precision=PRECISION)
         # Nobody may overwrite what another thread has yet to read.

@@ -41,7 +41,7 @@ def normalize_keys(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    channel = tl.arange(0, WIDTH)
+    channel = tl.arange(0, WIDTH).to(tl.int64)
     counts = token < s
     if HAS_VALID:
         counts = counts & (tl.load(valid + b * s + token, mask=counts, other=0) != 0)
@@ -85,7 +85,7 @@ def load_right_sides(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    channel = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    channel = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH).to(tl.int64)
     counts = token < s
     if HAS_VALID:
         counts = counts & (tl.load(valid + b * s + token, mask=counts, other=0) != 0)

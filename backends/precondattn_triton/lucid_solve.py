@@ -26,7 +26,7 @@ from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn_triton import lucid_gradient, lucid_inverse, lucid_prepare, lucid_substitution
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import as_the_user_allows, exact, padded_width
+from precondattn_triton.precision import exact, padded_width, product_precision
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
@@ -94,7 +94,7 @@ def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
     unit = max(inverse.rows, *update[:2], *gradient[:2])
     tokens = -(-s // unit) * unit
     super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
-    precision = "tf32" if k.dtype.itemsize == 2 and not half else as_the_user_allows()
+    precision = product_precision(k.dtype)
     return Plan(
         b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
         leaf._scale(d), half, torch.float16 if half else torch.float32, precision,

@@ -16,12 +16,13 @@ from precondattn_portable.fused import is_lucid
 from precondattn_triton import lucid_decode
 from precondattn_triton.configurations import configuration
 from precondattn_triton.lucid_solve import LOG2_E, MOST_HEADS
-from precondattn_triton.precision import as_the_user_allows, padded_width
+from precondattn_triton.precision import padded_width, product_precision
 
 PROGRAMS_PER_PROCESSOR = 2
 """Of `read_past`: enough to hide that each waits for memory."""
 
-LARGEST_GROUP = 63
+LARGEST_TILE = 8192
+"""Numbers of a tile of queries and the new key: what fits every multiprocessor."""
 
 
 class LucidStep:
@@ -42,10 +43,11 @@ class LucidStep:
             return "its step takes no empty arrays"
         if shapes["q"][0] * n > MOST_HEADS:
             return f"its step takes at most {MOST_HEADS} heads of all sequences together"
-        if d > 256 or e > 256 or h // n > LARGEST_GROUP:
+        rows, width = padded_width(h // n + 1), padded_width(max(d, e))
+        if width > 256 or rows * width > LARGEST_TILE:
             return (
-                f"its step takes d, e ≤ 256 and at most {LARGEST_GROUP} query heads to a key/value "
-                f"head; found d={d}, e={e} and {h // n}"
+                f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
+                f"tile; found d={d}, e={e} and {h // n}"
             )
         return None
 
@@ -67,7 +69,6 @@ class LucidStep:
         splits, per_split = _splits(q, count, b * n, cut.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
-        precision = "tf32" if q.dtype.itemsize == 2 else as_the_user_allows()
         scale, key_scale = softmax._scale(d) * LOG2_E, solve._scale(d) * LOG2_E
         lucid_decode.read_past[(splits, b * n)](
             q, k, keys, solved, rms, past_valid, totals, maxima, sums,
@@ -77,7 +78,7 @@ class LucidStep:
             0 if past_valid is None else past_valid.stride(0), per_split,
             NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
             ROWS=rows, TOKENS=cut.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
-            PRECISION=precision, num_warps=cut.warps, num_stages=cut.stages,
+            PRECISION=product_precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
         y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)

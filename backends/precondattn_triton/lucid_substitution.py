@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid_tiles import load_rows, phi
+from precondattn_triton.lucid_tiles import column_of, load_rows, phi
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def apply_inverse(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     first = tl.program_id(2) * WIDTH
-    channel = first + tl.arange(0, WIDTH)
+    channel = first + tl.arange(0, WIDTH).to(tl.int64)
     i_start = start + tl.program_id(0) * TILE
     end = tl.minimum(start + SUPER, tokens)
 
@@ -83,10 +83,12 @@ def apply_inverse(
         low, high = i_start, end
     for j_start in range(low, high, TILE):
         if BACKWARD:
-            block = load_rows(inverse, head, tokens, j_start, TILE, TILE, i_start % SUPER, SUPER)
+            column = column_of(i_start, TILE, SUPER)
+            block = load_rows(inverse, head, tokens, j_start, TILE, TILE, column, SUPER)
             block = tl.trans(block)
         else:
-            block = load_rows(inverse, head, tokens, i_start, TILE, TILE, j_start % SUPER, SUPER)
+            column = column_of(j_start, TILE, SUPER)
+            block = load_rows(inverse, head, tokens, i_start, TILE, TILE, column, SUPER)
         sides = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
         sides = (sides / size[None, :]).to(block.dtype)
         total += tl.dot(block, sides, input_precision=PRECISION)

@@ -21,6 +21,12 @@ def load_rows(array, head, tokens, start, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def column_of(start, TILE: tl.constexpr, SUPER: tl.constexpr):
+    """Where a tile begins in its super-block. The compiler does not see that this is a multiple."""
+    return tl.multiple_of(start % SUPER, TILE)
+
+
+@triton.jit
 def weights(
     scores,
     segments,

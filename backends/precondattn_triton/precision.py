@@ -33,9 +33,21 @@ def exact() -> str:
 
 def as_the_user_allows() -> str:
     """Of float32 factors: tf32 only where PyTorch may use it too."""
-    if torch.get_float32_matmul_precision() == "highest":
-        return exact()
+    matmul = torch.backends.cuda.matmul
+    # Newer versions refuse to answer in the old words what was said in the new ones.
+    is_new = hasattr(matmul, "fp32_precision")
+    allowed = matmul.fp32_precision == "tf32" if is_new else matmul.allow_tf32
+    return sixteen_bits() if allowed else exact()
+
+
+def sixteen_bits() -> str:
+    """Of float32 factors that stand for 16-bit inputs: tf32 has no fewer digits than they."""
     return "ieee" if is_amd() else "tf32"
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """How factors in float32 are multiplied, for inputs of this dtype."""
+    return as_the_user_allows() if dtype == torch.float32 else sixteen_bits()
 
 
 def padded_width(width: int) -> int:

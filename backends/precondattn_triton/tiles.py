@@ -16,7 +16,7 @@ import triton.language as tl
 
 from precondattn.frame import Frame
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import as_the_user_allows, is_amd, padded_width
+from precondattn_triton.precision import padded_width
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -113,13 +113,6 @@ def masks_of(frame: Frame, b: int, t: int) -> Masks:
         k_segment = torch.nn.functional.pad(is_new, (1, 0)).cumsum(1, dtype=torch.int32)
         q_segment = k_segment[:, k_segment.shape[1] - t :].contiguous()
     return Masks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), q_segment, k_segment)
-
-
-def product_precision(dtype: torch.dtype) -> str:
-    """How factors in float32 are multiplied, for inputs of this dtype."""
-    if dtype == torch.float32:
-        return as_the_user_allows()
-    return "ieee" if is_amd() else "tf32"
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ def load_row_tile(
 ):  # fmt: skip
     """Rows (b, t, h, ·) by their number, in float32."""
     b, t, h = row // (tokens * heads), row // heads % tokens, row % heads
-    channel = tl.arange(0, WIDTH)
+    channel = tl.arange(0, WIDTH).to(tl.int64)
     at = array + (b * array_b + t * array_t + h * array_h)[:, None] + channel[None, :] * array_e
     inside = (row < rows)[:, None] & (channel < width)[None, :]
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)

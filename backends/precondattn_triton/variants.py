@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import precondattn as pa
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame
 from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.triton_compiler import Variant
 from precondattn_conformance.kernels.triton_launches import Launch, recorded
@@ -36,7 +36,7 @@ class Shipped(NamedTuple):
 
 CALLS = (
     Shipped(
-        "lucid_solve",
+        "lucid_solve[beta=true]",
         torch.bfloat16,
         64,
         ("normalize_keys", "load_right_sides", "invert_blocks", "apply_inverse", *STREAMED),
@@ -98,8 +98,8 @@ def _launches(call: Shipped) -> list[Launch]:
                 key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else call.dtype)
                 for key, (slot, pattern) in piece.program.slots.items()
             }
-            length = _empty((BATCH,), torch.int64)
-            backend.step(piece, past, x, FrameOfAlike(length, TOKENS - 1, TOKENS, 1))
+            new, slots = _empty((BATCH, 1), torch.int64), _empty((BATCH, TOKENS + 1), torch.int64)
+            backend.step(piece, past, x, Frame(new, slots, None, slots.bool()))
             return launches
         position = _empty((1, TOKENS), torch.int64)
         frame = Frame(position, position)
