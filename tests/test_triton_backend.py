@@ -14,6 +14,7 @@ import torch
 
 import precondattn as pa
 from precondattn.backend import Request, UnsupportedError
+from precondattn.group import Group, group_of
 from precondattn_conformance.runner import FAILED, PASSED, run_cases
 from precondattn_triton import Triton
 from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
@@ -96,6 +97,26 @@ def test_on_amd_it_takes_what_fits():
         assert Triton().supports(solve, request(solve, **KV)).ok
         wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
         assert "found 128" in Triton().supports(solve, wide).reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "h", "d", "fits"),
+    [
+        ("bfloat16", 63, 128, True),
+        ("bfloat16", 64, 128, False),
+        ("bfloat16", 31, 256, True),
+        ("bfloat16", 32, 256, False),
+        ("bfloat16", 1, 264, False),
+        ("float32", 31, 256, True),
+        ("float32", 32, 8, False),
+    ],
+)
+def test_a_step_takes_as_many_query_heads_as_fit(dtype, h, d, fits):
+    group = Group(group_of("lucid"))
+    shapes = {"q": (2, 1, h, d), "k": (2, 1, 1, d), "v": (2, 1, 1, d)}
+    support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
+    assert support.ok == fits
+    assert fits or f"d={d}" in support.reason
 
 
 def test_a_traced_step_goes_elsewhere():

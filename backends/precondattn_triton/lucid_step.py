@@ -44,7 +44,8 @@ class LucidStep:
         if shapes["q"][0] * n > MOST_HEADS:
             return f"its step takes at most {MOST_HEADS} heads of all sequences together"
         rows, width = padded_width(h // n + 1), padded_width(max(d, e))
-        if width > 256 or rows * width > LARGEST_TILE:
+        most_rows = 32 if request.dtype == "float32" else 64
+        if width > 256 or rows > most_rows or rows * width > LARGEST_TILE:
             return (
                 f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
                 f"tile; found d={d}, e={e} and {h // n}"
