@@ -12,29 +12,20 @@ from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.laser import Laser
-from tests.triton_tiles import small_tiles
+from tests.triton_tiles import SMALL, tiles_as_given
 
 HALF = (torch.bfloat16, torch.float16)
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-ONE_BY_ONE = Configuration(16, 1)
-TILES = {
-    "laser_forward": Configuration(16, 16),
-    "laser_query_gradient": Configuration(16, 16),
-    "laser_key_gradient": Configuration(16, 16),
-    "laser_exact_forward": ONE_BY_ONE,
-    "laser_exact_query_gradient": ONE_BY_ONE,
-    "laser_exact_key_gradient": ONE_BY_ONE,
-}
 
 
 class Found:
     """What the kernels make of a call: output, gradients by input, and which heads were close."""
 
-    def __init__(self, x, d_out, *, causal=True, seed=0, tiles=TILES, **masks):
+    def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
         leaf = mechanism(causal).program.leaves[0]
         frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
         laser = Laser()
-        with torch.no_grad(), small_tiles(seed, **tiles):
+        with torch.no_grad(), tiles_as_given(seed, tiles):
             self.out, self.residuals = laser.forward(leaf, x, frame)
             self.gradients = laser.backward(leaf, x, frame, self.out, self.residuals, d_out)
         self.is_close = self.residuals[3].bool().tolist()
@@ -124,7 +115,7 @@ def test_tiles_of_queries_and_keys_may_differ():
             x,
             d_out,
             tiles={
-                **TILES,
+                **SMALL,
                 "laser_forward": query,
                 "laser_query_gradient": key,
                 "laser_key_gradient": query,

@@ -81,10 +81,7 @@ class Triton(Backend):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         with _on_device(inputs):
-            kernels = _kernels(mechanism)
-            if isinstance(mechanism, pa.TokenWise):
-                return kernels.forward(mechanism, inputs, frame)[0], {}
-            found: tuple[Array, Updates] = kernels.step(mechanism, past, inputs, frame)
+            found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
             return found
 
     def residual_shapes(
@@ -110,9 +107,7 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
     kernels = _kernels(mechanism)
     if kernels is None:
         return f"has no kernels for {mechanism}"
-    if isinstance(mechanism, pa.TokenWise) and request.verb == "extend":
-        pass  # A step of it is a call of it.
-    elif not hasattr(kernels, VERBS[request.verb]):
+    if not hasattr(kernels, VERBS[request.verb]):
         return f"has no {VERBS[request.verb]} of {mechanism}"
     widest = max(shape[-1] for name, shape in request.shapes if name in ("k", "v", "o"))
     if widest > WIDEST_ON_AMD and _is_amd():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Configuration(NamedTuple):
@@ -54,12 +54,22 @@ def _declare(
                 UNTUNED[Key(kernel, width, is_half)] = by_width[fitting[0]]
 
 
-def configuration(kernel: str, width: int, half: bool, device: str = "") -> Configuration:
-    """For a kernel, at a padded width, on a device by its name."""
+def configuration(kernel: str, width: int, half: bool, like: Any = None) -> Configuration:
+    """For a kernel, at a padded width, on the device of a tensor."""
     if kernel in _forced:
         return _forced[kernel]
     key = Key(kernel, width, half)
-    return TUNED.get(device, {}).get(key) or UNTUNED[key]
+    return TUNED.get(_device_name(like), {}).get(key) or UNTUNED[key]
+
+
+def _device_name(like: Any) -> str:
+    """A GPU's model; empty for whatever is none."""
+    if like is None or not like.is_cuda:
+        return ""
+    import torch
+
+    name: str = torch.cuda.get_device_name(like.device)
+    return name
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
@@ -27,6 +28,7 @@ from precondattn.spec.metric import DOT
 from precondattn_triton import lucid_gradient, lucid_inverse, lucid_prepare, lucid_substitution
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.precision import exact, padded_width, product_precision
+from precondattn_triton.tiles import masks_of
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
@@ -85,10 +87,9 @@ def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
     key_width = padded_width(d)
     chunk = min(padded_width(e), WIDEST_CHUNK)
     chunks = -(-e // chunk)
-    device = torch.cuda.get_device_name(k.device) if k.is_cuda else ""
     widest = max(key_width, chunk)
     inverse, update, gradient = (
-        configuration(f"lucid_{name}", widest, half, device)
+        configuration(f"lucid_{name}", widest, half, k)
         for name in ("inverse", "update", "gradient")
     )
     unit = max(inverse.rows, *update[:2], *gradient[:2])
@@ -128,13 +129,9 @@ class System:
     def _prepared(self, frame: Frame) -> Scratch:
         plan, k = self.plan, self.x["k"]
         beta = self.x.get("lucid_beta")
-        frame = frame.among_keys(plan.s)
-        valid = segments = None
-        if frame.k_valid is not None:
-            valid = frame.k_valid.expand(plan.b, plan.s).to(torch.uint8).contiguous()
-        if frame.k_segment is not None:
-            segments = k.new_zeros((plan.b, plan.tokens), dtype=torch.int64)
-            segments[:, : plan.s] = frame.k_segment
+        _, valid, _, segments = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
+        if segments is not None:
+            segments = functional.pad(segments, (0, plan.tokens - plan.s))
         keys = k.new_empty((plan.heads, plan.tokens, plan.key_width), dtype=plan.dtype)
         reciprocal, factor = (
             k.new_empty((plan.heads, plan.tokens), dtype=torch.float32) for _ in range(2)

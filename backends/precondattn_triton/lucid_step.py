@@ -29,8 +29,6 @@ class LucidStep:
     """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
     def refuses(self, group: Any, request: Request) -> str | None:
-        if request.verb != "extend":
-            return "takes LUCID as a whole in a step only"
         solve, softmax = group.program.leaves
         if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
             return "its step is that of plain LUCID around causal softmax"
@@ -65,8 +63,7 @@ class LucidStep:
         count, past_valid, new_valid = _filled(frame, keys.shape[1])
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
-        device = torch.cuda.get_device_name(q.device) if q.is_cuda else ""
-        cut = configuration("lucid_decode", max(widths), q.dtype.itemsize == 2, device)
+        cut = configuration("lucid_decode", max(widths), q.dtype.itemsize == 2, q)
         splits, per_split = _splits(q, count, b * n, cut.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))

@@ -123,5 +123,4 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 def configured(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Configuration:
     """A kernel's configuration for inputs like these, on their device."""
     width = max(padded_width(q.shape[3]), padded_width(v.shape[3]))
-    device = torch.cuda.get_device_name(v.device) if v.is_cuda else ""
-    return configuration(kernel, width, factor_dtype(v.dtype) == torch.bfloat16, device)
+    return configuration(kernel, width, factor_dtype(v.dtype) == torch.bfloat16, v)

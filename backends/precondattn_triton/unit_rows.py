@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_triton.configurations import configuration
 from precondattn_triton.precision import padded_width
@@ -126,6 +127,12 @@ class UnitRows:
         )  # fmt: skip
         return {"o": d_o}
 
+    def step(
+        self, leaf: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Updates]:
+        """New tokens know nothing of old ones."""
+        return self.forward(leaf, x, frame)[0], {}
+
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return ()
 
@@ -133,7 +140,6 @@ class UnitRows:
 def _launch(o: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     b, t, h, e = o.shape
     width = padded_width(e)
-    device = torch.cuda.get_device_name(o.device) if o.is_cuda else ""
-    cut = configuration("unit_rows", width, o.dtype.itemsize == 2, device)
+    cut = configuration("unit_rows", width, o.dtype.itemsize == 2, o)
     grid = (triton.cdiv(b * t * h, cut.rows),)
     return grid, (b * t * h, t, h, e), {"ROWS": cut.rows, "WIDTH": width, "num_warps": cut.warps}
