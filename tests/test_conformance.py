@@ -234,6 +234,17 @@ def test_one_wrong_element_fails():
     assert np.isnan(checks.error(np.full((2, 2), np.nan), np.ones((2, 2))))
 
 
+def test_a_sum_whose_terms_cancel_is_measured_against_them():
+    assert checks.error(np.asarray([1.001]), np.asarray([1.0]), terms=20.0) < 1e-4
+    assert checks.error(np.asarray([1.01]), np.asarray([1.0]), terms=20.0) > 1e-4
+    layout = Layout("cancelling", t=33, s=33)
+    found = checks.oracle("temperature[per=head]", layout, "clustered", "float64")
+    d_tau = np.max(np.abs(found.gradients["tau"]))
+    assert d_tau < found.terms["tau"] < 100 * d_tau
+    assert checks.oracle("temperature(path)", layout, "clustered", "float64").terms
+    assert not checks.oracle("qk_norm(temperature)", layout, "clustered", "float64").terms
+
+
 def test_cases_have_stable_unique_ids():
     ids = [case.id for case in cases("full")]
     assert len(ids) == len(set(ids))

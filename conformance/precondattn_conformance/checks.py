@@ -16,6 +16,7 @@ import numpy as np
 import precondattn as pa
 from precondattn.explanation import Explanation
 from precondattn_conformance import libraries
+from precondattn_conformance.cancellation import sizes_of_terms
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import is_bounded, is_smooth
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs, slice_tokens
@@ -45,6 +46,8 @@ class Oracle:
     out: np.ndarray
     cotangent: np.ndarray
     gradients: Arrays
+    terms: dict[str, float]
+    """The size of what is summed, of gradients that are sums whose terms cancel."""
 
 
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:
@@ -69,7 +72,8 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     for name in inputs if is_smooth(m, kind) and dtype == "float64" else ():
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(out * cotangent)))
         _check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
-    return Oracle(inputs, masks, out, cotangent, gradients)
+    terms = sizes_of_terms(m, inputs, gradients)
+    return Oracle(inputs, masks, out, cotangent, gradients, terms)
 
 
 def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -140,7 +144,12 @@ def _gradients(case: Case, library: libraries.Library, backend: Backend) -> Meas
     for name, gradient in (automatic or {}).items():
         pairs[f"autograd of {name}"] = (library.numpy(gradient), expected.gradients[name])
     _check_purity(library, inputs, expected)
-    return _compare(case, pairs)
+    terms = {
+        f"{by} of {name}": size
+        for by in ("vjp", "autograd")
+        for name, size in expected.terms.items()
+    }
+    return _compare(case, pairs, terms)
 
 
 def _caching(case: Case, library: libraries.Library, backend: Backend) -> Measured:
@@ -288,11 +297,15 @@ def _check_purity(library: libraries.Library, inputs: Arrays, expected: Oracle) 
             raise DisagreementError(f"the input {name} was written to")
 
 
-def _compare(case: Case, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> Measured:
+def _compare(
+    case: Case,
+    pairs: dict[str, tuple[np.ndarray, np.ndarray]],
+    terms: dict[str, float] | None = None,
+) -> Measured:
     limit = bound(case.dtype, case.kind)
     worst = 0.0
     for what, (found, expected) in pairs.items():
-        seen = error(found, expected)
+        seen = error(found, expected, (terms or {}).get(what, 0.0))
         if not seen <= limit:
             at = np.unravel_index(np.argmax(np.abs(found - expected)), expected.shape)
             raise DisagreementError(

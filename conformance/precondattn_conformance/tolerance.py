@@ -19,14 +19,18 @@ def bound(dtype: str, kind: str) -> float:
     return (BOUND if kind == "random" else CORRELATED_BOUND)[dtype]
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The larger of the relative error in norm and of the worst element; NaN where any is."""
+def error(found: np.ndarray, expected: np.ndarray, terms: float = 0.0) -> float:
+    """The larger of the relative error in norm and of the worst element; NaN where any is.
+
+    Where an element is a sum whose terms cancel, `terms` is their size (`cancellation.py`).
+    """
     if found.shape != expected.shape:
         raise AssertionError(f"shape {found.shape} found, {expected.shape} expected")
     difference = np.abs(found - expected)
     if not difference.size:
         return 0.0
-    size, norm = np.max(np.abs(expected)), np.sqrt(np.sum(expected**2))
+    size = max(float(np.max(np.abs(expected))), terms)
+    norm = max(float(np.sqrt(np.sum(expected**2))), terms)
     if size == 0:
         return float(np.max(difference))
     return float(max(np.sqrt(np.sum(difference**2)) / norm, np.max(difference) / size))
