@@ -208,3 +208,24 @@ expected = pa.Lucid()(q.double(), k.double(), v.double())
 assert (found - expected).abs().max() < 3e-2
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
+
+
+def test_every_configuration_is_among_the_compiled():
+    code = """
+from unittest.mock import patch
+from precondattn_triton import configurations, lucid_solve, lucid_step, tiles, unit_rows, variants
+shipped = {(key.kernel, cut) for key, cut in configurations.UNTUNED.items()}
+assert len(shipped) <= 40, len(shipped)
+compiled, look_up = set(), configurations.configuration
+def noted(kernel, *rest):
+    cut = look_up(kernel, *rest)
+    compiled.add((kernel, cut))
+    return cut
+for module in (lucid_solve, lucid_step, tiles, unit_rows):
+    patch.object(module, "configuration", noted).start()
+names = [variant.name for variant in variants.variants("sm_90")]
+assert len(names) == len(set(names))
+assert compiled == shipped, shipped - compiled
+"""
+    without = {name: value for name, value in os.environ.items() if name != INTERPRET}
+    subprocess.run([sys.executable, "-c", code], check=True, env=without)

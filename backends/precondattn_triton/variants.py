@@ -8,7 +8,6 @@ The backend's own launching code runs on tensors without memory, and its launche
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -17,63 +16,54 @@ from precondattn.frame import Frame
 from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.triton_compiler import Variant
 from precondattn_conformance.kernels.triton_launches import Launch, recorded
-from precondattn_triton.backend import Triton
+from precondattn_triton.backend import WIDEST_ON_AMD, Triton
 from precondattn_triton.precision import compiling_for
 
-STREAMED = ("update", "key_gradient")
-CLOSE = ("_close", "_query_gradient", "_key_gradient")
-
-
-class Shipped(NamedTuple):
-    """A call whose kernels are compiled."""
-
-    mechanism: str
-    dtype: torch.dtype
-    width: int
-    kernels: tuple[str, ...] = ()
-    """Only these; all where empty."""
-
-
-CALLS = (
-    Shipped(
-        "lucid_solve[beta=true]",
-        torch.bfloat16,
-        64,
-        ("normalize_keys", "load_right_sides", "invert_blocks", "apply_inverse", *STREAMED),
+CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...] = (
+    ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
+    ("lucid_solve", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
+    ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    ("unit_rows", (torch.bfloat16,), ((256, 512),)),
+    (
+        "laser",
+        (torch.bfloat16, torch.float32),
+        ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
-    Shipped(
-        "lucid_solve",
-        torch.bfloat16,
-        128,
-        ("invert_blocks", "left_factors", "right_factors", "apply_inverse", *STREAMED),
-    ),
-    Shipped("lucid_solve", torch.bfloat16, 256, STREAMED),
-    Shipped("lucid_solve", torch.float32, 64, STREAMED),
-    Shipped("lucid_solve", torch.float32, 128, ("apply_inverse", *STREAMED)),
-    Shipped("lucid", torch.bfloat16, 128),
-    Shipped("unit_rows", torch.bfloat16, 128),
-    Shipped("laser", torch.bfloat16, 64, CLOSE),
-    Shipped("laser", torch.bfloat16, 128, (*CLOSE, "_exact", "_exact_key_gradient")),
 )
+"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 TOKENS, HEADS, BATCH = 4096, 16, 2
-WIDE_SPILLS = 4096
-"""Bytes that a thread may spill where rows are wider than 128."""
+CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW")
+"""The constants of a kernel that its configuration decides, and which way it goes."""
+WIDE_SPILLS = 10240
+"""Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
 
 
 def variants(target: str) -> Iterator[Variant]:
-    """At most 40, each once."""
+    """Every kernel in every configuration: at its widest, and at the widest of 128."""
     seen = set()
-    for call in CALLS:
-        dtype = str(call.dtype).removeprefix("torch.")
-        with compiling_for(amd=target.startswith("gfx")):
-            launches = _launches(call)
-        for launch in launches:
-            found = launch.variant(f"{call.mechanism} {dtype} {call.width}{_way(launch)}")
-            found = found._replace(spill_limit=0 if call.width <= 128 else WIDE_SPILLS)
-            wanted = not call.kernels or launch.function.__name__ in call.kernels
-            if wanted and found.name not in seen:
-                seen.add(found.name)
-                yield found
+    is_amd = target.startswith("gfx")
+    for mechanism, dtypes, widths in CALLS:
+        for dtype in dtypes:
+            for d, e in widths:
+                if is_amd and max(d, e) > WIDEST_ON_AMD:
+                    continue
+                with compiling_for(amd=is_amd):
+                    launches = _launches(mechanism, dtype, d, e)
+                for launch in launches:
+                    constants = tuple(launch.arguments.get(name) for name in CUT)
+                    options = tuple(sorted(launch.options.items()))
+                    is_wide = max(d, e) > 128
+                    cut = (launch.function.__name__, dtype, constants, options, is_wide)
+                    if cut not in seen:
+                        seen.add(cut)
+                        yield _variant(launch, mechanism, dtype, d, e)
+
+
+def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int) -> Variant:
+    width = str(d) if d == e else f"{d}x{e}"
+    named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{_way(launch)}"
+    limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
+    return launch.variant(named)._replace(spill_limit=limit)
 
 
 def _way(launch: Launch) -> str:
@@ -83,19 +73,19 @@ def _way(launch: Launch) -> str:
     return (" backward" if is_backward else "") + (f" tile {tile}" if tile else "")
 
 
-def _launches(call: Shipped) -> list[Launch]:
-    mechanism = pa.parse(call.mechanism)
+def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launch]:
+    mechanism = pa.parse(expression)
     steps = len(mechanism.program.calls) > 1
-    piece = Group(group_of(call.mechanism)) if steps else mechanism.program.leaves[0]
+    piece = Group(group_of(expression)) if steps else mechanism.program.leaves[0]
     inputs = piece.inputs.extending() if steps else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "c": TOKENS, "d": call.width, "e": call.width}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "c": TOKENS, "d": d, "e": e}
     sizes |= {"t": 1, "s": 1} if steps else {"t": TOKENS, "s": TOKENS}
-    x = {name: _empty(pattern.shape(sizes), call.dtype) for name, pattern in inputs.items()}
+    x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
     with recorded() as launches:
         if steps:
             past = {
-                key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else call.dtype)
+                key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
                 for key, (slot, pattern) in piece.program.slots.items()
             }
             new, slots = _empty((BATCH, 1), torch.int64), _empty((BATCH, TOKENS + 1), torch.int64)
