@@ -112,6 +112,11 @@ class Backend(Protocol):
     """Whether it takes nothing unless it is asked for by name, as one that is for checking only."""
     preference: int = 0
     """Between two backends that take the same work, the higher one gets it."""
+    covers: frozenset[str] = frozenset()
+    """Expressions that it promises to take: conformance fails where it takes nothing of one."""
+    memory: str = ""
+    """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`, which
+    conformance then holds it to; empty where it makes no promise."""
 
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
         """Yes, or why not. Cheap, pure, and without a look at values."""

@@ -75,31 +75,53 @@ def explain(
 @app.command()
 def conformance(
     backend: Annotated[
-        list[str] | None, typer.Option(help="hold this backend to the oracle; may be repeated")
+        list[str] | None,
+        typer.Option(help="hold this backend to the oracle; helpers after it, by repeating"),
     ] = None,
-    level: Annotated[str, typer.Option(help="smoke or full")] = "smoke",
+    level: Annotated[str, typer.Option(help="smoke, full or stress")] = "smoke",
     device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
     library: Annotated[
         list[str] | None, typer.Option(help="only this array library; may be repeated")
     ] = None,
     mechanism: Annotated[
-        list[str] | None, typer.Option(help="only this expression; may be repeated")
+        list[str] | None, typer.Option(help="only this mechanism or piece; may be repeated")
     ] = None,
     check: Annotated[
-        list[str] | None, typer.Option(help="only outputs, gradients or caching; may be repeated")
+        list[str] | None, typer.Option(help="only this check, as outputs; may be repeated")
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="only this dtype; may be repeated")
     ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="only this case, by its id; may be repeated")
+    ] = None,
+    xfail: Annotated[
+        Path | None, typer.Option(help="cases that are expected to fail, and why")
+    ] = None,
+    skip: Annotated[Path | None, typer.Option(help="cases that are not run, and why")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="seconds after which a case has hung", min=0.5)
+    ] = 300,
+    jobs: Annotated[
+        int | None, typer.Option(help="processes; 0: all in this one, for a debugger", min=0)
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
+    junit: Annotated[Path | None, typer.Option(help="write JUnit XML here")] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="plant faults, and see that the suite finds them")
+    ] = False,
 ) -> None:
-    """Hold backends to the oracle: outputs, gradients and caching of every mechanism."""
-    from precondattn.discovery import discover
+    """Hold backends to the oracle, by every check of every mechanism; say where they are wrong."""
     from precondattn_conformance.command import conformance as run
+    from precondattn_conformance.session import Session
 
     try:
-        for name in backend or ():
-            discover().named(name)
-        code = run(
+        if self_test:
+            from precondattn_conformance.faults.self_test import self_test as test
+
+            raise typer.Exit(test(console))
+        session = Session(
             backend=tuple(backend or ()),
             level=level,
             device=device,
@@ -107,9 +129,14 @@ def conformance(
             mechanisms=tuple(mechanism or ()),
             checks=tuple(check or ()),
             dtypes=tuple(dtype or ()),
-            console=console,
+            ids=tuple(case or ()),
+            xfail=xfail,
+            skip=skip,
+            timeout=timeout,
+            jobs=jobs,
         )
-    except (ValueError, TypeError, ImportError) as error:
+        code = run(session, console, record=record, html=html, junit=junit)
+    except (ValueError, TypeError, ImportError, OSError) as error:
         _stop(error)
     raise typer.Exit(code)
 
@@ -185,18 +212,50 @@ def bench(
 
 @app.command()
 def compare(
-    old: Annotated[Path, typer.Argument(help="a file that `bench --save` wrote")],
-    new: Annotated[Path, typer.Argument(help="a later one, of the same machine")],
-    threshold: Annotated[float, typer.Option(help="how much slower is too much")] = 0.1,
+    old: Annotated[Path, typer.Argument(help="a record of conformance, or of `bench --save`")],
+    new: Annotated[Path, typer.Argument(help="a later one, of the same kind")],
+    threshold: Annotated[
+        float, typer.Option(help="of benchmarks: how much slower is too much")
+    ] = 0.1,
+    growth: Annotated[
+        float, typer.Option(help="of conformance: by which factor an error may grow")
+    ] = 3.0,
 ) -> None:
-    """What has become slower between two saved runs, beyond noise; exit code 1 where something."""
-    from precondattn_conformance.bench import command
+    """What is worse between two saved runs: fails, is slower, less exact; exit code 1 where any."""
+    from precondattn_conformance.report import command
 
     try:
-        code = command.compare(old, new, threshold, console)
+        code = command.compare(old, new, threshold=threshold, growth=growth, console=console)
     except ValueError as error:
         _stop(error)
     raise typer.Exit(code)
+
+
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="of the package, and of the backend")],
+    library: Annotated[str, typer.Option(help="torch, jax, numpy or cupy")] = "torch",
+    directory: Annotated[
+        Path | None, typer.Option(help="where to; a new folder of that name by default")
+    ] = None,
+) -> None:
+    """Write the package of a new backend: complete, correct, and to be replaced by your kernel."""
+    from precondattn_conformance.new_backend import new_backend as write
+
+    try:
+        files = write(name, library, directory)
+    except (ValueError, ImportError, OSError) as error:
+        _stop(error)
+    for file in files:
+        console.print(file, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"\nNow install it, and hold it to the oracle:\n\n"
+        f"  pip install -e {files[0].parent}\n"
+        f"  precondattn conformance --backend {name} --library {library} --mechanism lucid_solve",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _stop(error: Exception) -> None:

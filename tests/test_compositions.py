@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from precondattn.declaration import Axis, Pattern
-from precondattn_conformance import checks
-from precondattn_conformance.case import CHECKS, MASKED, PACKED, PLAIN, RAGGED, Case, makes_sense
+from precondattn_conformance.case import Case, makes_sense
+from precondattn_conformance.checks import CHECKS, run
 from precondattn_conformance.declared import compositions, is_bounded
+from precondattn_conformance.grid import MASKED, PACKED, PLAIN, RAGGED
 
 OUTER = ["differential", "laser", "lucid", "per_dim_scale", "qk_norm", "row_normalized"]
 OUTER += ["temperature", "lucid[beta=true]", "lucid[normalize=queries_and_keys]"]
@@ -44,7 +45,7 @@ def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(text, lay
     """The gradient is held to central differences wherever all of it is differentiated."""
     case = Case(check, text, "numpy", "float64", layout, "clustered")
     assume(is_bounded(pa.parse(text)) and makes_sense(case))
-    checks.run(case)
+    run(case)
 
 
 @given(nested())

@@ -7,6 +7,12 @@ The gradient of a temperature is one number for all tokens,
 and its terms cancel: on clustered keys the sum is up to 20 times smaller than they are. An error of
 dq that is well within its bound, as any kernel has that computes its weights a second time for the
 gradient, is then large in relation to dτ. So the error of dτ is measured against its terms.
+
+Where one key has all the weight, the gradients of queries and keys are as good as 0,
+
+    dq_i = s Σ_j P_ij (⟨do_i, v_j⟩ − ⟨do_i, o_i⟩) k_j,
+
+and are what is left of terms as large as s ‖do‖ ‖v‖ ‖k‖.
 """
 
 from __future__ import annotations
@@ -27,3 +33,16 @@ def sizes_of_terms(
             of_heads = np.sum(terms, axis=(0, 1) if call.leaf.per == "head" else None)
             sizes["tau"] = float(np.max(of_heads / inputs["tau"]))
     return sizes
+
+
+def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -> dict[str, float]:
+    """The size of the terms of every gradient that goes through a softmax of huge logits."""
+
+    def longest(array: np.ndarray) -> float:
+        return float(np.max(np.linalg.vector_norm(array, axis=-1)))
+
+    rows = longest(cotangent) * longest(inputs["v"])
+    scale = inputs["k"].shape[-1] ** -0.5
+    q, k = longest(inputs["q"]), longest(inputs["k"])
+    of = {"q": scale * k, "k": scale * q, "q2": scale * k, "k2": scale * q, "tau": scale * q * k}
+    return {name: rows * of.get(name, 1.0) for name in inputs if name != "v"}

@@ -1,52 +1,29 @@
-"""Cases: what is checked, on which library, dtype and data. Ids are stable and replay a case."""
+"""Cases: what is checked, on which library, dtype and data. Ids are stable and replay a case.
+
+gradients-torch-float32-block_and_one-clustered-lucid(path)
+check     library dtype layout        keys      mechanism
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
 
 import precondattn as pa
-from precondattn.call import keeps_tokens
 from precondattn_conformance import libraries
-from precondattn_conformance.declared import (
-    derived,
-    expressions,
-    is_bounded,
-    is_constant_in_one_token,
-)
-from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
+from precondattn_conformance.checks import CHECK, CHECKS
+from precondattn_conformance.declared import expressions, is_bounded
+from precondattn_conformance.extremes import EXTREMES
+from precondattn_conformance.grid import LAYOUTS, LEVELS, data
+from precondattn_conformance.inputs import KINDS, Layout
+from precondattn_conformance.random_layouts import layout_named
 
-CHECKS = ("outputs", "gradients", "caching", "states")
-LEVELS = ("smoke", "full")
+__all__ = ["CHECKS", "LEVELS", "Case", "case_of", "cases"]
 
-PLAIN = Layout("plain")
-RAGGED = Layout("ragged", mask="lengths", broadcast=True)
-PACKED = Layout("packed", mask="segment_ids")
-MASKED = Layout("masked", mask="key_mask", broadcast=True)
-REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
 
-SMOKE = (
-    (PLAIN, "clustered"),
-    (RAGGED, "duplicate"),
-    (PACKED, "zero"),
-    (REAL_SHORT, "real"),
-)
-FULL = (
-    *SMOKE,
-    (PLAIN, "random"),
-    (PLAIN, "duplicate"),
-    (PLAIN, "zero"),
-    (MASKED, "clustered"),
-    (Layout("single_token", t=1, s=1), "random"),
-    (Layout("fewer_queries", t=3, s=9), "clustered"),
-    (Layout("one_kv_head", h=8, n=1), "clustered"),
-    (Layout("own_kv_heads", h=3, n=3, values_per_head=1), "clustered"),
-    (Layout("odd_width", d=5, e=3), "clustered"),
-    (Layout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8), "clustered"),
-    (Layout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8), "clustered"),
-    (REAL._replace(name="real_128", t=128, s=128), "real"),
-)
+HARMFUL = ("duplicate", "real", *EXTREMES)
+"""Data for mechanisms whose result obeys a bound."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,8 @@ def cases(
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless told otherwise.
 
-    A mechanism that was asked for need not be declared; any expression will do.
+    A mechanism that was asked for need not be declared; any expression will do. All of one
+    mechanism's cases follow each other, since they share what the oracle says.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
@@ -89,56 +67,74 @@ def cases(
             if each not in known:
                 raise ValueError(f"{each!r} is no {what}; there are {', '.join(known)}")
     names = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
-    for library in only_libraries or libraries.installed():
-        for dtype in libraries.named(library).dtypes:
+    chosen = only_libraries or tuple(libraries.installed())
+    return _cases(level, names, chosen, only_checks or CHECKS, only_dtypes)
+
+
+def known_cases() -> Iterator[Case]:
+    """Every case of every level, also of libraries that are not installed here."""
+    names = tuple(expressions())
+    everywhere = tuple(cls.name for cls in libraries.ALL)
+    for level in LEVELS:
+        yield from _cases(level, names, everywhere, CHECKS, ())
+
+
+def _cases(
+    level: str,
+    names: tuple[str, ...],
+    chosen: tuple[str, ...],
+    checks: tuple[str, ...],
+    only_dtypes: tuple[str, ...],
+) -> Iterator[Case]:
+    dtypes = {name: libraries.named(name).dtypes for name in chosen}
+    for name in names:
+        for dtype in libraries.WIDE + libraries.HALF:
             if only_dtypes and dtype not in only_dtypes:
                 continue
-            for name, check in product(names, only_checks or CHECKS):
-                for layout, kind in _data(level, check, library, dtype, name in derived()):
-                    case = Case(check, name, library, dtype, layout, kind)
-                    if makes_sense(case):
-                        yield case
+            for library in chosen:
+                if dtype not in dtypes[library]:
+                    continue
+                for check in checks:
+                    for layout, kind in data(level, check, library, dtype, name):
+                        case = Case(check, name, library, dtype, layout, kind)
+                        if makes_sense(case):
+                            yield case
 
 
-def _data(
-    level: str, check: str, library: str, dtype: str, is_derived: bool
-) -> tuple[tuple[Layout, str], ...]:
-    """Layouts and kinds of keys.
+def case_of(text: str) -> Case:
+    """The case of an id.
 
-    Smoke tries the masks in float64, where nothing blurs them. Of a composition that is nothing
-    but steps it tries the wiring: every check once, outputs in every dtype. On JAX, which compiles
-    every operation for every shape and dtype, it keeps to what is JAX's own: outputs under every
-    mask, gradients and caching once, and of compositions and other dtypes outputs alone. Full tries
-    everything.
+    Raises
+    ------
+    ValueError
+        for what is no id, with the part that is wrong.
     """
-    if level == "full":
-        return FULL
-    only_outputs = library == "jax" and (is_derived or dtype != "float64")
-    if only_outputs and check != "outputs":
-        return ()
-    if is_derived:
-        if dtype != "float64":
-            return SMOKE[:1] if check == "outputs" else ()
-        return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
-    if library == "jax" and dtype == "float64":
-        return {"outputs": SMOKE[:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
-    if dtype == "float64":
-        return SMOKE
-    if dtype == "float32" and check == "outputs" and library != "jax":
-        return SMOKE[0], SMOKE[3]
-    return SMOKE[:1]
+    parts = text.strip().split("-", 5)
+    if len(parts) != 6:
+        raise ValueError(f"{text!r} is no case; an id is check-library-dtype-layout-keys-mechanism")
+    check, library, dtype, layout, kind, mechanism = parts
+    for part, known, what in (
+        (check, CHECKS, "check"),
+        (library, tuple(libraries.installed()), "installed array library"),
+        (dtype, libraries.WIDE + libraries.HALF, "dtype"),
+        (kind, KINDS + EXTREMES, "kind of keys"),
+    ):
+        if part not in known:
+            raise ValueError(f"{text!r}: {part!r} is no {what}; there are {', '.join(known)}")
+    sizes = LAYOUTS.get(layout) or layout_named(layout)
+    if sizes is None:
+        raise ValueError(f"{text!r}: {layout!r} is no layout; there are {', '.join(LAYOUTS)}")
+    return Case(check, str(pa.parse(mechanism)), library, dtype, sizes, kind)
 
 
 def makes_sense(case: Case) -> bool:
     """Whether a mechanism has an answer for this data that could be compared."""
-    mechanism = pa.parse(case.mechanism)
-    if not is_bounded(mechanism) and case.kind in ("duplicate", "real"):
+    return _makes_sense(case.check, case.mechanism, case.library, case.layout, case.kind)
+
+
+@cache
+def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind: str) -> bool:
+    """It depends on no dtype."""
+    if kind in HARMFUL and not is_bounded(pa.parse(expression)):
         return False
-    if case.check == "gradients" and case.layout.t == 1 and is_constant_in_one_token(mechanism):
-        return False  # What is 0 has no size to compare with.
-    if case.check == "states" and (keeps_tokens(mechanism) or not mechanism.program.slots):
-        return False
-    if case.check in ("caching", "states"):
-        is_one_sequence = case.layout.mask != "segment_ids" and case.layout.t == case.layout.s
-        return mechanism.offers.causal and is_one_sequence
-    return True
+    return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))

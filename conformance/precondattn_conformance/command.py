@@ -1,53 +1,88 @@
-"""`precondattn conformance`: cases with live progress, a table, the failures, an exit code."""
+"""`precondattn conformance`: cases with live progress, a matrix, the failures, an exit code."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from precondattn_conformance.case import CHECKS, cases
+from precondattn_conformance.case import Case
+from precondattn_conformance.expectations import Expectations
+from precondattn_conformance.floor import below_floor
+from precondattn_conformance.report.junit import write_junit
+from precondattn_conformance.report.matrix import matrix
+from precondattn_conformance.report.page import write_page
+from precondattn_conformance.report.record import Recording
+from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import (
     FAILED,
     PASSED,
+    SKIPPED,
     UNSUPPORTED,
-    Outcome,
+    XFAILED,
     Report,
-    run_cases,
 )
+from precondattn_conformance.session import Session
 
 SHOWN_FAILURES = 10
+SHOWN_DETAILS = 3
+"""Failures with a map and a snippet."""
 
 
 def conformance(
-    *,
-    backend: tuple[str, ...],
-    level: str,
-    device: str | None,
-    libraries: tuple[str, ...],
-    mechanisms: tuple[str, ...],
-    checks: tuple[str, ...],
-    dtypes: tuple[str, ...],
+    session: Session,
     console: Console,
+    *,
+    record: Path | None = None,
+    html: Path | None = None,
+    junit: Path | None = None,
 ) -> int:
     """Run the suite and print what came of it; the exit code is 0, or 1 for a failure.
 
     A run in which nothing was compared has failed: a backend that refuses everything is not right.
+    Interrupted by Ctrl-C it reports what there is, and exits with 130.
     """
-    todo = list(
-        cases(
-            level,
-            only_libraries=libraries,
-            only_mechanisms=mechanisms,
-            only_checks=checks,
-            only_dtypes=dtypes,
-        )
+    todo = session.cases()
+    expectations = session.expectations(todo)
+    recording = Recording(
+        record,
+        backends=session.backend,
+        level=session.level,
+        device=session.device,
+        filters=session.filters,
     )
+    report, is_interrupted = Report(), False
+    try:
+        with recording:
+            _run(session, todo, expectations, recording, report, console)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    matrix(report.outcomes, console)
+    _print_failures(report, console)
+    below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
+    _print_verdict(report, below, session, len(todo), console)
+    if junit is not None:
+        write_junit(recording.record, junit)
+    if html is not None:
+        write_page(recording.record, html)
+    if is_interrupted:
+        return 130
+    return 0 if report.is_good and not below else 1
+
+
+def _run(
+    session: Session,
+    todo: list[Case],
+    expectations: Expectations,
+    recording: Recording,
+    report: Report,
+    console: Console,
+) -> None:
     with Progress(
-        TextColumn("{task.description:<18}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -56,64 +91,47 @@ def conformance(
         transient=True,
     ) as progress:
         task = progress.add_task("starting", total=len(todo), failed=0)
-        failed = 0
-
-        def advance(outcome: Outcome) -> None:
-            nonlocal failed
-            failed += outcome.status == FAILED
-            where = f"{outcome.case.library} {outcome.case.dtype}"
-            progress.update(task, advance=1, description=where, failed=failed)
-
-        report = run_cases(todo, backend or None, device, advance)
-    _print_table(report, console)
-    _print_failures(report, console)
-    _print_verdict(report, backend, console)
-    return 0 if report.is_good else 1
-
-
-def _print_table(report: Report, console: Console) -> None:
-    """Worst error as a share of its bound, by library, dtype and check."""
-    table = Table(title="worst error / bound", title_justify="left")
-    for heading in ("library", "dtype"):
-        table.add_column(heading)
-    for check in CHECKS:
-        table.add_column(check, justify="right")
-    cells: dict[tuple[str, str], dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
-    for outcome in report.outcomes:
-        case = outcome.case
-        cells[case.library, case.dtype][case.check].append(outcome)
-    for (library, dtype), row in cells.items():
-        table.add_row(library, dtype, *(_cell(row[check]) for check in CHECKS))
-    console.print(table)
-
-
-def _cell(outcomes: list[Outcome]) -> str:
-    if not outcomes:
-        return "–"
-    failed = sum(outcome.status == FAILED for outcome in outcomes)
-    if failed:
-        return f"[red]{failed} of {len(outcomes)} failed[/red]"
-    shares = [o.measured.error / o.measured.bound for o in outcomes if o.measured is not None]
-    if not shares:
-        return f"[yellow]{len(outcomes)} unsupported[/yellow]"
-    return f"[green]{len(shares)} ok[/green] {max(shares):.0e}"
+        for outcome in session.run(todo, expectations, recording.started):
+            report.outcomes.append(outcome)
+            recording.add(outcome)
+            failed = report.count(FAILED)
+            name = escape(outcome.case.mechanism[:40])
+            progress.update(task, advance=1, description=name, failed=failed)
+            if outcome.status == FAILED and failed <= SHOWN_FAILURES:
+                progress.console.print(f"[red]failed[/red] {escape(outcome.case.id)}")
 
 
 def _print_failures(report: Report, console: Console) -> None:
     failures = [outcome for outcome in report.outcomes if outcome.status == FAILED]
-    for outcome in failures[:SHOWN_FAILURES]:
-        console.print(f"[red]failed[/red] {escape(outcome.case.id)}", soft_wrap=True)
-        console.print(f"  {escape(outcome.reason)}", soft_wrap=True)
+    # The first of each check and mechanism says most.
+    order = sorted(failures, key=lambda o: (o.case.layout.t, len(o.case.mechanism)))
+    for number, outcome in enumerate(order[:SHOWN_FAILURES]):
+        console.print(f"\n[red]failed[/red] {escape(outcome.case.id)}", soft_wrap=True)
+        text = outcome.text if number < SHOWN_DETAILS else outcome.reason
+        console.print(_indented(text), markup=False, highlight=False, soft_wrap=True)
     if len(failures) > SHOWN_FAILURES:
-        console.print(f"… and {len(failures) - SHOWN_FAILURES} more")
-    refusals = {o.reason for o in report.outcomes if o.status == UNSUPPORTED}
-    for reason in sorted(refusals)[:SHOWN_FAILURES]:
+        console.print(f"… and {len(failures) - SHOWN_FAILURES} more", markup=False)
+    refusals = {in_few_words(o.reason) for o in report.outcomes if o.status == UNSUPPORTED}
+    for reason in itertools.islice(sorted(refusals), SHOWN_FAILURES):
         console.print(f"[yellow]unsupported[/yellow] {escape(reason)}", soft_wrap=True)
 
 
-def _print_verdict(report: Report, backend: tuple[str, ...], console: Console) -> None:
-    counts = (f"{report.count(status)} {status}" for status in (PASSED, FAILED, UNSUPPORTED))
-    who = ", ".join(backend) or "the backends chosen by default"
-    console.print(f"{who}: {', '.join(counts)}")
-    if not report.count(PASSED) and not report.count(FAILED):
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _print_verdict(
+    report: Report, below: list[str], session: Session, asked: int, console: Console
+) -> None:
+    statuses = (PASSED, FAILED, UNSUPPORTED, XFAILED, SKIPPED)
+    counts = [(status, report.count(status)) for status in statuses]
+    shown = [f"{n} {s}" for s, n in counts if n or s in (PASSED, FAILED, UNSUPPORTED)]
+    who = ", ".join(session.backend) or "the backends chosen by default"
+    console.print(f"{who}: {', '.join(shown)}", markup=False, highlight=False)
+    for line in below:
+        console.print(f"[red]below its floor[/red]: {escape(line)}", soft_wrap=True)
+    if len(report.outcomes) < asked:
+        left = asked - len(report.outcomes)
+        console.print(f"[red]interrupted[/red]: {left} of {asked} cases were not run")
+    elif not any(report.count(status) for status in (PASSED, FAILED, XFAILED)):
         console.print("[red]nothing was compared, which counts as a failure[/red]")

@@ -12,6 +12,7 @@ import numpy as np
 Arrays = dict[str, Any]
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
+Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]
 
 
 class Library:
@@ -40,11 +41,46 @@ class Library:
         """Back, in float64 where it is floating."""
         return np.asarray(array, dtype=np.float64)
 
+    def dtype_name(self, array: Any) -> str:
+        """Such as "float32"."""
+        return str(array.dtype).rpartition(".")[2]
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """An array of NaN to be filled."""
+        return np.full(shape, np.nan, dtype=like.dtype)
+
+    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+        """A view with its axes in this order."""
+        return array.transpose(axes)
+
+    def view(self, array: Any, order: str) -> Any:
+        """The same values, lying otherwise in memory."""
+        rank = array.ndim
+        if rank == 0:
+            return array
+        if order == "heads first":
+            axes = (0, 2, 1, 3) if rank == 4 else tuple(reversed(range(rank)))
+            inverse = tuple(sorted(range(rank), key=lambda axis: axes[axis]))
+            shape = tuple(array.shape[axis] for axis in axes)
+            found = self.permuted(self.empty(shape, array), inverse)
+        elif order == "every other element":
+            larger = self.empty((*array.shape[:-1], 2 * array.shape[-1] + 1), array)
+            found = larger[..., 1::2]
+        else:
+            larger = self.empty(tuple(size + 2 for size in array.shape), array)
+            found = larger[(slice(1, -1),) * rank]
+        found[...] = array
+        return found
+
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays | None:
         """The gradients by the library's own automatic differentiation, if it has one."""
         return None
+
+    def transforms(self) -> dict[str, Transform]:
+        """The library's own transformations; "vmap" maps a function over a first axis."""
+        return {}
 
 
 class Strict(Library):
@@ -56,6 +92,16 @@ class Strict(Library):
 
         return array_api_strict.asarray(super().array(values, dtype))
 
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        import array_api_strict
+
+        return array_api_strict.full(shape, np.nan, dtype=like.dtype)
+
+    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+        import array_api_strict
+
+        return array_api_strict.permute_dims(array, axes)
+
 
 class Torch(Library):
     name = "torch"
@@ -65,11 +111,27 @@ class Torch(Library):
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         import torch
 
-        tensor = torch.tensor(values, device=self.device)
+        tensor = torch.tensor(values.copy(), device=self.device)
         return tensor.to(getattr(torch, dtype)) if dtype and values.dtype.kind == "f" else tensor
 
     def numpy(self, array: Any) -> np.ndarray:
         return array.detach().double().cpu().numpy()
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        import torch
+
+        return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+        return array.permute(axes)
+
+    def transforms(self) -> dict[str, Transform]:
+        import torch
+
+        return {
+            "vmap": lambda function: torch.vmap(function),
+            "compile": _compiled,
+        }
 
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
@@ -79,6 +141,14 @@ class Torch(Library):
         leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
         found = torch.autograd.grad(function(leaves), list(leaves.values()), cotangent)
         return dict(zip(leaves, found, strict=True))
+
+
+def _compiled(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+    """By `torch.compile`, which gives up after a few functions unless it forgets them."""
+    import torch
+
+    torch.compiler.reset()
+    return torch.compile(function, backend="aot_eager")
 
 
 class Jax(Library):
@@ -103,6 +173,11 @@ class Jax(Library):
 
     def numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array).astype(np.float64)
+
+    def transforms(self) -> dict[str, Transform]:
+        import jax
+
+        return {"vmap": jax.vmap, "jit": jax.jit}
 
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
@@ -132,6 +207,11 @@ class CuPy(Library):
         import cupy
 
         return cupy.asarray(super().array(values, dtype))
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        import cupy
+
+        return cupy.full(shape, np.nan, dtype=like.dtype)
 
     def numpy(self, array: Any) -> np.ndarray:
         return array.get().astype(np.float64)

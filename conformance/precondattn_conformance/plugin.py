@@ -2,32 +2,47 @@
 
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
 
-Without one of its flags it does nothing, and it imports the standard library only until then:
-every pytest run of an environment that has precondattn loads it.
+Its flags are those of `precondattn conformance`. Without one of them it does nothing, and imports
+the standard library only: every pytest run of an environment that has precondattn loads it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-FLAGS = {
-    "backend": "hold this backend to the oracle (repeat for several, in order of preference)",
-    "level": "how much to run: smoke (the default) or full",
-    "device": "the device of the arrays, as the array library names it",
+MANY = {
+    "backend": "hold this backend to the oracle (repeat for helpers, in order of preference)",
     "library": "only this array library (repeat for several)",
-    "mechanism": "only this mechanism, an expression (repeat for several)",
-    "check": "only this check: outputs, gradients or caching (repeat for several)",
+    "mechanism": "only this mechanism or piece, an expression (repeat for several)",
+    "check": "only this check, such as outputs or gradients (repeat for several)",
     "dtype": "only this dtype (repeat for several)",
+    "case": "only this case, by its id (repeat for several)",
 }
-SINGLE = ("level", "device")
-TEST = "::test_conformance["
+ONE = {
+    "level": "how much to run: smoke (the default), full or stress",
+    "device": "the device of the arrays, as the array library names it",
+    "xfail": "a file of cases that are expected to fail: a pattern of ids, #, and why",
+    "skip": "a file of cases that are not to be run: a pattern of ids, #, and why",
+    "timeout": "seconds after which a case has hung (300)",
+    "record": "write a JSON record of the run to this file",
+    "html": "write a page about the run to this file",
+}
+HERE = "in_process"
+NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
+OUTCOME = "precondattn_outcome"
 
 
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("precondattn", "precondattn: conformance of attention backends")
-    for name, text in FLAGS.items():
-        action = {} if name in SINGLE else {"action": "append", "default": []}
+    for name, text in {**MANY, **ONE}.items():
+        action = {"action": "append", "default": []} if name in MANY else {}
         group.addoption(f"--precondattn-{name}", dest=f"precondattn_{name}", help=text, **action)
+    group.addoption(
+        "--precondattn-in-process",
+        dest=f"precondattn_{HERE}",
+        action="store_true",
+        help="run the cases in pytest's own process, where a debugger works and a crash ends all",
+    )
 
 
 def _given(config: Any, name: str) -> Any:
@@ -35,46 +50,33 @@ def _given(config: Any, name: str) -> Any:
 
 
 def _is_active(config: Any) -> bool:
-    return any(_given(config, name) for name in FLAGS)
+    return any(_given(config, name) for name in (*MANY, *ONE))
+
+
+def pytest_configure(config: Any) -> None:
+    if _is_active(config):
+        config.pluginmanager.register(_run_of(config), "precondattn-run")
+
+
+def _run_of(config: Any) -> Any:
+    """What is done once a flag is given; it imports the suite."""
+    from precondattn_conformance.pytest_run import PytestRun
+    from precondattn_conformance.session import Session
+
+    many = {NAMES.get(name, name): tuple(_given(config, name)) for name in MANY}
+    session = Session(
+        **{"ids" if name == "case" else name: found for name, found in many.items()},
+        level=_given(config, "level") or "smoke",
+        device=_given(config, "device"),
+        xfail=_given(config, "xfail"),
+        skip=_given(config, "skip"),
+        **({"timeout": float(_given(config, "timeout"))} if _given(config, "timeout") else {}),
+        jobs=0 if _given(config, HERE) else 1,
+    )
+    return PytestRun(session, _given(config, "record"), _given(config, "html"))
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    if "precondattn_case" not in metafunc.fixturenames:
-        return
-    config = metafunc.config
-    if not _is_active(config):
+    """Without a flag the suite's one test has no cases."""
+    if "precondattn_case" in metafunc.fixturenames and not _is_active(metafunc.config):
         metafunc.parametrize("precondattn_case", [])
-        return
-    from precondattn_conformance.case import cases
-
-    found = list(
-        cases(
-            _given(config, "level") or "smoke",
-            only_libraries=tuple(_given(config, "library")),
-            only_mechanisms=tuple(_given(config, "mechanism")),
-            only_checks=tuple(_given(config, "check")),
-            only_dtypes=tuple(_given(config, "dtype")),
-        )
-    )
-    metafunc.parametrize("precondattn_case", found, ids=[case.id for case in found])
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
-    if _given(config, "backend"):
-        names = ", ".join(_given(config, "backend"))
-        terminalreporter.write_line(f"{names}: {_compared(terminalreporter)} cases compared")
-
-
-def pytest_sessionfinish(session: Any) -> None:
-    """A named backend of which nothing was compared has failed, whatever the tests say."""
-    config = session.config
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if hasattr(config, "workerinput") or reporter is None or not _given(config, "backend"):
-        return
-    if not config.option.collectonly and not _compared(reporter):
-        session.exitstatus = 1
-
-
-def _compared(reporter: Any) -> int:
-    reports = reporter.stats.get("passed", []) + reporter.stats.get("failed", [])
-    return sum(TEST in report.nodeid for report in reports)

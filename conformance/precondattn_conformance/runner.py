@@ -1,7 +1,8 @@
-"""Running cases, and what comes of them."""
+"""Running a case in this process, and what comes of it."""
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -9,9 +10,13 @@ from dataclasses import dataclass, field
 
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend, DisagreementError, Measured, run
+from precondattn_conformance.checks import Backend, Measured, run
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.snippet import snippet
 
 PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
+XFAILED, SKIPPED = "xfailed", "skipped"
+STATUSES = (PASSED, FAILED, UNSUPPORTED, XFAILED, SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,17 @@ class Outcome:
     measured: Measured | None = None
     reason: str = ""
     """The disagreement, the error, or the backend's own reason."""
+    details: str = ""
+    """Of a failure: the first wrong element, a map of the error, a traceback."""
+    snippet: str = ""
+    """Python that shows it."""
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """All that is known of a failure."""
+        parts = (self.reason, self.details, self.snippet and f"To see it again:\n\n{self.snippet}")
+        return "\n\n".join(part for part in parts if part)
 
 
 @dataclass
@@ -42,14 +58,26 @@ class Report:
 
 def run_case(case: Case, backend: Backend = None, device: str | None = None) -> Outcome:
     """One case. Claiming support and then raising is a failure."""
+    start = time.perf_counter()
+
+    def outcome(status: str, measured: Measured | None = None, *texts: str) -> Outcome:
+        reason, details = (*texts, "", "")[:2]
+        shown = snippet(case, backend, device) if status == FAILED else ""
+        seconds = time.perf_counter() - start
+        return Outcome(case, status, measured, reason, details, shown, seconds)
+
     try:
-        return Outcome(case, PASSED, run(case, backend, device))
+        return outcome(PASSED, run(case, backend, device))
     except UnsupportedError as refusal:
-        return Outcome(case, UNSUPPORTED, reason=str(refusal))
+        return outcome(UNSUPPORTED, None, str(refusal))
     except DisagreementError as disagreement:
-        return Outcome(case, FAILED, reason=str(disagreement))
-    except Exception:
-        return Outcome(case, FAILED, reason=traceback.format_exc(limit=-4))
+        measured = None
+        if disagreement.error is not None and disagreement.bound is not None:
+            measured = Measured(disagreement.error, disagreement.bound)
+        return outcome(FAILED, measured, str(disagreement), disagreement.details)
+    except Exception as error:
+        said = f"it raised {type(error).__name__}: {error}"
+        return outcome(FAILED, None, said, traceback.format_exc(limit=-4))
 
 
 def run_cases(
@@ -58,7 +86,7 @@ def run_cases(
     device: str | None = None,
     progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """All cases, telling `progress` of each."""
+    """All cases, in this process, telling `progress` of each."""
     report = Report()
     for case in cases:
         outcome = run_case(case, backend, device)

@@ -1,16 +1,29 @@
 """The cases as tests. See `plugin.py` for the flags that choose them."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case
+from precondattn_conformance.runner import FAILED, SKIPPED, UNSUPPORTED, XFAILED, Outcome
 
 
-def test_conformance(precondattn_case: Case, request: pytest.FixtureRequest) -> None:
-    backend = tuple(request.config.getoption("precondattn_backend")) or None
-    device = request.config.getoption("precondattn_device")
-    outcome = run_case(precondattn_case, backend, device)
-    if outcome.status == UNSUPPORTED:
+@pytest.fixture(scope="session")
+def precondattn_run(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outcome]]:
+    with request.config.pluginmanager.get_plugin("precondattn-run").runner() as run:
+        yield run
+
+
+def test_conformance(
+    precondattn_case: Case,
+    precondattn_run: Callable[[Case], Outcome],
+    request: pytest.FixtureRequest,
+) -> None:
+    outcome = precondattn_run(precondattn_case)
+    request.node.precondattn_outcome = outcome
+    if outcome.status in (UNSUPPORTED, SKIPPED):
         pytest.skip(outcome.reason)
+    if outcome.status == XFAILED:
+        pytest.xfail(outcome.reason)
     if outcome.status == FAILED:
-        pytest.fail(outcome.reason, pytrace=False)
+        pytest.fail(outcome.text, pytrace=False)

@@ -110,14 +110,14 @@ def _peak_of(call: Any, library: Any) -> float:
         before = torch.cuda.memory_allocated()
         call()
         return float(torch.cuda.max_memory_allocated() - before)
-    _give_back()
+    give_back()
     _forget_peak()
     before = _resident("VmRSS")
     call()
     return max(_resident("VmHWM") - before, 0.0)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Have the allocator return what is free, so that a call can not use it unseen."""
     import gc
 

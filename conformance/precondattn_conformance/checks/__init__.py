@@ -1,0 +1,55 @@
+"""The checks, in the order in which they are reported: each a class in a file of its name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn_conformance import libraries
+from precondattn_conformance.checks.caching import Alternation, Caching, Splits
+from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.checks.determinism import Determinism
+from precondattn_conformance.checks.dtypes import Dtypes
+from precondattn_conformance.checks.gradients import Gradients
+from precondattn_conformance.checks.leaks import Leaks
+from precondattn_conformance.checks.memory import Memory
+from precondattn_conformance.checks.outputs import Outputs
+from precondattn_conformance.checks.packing import Packing
+from precondattn_conformance.checks.padding import Padding
+from precondattn_conformance.checks.purity import Purity
+from precondattn_conformance.checks.refusals import Refusals
+from precondattn_conformance.checks.stability import Stability
+from precondattn_conformance.checks.states import States
+from precondattn_conformance.checks.strides import Strides
+from precondattn_conformance.checks.transforms import Transforms
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+ALL: tuple[Check, ...] = (
+    Outputs(),
+    Gradients(),
+    Caching(),
+    Splits(),
+    Alternation(),
+    States(),
+    Packing(),
+    Padding(),
+    Stability(),
+    Dtypes(),
+    Determinism(),
+    Purity(),
+    Strides(),
+    Refusals(),
+    Transforms(),
+    Leaks(),
+    Memory(),
+)
+CHECK: dict[str, Check] = {check.name: check for check in ALL}
+CHECKS = tuple(CHECK)
+
+
+def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:
+    """One case, on one backend (or whatever is chosen for it)."""
+    library = libraries.named(case.library, device)
+    with library.precision(case.dtype):
+        return CHECK[case.check].run(Trial(case, library, backend))

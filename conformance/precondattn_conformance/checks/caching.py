@@ -1,0 +1,122 @@
+"""A cache, however the tokens come: in one prefill, one by one, in blocks, by several backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.inputs import slice_tokens
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+EXTENDING = """cache = mechanism.init_cache(**inputs, capacity={tokens})
+out, cache = mechanism.extend(cache, **inputs, backend={backend})"""
+
+
+class Caching(Check):
+    """A prefill, then single tokens, then a block, equal the full call.
+
+    Mostly with room to spare in the cache; ragged and masked too. From the third call on the cache
+    is donated, so that buffers are written in place.
+    """
+
+    name = "caching"
+    snippet = EXTENDING
+
+    def applies(self, case: Case) -> bool:
+        is_one_sequence = case.layout.mask != "segment_ids" and case.layout.t == case.layout.s
+        return pa.parse(case.mechanism).offers.causal and is_one_sequence
+
+    def run(self, trial: Trial) -> Measured:
+        time = trial.case.layout.t
+        out = extended(trial, _ends(time), [trial.backend])
+        trial.require_purity()
+        return trial.agree({"the extended output": (out, trial.expected.out)})
+
+
+class Splits(Caching):
+    """Wherever the tokens are split in two, and one by one, the output is that of the full call.
+
+    Nothing is donated.
+    """
+
+    name = "splits"
+
+    def run(self, trial: Trial) -> Measured:
+        time = trial.case.layout.t
+        plans = [[stop, time] for stop in range(1, time)] + [list(range(1, time + 1))]
+        worst = 0.0
+        for plan in plans:
+            out = extended(trial, plan, [trial.backend], donates=False)
+            what = f"the output extended to {', '.join(map(str, plan))} tokens"
+            worst = max(worst, trial.agree({what: (out, trial.expected.out)}).error)
+        return Measured(worst, trial.agree({}).bound)
+
+
+class Alternation(Caching):
+    """A cache that one backend began, another one goes on with: buffers mean the same to all.
+
+    Calls alternate between the backend under test and the reference, in both orders.
+    """
+
+    name = "alternation"
+
+    def run(self, trial: Trial) -> Measured:
+        time = trial.case.layout.t
+        pairs = {}
+        for first, second in ((trial.backend, "reference"), ("reference", trial.backend)):
+            out = extended(trial, _ends(time), cycle([first, second]), donates=False)
+            who = "the reference first" if first == "reference" else "the reference second"
+            pairs[f"the output extended with {who}"] = (out, trial.expected.out)
+        return trial.agree(pairs)
+
+
+def extended(
+    trial: Trial, ends: Sequence[int], backends: Iterable[Backend], *, donates: bool = True
+) -> np.ndarray:
+    """The outputs of `extend`, whose calls go to these ends, by these backends in turn."""
+    m, layout = trial.mechanism, trial.case.layout
+    expected, library = trial.expected, trial.library
+    capacity = layout.t if layout.mask == "key_mask" else layout.t + 3
+    arrays = {
+        name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
+    }
+    has_key_mask = layout.mask == "key_mask"
+    cache = m.init_cache(**trial.inputs, capacity=capacity, key_mask=has_key_mask)
+    outs, start = [], 0
+    for call, (stop, backend) in enumerate(zip(ends, cycle(backends), strict=False)):
+        options: dict[str, Any] = {}
+        if layout.mask == "lengths":
+            valid = np.clip(expected.masks["lengths"] - start, 0, stop - start)
+            options["lengths"] = library.array(valid)
+        if has_key_mask:
+            options["key_mask"] = library.array(expected.masks["key_mask"][:, start:stop])
+        new = trial.arrays(slice_tokens(m, arrays, start, stop))
+        if backend == trial.backend:
+            trial.require_work(m.explain(**new, **options, cache=cache, backend=backend))
+        donate = donates and call > 1
+        out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
+        outs.append(trial.numpy(out))
+        start = stop
+    return np.concatenate(outs, axis=1)
+
+
+def _ends(time: int) -> list[int]:
+    """Where the calls end: a prefill and single tokens; short sequences also begin with one."""
+    if time > 16:
+        return [time - 2, time - 1, time]
+    return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})
+
+
+def _with_capacity(m: pa.Mechanism, name: str, array: np.ndarray, capacity: int) -> np.ndarray:
+    """Pairs of query and key, with as many key columns as the cache has slots."""
+    if not m.inputs[name].is_pairwise:
+        return array
+    more = capacity - array.shape[-1]
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)], constant_values=7.0)

@@ -1,0 +1,40 @@
+"""The gradient of every input, asked for explicitly and by the library's own differentiation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.declared import is_constant_in_one_token
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Gradients(Check):
+    """The gradients of all inputs are the oracle's, by `vjp` and by PyTorch's and JAX's autograd.
+
+    The oracle's own are held against central differences. A gradient that is one number for all
+    tokens, and whose terms cancel, is measured against its terms.
+    """
+
+    name = "gradients"
+    snippet = """out, pullback = mechanism.vjp(**inputs, backend={backend})
+gradients = pullback(out)"""
+
+    def applies(self, case: Case) -> bool:
+        import precondattn as pa
+
+        # What is 0 has no size to compare with.
+        return case.layout.t > 1 or not is_constant_in_one_token(pa.parse(case.mechanism))
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain("vjp")
+        out, explicit = trial.vjp()
+        pairs = {"the output of vjp": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(explicit)
+        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        automatic = trial.library.gradients(trial.call, trial.inputs, cotangent)
+        pairs |= trial.pairs_of_gradients(automatic or {}, "autograd")
+        trial.require_purity()
+        return trial.agree(pairs, trial.terms_of_gradients())

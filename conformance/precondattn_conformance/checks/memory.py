@@ -1,0 +1,56 @@
+"""How peak memory grows with the number of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import precondattn as pa
+from precondattn.discovery import discover
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.tolerance import bound
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+GROWTH = {"linear": 2.2, "quadratic": 4.4}
+"""When the number of tokens doubles, at most."""
+
+
+class Memory(Check):
+    """Peak memory grows as the backend declares: `memory = "linear"` or `"quadratic"`.
+
+    From 2,048 to 4,096 tokens, output and gradients, each in a process of its own. A backend that
+    declares no class is not checked.
+    """
+
+    name = "memory"
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.name == "long" and case.library in ("numpy", "torch")
+
+    def run(self, trial: Trial) -> Measured:
+        from precondattn_conformance.bench.cases import BenchCase
+        from precondattn_conformance.bench.memory import peak_bytes
+
+        case = trial.case
+        declared = discover().named(trial.under_test).memory if trial.under_test else ""
+        if not declared:
+            raise pa.UnsupportedError(f"{trial.under_test} declares no memory class")
+        trial.explain("vjp")
+        of = BenchCase(
+            name="memory",
+            mechanism=case.mechanism,
+            work="forward_backward",
+            layout=case.layout,
+            dtype=case.dtype,
+            library=case.library,
+        )
+        peaks = [peak_bytes(of, trial.under_test, trial.library.device, n) for n in (1, 2)]
+        growth = peaks[1] / max(peaks[0], 1.0)
+        if growth > GROWTH[declared]:
+            raise DisagreementError(
+                f"{case.layout.t} tokens take {peaks[0] / 2**20:.1f} MiB, twice as many "
+                f"{growth:.2f} times as much; {trial.under_test} declares {declared} memory"
+            )
+        return Measured(0.0, bound(case.dtype, case.kind))

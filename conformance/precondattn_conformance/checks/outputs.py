@@ -1,0 +1,17 @@
+"""The output of a full call."""
+
+from __future__ import annotations
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+
+
+class Outputs(Check):
+    """The output is the oracle's, under every mask, at every size, on every kind of keys."""
+
+    name = "outputs"
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain()
+        out = trial.call()
+        trial.require_purity()
+        return trial.agree({"the output": (trial.numpy(out), trial.expected.out)})

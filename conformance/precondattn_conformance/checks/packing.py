@@ -1,0 +1,71 @@
+"""Packed sequences, each against a call of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.oracle import Oracle
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Packing(Check):
+    """Segments of a packed call equal calls on each segment alone, and so do their gradients.
+
+    The oracle is asked of each segment without a mask, so that not even its own idea of a segment
+    is taken for granted. The gradient of an input without tokens is the sum over all segments.
+    """
+
+    name = "packing"
+    snippet = "out = mechanism(**inputs, backend={backend})  # inputs has segment_ids"
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.mask == "segment_ids"
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain("vjp")
+        out, gradients = trial.vjp()
+        trial.require_purity()
+        expected_out, expected = _one_by_one(trial)
+        pairs = {"the output": (trial.numpy(out), expected_out)}
+        pairs |= {f"vjp of {n}": (trial.numpy(g), expected[n]) for n, g in gradients.items()}
+        return trial.agree(pairs, trial.terms_of_gradients())
+
+
+def _one_by_one(trial: Trial) -> tuple[np.ndarray, Arrays]:
+    """The output, and the gradients, of a call for each segment."""
+    expected: Oracle = trial.expected
+    m, segments = trial.mechanism, expected.masks["segment_ids"]
+    out = np.zeros_like(expected.out)
+    gradients = {name: np.zeros_like(array) for name, array in expected.inputs.items()}
+    for b in range(segments.shape[0]):
+        for segment in np.unique(segments[b]):
+            tokens = np.flatnonzero(segments[b] == segment)
+            where = {name: _index(trial, name, b, tokens) for name in expected.inputs}
+            alone = {name: expected.inputs[name][index] for name, index in where.items()}
+            found, pullback = m.vjp(**alone, backend="reference")
+            rows = np.ix_([b], tokens)
+            out[rows] = found
+            for name, gradient in pullback(expected.cotangent[rows]).items():
+                gradients[name][where[name]] += gradient
+    return out, gradients
+
+
+def _index(trial: Trial, name: str, b: int, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Where an input has one sequence's tokens."""
+    shape = trial.expected.inputs[name].shape
+    axes = trial.mechanism.inputs[name].axes
+    indices = []
+    for axis, size in zip(axes, shape, strict=True):
+        if size > 1 and axis.letter == "b":
+            indices.append(np.asarray([b]))
+        elif size > 1 and axis.letter in ("t", "s"):
+            indices.append(tokens)
+        else:
+            indices.append(np.arange(size))
+    return np.ix_(*indices)

@@ -1,0 +1,58 @@
+"""What stands in padding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.inputs import Arrays
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Padding(Check):
+    """What stands behind a sequence's length may be NaN: no output and no gradient has any of it.
+
+    Outputs and gradients of padding are 0.
+    """
+
+    name = "padding"
+    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN behind inputs['lengths']."
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.mask == "lengths"
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain("vjp")
+        padded, behind = _with_nan(trial)
+        out, gradients = trial.vjp(trial.arrays(padded))
+        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(gradients)
+        measured = trial.agree(pairs, trial.terms_of_gradients())
+        for name, where in behind.items():
+            if np.any(trial.numpy(gradients[name])[where]):
+                raise DisagreementError(f"the gradient of {name} is not 0 at its padding")
+        return measured
+
+
+def _with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
+    """The inputs with NaN in padding, and where that is."""
+    layout, lengths = trial.case.layout, trial.expected.masks["lengths"]
+    padded, behind = {}, {}
+    for name, array in trial.expected.inputs.items():
+        pattern = trial.mechanism.inputs[name]
+        letters = "".join(axis.letter for axis in pattern.axes)
+        time = pattern.time_axis
+        if time is None or pattern.is_pairwise or not letters.startswith("b"):
+            padded[name] = array
+            continue
+        after = np.arange(layout.t) >= lengths[:, None]
+        shape = [1] * array.ndim
+        shape[0], shape[time] = layout.b, layout.t
+        behind[name] = np.broadcast_to(after.reshape(shape), array.shape)
+        padded[name] = np.where(behind[name], np.nan, array)
+    return padded, behind

@@ -1,0 +1,48 @@
+"""What a call leaves alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precondattn_conformance.checks.caching import Caching
+from precondattn_conformance.checks.check import Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.inputs import slice_tokens
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Purity(Caching):
+    """A cache that was not donated is as good as new: another branch goes on from it.
+
+    Every check looks whether inputs were written to. This one extends one cache twice, with
+    different tokens and then with the same, as a search over continuations does.
+    """
+
+    name = "purity"
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.mask is None and case.layout.t > 2 and super().applies(case)
+
+    def run(self, trial: Trial) -> Measured:
+        m, time = trial.mechanism, trial.case.layout.t
+        arrays = trial.expected.inputs
+        first = trial.arrays(slice_tokens(m, arrays, 0, time - 1))
+        last = trial.arrays(slice_tokens(m, arrays, time - 1, time))
+        # Other tokens for the same place: those of the sequences in the opposite order.
+        other = {n: a[::-1] if a.ndim else a for n, a in arrays.items()}
+        others = trial.arrays(slice_tokens(m, other, time - 1, time))
+        cache = m.init_cache(**trial.inputs, capacity=time)
+        trial.require_work(m.explain(**last, cache=cache, backend=trial.backend))
+        _, cache = m.extend(cache, **first, backend=trial.backend)
+        before = {name: trial.numpy(a).copy() for name, a in cache.store.items()}
+        m.extend(cache, **others, backend=trial.backend)
+        for name, array in cache.store.items():
+            if not np.array_equal(trial.numpy(array), before[name], equal_nan=True):
+                raise DisagreementError(f"the cache's buffer {name} was written to")
+        out, _ = m.extend(cache, **last, backend=trial.backend)
+        expected = trial.expected.out[:, time - 1 :]
+        return trial.agree({"the output from a cache used before": (trial.numpy(out), expected)})

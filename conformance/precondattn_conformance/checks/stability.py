@@ -1,0 +1,32 @@
+"""Inputs at which a naive formula overflows, underflows or cancels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import precondattn as pa
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.extremes import EXTREMES, makes_sense
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Stability(Check):
+    """Huge, tied and tiny logits, extreme gates and values far apart: as accurate as elsewhere.
+
+    Every extreme leaves the answer well conditioned, so it is held to the same bounds; nothing may
+    become infinite or NaN, in the output or in a gradient.
+    """
+
+    name = "stability"
+
+    def applies(self, case: Case) -> bool:
+        return case.kind in EXTREMES and makes_sense(pa.parse(case.mechanism), case.kind)
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain("vjp")
+        out, gradients = trial.vjp()
+        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(gradients)
+        return trial.agree(pairs, trial.terms_of_gradients())

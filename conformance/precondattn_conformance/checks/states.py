@@ -1,0 +1,123 @@
+"""A state that other tokens left, through to the gradients of it and of the last one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.call import keeps_tokens
+from precondattn_conformance.checks.caching import Caching
+from precondattn_conformance.checks.check import Backend, Measured, Trial
+from precondattn_conformance.declared import is_smooth
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.inputs import Arrays, make_inputs
+from precondattn_conformance.oracle import rounded
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class States(Caching):
+    """From a state that is not empty: the output, the last state, and gradients through both.
+
+    For mechanisms whose cache is a state and not a history of tokens.
+    """
+
+    name = "states"
+    snippet = """cache = mechanism.init_cache(**inputs)
+out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})"""
+
+    def applies(self, case: Case) -> bool:
+        mechanism = pa.parse(case.mechanism)
+        has_states = bool(mechanism.program.slots) and not keeps_tokens(mechanism)
+        return has_states and super().applies(case)
+
+    def run(self, trial: Trial) -> Measured:
+        case, library, backend = trial.case, trial.library, trial.backend
+        expected, m, inputs, masks = trial.expected, trial.mechanism, trial.inputs, trial.masks
+        before = make_inputs(m, case.layout, "random", seed=1)
+        left = m.extend(m.init_cache(**before), **before, backend="reference")[1]
+        start = {name: rounded(state, case.dtype) for name, state in left.store.items()}
+        rng = np.random.default_rng(3)
+        d_last = {name: rounded(rng.normal(size=s.shape), case.dtype) for name, s in start.items()}
+        oracle_of = (expected.inputs, start, expected.masks, expected.cotangent, d_last)
+        wanted = _through_states(m, *oracle_of, "reference")
+        if case.dtype == "float64" and is_smooth(m, case.kind):
+            _check_direction_of_states(m, *oracle_of, wanted)
+
+        state_dtype = "float64" if case.dtype == "float64" else "float32"
+        start, d_last = (
+            {name: library.array(array, state_dtype) for name, array in arrays.items()}
+            for arrays in (start, d_last)
+        )
+        cotangent = library.array(expected.cotangent, case.dtype)
+        cache = m.init_cache(**inputs)._replace(store=start)
+        trial.require_work(m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
+        found = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
+
+        def total(x: Arrays) -> Any:
+            own = {name: x[name] for name in inputs}
+            store = {name: x[name] for name in start}
+            out, last = m.extend(cache._replace(store=store), **own, **masks, backend=backend)
+            return (out * cotangent).sum() + sum((last.store[n] * d_last[n]).sum() for n in start)
+
+        pairs = {what: (library.numpy(array), wanted[what]) for what, array in found.items()}
+        one = library.array(np.asarray(1.0), case.dtype)
+        automatic = library.gradients(total, {**inputs, **start}, one)
+        for name, gradient in (automatic or {}).items():
+            pairs[f"autograd of {name}"] = library.numpy(gradient), wanted[f"vjp of {name}"]
+        trial.require_purity()
+        return trial.agree(pairs)
+
+
+def _through_states(
+    m: pa.Mechanism,
+    x: Arrays,
+    start: Arrays,
+    masks: Arrays,
+    cotangent: Any,
+    d_last: Arrays,
+    backend: Backend,
+) -> Arrays:
+    """Output, last state, and the gradients of inputs and first state, by what they are."""
+    cache = m.init_cache(**x)._replace(store=start)
+    out, last, pullback = m.extend_vjp(cache, **x, **masks, backend=backend)
+    gradients, d_start = pullback(cotangent, d_last)
+    return {
+        "the output from a state": out,
+        **{f"the last {name}": state for name, state in last.store.items()},
+        **{f"vjp of {name}": gradient for name, gradient in {**gradients, **d_start}.items()},
+    }
+
+
+def _check_direction_of_states(
+    m: pa.Mechanism,
+    x: Arrays,
+    start: Arrays,
+    masks: Arrays,
+    cotangent: np.ndarray,
+    d_last: Arrays,
+    wanted: Arrays,
+) -> None:
+    """One central difference of the oracle along a random direction of its first state."""
+    rng, h = np.random.default_rng(4), 1e-6
+    along = {name: rng.normal(size=state.shape) for name, state in start.items()}
+
+    def value(sign: float) -> float:
+        moved = {name: state + sign * h * along[name] for name, state in start.items()}
+        cache = m.init_cache(**x)._replace(store=moved)
+        out, last = m.extend(cache, **x, **masks, backend="reference")
+        ends = sum(np.sum(last.store[name] * d_last[name]) for name in start)
+        return float(np.sum(out * cotangent) + ends)
+
+    found = (value(1) - value(-1)) / (2 * h)
+    terms = [wanted[f"vjp of {name}"] * along[name] for name in start]
+    expected = float(sum(np.sum(term) for term in terms))
+    size = float(sum(np.sum(np.abs(term)) for term in terms))
+    if not abs(found - expected) <= 1e-6 * max(size, 1.0):
+        raise DisagreementError(
+            f"the oracle's own gradient of its first state is {expected:.9g} along a direction, "
+            f"and {found:.9g} by central differences"
+        )

@@ -1,0 +1,41 @@
+"""Arrays whose elements lie otherwise in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+ORDERS = ("heads first", "every other element", "a window of a larger array")
+
+
+class Strides(Check):
+    """Inputs may be views: transposed, of every other element, a window of a larger array.
+
+    The output and the gradients are what they are for contiguous inputs, and nothing around a view
+    is read or written to. JAX has no views.
+    """
+
+    name = "strides"
+
+    def applies(self, case: Case) -> bool:
+        return case.library != "jax"
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain("vjp")
+        worst = 0.0
+        for order in ORDERS:
+            views = {n: trial.library.view(array, order) for n, array in trial.inputs.items()}
+            out, gradients = trial.vjp(views)
+            pairs = {f"from {order}, the output": (trial.numpy(out), trial.expected.out)}
+            by_name = trial.pairs_of_gradients(gradients)
+            pairs |= {f"from {order}, {what}": pair for what, pair in by_name.items()}
+            terms = {
+                f"from {order}, {what}": size for what, size in trial.terms_of_gradients().items()
+            }
+            worst = max(worst, trial.agree(pairs, terms).error)
+        trial.require_purity()
+        return Measured(worst, trial.agree({}).bound)

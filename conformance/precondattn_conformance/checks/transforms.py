@@ -1,0 +1,57 @@
+"""Under the library's own transformations: `vmap`, and `torch.compile` or `jax.jit`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from precondattn_conformance.checks.check import Check, Measured, Trial
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+
+
+class Transforms(Check):
+    """A mapped or compiled call, and its gradient, are those of the plain one.
+
+    PyTorch: `torch.vmap`, `torch.compile`. JAX: `jax.vmap`, `jax.jit`. The mapped call has two
+    batches of different values; the gradient is that of the compiled function.
+    """
+
+    name = "transforms"
+
+    def applies(self, case: Case) -> bool:
+        return case.library in ("torch", "jax") and case.layout.mask is None
+
+    def run(self, trial: Trial) -> Measured:
+        trial.explain()
+        pairs = {}
+        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        for name, transform in trial.library.transforms().items():
+            function = transform(trial.call)
+            if name == "vmap":
+                pairs["the mapped output"] = _mapped(trial, function)
+                continue
+            out = trial.numpy(function(trial.inputs))
+            pairs[f"the output under {name}"] = (out, trial.expected.out)
+            found = trial.library.gradients(function, trial.inputs, cotangent) or {}
+            pairs |= trial.pairs_of_gradients(found, f"the gradient under {name}")
+        trial.require_purity()
+        terms = {
+            what: size
+            for name, size in trial.expected.terms.items()
+            for what in pairs
+            if what.endswith(f" of {name}")
+        }
+        return trial.agree(pairs, terms)
+
+
+def _mapped(trial: Trial, function: object) -> tuple[np.ndarray, np.ndarray]:
+    """The output of two calls in one, and the oracle's."""
+    first = trial.expected.inputs
+    second = {name: array[::-1] if array.ndim else array for name, array in first.items()}
+    both = {name: np.stack([first[name], second[name]]) for name in first}
+    found = trial.numpy(function(trial.arrays(both)))  # type: ignore[operator]
+    other = trial.mechanism(**second, backend="reference")
+    return found, np.stack([trial.expected.out, other])

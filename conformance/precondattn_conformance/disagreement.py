@@ -1,0 +1,137 @@
+"""A result that is not the oracle's: by how much, where first, and where else.
+
+first wrong element: b=0, t=5, h=1, e=3: 0.318 found, 0.274 expected
+
+error over bound, the worst of each block; "." is within it, a digit the power of ten beyond
+            t=0  8  16
+b=0 h=0     .  .  3
+b=0 h=1     .  .  4
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from precondattn_conformance.tolerance import error
+
+COLUMNS = 32
+"""Blocks of an error map, at most."""
+ROWS = 24
+SMALLEST_BLOCK = 16
+SYMBOLS = ".123456789"
+
+
+class DisagreementError(AssertionError):
+    """A result that is not the oracle's; `details` say where.
+
+    `error` and `bound` are there where one was measured against the other.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        details: str = "",
+        error: float | None = None,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.details, self.error, self.bound = details, error, bound
+
+
+def agree(
+    what: str,
+    found: np.ndarray,
+    expected: np.ndarray,
+    bound: float,
+    *,
+    terms: float = 0.0,
+    axes: str = "",
+) -> float:
+    """The error, or a DisagreementError with what is wrong.
+
+    Parameters
+    ----------
+    what
+        The result's name in the message, such as "the output".
+    terms
+        The size of what an element is the sum of, where that is larger than the result.
+    axes
+        The letters of its axes, such as "bthe", as far as they are known.
+    """
+    if found.shape != expected.shape:
+        raise DisagreementError(f"{what} has the shape {found.shape}, not {expected.shape}")
+    seen = error(found, expected, terms)
+    if seen <= bound:
+        return seen
+    size = max(float(np.max(np.abs(expected))), terms) or 1.0
+    # Where nothing is off by much, but all by a little, the worst element is shown.
+    share = np.nan_to_num(np.abs(found - expected) / (size * bound), nan=np.inf)
+    share = share / min(1.0, float(np.max(share)))
+    raise DisagreementError(
+        f"{what} is off by {seen:.3g} (bound {bound:.1g}); worst at "
+        + _place(np.unravel_index(np.argmax(share), share.shape), found, expected, axes),
+        "\n".join((_first_wrong(share, found, expected, axes), "", *_map(share, axes))),
+        seen,
+        bound,
+    )
+
+
+def _place(index: tuple[np.intp, ...], found: np.ndarray, expected: np.ndarray, axes: str) -> str:
+    numbers = tuple(map(int, index))
+    where = str(numbers)
+    if len(axes) == len(numbers):
+        where = ", ".join(f"{axis}={i}" for axis, i in zip(axes, numbers, strict=True))
+    return f"{where}: {found[index]:.9g} found, {expected[index]:.9g} expected"
+
+
+def _first_wrong(share: np.ndarray, found: np.ndarray, expected: np.ndarray, axes: str) -> str:
+    """The first in time, where there is one."""
+    wrong = np.argwhere(share >= 1)
+    time = _time_axis(axes, share.ndim)
+    if time is not None:
+        wrong = wrong[np.argsort(wrong[:, time], kind="stable")]
+    first = tuple(np.intp(i) for i in wrong[0])
+    return (
+        f"first wrong element: {_place(first, found, expected, axes)}\n"
+        f"{len(wrong)} of {share.size} elements are wrong"
+    )
+
+
+def _time_axis(axes: str, ndim: int) -> int | None:
+    if len(axes) != ndim:
+        return None
+    return next((axes.index(letter) for letter in "ts" if letter in axes), None)
+
+
+def _map(share: np.ndarray, axes: str) -> list[str]:
+    """The worst of each block of tokens, for every sequence and head."""
+    time = _time_axis(axes, share.ndim)
+    if time is None or share.size == 0:
+        return []
+    letters = [axis for axis in axes if axis in "bhnu"]
+    others = tuple(i for i, axis in enumerate(axes) if i != time and axis not in "bhnu")
+    worst = np.max(share, axis=others, keepdims=True)
+    rows = np.moveaxis(worst, time, -1).reshape(-1, share.shape[time])
+    kept = [share.shape[axes.index(letter)] for letter in letters]
+    tokens = rows.shape[1]
+    block = 1 if tokens <= COLUMNS else max(SMALLEST_BLOCK, -(-tokens // COLUMNS))
+    starts = range(0, tokens, block)
+    lines = [
+        'error over bound, the worst of each block; "." is within it, a digit how many times ten:',
+        f"columns: {axes[time]} in blocks of {block}" if block > 1 else f"columns: {axes[time]}",
+    ]
+    for row, index in zip(rows[:ROWS], np.ndindex(*kept), strict=False):
+        cells = "".join(_symbol(float(np.max(row[i : i + block]))) for i in starts)
+        name = " ".join(f"{axis}={i}" for axis, i in zip(letters, index, strict=True))
+        lines.append(f"  {name:<12} {cells}")
+    if len(rows) > ROWS:
+        lines.append(f"  … and {len(rows) - ROWS} rows more")
+    return lines
+
+
+def _symbol(share: float) -> str:
+    if share < 1:
+        return SYMBOLS[0]
+    if not np.isfinite(share):
+        return "N"
+    return SYMBOLS[min(1 + int(np.log10(share)), 9)]

@@ -1,0 +1,99 @@
+"""What an adopter expects to fail, or does not want to run: files that they keep, with reasons.
+
+    # One pattern of case ids on a line (`*` for any text), and after two spaces and # why.
+    gradients-*-lucid_solve*      # the backward kernel is not written yet
+    outputs-torch-float16-*       # issue 12: overflow of the norms
+
+Both are strict. A line that matches no case of the run's level is an error, whatever else is
+chosen; an expected failure that passes is a failure, since the line is no longer true.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
+from pathlib import Path
+
+from precondattn_conformance.case import Case
+from precondattn_conformance.runner import FAILED, PASSED, SKIPPED, XFAILED, Outcome
+
+
+class ExpectationError(ValueError):
+    """A file of expectations that says nothing, or nothing that is true."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One expectation."""
+
+    pattern: str
+    reason: str
+    place: str
+    """The file and the number of the line."""
+    expression: re.Pattern[str] = field(compare=False)
+
+    def matches(self, case: Case) -> bool:
+        return self.expression.fullmatch(case.id) is not None
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What is expected to fail, and what is not run."""
+
+    xfail: tuple[Line, ...] = ()
+    skip: tuple[Line, ...] = ()
+
+    @classmethod
+    def read(cls, xfail: str | Path | None, skip: str | Path | None) -> Expectations:
+        """From the two files, of which either may be missing."""
+        return cls(_read(xfail), _read(skip))
+
+    def require_true(self, level_cases: Iterable[Case]) -> None:
+        """Raise an ExpectationError for lines that match no case of the level."""
+        left = list(self.xfail + self.skip)
+        for case in level_cases:
+            if not left:
+                return
+            left = [line for line in left if not line.matches(case)]
+        if left:
+            listed = "\n".join(f"{line.place}: {line.pattern} matches no case" for line in left)
+            raise ExpectationError(listed)
+
+    def skipped(self, case: Case) -> Outcome | None:
+        """The outcome of a case that is not to be run, or None."""
+        line = _first(self.skip, case)
+        return None if line is None else Outcome(case, SKIPPED, reason=line.reason)
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """An outcome in the light of what was expected."""
+        line = _first(self.xfail, outcome.case)
+        if line is None or outcome.status not in (PASSED, FAILED):
+            return outcome
+        if outcome.status == FAILED:
+            return replace(outcome, status=XFAILED, reason=f"{line.reason}: {outcome.reason}")
+        reason = f"it passed, though {line.place} expects it to fail: {line.reason}"
+        return replace(outcome, status=FAILED, reason=reason)
+
+
+def _first(lines: Sequence[Line], case: Case) -> Line | None:
+    return next((line for line in lines if line.matches(case)), None)
+
+
+def _read(path: str | Path | None) -> tuple[Line, ...]:
+    if path is None:
+        return ()
+    lines = []
+    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+        place = f"{path}:{number}"
+        if not text.strip() or text.lstrip().startswith("#"):
+            continue
+        pattern, _, reason = text.partition("#")
+        if not reason.strip():
+            raise ExpectationError(f"{place}: no reason given; write it behind a #")
+        # An expression's brackets are no character class.
+        escaped = pattern.strip().replace("[", "[[]")
+        found = re.compile(translate(escaped))
+        lines.append(Line(pattern.strip(), reason.strip(), place, found))
+    return tuple(lines)

@@ -1,0 +1,313 @@
+"""The backends that carry a fault, and are right in everything else.
+
+==========  ==============================================================================
+leaves      the reference's leaves, one at a time
+whole       the reference's leaves, all of a composition in one go (`whole.py`)
+blocks      the blocked algorithms of `precondattn_portable`, with blocks of a few tokens,
+            so that short sequences have several and a shorter last one
+autograd    the leaves, their gradient left to the framework's automatic differentiation
+==========  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.backend import Request, Support
+from precondattn.frame import Frame
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    STEP_BACKWARD,
+    Arrays,
+    Call,
+    Fault,
+    Result,
+)
+from precondattn_conformance.faults.whole import whole
+from precondattn_portable import (
+    Portable,
+    chunkwise,
+    extension,
+    layout,
+    read_log_mean_exp,
+    triangular_inverse,
+)
+
+
+class Carrier(pa.Backend):
+    """A backend whose methods are right but for the fault that it carries."""
+
+    only_by_name = True
+    wide_values = True
+    fault: Fault | None = None
+    reached = 0
+    """How many calls were planted."""
+    changed = 0
+    """How many of them gave something else than the truth; counted where it is `watched`."""
+    watched = False
+    broken = ""
+    """What a planted call raised: then the fault is not the fault that it says."""
+
+    def carry(self, fault: Fault | None) -> None:
+        """From now on."""
+        self.fault, self.reached, self.changed, self.broken = fault, 0, 0, ""
+
+    def truth(self, call: Call) -> Result:
+        """The method as it should be."""
+        raise NotImplementedError
+
+    def _run(self, call: Call) -> Result:
+        if self.fault is None or not self.fault.concerns(call):
+            return self.truth(call)
+        self.reached += 1
+        true = self.truth(call) if self.watched else None
+        try:
+            found = self.fault.change(self.truth, call)
+        except Exception:
+            self.broken = traceback.format_exc(limit=-3)
+            raise
+        self.changed += true is not None and not _is_same(found, true)
+        return found
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, tuple[Array, ...]]:
+        found = self._run(Call(FORWARD, mechanism, upcast_all(inputs), frame))
+        return found.out, found.residuals
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> Arrays:
+        call = Call(
+            BACKWARD,
+            mechanism,
+            upcast_all(inputs),
+            frame,
+            out=upcast(out),
+            residuals=residuals,
+            cotangent=upcast(cotangent),
+        )
+        return self._run(call).gradients
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, dict[str, Any]]:
+        names = _own_names(mechanism)
+        found = self._run(
+            Call(
+                STEP,
+                mechanism,
+                upcast_all(inputs),
+                frame,
+                {own: upcast(past[key]) for key, own in names.items()},
+                {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
+            )
+        )
+        return found.out, {key: found.updates[own] for key, own in names.items()}
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        names = _own_names(mechanism)
+        found = self._run(
+            Call(
+                STEP_BACKWARD,
+                mechanism,
+                upcast_all(inputs),
+                frame,
+                {own: upcast(past[key]) for key, own in names.items()},
+                {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
+                cotangent=upcast(cotangent),
+                d_buffers={own: upcast(d_buffers[key]) for key, own in names.items()},
+            )
+        )
+        return found.gradients, {key: found.d_past[own] for key, own in names.items()}
+
+
+def _own_names(mechanism: Any) -> dict[str, str]:
+    """Of every buffer's key, what the mechanism itself calls it: a leaf's slot, a group's key."""
+    if len(mechanism.program.calls) > 1:
+        return {key: key for key in mechanism.program.slots}
+    return {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+
+
+def _is_same(found: Result, true: Result) -> bool:
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=True)
+        for a, b in zip(_arrays(found), _arrays(true), strict=True)
+    )
+
+
+def _arrays(result: Result) -> list[Array]:
+    found = [] if result.out is None else [result.out]
+    for update in result.updates.values():
+        found += [*update]
+    return [*found, *result.residuals, *result.gradients.values(), *result.d_past.values()]
+
+
+class Leaves(Carrier):
+    """The reference's leaves."""
+
+    name = "faulty-leaves"
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) > 1:
+            return Support.no("takes one leaf at a time")
+        return Support.yes()
+
+    def truth(self, call: Call) -> Result:
+        leaf, x, frame = call.mechanism, call.inputs, call.frame
+        if call.stage == FORWARD:
+            return Result(*leaf.forward(x, frame))
+        if call.stage == BACKWARD:
+            given = (call.out, call.residuals, call.cotangent)
+            return Result(gradients=leaf.backward(x, frame, *given))
+        if call.stage == STEP:
+            out, updates = leaf.step(call.past, x, frame)
+            return Result(out, updates=updates)
+        given = (call.past, x, frame, call.cotangent, call.d_buffers)
+        gradients, d_past = leaf.step_backward(*given)
+        return Result(gradients=gradients, d_past=d_past)
+
+
+class Autograd(Leaves):
+    """The leaves, differentiated by the framework."""
+
+    name = "faulty-autograd"
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        support = super().supports(mechanism, request)
+        return support._replace(differentiable=support.ok)
+
+
+class Whole(Carrier):
+    """Compositions in one go."""
+
+    name = "faulty-whole"
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) == 1:
+            return Support.no("takes all of a composition")
+        return Support.yes()
+
+    def truth(self, call: Call) -> Result:
+        return whole(call)
+
+
+class Blocks(Carrier):
+    """The blocked algorithms, with small blocks."""
+
+    name = "faulty-blocks"
+    libraries = Portable.libraries
+
+    def __init__(self) -> None:
+        self.portable = Portable()
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        return self.portable.supports(mechanism, request)
+
+    def truth(self, call: Call) -> Result:
+        with small_blocks():
+            return self._truth(call)
+
+    def _run(self, call: Call) -> Result:
+        with small_blocks():  # What a fault looks up of them is as small.
+            return super()._run(call)
+
+    def _truth(self, call: Call) -> Result:
+        own, x, frame = self.portable, call.inputs, call.frame
+        if call.stage == FORWARD:
+            return Result(*own.forward(call.mechanism, x, frame))
+        if call.stage == BACKWARD:
+            given = (call.out, call.residuals, call.cotangent)
+            return Result(gradients=own.backward(call.mechanism, x, frame, *given))
+        keys = {name: key for key, name in _own_names(call.mechanism).items()}
+        past = {keys[name]: buffer for name, buffer in call.past.items()}
+        if call.stage == STEP:
+            out, updates = own.step(call.mechanism, past, x, frame)
+            return Result(out, updates={name: updates[key] for name, key in keys.items()})
+        d_buffers = {keys[name]: buffer for name, buffer in call.d_buffers.items()}
+        gradients, d_past = own.step_backward(
+            call.mechanism, past, x, frame, call.cotangent, d_buffers
+        )
+        return Result(gradients=gradients, d_past={n: d_past[key] for n, key in keys.items()})
+
+
+BLOCK = 4
+"""Tokens of a block, where one size is spoken of."""
+
+SMALL = (
+    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "STRIP": 64}),
+    (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
+    (extension, {"TOKENS": 3}),
+    (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
+    (triangular_inverse, {"LEAF": 2}),
+)
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """The blocked algorithms have blocks of a few tokens."""
+    known = [(module, {name: getattr(module, name) for name in sizes}) for module, sizes in SMALL]
+    _set(SMALL)
+    try:
+        yield
+    finally:
+        _set(known)
+
+
+def _set(sizes: Any) -> None:
+    for module, values in sizes:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+
+CARRIERS: dict[str, type[Carrier]] = {
+    "leaves": Leaves,
+    "whole": Whole,
+    "blocks": Blocks,
+    "autograd": Autograd,
+}
+
+
+@contextmanager
+def registered() -> Iterator[dict[str, Carrier]]:
+    """The carriers by their short names, known as backends for a while."""
+    made = {name: cls() for name, cls in CARRIERS.items()}
+    for carrier in made.values():
+        pa.register_backend(carrier)
+    try:
+        yield made
+    finally:
+        for carrier in made.values():
+            pa.unregister_backend(carrier.name)
+
+
+def helped(carrier: Carrier) -> tuple[str, ...]:
+    """The names to ask for: the carrier, and the reference for what it leaves."""
+    return (carrier.name, "reference") if isinstance(carrier, Blocks) else (carrier.name,)

@@ -1,0 +1,142 @@
+"""What a fault is: a change of one method of a backend.
+
+    planted(truth, call) ≠ truth(call)
+
+`truth` is the method as it should be. A change hands it another call, alters its result, or runs it
+while a function inside is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from precondattn.arrays import Array
+from precondattn.cache import Slot
+from precondattn.declaration import Inputs, Pattern
+from precondattn.expression import parse
+from precondattn.frame import Frame
+
+Arrays = dict[str, Array]
+
+FORWARD, BACKWARD, STEP, STEP_BACKWARD = "forward", "backward", "step", "step_backward"
+STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
+"""The methods of a backend."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one of the methods is given; what it is not given is empty."""
+
+    stage: str
+    mechanism: Any
+    """A leaf, or the group of all leaves of a mechanism."""
+    inputs: Arrays
+    frame: Frame
+    past: Arrays = field(default_factory=dict)
+    """Buffers, of a leaf by the name of the slot, of a group by that of the value."""
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+    """The declarations of `past`."""
+    out: Array = None
+    residuals: tuple[Array, ...] = ()
+    cotangent: Array = None
+    d_buffers: Arrays = field(default_factory=dict)
+    wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
+    """What a group's leaf reads as one of its inputs, by the leaf's number, if not its own."""
+
+    def given(self, **inputs: Array) -> Call:
+        """The call with other inputs."""
+        return replace(self, inputs={**self.inputs, **inputs})
+
+    @property
+    def declared(self) -> Inputs:
+        """The patterns of its inputs."""
+        inputs: Inputs = self.mechanism.inputs
+        return inputs.extending() if self.stage in (STEP, STEP_BACKWARD) else inputs
+
+    @property
+    def output(self) -> Pattern:
+        """The pattern of its output."""
+        program = self.mechanism.program
+        pattern: Pattern = program.output
+        return pattern.renamed({"s": "t"}) if self.stage in (STEP, STEP_BACKWARD) else pattern
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one of the methods gives; what it does not give is empty."""
+
+    out: Array = None
+    residuals: tuple[Array, ...] = ()
+    updates: dict[str, Any] = field(default_factory=dict)
+    gradients: Arrays = field(default_factory=dict)
+    d_past: Arrays = field(default_factory=dict)
+
+
+Truth = Callable[[Call], Result]
+Change = Callable[[Truth, Call], Result]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: in what, where, of which kind, and the change itself."""
+
+    subject: str
+    """The registered name of the leaf or preconditioner that is wrong."""
+    mechanism: str
+    """The expression whose cases are to catch it: the subject itself, or something with it."""
+    stages: tuple[str, ...]
+    """The methods in which it is planted."""
+    carrier: str
+    operator: str
+    """What kind of fault it is."""
+    detail: str
+    change: Change
+    library: str = "numpy"
+
+    @property
+    def name(self) -> str:
+        """Unique among all faults."""
+        where = "+".join(self.stages)
+        inside = "" if self.mechanism.startswith(self.subject) else f" of {self.subject}"
+        about = f"{self.operator}: {self.detail}" if self.operator else self.detail
+        return f"{self.mechanism}{inside}, {where} of {self.carrier}: {about}"
+
+    def concerns(self, call: Call) -> bool:
+        """Whether this call is to go wrong."""
+        if call.stage not in self.stages:
+            return False
+        is_all = len(call.mechanism.program.calls) == len(parse(self.mechanism).program.calls)
+        return is_all or getattr(call.mechanism, "name", None) == self.subject
+
+
+def handed(change: Callable[[Call], Call]) -> Change:
+    """The truth, of another call."""
+    return lambda truth, call: truth(change(call))
+
+
+def given_back(change: Callable[[Result], Result]) -> Change:
+    """Another result than the truth's."""
+    return lambda truth, call: change(truth(call))
+
+
+def out_of(change: Callable[[Array], Array]) -> Change:
+    """Another output than the truth's."""
+    return given_back(lambda result: replace(result, out=change(result.out)))
+
+
+def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:
+    """The truth, while `owner.name` (of a class or a module) is `change` of what it was."""
+
+    def planted(truth: Truth, call: Call) -> Result:
+        original = vars(owner)[name]
+        plain = original.__func__ if isinstance(original, staticmethod) else original
+        changed = change(plain)
+        setattr(owner, name, staticmethod(changed) if plain is not original else changed)
+        try:
+            return truth(call)
+        finally:
+            setattr(owner, name, original)
+
+    return planted

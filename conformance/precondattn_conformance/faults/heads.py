@@ -1,0 +1,136 @@
+"""Which key/value head a query head reads.
+
+head i reads ⌊i n / h⌋,  and not  i mod n,  nor that of its neighbour
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.arrays import Array, namespace
+from precondattn.declaration import Pattern
+from precondattn_conformance.faults.applicable import Named
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    STEP_BACKWARD,
+    Arrays,
+    Call,
+    Result,
+    Truth,
+)
+
+GROUPED = (("h", "n"), ("u", "h"))
+"""Heads, and the fewer ones that they share."""
+
+
+def head_map(m: pa.Mechanism, stage: str) -> Named:
+    """Heads that read, and write, others' keys and values.
+
+    What a leaf has for every head alone, as a norm or a temperature does, is not shared.
+    """
+    for many, few in GROUPED:
+        letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
+        if {many, few} <= letters:
+            yield "taken modulo their number", partial(_modulo, many, few)
+            yield "each its neighbour's", partial(_neighbours, few)
+            if stage in (BACKWARD, STEP_BACKWARD):
+                yield "the gradient of one head for that of its group", partial(_one_of, many, few)
+
+
+def _size(call: Call, letter: str) -> int:
+    patterns = call.declared
+    return max(
+        call.inputs[name].shape[pattern.letters.index(letter)]
+        for name, pattern in patterns.items()
+        if letter in pattern.letters
+    )
+
+
+def _taken(x: Array, pattern: Pattern, letter: str, order: Any) -> Array:
+    """Heads in another order, where x has them."""
+    if x is None or letter not in pattern.letters:
+        return x
+    axis = pattern.letters.index(letter)
+    if x.shape[axis] != len(order):
+        return x  # One for all.
+    return namespace(x).take(x, namespace(x).asarray(order), axis=axis)
+
+
+def _modulo(many: str, few: str, truth: Truth, call: Call) -> Result:
+    """Head i is put where the heads of i mod n stand, and its results are put back."""
+    count, shared = _size(call, many), _size(call, few)
+    group = count // shared
+    place = np.asarray([i % shared * group + i // shared for i in range(count)])
+    there = _reordered(call, many, np.argsort(place))
+    return _put_back(truth(there), call, many, place)
+
+
+def _reordered(call: Call, letter: str, order: Any) -> Call:
+    inputs, buffers = call.declared, _patterns_of_buffers(call)
+
+    def taken(arrays: Arrays, patterns: dict[str, Pattern]) -> Arrays:
+        return {name: _taken(x, patterns[name], letter, order) for name, x in arrays.items()}
+
+    return replace(
+        call,
+        inputs=taken(call.inputs, dict(inputs)),
+        past=taken(call.past, buffers),
+        d_buffers=taken(call.d_buffers, buffers),
+        out=_taken(call.out, call.output, letter, order),
+        cotangent=_taken(call.cotangent, call.output, letter, order),
+    )
+
+
+def _put_back(result: Result, call: Call, letter: str, order: Any) -> Result:
+    inputs, buffers = call.declared, _patterns_of_buffers(call)
+    return Result(
+        _taken(result.out, call.output, letter, order),
+        result.residuals,
+        {
+            name: type(update)(*(_taken(x, buffers[name], letter, order) for x in update))
+            for name, update in result.updates.items()
+        },
+        {name: _taken(x, inputs[name], letter, order) for name, x in result.gradients.items()},
+        {name: _taken(x, buffers[name], letter, order) for name, x in result.d_past.items()},
+    )
+
+
+def _patterns_of_buffers(call: Call) -> dict[str, Pattern]:
+    return {name: Pattern.read(slot.pattern) for name, slot in call.slots.items()}
+
+
+def _neighbours(few: str, truth: Truth, call: Call) -> Result:
+    order = np.roll(np.arange(_size(call, few)), 1)
+    patterns = call.declared
+    moved = {
+        name: _taken(x, patterns[name], few, order)
+        for name, x in call.inputs.items()
+        if name in ("k", "v")
+    }
+    return truth(call.given(**moved))
+
+
+def _one_of(many: str, few: str, truth: Truth, call: Call) -> Result:
+    """Only the first head of each group adds to what they share."""
+    count, group = _size(call, many), _size(call, many) // _size(call, few)
+    axis = call.output.letters.index(many)
+    shape = [1] * call.cotangent.ndim
+    shape[axis] = count
+    first = (np.arange(count) % group == 0).reshape(shape)
+    xp = namespace(call.cotangent)
+    alone = truth(replace(call, cotangent=xp.where(xp.asarray(first), call.cotangent, 0.0)))
+    whole = truth(call)
+    shared = {
+        name: alone.gradients[name]
+        for name, pattern in call.declared.items()
+        if few in pattern.letters and name in ("k", "v", "q") and many not in pattern.letters
+    }
+    return replace(whole, gradients={**whole.gradients, **shared})
+
+
+OPERATORS = {"head map": head_map}

@@ -1,0 +1,282 @@
+"""The suite, tested: every fault has to be caught, and what carries them has to pass without one.
+
+A fault meets the smoke cases of its mechanism first, those most likely to show it in front, and the
+rest of the full level only if none of them did; the first case that fails is enough. What is still
+not caught is a fault of the suite, or makes no difference: the report says whether any result that
+the suite asked for was another than the truth.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from precondattn_conformance.case import Case, cases
+from precondattn_conformance.faults.carriers import CARRIERS, Carrier, helped, registered
+from precondattn_conformance.faults.catalogue import (
+    MINIMUM,
+    OF_EACH_STAGE,
+    faults,
+    subjects,
+)
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, STEP_BACKWARD, Fault
+from precondattn_conformance.runner import FAILED, PASSED, run_case
+
+SMOKE, FULL = "smoke", "full"
+
+SMOKE_SHARE = 0.9
+"""The part of all faults that smoke alone has to catch."""
+
+FIRST_CHECK = {
+    FORWARD: "outputs",
+    BACKWARD: "gradients",
+    STEP: "caching",
+    STEP_BACKWARD: "states",
+}
+"""The check that is most likely to see what is wrong in a method."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one fault."""
+
+    fault: str
+    caught_at: str | None
+    """The level whose case failed; None if none did."""
+    case: str = ""
+    reason: str = ""
+    changed: int = 0
+    """Of one that was not caught: how many planted calls gave something else than the truth."""
+    broken: str = ""
+    """What the planted change itself raised: it is not the fault that it says."""
+    seconds: float = 0.0
+
+    @property
+    def is_caught(self) -> bool:
+        return self.caught_at is not None and not self.broken
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What came of a carrier without a fault, on one mechanism."""
+
+    carrier: str
+    mechanism: str
+    failures: tuple[str, ...]
+    passed: int
+
+
+@dataclass
+class SelfTest:
+    """What came of all."""
+
+    level: str
+    verdicts: list[Verdict] = field(default_factory=list)
+    plain: list[Plain] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def survivors(self) -> list[Verdict]:
+        """The faults that nothing caught, and those that broke down by themselves."""
+        return [verdict for verdict in self.verdicts if not verdict.is_caught]
+
+    @property
+    def smoke_share(self) -> float:
+        """The part of the faults that smoke caught."""
+        caught = sum(v.is_caught and v.caught_at == SMOKE for v in self.verdicts)
+        return caught / max(len(self.verdicts), 1)
+
+    @property
+    def failing_carriers(self) -> list[Plain]:
+        """Carriers that fail without a fault, or that nothing was asked of."""
+        return [plain for plain in self.plain if plain.failures or not plain.passed]
+
+    @property
+    def is_good(self) -> bool:
+        """All caught, most of them by smoke, and nothing else wrong."""
+        return (
+            not self.survivors
+            and self.smoke_share >= SMOKE_SHARE
+            and not self.failing_carriers
+            and not missing_faults()
+        )
+
+
+Progressed = Callable[[Verdict | Plain], None]
+
+
+def missing_faults() -> list[str]:
+    """Mechanisms and methods with fewer faults than they have to have."""
+    count = Counter((f.subject, stage) for f in faults() for stage in f.stages)
+    found = [
+        f"{name}, {stage}: {count[name, stage]} of {OF_EACH_STAGE}"
+        for name, stages in subjects().items()
+        for stage in stages
+        if count[name, stage] < OF_EACH_STAGE
+    ]
+    return found if len(faults()) >= MINIMUM else [*found, f"{len(faults())} of {MINIMUM} in all"]
+
+
+def run_self_test(
+    progress: Progressed = lambda done: None,
+    *,
+    level: str = FULL,
+    workers: int | None = None,
+    only: Iterable[Fault] | None = None,
+) -> SelfTest:
+    """Every fault (or `only` some) through the suite, in some processes of their own.
+
+    With the level "smoke" what smoke does not catch is not tried any further.
+    """
+    start = time.perf_counter()
+    found = SelfTest(level)
+    for done in _results(list(faults() if only is None else only), level, workers):
+        (found.verdicts if isinstance(done, Verdict) else found.plain).append(done)  # type: ignore[attr-defined]
+        progress(done)
+    found.seconds = time.perf_counter() - start
+    return found
+
+
+def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[Verdict | Plain]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for fault in chosen:
+        groups[fault.mechanism].append(fault.name)
+    workers = min(workers or os.cpu_count() or 1, len(groups))
+    if workers <= 1:
+        for names in groups.values():
+            yield from run_group(names, level)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        # The larger groups first, so that no process is left with one at the end.
+        ordered = sorted(groups.values(), key=len, reverse=True)
+        for future in as_completed([pool.submit(run_group, names, level) for names in ordered]):
+            yield from future.result()
+
+
+def run_group(names: list[str], level: str = FULL) -> list[Verdict | Plain]:
+    """Some faults of one mechanism, by name, and their carriers without any."""
+    known = {fault.name: fault for fault in faults()}
+    chosen = [known[name] for name in names]
+    with registered() as carriers, warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # A wrong result may be NaN, and what comes of it.
+        found: list[Verdict | Plain] = [
+            run_plain(carriers[name], name, mechanism, library)
+            for name, mechanism, library in dict.fromkeys(
+                (f.carrier, f.mechanism, f.library) for f in chosen
+            )
+        ]
+        return found + [run_fault(carriers[fault.carrier], fault, level) for fault in chosen]
+
+
+def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy") -> Plain:
+    """Smoke's cases of a carrier as it should be."""
+    carrier.carry(None)
+    outcomes = [run_case(case, helped(carrier)) for case in _cases(SMOKE, mechanism, library)]
+    failures = tuple(f"{o.case.id}: {o.reason}" for o in outcomes if o.status == FAILED)
+    return Plain(name, mechanism, failures, sum(o.status == PASSED for o in outcomes))
+
+
+def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
+    """One fault, to the first case that fails."""
+    start = time.perf_counter()
+    carrier.carry(fault)
+    tried: set[str] = set()
+    for each in (SMOKE, level) if level != SMOKE else (SMOKE,):
+        for case in _in_order(_cases(each, fault.mechanism, fault.library), fault):
+            if case.id in tried:
+                continue
+            tried.add(case.id)
+            outcome = run_case(case, helped(carrier))
+            if carrier.broken:
+                break
+            if outcome.status == FAILED:
+                seconds = time.perf_counter() - start
+                return Verdict(fault.name, each, case.id, outcome.reason, seconds=seconds)
+    seconds = time.perf_counter() - start
+    broken = carrier.broken or ("" if carrier.reached else "never reached")
+    changed = 0 if broken else _changed(carrier, fault)
+    return Verdict(fault.name, None, changed=changed, broken=broken, seconds=seconds)
+
+
+def _changed(carrier: Carrier, fault: Fault) -> int:
+    """In how many calls of smoke the planted result is another than the truth."""
+    carrier.carry(fault)
+    carrier.watched = True
+    try:
+        for case in _cases(SMOKE, fault.mechanism, fault.library):
+            run_case(case, helped(carrier))
+        return carrier.changed
+    finally:
+        carrier.watched = False
+
+
+def _cases(level: str, mechanism: str, library: str) -> list[Case]:
+    return [*cases(level, only_libraries=(library,), only_mechanisms=(mechanism,))]
+
+
+def _in_order(chosen: list[Case], fault: Fault) -> list[Case]:
+    """The check that is to see it first, in full precision, on short sequences."""
+    first = {FIRST_CHECK[stage] for stage in fault.stages}
+
+    def late(case: Case) -> tuple[bool, bool, int]:
+        return case.check not in first, case.dtype != "float64", case.layout.t
+
+    return sorted(chosen, key=late)
+
+
+def self_test(console: Console, level: str = FULL) -> int:
+    """`precondattn conformance --self-test`: 0 where the suite catches every fault, else 1."""
+    with Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[survived]} survived"),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("planted faults", total=len(faults()), survived=0)
+        survived = 0
+
+        def advance(done: Verdict | Plain) -> None:
+            nonlocal survived
+            if isinstance(done, Verdict):
+                survived += not done.is_caught
+                progress.update(task, advance=1, survived=survived)
+
+        found = run_self_test(advance, level=level)
+    _print(found, console)
+    return 0 if found.is_good else 1
+
+
+def _print(found: SelfTest, console: Console) -> None:
+    caught = len(found.verdicts) - len(found.survivors)
+    console.print(f"{len(found.verdicts)} faults, {caught} caught")
+    for verdict in found.survivors:
+        why = verdict.broken.strip().splitlines()[-1:] or [
+            f"{verdict.changed} results of smoke were others than the truth"
+        ]
+        console.print(f"[red]survived[/red] {escape(verdict.fault)}", soft_wrap=True)
+        console.print(f"  {escape(why[0])}", soft_wrap=True)
+    console.print(f"smoke caught {100 * found.smoke_share:.1f} %")
+    for plain in found.failing_carriers:
+        why = plain.failures[0] if plain.failures else "nothing was compared"
+        where = f"{plain.carrier} without a fault on {plain.mechanism}"
+        console.print(f"[red]failed[/red] {escape(where)}: {escape(why)}", soft_wrap=True)
+    if not found.failing_carriers:
+        console.print(f"the carriers without a fault pass ({', '.join(CARRIERS)})")
+    for line in missing_faults():
+        console.print(f"[red]too few faults[/red] {escape(line)}")
+    console.print(f"{found.seconds:.0f} s")

@@ -1,0 +1,124 @@
+"""Who sees whom: positions, windows, segments and padding taken for others.
+
+visible(i, j)  ≠  j ≤ i,  |i − j| < w,  same segment,  j valid
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array, namespace
+from precondattn.frame import Frame
+from precondattn_conformance.faults.applicable import (
+    Named,
+    attends,
+    knows_validity,
+    leaves,
+    looks_at_other_tokens,
+)
+from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Change, handed
+from precondattn_conformance.faults.options import with_option
+
+
+def _in_frame(change: Any) -> Change:
+    return handed(lambda call: replace(call, frame=change(call.frame)))
+
+
+def mask_offset(m: pa.Mechanism, stage: str) -> Named:
+    """Queries believe to stand a token further on, or back.
+
+    All of a call that is not causal and has no window are visible wherever it stands.
+    """
+    if not attends(m) or not (m.offers.causal or m.offers.window):
+        return
+    yield "a query sees one key too far", _in_frame(lambda frame: _moved(frame, 1))
+    yield "a query does not see its own key", _in_frame(lambda frame: _moved(frame, -1))
+
+
+def _moved(frame: Frame, by: int) -> Frame:
+    xp = namespace(frame.q_position)
+    # Before the first token stands nothing, not even a slot of a cache.
+    low = 0 if frame.k_position.shape[1] > frame.q_position.shape[1] else -1
+    return frame.replaced(q_position=xp.clip(frame.q_position + by, min=low))
+
+
+def window_edge(m: pa.Mechanism, stage: str) -> Named:
+    """A window of w tokens that has one more, or one fewer."""
+    for leaf in leaves(m)[:1]:
+        if getattr(leaf, "window", None) is not None:
+            yield "one token wider", with_option("window", lambda w: w + 1)
+            yield "one token narrower", with_option("window", lambda w: w - 1)
+            yield "ignored", with_option("window", lambda w: None)
+
+
+def causality(m: pa.Mechanism, stage: str) -> Named:
+    """The future is seen, or hidden where it should not be."""
+    for leaf in leaves(m, pa.Softmax):
+        if leaf.forget == "none" and leaf.window is None:
+            yield "taken for its opposite", with_option("causal", lambda causal: not causal)
+
+
+def segments(m: pa.Mechanism, stage: str) -> Named:
+    """The borders of packed sequences. A cache has one sequence, and no borders."""
+    if stage in (STEP, STEP_BACKWARD) or not looks_at_other_tokens(m):
+        return
+    ignored = {"q_segment": None, "k_segment": None}
+    yield "ignored", _in_frame(lambda frame: frame.replaced(**ignored))
+    yield "each begins a token late", _in_frame(_later_segments)
+    yield "those of an earlier call of the same shapes", _of_earlier_call()
+
+
+def _of_earlier_call() -> Change:
+    """A mask that is made once for all calls of one shape."""
+    known: dict[tuple[Any, ...], Frame] = {}
+
+    def other(call: Call) -> Call:
+        shapes = tuple(tuple(x.shape) for x in call.inputs.values())
+        return replace(call, frame=known.setdefault(shapes, call.frame))
+
+    return handed(other)
+
+
+def _later_segments(frame: Frame) -> Frame:
+    if frame.k_segment is None:
+        return frame
+    later = _rolled(frame.k_segment, keep_first=True)
+    t = frame.q_position.shape[1]
+    return frame.replaced(k_segment=later, q_segment=later[:, later.shape[1] - t :])
+
+
+def _rolled(x: Array, *, keep_first: bool) -> Array:
+    """Every token's number is that of the token before."""
+    first = x[:, :1] if keep_first else x[:, -1:]
+    return namespace(x).concat([first, x[:, :-1]], axis=1)
+
+
+def validity(m: pa.Mechanism, stage: str) -> Named:
+    """Padding and hidden keys. See `knows_validity` for where it makes a difference."""
+    if not knows_validity(m):
+        return
+    yield "every key counts", _in_frame(_all_valid)
+    yield "each key's is that of the key before", _in_frame(_late_validity)
+
+
+def _all_valid(frame: Frame) -> Frame:
+    if frame.k_valid is None:
+        return frame
+    return frame.replaced(k_valid=namespace(frame.k_valid).ones_like(frame.k_valid))
+
+
+def _late_validity(frame: Frame) -> Frame:
+    if frame.k_valid is None:
+        return frame
+    return frame.replaced(k_valid=_rolled(frame.k_valid, keep_first=False))
+
+
+OPERATORS = {
+    "mask offset": mask_offset,
+    "window edge": window_edge,
+    "causality": causality,
+    "segments": segments,
+    "validity": validity,
+}

@@ -1,0 +1,63 @@
+"""Blocks: the last one is shorter, and the one before it is near.
+
+rows B ⌊T / B⌋ … T − 1 are not written, or are those of the block before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array
+from precondattn_conformance.faults.applicable import Named
+from precondattn_conformance.faults.carriers import BLOCK
+from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Result, Truth
+
+
+def block_tail(m: pa.Mechanism, stage: str) -> Named:
+    """Of leaves that have blocks; what treats each token alone has none."""
+    if all(isinstance(leaf, pa.TokenWise) for leaf in m.program.leaves):
+        return
+    if stage in (STEP, STEP_BACKWARD):
+        return
+    yield "not written", partial(_with_tail, _zero)
+    yield "that of the block before", partial(_with_tail, _of_block_before)
+
+
+def _with_tail(change: Callable[[Array, int], None], truth: Truth, call: Call) -> Result:
+    result = truth(call)
+    if result.out is not None:
+        return replace(result, out=_changed(change, result.out))
+    patterns = call.declared
+    return replace(
+        result,
+        gradients={
+            name: _changed(change, x) if patterns[name].time_axis == 1 else x
+            for name, x in result.gradients.items()
+        },
+    )
+
+
+def _changed(change: Callable[[Array, int], None], x: Array) -> Array:
+    """Of results (b, t, …) whose last block is not whole."""
+    start = x.shape[1] - x.shape[1] % BLOCK
+    if not 0 < start < x.shape[1]:
+        return x
+    x = x.copy()
+    change(x, start)
+    return x
+
+
+def _zero(x: Any, start: int) -> None:
+    x[:, start:] = 0
+
+
+def _of_block_before(x: Any, start: int) -> None:
+    count = x.shape[1] - start
+    x[:, start:] = x[:, start - BLOCK : start - BLOCK + count]
+
+
+OPERATORS = {"block tail": block_tail}

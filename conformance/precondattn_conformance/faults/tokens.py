@@ -1,0 +1,52 @@
+"""What belongs to a token, given to its neighbour: gates, write strengths, directions.
+
+e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t,    …
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import precondattn as pa
+from precondattn.arrays import Array, namespace
+from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
+from precondattn_conformance.faults.fault import FORWARD, Call, handed
+
+
+def placement(m: pa.Mechanism, stage: str) -> Named:
+    """Inputs that say what is done to the rows, a token late or early.
+
+    Rows themselves are what `head map` and the masks are about.
+    """
+    if not looks_at_other_tokens(m) and len(m.program.calls) == 1:
+        return
+    for name, pattern in m.inputs.items():
+        if pattern.time_axis is None or pattern.is_rows or pattern.is_pairwise:
+            continue
+        for detail, by in (("before", 1), ("behind", -1)):
+            yield f"{name} of the token {detail}", handed(partial(_moved, name, by))
+
+
+def left_out(m: pa.Mechanism, stage: str) -> Named:
+    """Inputs beside the rows, taken for what makes no difference, or for 0."""
+    if stage != FORWARD:
+        return
+    for name, pattern in m.inputs.items():
+        if not pattern.is_rows:
+            yield f"of {name}", handed(partial(_without, name, 1.0 if pattern.open_low else 0.0))
+
+
+def _without(name: str, value: float, call: Call) -> Call:
+    return call.given(**{name: 0 * call.inputs[name] + value})
+
+
+def _moved(name: str, by: int, call: Call) -> Call:
+    return call.given(**{name: rolled(call.inputs[name], by)})
+
+
+def rolled(x: Array, by: int, axis: int = 1) -> Array:
+    """x with its tokens moved on, the last in place of the first."""
+    return namespace(x).roll(x, by, axis=axis)
+
+
+OPERATORS = {"placement": placement, "neglect": left_out}

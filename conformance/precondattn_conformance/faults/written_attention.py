@@ -1,0 +1,432 @@
+"""Faults of softmax, its reads and its forget gate, of PaTH's metric, and of CCQ by the query."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from precondattn.arrays import namespace
+from precondattn.spec import forget_gate, query_weighted, softmax, transported
+from precondattn.spec.array_functions import (
+    row_sum,
+    sum_heads,
+    swap_time_and_heads,
+    transpose,
+)
+from precondattn.spec.l2_norm import l2_norm_vjp
+from precondattn.spec.laser import LogMeanExp
+from precondattn.spec.read import Mean
+from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.transported import Place, Reflections, Transported
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    Call,
+    Change,
+    Fault,
+    Result,
+    Truth,
+    handed,
+    inside,
+)
+from precondattn_conformance.faults.options import with_option
+from precondattn_conformance.faults.tokens import rolled
+from precondattn_conformance.faults.written import written
+
+BOTH = (FORWARD, BACKWARD)
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    return [*_of_softmax(), *_of_reads(), *_of_forget_gate(), *_of_path(), *_of_query_weighted()]
+
+
+def _of_softmax() -> list[Fault]:
+    return [
+        written(
+            "softmax",
+            (*BOTH, STEP),
+            "no maximum subtracted before the exponential",
+            inside(softmax, "log_softmax", lambda _: _unshifted),
+        ),
+        written(
+            "softmax",
+            (FORWARD, STEP),
+            "hidden pairs at -1e9: a row that sees nothing reads the mean",
+            inside(softmax, "mask_scores", lambda _: _finite_mask),
+        ),
+        written(
+            "softmax",
+            BACKWARD,
+            "the gradients of a group's heads averaged",
+            inside(softmax, "sum_heads", lambda _: _mean_of_heads),
+        ),
+        written(
+            "softmax",
+            BACKWARD,
+            "the gradient of the scores without the scale",
+            inside(SoftmaxAttention, "backward", lambda true: _unscaled(true)),
+        ),
+        written("softmax[bias=true]", (FORWARD, STEP), "the bias scaled too", handed(_scaled_bias)),
+        written(
+            "softmax[bias=true]",
+            STEP,
+            "the bias of the column before",
+            inside(softmax, "bias_of_keys", lambda true: lambda *a: rolled(true(*a), 1, axis=3)),
+        ),
+        written(
+            "softmax[bias=true]",
+            BACKWARD,
+            "the gradient of a shared bias from one head alone",
+            inside(softmax, "sum_to", lambda _: _first_to),
+        ),
+        written(
+            "softmax",
+            (FORWARD, BACKWARD),
+            "the segments of the first keys for those of the queries",
+            handed(_with_segments_of_first_keys),
+        ),
+        written(
+            "softmax",
+            FORWARD,
+            "keys more than 128 tokens back not seen",
+            with_option("window", lambda _: 129),
+        ),
+        written(
+            "softmax[bias=true]",
+            (FORWARD, STEP),
+            "a bias of -inf taken for a large number",
+            handed(lambda call: call.given(bias=call.inputs["bias"].clip(-1e9))),
+        ),
+        written(
+            "softmax",
+            STEP,
+            "new tokens do not see one another",
+            handed(_without_new_keys),
+        ),
+    ]
+
+
+def _unshifted(x: Any) -> Any:
+    xp = namespace(x)
+    total = row_sum(xp.exp(x))
+    return x - xp.log(xp.where(total > 0, total, 1.0))
+
+
+def _finite_mask(visible: Any, scores: Any) -> Any:
+    return namespace(scores).where(visible, scores, -1e9)
+
+
+def _mean_of_heads(x: Any, heads: int) -> Any:
+    return sum_heads(x, heads) * (heads / x.shape[1])
+
+
+def _unscaled(true: Any) -> Any:
+    def backward(self: Any, x: Any, *rest: Any) -> Any:
+        found = true(self, x, *rest)
+        scale = self._scale(x["q"].shape[3])
+        return {**found, "q": found["q"] / scale, "k": found["k"] / scale}
+
+    return backward
+
+
+def _scaled_bias(call: Call) -> Call:
+    return call.given(bias=call.inputs["bias"] * call.mechanism._scale(call.inputs["q"].shape[3]))
+
+
+def _first_to(x: Any, shape: tuple[int, ...]) -> Any:
+    for axis, (wide, narrow) in enumerate(zip(x.shape, shape, strict=True)):
+        if wide != narrow:
+            x = x[(slice(None),) * axis + (slice(0, 1),)]
+    return x
+
+
+def _with_segments_of_first_keys(call: Call) -> Call:
+    frame = call.frame
+    if frame.k_segment is None:
+        return call
+    first = frame.k_segment[:, : frame.q_position.shape[1]]
+    return replace(call, frame=frame.replaced(q_segment=first))
+
+
+def _without_new_keys(call: Call) -> Call:
+    """Blocks of several tokens do not see one another; each still sees itself."""
+    frame = call.frame
+    t = frame.q_position.shape[1]
+    later = namespace(frame.q_position).arange(t)[None, :] * 1_000_000
+    position = namespace(later).concat([frame.k_position[:, :-t], frame.q_position + later], axis=1)
+    return replace(call, frame=frame.replaced(k_position=position))
+
+
+def _of_reads() -> list[Fault]:
+    return [
+        written(
+            "softmax",
+            BACKWARD,
+            "the softmax's own sum left out of dS",
+            inside(Mean, "backward", lambda _: _without_row_sum),
+        ),
+        written(
+            "laser",
+            BACKWARD,
+            "dO·O in place of the sum of dO",
+            inside(LogMeanExp, "backward", lambda _: _laser_as_mean),
+            subject="softmax",
+        ),
+        written(
+            "laser",
+            BACKWARD,
+            "the prior's weights in place of the posterior's",
+            inside(LogMeanExp, "backward", lambda _: _laser_of_prior),
+            subject="softmax",
+        ),
+        written(
+            "laser",
+            (*BOTH, STEP),
+            "one shift for all tokens, those to come among them",
+            inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
+            subject="softmax",
+        ),
+        written(
+            "laser",
+            (FORWARD, STEP),
+            "the mean, and not its logarithm",
+            inside(LogMeanExp, "forward", lambda _: Mean.forward),
+            subject="softmax",
+        ),
+        written(
+            "laser",
+            (FORWARD, STEP),
+            "the mean of values cut at 2",
+            inside(
+                LogMeanExp, "forward", lambda true: lambda self, a, v: true(self, a, v.clip(-2, 2))
+            ),
+            subject="softmax",
+        ),
+    ]
+
+
+def _without_row_sum(self: Any, log_weights: Any, v: Any, o: Any, d_o: Any) -> Any:
+    weights = namespace(v).exp(log_weights)
+    return weights * (d_o @ transpose(v)), transpose(weights) @ d_o
+
+
+def _posterior(log_weights: Any, v: Any, o: Any) -> Any:
+    xp = namespace(v)
+    return xp.exp(log_weights[..., None] + v[:, :, None, :, :] - o[:, :, :, None, :])
+
+
+def _laser_as_mean(self: Any, log_weights: Any, v: Any, o: Any, d_o: Any) -> Any:
+    xp = namespace(v)
+    weighted = d_o[:, :, :, None, :] * _posterior(log_weights, v, o)
+    d_scores = xp.sum(weighted, axis=-1) - xp.exp(log_weights) * row_sum(d_o * o)
+    return d_scores, xp.sum(weighted, axis=2)
+
+
+def _laser_of_prior(self: Any, log_weights: Any, v: Any, o: Any, d_o: Any) -> Any:
+    xp = namespace(v)
+    weighted = d_o[:, :, :, None, :] * _posterior(log_weights, v, o)
+    d_scores = xp.sum(weighted, axis=-1) - xp.exp(log_weights) * row_sum(d_o)
+    return d_scores, transpose(xp.exp(log_weights)) @ d_o
+
+
+def _laser_of_one_shift(self: Any, log_weights: Any, v: Any) -> Any:
+    xp = namespace(v)
+    shift = xp.max(v, axis=2, keepdims=True)
+    mean = xp.exp(log_weights) @ xp.exp(v - shift)
+    some = xp.max(log_weights, axis=-1, keepdims=True) > -xp.inf
+    return xp.where(some, shift + xp.log(xp.where(some, mean, 1.0)), 0.0)
+
+
+FORGETFUL = "softmax[forget=unscaled]"
+
+
+def _of_forget_gate() -> list[Fault]:
+    return [
+        written(
+            FORGETFUL,
+            (FORWARD, STEP),
+            "a key decays by its own gate",
+            inside(forget_gate, "_behind", lambda _: _at_or_behind),
+        ),
+        written(
+            FORGETFUL,
+            BACKWARD,
+            "a gate's gradient given to the token behind",
+            inside(forget_gate, "decay_vjp", lambda true: lambda d: rolled(true(d), 1)),
+        ),
+        written(
+            FORGETFUL,
+            STEP,
+            "the decay kept without the last of the new tokens",
+            inside(forget_gate, "extended_decay", lambda true: _decay_without_last(true)),
+        ),
+        written(
+            FORGETFUL,
+            STEP,
+            "the decay since the key not read",
+            inside(
+                forget_gate,
+                "extended_decay",
+                lambda true: lambda past, g: (true(0 * past, g)[0], true(past, g)[1]),
+            ),
+        ),
+    ]
+
+
+def _at_or_behind(array: Any, s: int) -> Any:
+    token = namespace(array).arange(s)
+    return token[:, None] >= token[None, :]
+
+
+def _decay_without_last(true: Any) -> Any:
+    def extended_decay(past: Any, g: Any) -> Any:
+        fewer = g * 1
+        fewer[:, -1] = 0
+        return true(past, g)[0], true(past, fewer)[1]
+
+    return extended_decay
+
+
+def _of_path() -> list[Fault]:
+    strictly, not_strictly = ({"strict": strict} for strict in (True, False))
+    return [
+        written(
+            "path",
+            BOTH,
+            "a query not reflected by its own token",
+            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **strictly)),
+        ),
+        written(
+            "path",
+            STEP,
+            "a key reflected by its own token",
+            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **not_strictly)),
+        ),
+        written(
+            "path",
+            (FORWARD, STEP),
+            "each reflection alone, and not their product",
+            inside(Reflections, "gathered", lambda _: lambda self, right: self.beta * right),
+        ),
+        written(
+            "path",
+            BACKWARD,
+            "the reflections' overlap constant to the gradient",
+            inside(Reflections, "overlap", lambda true: lambda self: 0 * true(self)),
+        ),
+        written(
+            "path",
+            (FORWARD, STEP),
+            "the reflection I - 2 β w wᵀ",
+            handed(lambda call: call.given(beta=2 * call.inputs["beta"])),
+        ),
+        written(
+            "path",
+            STEP,
+            "the past keys reflected in the order of time, turned around",
+            inside(Transported, "advance", lambda true: _advanced_backwards(true)),
+        ),
+        written(
+            "path[flush=2]",
+            STEP,
+            "the reflections since the last flush forgotten",
+            handed(lambda call: replace(call, past=_without_pending(call.past))),
+        ),
+        written(
+            "path[flush=2]",
+            STEP,
+            "the keys flushed a token early",
+            inside(transported, "_count", lambda true: lambda frame: true(frame) + 1),
+        ),
+        written(
+            "path[flush=2]",
+            STEP,
+            "padded tokens counted towards the next flush",
+            inside(transported, "_count", lambda _: lambda frame: frame.q_position.shape[1]),
+        ),
+        written(
+            "path[flush=2]",
+            STEP,
+            "what is pending kept beyond the flush",
+            _with_pending_kept(),
+        ),
+    ]
+
+
+def _advanced_backwards(true: Any) -> Any:
+    def advance(self: Any, past: Any, k: Any, extra: Any, frame: Any) -> Any:
+        xp = namespace(k)
+        backwards = {name: xp.flip(array, axis=2) for name, array in extra.items()}
+        return true(self, past, k, backwards, frame)
+
+    return advance
+
+
+def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
+    return {name: 0 * a if name.startswith("pending") else a for name, a in past.items()}
+
+
+def _with_pending_kept() -> Change:
+    def kept(truth: Truth, call: Call) -> Result:
+        result = truth(call)
+        for name, made in result.updates.items():
+            if name.startswith("pending"):
+                stale = made.value == 0
+                made.value[...] = namespace(made.value).where(stale, call.past[name], made.value)
+        return result
+
+    return kept
+
+
+def _of_query_weighted() -> list[Fault]:
+    name = "query_weighted_query"
+    return [
+        written(
+            name,
+            (FORWARD, STEP),
+            "the second moment in place of the covariance",
+            inside(query_weighted, "row_sum", lambda true: lambda x: 0 * true(x)),
+        ),
+        written(
+            name,
+            BACKWARD,
+            "the weights constant to the gradient",
+            inside(query_weighted.QueryWeightedQuery, "backward", lambda _: _of_constant_weights),
+        ),
+        written(
+            name,
+            (FORWARD, STEP),
+            "the keys not brought to length 1",
+            inside(query_weighted, "l2_norm", lambda true: _queries_only(true)),
+        ),
+    ]
+
+
+def _queries_only(true: Any) -> Any:
+    calls: list[int] = []
+
+    def l2_norm(x: Any, eps: float) -> Any:
+        calls.append(1)
+        return true(x, eps) if len(calls) % 2 else x  # First of the queries, then of the keys.
+
+    return l2_norm
+
+
+def _of_constant_weights(
+    self: Any, x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any
+) -> Any:
+    """ds = p ∘ ũ, without what comes of p."""
+    view = self._view(x, x["k"], frame)
+    g = swap_time_and_heads(cotangent)
+    h = -view.contraction * g
+    u = h @ transpose(view.k)
+    d_s = view.p * (u - row_sum(view.p * u))
+    d_k = transpose(view.p * view.centred) @ h + transpose(d_s) @ view.q
+    d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
+    return {
+        "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ view.k)),
+        "k": l2_norm_vjp(x["k"], self.eps, d_k),
+        "contraction": swap_time_and_heads(-row_sum(g * view.c))[..., 0],
+    }

@@ -1,0 +1,449 @@
+"""Faults of the chunked recurrences and of PaTH's chunks of reflections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from precondattn.arrays import namespace
+from precondattn.cache import Rewrite
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    STEP_BACKWARD,
+    Call,
+    Fault,
+    Result,
+    Truth,
+)
+from precondattn_conformance.faults.tokens import rolled
+from precondattn_conformance.faults.written import written
+from precondattn_conformance.faults.written_blocks import (
+    blocked,
+    changed_after,
+    first_order,
+    half_by_half,
+)
+from precondattn_portable import (
+    channel_decay,
+    chunkwise,
+    chunkwise_additive,
+    chunkwise_delta,
+    extension,
+    head_decay,
+    transported,
+    transported_step,
+)
+from precondattn_portable.channel_decay import ChannelDecay
+from precondattn_portable.chunkwise import Work
+from precondattn_portable.chunkwise_additive import Additive
+from precondattn_portable.chunkwise_delta import DeltaRule
+from precondattn_portable.forget_gate import ForgetGate
+from precondattn_portable.head_decay import HeadDecay, sums_before, sums_from
+from precondattn_portable.transported import TransportedScores
+
+BOTH = (FORWARD, BACKWARD)
+RUN = (FORWARD, STEP)
+PULL = (BACKWARD, STEP_BACKWARD)
+ALL = (*RUN, *PULL)
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    return [
+        *_of_states_between(),
+        *_of_delta(),
+        *_of_head_decay(),
+        *_of_channel_decay(),
+        *_of_forget_gate(),
+        *_of_reflections(),
+        *_of_steps_of_path(),
+    ]
+
+
+def _of_states_between() -> list[Fault]:
+    return [
+        blocked(
+            "linear",
+            RUN,
+            "a chunk reads the state in front of the chunk before",
+            chunkwise_additive,
+            "_from_states",
+            lambda true: (
+                lambda ops, decay, rows, states: true(ops, decay, rows, rolled(states, 1, axis=0))
+            ),
+        ),
+        blocked(
+            "linear",
+            RUN,
+            "the state not carried from a group of chunks to the next",
+            chunkwise,
+            "_read",
+            lambda true: (
+                lambda works, part, queries, lasts: (
+                    true(works, part, queries, lasts)[0],
+                    [0 * last for last in lasts],
+                )
+            ),
+        ),
+        blocked(
+            "linear",
+            PULL,
+            "the gradient of the state behind a group of chunks not taken in",
+            Additive,
+            "d_states",
+            lambda true: lambda self, q, d_o, d_state: true(self, q, d_o, 0 * d_state),
+        ),
+        blocked(
+            "linear",
+            BOTH,
+            "fewer queries than keys stand at the first keys",
+            Work,
+            "of_reads",
+            lambda _: lambda self, queries, part: self._chunks(queries, part, 0),
+        ),
+        blocked(
+            "linear",
+            STEP,
+            "what stands behind the last token is written to the state",
+            Work,
+            "_chunks",
+            _with_padding_of_ones,
+        ),
+        blocked(
+            "ssd",
+            RUN,
+            "the state does not decay from chunk to chunk",
+            chunkwise_additive,
+            "add_kept_at",
+            lambda true: (
+                lambda ops, array, where, state, total: true(ops, array, where, state, None)
+            ),
+        ),
+        blocked(
+            "retention",
+            PULL,
+            "the gradient of the state does not decay from chunk to chunk",
+            chunkwise_additive,
+            "add_kept_at",
+            lambda true: (
+                lambda ops, array, where, state, total: true(ops, array, where, state, None)
+            ),
+        ),
+        blocked(
+            "conditioned_query[decay=head]",
+            RUN,
+            "what stands in front of a chunk not read",
+            chunkwise_additive,
+            "_from_states",
+            lambda true: lambda ops, decay, rows, states: true(ops, decay, rows, 0 * states),
+        ),
+    ]
+
+
+def _with_padding_of_ones(true: Any) -> Any:
+    def _chunks(self: Any, x: Any, part: range, missing: int) -> Any:
+        found = true(self, x, part, missing)
+        token = part.start * self.size + np.arange(len(part) * self.size)
+        behind = (token >= self.s).reshape(len(part), 1, self.size, *(1,) * (found.ndim - 3))
+        return namespace(found).where(behind, 1.0, found)
+
+    return _chunks
+
+
+def _of_delta() -> list[Fault]:
+    return [
+        blocked(
+            "gated_delta",
+            RUN,
+            "the state of a chunk not decayed where it corrects",
+            DeltaRule,
+            "__init__",
+            lambda true: changed_after(true, reading_k=lambda self: self.x.k * self.x.beta),
+        ),
+        blocked(
+            "gated_delta",
+            RUN,
+            "a chunk's writes not decayed to its end",
+            DeltaRule,
+            "__init__",
+            lambda true: changed_after(true, writing_k=lambda self: self.x.k),
+        ),
+        blocked(
+            "delta",
+            RUN,
+            "the inverse among a chunk's keys of first order",
+            chunkwise_delta,
+            "unit_lower_inverse",
+            lambda _: first_order,
+        ),
+        blocked(
+            "delta",
+            ALL,
+            "the inverse among a chunk's keys half by half",
+            chunkwise_delta,
+            "unit_lower_inverse",
+            half_by_half,
+        ),
+        blocked(
+            "delta",
+            PULL,
+            "what is read not among what changes the state's gradient",
+            chunkwise_delta,
+            "pulled",
+            lambda true: lambda ops, q, d_o, d_state: true(ops, q, 0 * d_o, d_state),
+        ),
+    ]
+
+
+def _of_head_decay() -> list[Fault]:
+    return [
+        blocked(
+            "ssd",
+            RUN,
+            "what a token writes decays by its own gate",
+            head_decay,
+            "sums_behind",
+            lambda _: sums_from,
+        ),
+        blocked(
+            "gated_delta",
+            RUN,
+            "a token reads the state in front of the chunk without its own gate",
+            HeadDecay,
+            "__init__",
+            lambda true: changed_after(true, reading=_reading_before),
+        ),
+        blocked(
+            "ssd",
+            PULL,
+            "what is kept of the state left out of the gates' gradient",
+            HeadDecay,
+            "d_g",
+            lambda true: (
+                lambda self, pairs, read, written, kept: true(self, pairs, read, written, 0 * kept)
+            ),
+        ),
+        blocked(
+            "ssd",
+            PULL,
+            "what is read of the state left out of the gates' gradient",
+            HeadDecay,
+            "d_g",
+            lambda true: (
+                lambda self, pairs, read, written, kept: true(self, pairs, 0 * read, written, kept)
+            ),
+        ),
+    ]
+
+
+def _reading_before(self: Any) -> Any:
+    return self.reading if self.g is None else namespace(self.g).exp(sums_before(self.g))
+
+
+def _of_channel_decay() -> list[Fault]:
+    return [
+        blocked(
+            "gla",
+            RUN,
+            "the two halves of a block decay as each other",
+            ChannelDecay,
+            "halvings",
+            lambda true: property(
+                lambda self: [h._replace(since=h.until, until=h.since) for h in true.func(self)]
+            ),
+        ),
+        blocked(
+            "gla",
+            RUN,
+            "what a token writes decays by its own gate",
+            channel_decay,
+            "sums_behind",
+            lambda _: sums_from,
+        ),
+        blocked(
+            "gla",
+            PULL,
+            "the pairs of a block left out of its second half's gates",
+            channel_decay,
+            "sums_from",
+            lambda true: lambda x: 0 * true(x),
+        ),
+        blocked(
+            "gsa",
+            PULL,
+            "the pairs of a block left out of its first half's gates",
+            channel_decay,
+            "sums_before",
+            lambda true: lambda x: 0 * true(x),
+        ),
+        blocked(
+            "gsa",
+            RUN,
+            "the slots' memory not read from the chunks before",
+            chunkwise_additive.ValueAdditive,
+            "_from_states",
+            lambda true: lambda self, q, states: 0 * true(self, q, states),
+        ),
+    ]
+
+
+FORGETFUL = "softmax[forget=unscaled]"
+
+
+def _of_forget_gate() -> list[Fault]:
+    return [
+        blocked(
+            FORGETFUL,
+            BOTH,
+            "the keys of earlier blocks stop to decay",
+            ForgetGate,
+            "_advance",
+            _advanced_for_new_only,
+        ),
+        blocked(
+            FORGETFUL,
+            BACKWARD,
+            "the gates' gradient from the keys of their own block alone",
+            ForgetGate,
+            "pull",
+            _pulling_own_only,
+        ),
+    ]
+
+
+def _advanced_for_new_only(true: Any) -> Any:
+    def _advance(self: Any, p0: int) -> None:
+        start = self.position
+        kept = self.since[..., :start] + 0
+        true(self, p0)
+        self.since[..., :start] = kept
+
+    return _advance
+
+
+def _pulling_own_only(true: Any) -> Any:
+    def pull(self: Any, p0: int, p1: int, low: int, high: int, d_strip: Any) -> None:
+        old = max(min(p0, high), low)
+        true(self, p0, p1, old, high, d_strip[..., old - low :])
+
+    return pull
+
+
+def _of_reflections() -> list[Fault]:
+    return [
+        blocked(
+            "path",
+            FORWARD,
+            "the keys carried to the block before",
+            TransportedScores,
+            "_carry_to",
+            lambda true: lambda self, a: true(self, max(a - self.chunks_of_strip, 0)),
+        ),
+        blocked(
+            "path",
+            FORWARD,
+            "a query reflected by tokens to come",
+            TransportedScores,
+            "_lower",
+            lambda _: lambda self, x: x,
+        ),
+        blocked(
+            "path",
+            BACKWARD,
+            "the reflections of a chunk to first order",
+            transported,
+            "unit_lower_inverse",
+            lambda _: first_order,
+        ),
+        blocked(
+            "path",
+            BACKWARD,
+            "the products of whole chunks constant to the gradient",
+            TransportedScores,
+            "_pull_past",
+            _pulling_no_products,
+        ),
+        blocked(
+            "path",
+            BACKWARD,
+            "the transported keys of earlier chunks constant to the gradient",
+            TransportedScores,
+            "_finish",
+            _finished_without_keys,
+        ),
+        blocked(
+            "lucid_solve[metric=transported]",
+            BACKWARD,
+            "the products of whole chunks constant to the gradient",
+            TransportedScores,
+            "_pull_past",
+            _pulling_no_products,
+        ),
+    ]
+
+
+def _pulling_no_products(true: Any) -> Any:
+    def _pull_past(self: Any, low: int, old: int, d_strip: Any) -> Any:
+        kept = self.d_whole + 0
+        found = true(self, low, old, d_strip)
+        self.d_whole[...] = kept
+        return found
+
+    return _pull_past
+
+
+def _finished_without_keys(true: Any) -> Any:
+    def _finish(self: Any) -> None:
+        if not self.is_finished:
+            self.d_keys[...] = 0
+        true(self)
+
+    return _finish
+
+
+def _of_steps_of_path() -> list[Fault]:
+    return [
+        blocked(
+            "path",
+            STEP,
+            "the reflections of a step to first order",
+            transported_step,
+            "unit_lower_inverse",
+            lambda _: first_order,
+        ),
+        blocked(
+            "path[flush=2]",
+            STEP,
+            "the pending reflections not kept",
+            transported_step,
+            "padded",
+            lambda true: lambda *given, **named: 0 * true(*given, **named),
+        ),
+        written(
+            "path[flush=2]",
+            STEP,
+            "a flush rewrites the new keys alone",
+            _keeping_past_keys,
+            carrier="blocks",
+        ),
+        blocked(
+            "path",
+            STEP,
+            "the cache not carried from piece to piece of a long extension",
+            extension,
+            "updated",
+            lambda _: lambda buffer, *given, **named: buffer,
+        ),
+    ]
+
+
+def _keeping_past_keys(truth: Truth, call: Call) -> Result:
+    result = truth(call)
+    made = result.updates["key"]
+    if isinstance(made, Rewrite):
+        made = Rewrite(call.past["key"], made.tokens)
+    return replace(result, updates={**result.updates, "key": made})

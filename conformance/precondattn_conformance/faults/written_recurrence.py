@@ -1,0 +1,498 @@
+"""Faults of the recurrences: linear attention and its kin, delta rule, slots, CCQ's statistics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from precondattn.arrays import namespace
+from precondattn.spec import conditioned_query, gsa, linear, linear_family, recurrence, retention
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.gsa import GSA
+from precondattn.spec.linear import Linear
+from precondattn.spec.recurrence import TokenByToken
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    STEP_BACKWARD,
+    Call,
+    Fault,
+    Result,
+    Truth,
+    inside,
+    out_of,
+)
+from precondattn_conformance.faults.written import written
+
+RUN = (FORWARD, STEP)
+PULL = (BACKWARD, STEP_BACKWARD)
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    return [*_of_the_recurrence(), *_of_its_gradient(), *_of_options(), *_of_gsa(), *_of_ccq()]
+
+
+def _of_the_recurrence() -> list[Fault]:
+    return [
+        written(
+            "gla",
+            RUN,
+            "the state decays behind the write",
+            inside(recurrence, "_add", lambda _: _decaying_behind),
+        ),
+        written(
+            "ssd",
+            RUN,
+            "the state is read in front of the write",
+            inside(recurrence, "_add_and_read", lambda _: _reading_before),
+        ),
+        written(
+            "gated_delta",
+            RUN,
+            "corrected by what the state held before it decayed",
+            inside(recurrence, "_correct", lambda _: _correcting_undecayed),
+        ),
+        written(
+            "gated_delta",
+            RUN,
+            "the correction not multiplied by β",
+            inside(recurrence, "_correct", lambda _: _correcting_fully),
+        ),
+        written(
+            "delta",
+            RUN,
+            "added, and not corrected",
+            inside(recurrence, "_correct", lambda _: _only_adding),
+        ),
+        written(
+            "delta",
+            RUN,
+            "read with the key in place of the query",
+            inside(recurrence, "_correct_and_read", lambda true: _reading_with_key(true)),
+        ),
+        written(
+            "linear",
+            FORWARD,
+            "the state not carried beyond 128 tokens",
+            _starting_anew,
+        ),
+        written(
+            "linear",
+            STEP,
+            "the state in front of the last token kept",
+            inside(TokenByToken, "forward", lambda true: _stopping_early(true)),
+        ),
+    ]
+
+
+def _decaying_behind(state: Any, token: Any) -> Any:
+    k, v, g = token
+    return namespace(k).exp(g) * (state + recurrence._outer(k, v)), state
+
+
+def _reading_before(state: Any, token: Any) -> Any:
+    q, *write = token
+    after, before = recurrence._add(state, tuple(write))
+    return after, q @ before
+
+
+def _correcting_undecayed(state: Any, token: Any) -> Any:
+    k, v, g, beta = token
+    decayed = namespace(k).exp(g) * state
+    u = beta[..., None] * (v - recurrence._read(state, k))
+    return decayed + recurrence._outer(k, u), state
+
+
+def _correcting_fully(state: Any, token: Any) -> Any:
+    k, v, g, beta = token
+    decayed = namespace(k).exp(g) * state
+    u = beta[..., None] * v - recurrence._read(decayed, k)
+    return decayed + recurrence._outer(k, u), state
+
+
+def _only_adding(state: Any, token: Any) -> Any:
+    k, v, g, beta = token
+    return namespace(k).exp(g) * state + recurrence._outer(k, beta[..., None] * v), state
+
+
+def _reading_with_key(true: Any) -> Any:
+    def read(state: Any, token: Any) -> Any:
+        state, o = true(state, token)
+        return state, o * 0 + recurrence._read(state, token[1])[..., None, :]
+
+    return read
+
+
+def _starting_anew(truth: Truth, call: Call) -> Result:
+    """Every 128 tokens."""
+    t = call.inputs["q"].shape[1]
+    if t <= 128 or call.frame.k_segment is not None:
+        return truth(call)
+    outs = []
+    for i in range(0, t, 128):
+        part = {name: x[:, i : i + 128] for name, x in call.inputs.items()}
+        outs.append(truth(replace(call, inputs=part)).out)
+    return Result(namespace(outs[0]).concat(outs, axis=1))
+
+
+def _stopping_early(true: Any) -> Any:
+    def forward(x: Any, state: Any) -> Any:
+        o, _ = true(x, state)
+        if x.k.shape[2] == 1:
+            return o, state
+        fewer = x._replace(**{n: a if a is None else a[:, :, :-1] for n, a in x._asdict().items()})
+        return o, true(fewer, state)[1]
+
+    return forward
+
+
+def _of_its_gradient() -> list[Fault]:
+    return [
+        written(
+            "linear",
+            PULL,
+            "the gradient of a state not taken further back than one token",
+            inside(recurrence, "_back_from_addition", lambda _: _forgetful_back),
+        ),
+        written(
+            "gated_delta",
+            PULL,
+            "the correction constant to the gradient",
+            inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),
+        ),
+        written(
+            "gla",
+            PULL,
+            "the gates' gradient from the state in front of the decay",
+            inside(TokenByToken, "vjp", lambda true: _gates_of_undecayed(true)),
+        ),
+        written(
+            "ssd",
+            PULL,
+            "the queries' gradient from the state in front of the write",
+            inside(TokenByToken, "vjp", lambda true: _queries_of_state_before(true)),
+        ),
+        written(
+            "retention",
+            PULL,
+            "the gradient of a state decays twice with every token",
+            inside(recurrence, "_back_from_addition", lambda true: _decaying_twice(true)),
+        ),
+    ]
+
+
+def _forgetful_back(d_state: Any, token: Any) -> Any:
+    q, d_o, _, g = token
+    here = recurrence.transpose(q) @ d_o
+    return namespace(q).exp(g) * here, d_state + here
+
+
+def _back_as_from_addition(d_state: Any, token: Any) -> Any:
+    q, d_o, _, g, _ = token
+    d_state = d_state + recurrence.transpose(q) @ d_o
+    return namespace(q).exp(g) * d_state, d_state
+
+
+def _decaying_twice(true: Any) -> Any:
+    def back(d_state: Any, token: Any) -> Any:
+        before, here = true(d_state, token)
+        return namespace(before).exp(token[3]) * before, here
+
+    return back
+
+
+def _gates_of_undecayed(true: Any) -> Any:
+    def vjp(x: Any, *rest: Any) -> Any:
+        d = true(x, *rest)
+        return d._replace(
+            stream=d.stream._replace(g=d.stream.g * namespace(x.g).exp(-x.g.clip(-50)))
+        )
+
+    return vjp
+
+
+def _queries_of_state_before(true: Any) -> Any:
+    def vjp(x: Any, state: Any, d_o: Any, d_final: Any) -> Any:
+        d = true(x, state, d_o, d_final)
+        t = x.q.shape[2]
+        own = (d_o * x.v[:, :, -t:, None, :]).sum(axis=-1, keepdims=True)
+        d_q = d.stream.q - own * x.k[:, :, -t:, None, :]
+        return d._replace(stream=d.stream._replace(q=d_q))
+
+    return vjp
+
+
+def _of_options() -> list[Fault]:
+    return [
+        written(
+            "retention",
+            RUN,
+            "the decay of the next head",
+            inside(
+                retention,
+                "log_retention",
+                lambda true: lambda heads, like: true(heads + 1, like)[1:],
+            ),
+        ),
+        written(
+            "retention",
+            RUN,
+            "the decay of the key's head, and not of the query's",
+            inside(retention, "log_retention", lambda true: _of_key_heads(true)),
+        ),
+        written(
+            "linear",
+            (FORWARD, BACKWARD),
+            "a packed sequence's first token does not forget",
+            inside(linear_family, "forget_other_segments", lambda _: lambda g, frame: g),
+        ),
+        written(
+            "elu1(linear[normalize=true])",
+            STEP,
+            "the sum of weights starts anew with every step",
+            inside(Linear, "_with_mass", lambda true: _without_mass(true)),
+            subject="linear",
+        ),
+        written(
+            "elu1(linear[normalize=true])",
+            FORWARD,
+            "divided by the sum without the token itself",
+            inside(Linear, "_sum_of_weights", lambda true: lambda self, m: true(self, _earlier(m))),
+            subject="linear",
+        ),
+        written(
+            "elu1(linear[normalize=true])",
+            PULL,
+            "the sum of weights constant to the gradient",
+            inside(linear, "row_sum", lambda true: lambda x: 0 * true(x)),
+            subject="linear",
+        ),
+        written(
+            "elu1(linear[normalize=true])",
+            (FORWARD, STEP),
+            "what a feature map makes of a padded key is written",
+            inside(linear_family, "where_valid", lambda _: lambda x, frame: x),
+            subject="linear",
+        ),
+        written(
+            "delta",
+            (BACKWARD, STEP_BACKWARD),
+            "the gradients of value heads averaged over their key head",
+            inside(linear_family, "sum_heads", lambda true: _mean_of_heads(true)),
+        ),
+    ]
+
+
+def _of_key_heads(true: Any) -> Any:
+    def log_retention(heads: int, like: Any) -> Any:
+        return namespace(like).repeat(true((heads + 1) // 2, like), 2)[:heads]
+
+    return log_retention
+
+
+def _without_mass(true: Any) -> Any:
+    def _with_mass(self: Any, state: Any) -> Any:
+        return true(self, {**state, "mass": 0 * state["mass"]})
+
+    return _with_mass
+
+
+def _earlier(mass: Any) -> Any:
+    """Of rows (b, t, h, 1), that of the token before; the first has its own."""
+    return namespace(mass).concat([mass[:, :1], mass[:, :-1]], axis=1)
+
+
+def _mean_of_heads(true: Any) -> Any:
+    return lambda x, heads: true(x, heads) * (heads / x.shape[1])
+
+
+def _of_gsa() -> list[Fault]:
+    return [
+        written(
+            "gsa",
+            PULL,
+            "the softmax's own sum left out of its gradient",
+            inside(gsa, "row_sum", lambda true: lambda x: 0 * true(x)),
+        ),
+        written(
+            "gsa",
+            RUN,
+            "the second memory does not decay",
+            inside(
+                GSA, "_streams", lambda true: _with_second(true, lambda x: x._replace(g=0 * x.g))
+            ),
+        ),
+        written(
+            "gsa",
+            RUN,
+            "every slot takes all of a value",
+            inside(
+                GSA,
+                "_streams",
+                lambda true: _with_second(true, lambda x: x._replace(k=x.k * 0 + 1)),
+            ),
+        ),
+        written(
+            "gsa",
+            RUN,
+            "the slots' weights not normalised",
+            inside(gsa, "softmax", lambda _: lambda x: namespace(x).exp(x)),
+        ),
+        written(
+            "gsa",
+            PULL,
+            "only the first memory's part of the gradient of s",
+            inside(TokenByToken, "vjp", lambda true: _without_first_keys(true)),
+        ),
+    ]
+
+
+def _with_second(true: Any, change: Any) -> Any:
+    def _streams(self: Any, *rest: Any) -> Any:
+        first, second, last = true(self, *rest)
+        return first, change(second), last
+
+    return _streams
+
+
+def _without_first_keys(true: Any) -> Any:
+    """Of the second memory, whose gradient comes first, the weights are the keys."""
+    calls: list[int] = []
+
+    def vjp(*given: Any) -> Any:
+        d = true(*given)
+        calls.append(1)
+        if len(calls) > 1:
+            return d
+        return d._replace(stream=d.stream._replace(k=0 * d.stream.k))
+
+    return vjp
+
+
+CCQ = "conditioned_query"
+
+
+def _of_ccq() -> list[Fault]:
+    return [
+        written(
+            CCQ,
+            RUN,
+            "the second moment in place of the covariance",
+            inside(conditioned_query, "_contracted", lambda _: _by_second_moment),
+        ),
+        written(
+            CCQ,
+            RUN,
+            "n − 1 for n",
+            inside(conditioned_query, "_contracted", lambda true: _unbiased(true)),
+        ),
+        written(
+            CCQ,
+            RUN,
+            "brought to length 1 again",
+            out_of(lambda o: o / namespace(o).sqrt(row_sum(o * o) + 1e-6)),
+        ),
+        written(
+            CCQ,
+            RUN,
+            "the keys not brought to length 1",
+            inside(ConditionedQuery, "_normalized", lambda true: _of_queries_only(true)),
+        ),
+        written(
+            "conditioned_query[decay=head]",
+            RUN,
+            "the count does not decay",
+            inside(ConditionedQuery, "_streams", lambda true: _count_all(true)),
+        ),
+        written(
+            "conditioned_query[decay=head]",
+            PULL,
+            "the count constant to the gradient",
+            inside(conditioned_query, "_contracted_vjp", lambda true: _of_constant_count(true)),
+        ),
+        written(
+            "conditioned_query[decay=channel]",
+            RUN,
+            "the decay of the first channel, and not their mean",
+            inside(ConditionedQuery, "_log_decay", lambda true: _of_first_channel(true)),
+        ),
+        written(
+            CCQ,
+            PULL,
+            "the mean constant to the gradient",
+            inside(conditioned_query, "_contracted_vjp", lambda true: _of_constant_mean(true)),
+        ),
+        written(
+            CCQ,
+            STEP,
+            "the count starts anew with every step",
+            _with_count_forgotten,
+        ),
+        written(
+            CCQ,
+            (FORWARD, BACKWARD),
+            "hidden keys are counted",
+            inside(conditioned_query, "where_valid", lambda _: lambda x, frame: x),
+        ),
+    ]
+
+
+def _by_second_moment(a: Any, total: Any, n: Any, q: Any, contraction: Any) -> Any:
+    return (q - contraction / conditioned_query._positive(n) * a,)
+
+
+def _unbiased(true: Any) -> Any:
+    def contracted(a: Any, total: Any, n: Any, q: Any, contraction: Any) -> Any:
+        fewer = namespace(n).where(n > 1, n - 1, 1.0)
+        (out,) = true(a, total, n, q, contraction)
+        return (q - (q - out) * n / fewer,)
+
+    return contracted
+
+
+def _of_queries_only(true: Any) -> Any:
+    calls: list[int] = []
+
+    def normalized(self: Any, x: Any, form: Any) -> Any:
+        calls.append(1)
+        return true(self, x, form) if len(calls) % 2 == 0 else x  # The keys come first.
+
+    return normalized
+
+
+def _count_all(true: Any) -> Any:
+    def _streams(self: Any, *rest: Any) -> Any:
+        second, first, (count, state) = true(self, *rest)
+        return [second, first, (count._replace(g=0 * count.g), state)]
+
+    return _streams
+
+
+def _of_constant_count(true: Any) -> Any:
+    def vjp(*given: Any) -> Any:
+        *others, d_n = true(*given)
+        return (*others, 0 * d_n)
+
+    return vjp
+
+
+def _of_constant_mean(true: Any) -> Any:
+    def vjp(*given: Any) -> Any:
+        *others, d_total, d_n = true(*given)
+        return (*others, 0 * d_total, d_n)
+
+    return vjp
+
+
+def _of_first_channel(true: Any) -> Any:
+    def _log_decay(self: Any, x: Any, frame: Any) -> Any:
+        return true(self, {**x, "g": x["g"][..., :1]}, frame)
+
+    return _log_decay
+
+
+def _with_count_forgotten(truth: Any, call: Any) -> Any:
+    return truth(replace(call, past={**call.past, "count": 0 * call.past["count"]}))

@@ -1,0 +1,147 @@
+"""Which data each check is tried on, at each level.
+
+smoke    under a minute for a backend of one library: every mechanism in every check that can tell
+         something of it, on the data that shows most; of compositions that are nothing but steps,
+         the wiring
+full     every check of every mechanism, on every library and dtype: all masks, kinds of keys,
+         extremes, widths and lengths around a block's edge
+stress   full, and random sizes beside, lengths around larger blocks, and memory
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn_conformance.declared import derived
+from precondattn_conformance.extremes import EXTREMES
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
+from precondattn_conformance.random_layouts import random_layouts
+
+LEVELS = ("smoke", "full", "stress")
+
+PLAIN = Layout("plain")
+RAGGED = Layout("ragged", mask="lengths", broadcast=True)
+PACKED = Layout("packed", mask="segment_ids")
+MASKED = Layout("masked", mask="key_mask", broadcast=True)
+SINGLE = Layout("single_token", t=1, s=1)
+FEWER = Layout("fewer_queries", t=3, s=9)
+ONE_HEAD = Layout("one_kv_head", h=8, n=1)
+OWN_HEADS = Layout("own_kv_heads", h=3, n=3, values_per_head=1)
+ODD_WIDTH = Layout("odd_width", d=5, e=3)
+LESS_ONE = Layout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8)
+AND_ONE = Layout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8)
+REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
+REAL_128 = REAL._replace(name="real_128", t=128, s=128)
+BLOCKS = Layout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
+PACKED_BLOCKS = Layout("packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids")
+LEAK = Layout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
+LONG = Layout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, ONE_HEAD, OWN_HEADS, ODD_WIDTH, LESS_ONE),
+        *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, LEAK, LONG),
+    )
+}
+
+Data = tuple[tuple[Layout, str], ...]
+
+SMOKE: Data = (
+    (PLAIN, "clustered"),
+    (RAGGED, "duplicate"),
+    (PACKED, "zero"),
+    (REAL_SHORT, "real"),
+)
+FULL: Data = (
+    *SMOKE,
+    (PLAIN, "random"),
+    (PLAIN, "duplicate"),
+    (PLAIN, "zero"),
+    (MASKED, "clustered"),
+    (SINGLE, "random"),
+    (FEWER, "clustered"),
+    (ONE_HEAD, "clustered"),
+    (OWN_HEADS, "clustered"),
+    (ODD_WIDTH, "clustered"),
+    (LESS_ONE, "clustered"),
+    (AND_ONE, "clustered"),
+    (REAL_128, "real"),
+)
+SPECIAL: dict[str, Data] = {
+    "splits": ((PLAIN, "clustered"), (RAGGED, "clustered"), (MASKED, "clustered")),
+    "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
+    "padding": ((RAGGED, "clustered"),),
+    "stability": tuple((layout, kind) for kind in EXTREMES for layout in (PLAIN, AND_ONE)),
+    "dtypes": ((PLAIN, "random"), (OWN_HEADS, "random")),
+    "determinism": ((PLAIN, "clustered"), (AND_ONE, "clustered"), (RAGGED, "clustered")),
+    "purity": ((PLAIN, "clustered"),),
+    "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
+    "refusals": ((PLAIN, "random"),),
+    "transforms": ((PLAIN, "clustered"),),
+    "leaks": ((LEAK, "random"),),
+    "memory": ((LONG, "random"),),
+}
+"""For checks that look at something else than numbers at every size."""
+
+STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
+DRAWN = 12
+"""Random layouts for a mechanism and a check of numbers."""
+
+
+def data(level: str, check: str, library: str, dtype: str, mechanism: str) -> Data:
+    """Layouts and kinds of keys."""
+    if level == "smoke":
+        return _smoke(check, library, dtype, mechanism in derived())
+    if check in ("leaks", "memory"):
+        # They are about a process, not about arithmetic.
+        once = dtype == "float32" and library in ("numpy", "torch", "cupy")
+        wanted = once and mechanism not in derived() and (check == "leaks" or level == "stress")
+        return SPECIAL[check] if wanted else ()
+    if check == "transforms" and dtype not in ("float64", "float32"):
+        return ()
+    if check in SPECIAL:
+        return SPECIAL[check]
+    if level == "full":
+        return FULL
+    return STRESS + tuple((layout, kind) for layout, kind in _drawn(check))
+
+
+@cache
+def _drawn(check: str) -> Data:
+    kinds = ("clustered", "random", "duplicate", "zero")
+    layouts = random_layouts(DRAWN)
+    return tuple((layout, kinds[i % len(kinds)]) for i, layout in enumerate(layouts))
+
+
+def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
+    """In float64, where nothing blurs them, the masks; in other dtypes one case of each check.
+
+    array_api_strict shows that only the standard's functions are used, and JAX, which compiles
+    every operation for every shape and dtype, that its arrays are taken: outputs, and of each
+    mechanism that a class declares one gradient on array_api_strict.
+    """
+    is_main = library in ("numpy", "torch", "cupy")
+    if check in SPECIAL:
+        if not is_main or is_derived or dtype != "float64" or check in ("leaks", "memory"):
+            return ()
+        if check == "transforms":
+            return ()
+        if check == "stability":
+            return tuple((layout, kind) for layout, kind in SPECIAL[check] if layout is PLAIN)
+        return SPECIAL[check][:1]
+    if library == "jax":
+        return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()
+    if library == "array_api_strict":
+        wanted = check in ("outputs", "gradients") and dtype == "float64"
+        return SMOKE[2:3] if wanted and not is_derived else ()
+    if is_derived:
+        if dtype != "float64":
+            return ()
+        return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
+    if dtype == "float64":
+        return SMOKE
+    if dtype == "float32" and check == "outputs":
+        return SMOKE[0], SMOKE[3]
+    return SMOKE[:1]

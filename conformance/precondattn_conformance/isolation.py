@@ -1,0 +1,169 @@
+"""Cases in processes of their own, so that a hang or a crash is one failure, and the rest runs.
+
+    for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
+
+A process gets all cases of one mechanism, one at a time, since they share the oracle's answers. One
+that dies, or says nothing for too long, is replaced, and the case that it had is a failure.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks import Backend
+from precondattn_conformance.runner import FAILED, Outcome, run_case
+from precondattn_conformance.snippet import snippet
+
+TIMEOUT = 300.0
+"""Seconds for one case; a kernel's first compilation is part of it."""
+BEFORE_KILLING = 2.0
+"""How long before it is killed a process writes down where it hangs."""
+
+
+class Worker:
+    """A process that runs cases, and what it is doing."""
+
+    def __init__(self, backend: Backend, device: str | None, timeout: float) -> None:
+        self.backend, self.device, self.timeout = backend, device, timeout
+        self.todo: deque[Case] = deque()
+        self.running: Case | None = None
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.traces = tempfile.NamedTemporaryFile(prefix="precondattn-")  # noqa: SIM115
+        arguments = (theirs, self.backend, self.device, self.timeout, self.traces.name)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self) -> Case | None:
+        """Hand out the next case."""
+        self.running = self.todo.popleft() if self.todo else None
+        if self.running is not None:
+            self.since = time.monotonic()
+            self.connection.send(self.running)
+        return self.running
+
+    def run(self, case: Case) -> Outcome:
+        """One case, until there is an outcome."""
+        self.todo.append(case)
+        self.begin()
+        outcome = self.receive() if self.connection.poll(self.timeout) else self.hung()
+        self.running = None
+        return outcome
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.timeout
+
+    def receive(self) -> Outcome:
+        """What came of the running case, also where the process is no longer there."""
+        case = self.running
+        assert case is not None
+        try:
+            outcome: Outcome = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return self._lost(case, f"the process died of {_cause(self.process.exitcode)}")
+        return outcome
+
+    def hung(self) -> Outcome:
+        """The running case took too long."""
+        assert self.running is not None
+        return self._lost(self.running, f"it hung: nothing came of it in {self.timeout:g} s")
+
+    def _lost(self, case: Case, reason: str) -> Outcome:
+        trace = self.traces.read().decode(errors="replace").strip()
+        seconds = time.monotonic() - self.since
+        self.stop()
+        self._start()
+        shown = snippet(case, self.backend, self.device)
+        return Outcome(case, FAILED, None, reason, trace, shown, seconds)
+
+    def stop(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.traces.close()
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return signal.Signals(-exitcode).name
+    return f"exit code {exitcode}"
+
+
+def _serve(
+    connection: Connection, backend: Backend, device: str | None, timeout: float, traces: str
+) -> None:
+    """In the process: one outcome for each case that comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
+    with open(traces, "w") as file:
+        faulthandler.enable(file)
+        while True:
+            try:
+                case = connection.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(max(timeout - BEFORE_KILLING, 0.1), file=file)
+            outcome = run_case(case, backend, device)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(_picklable(outcome))
+
+
+def _picklable(outcome: Outcome) -> Outcome:
+    """Numbers as Python has them, texts as texts."""
+    return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))
+
+
+def run_isolated(
+    cases: Iterable[Case],
+    backend: Backend = None,
+    device: str | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    jobs: int = 1,
+    started: Callable[[Case], Any] = lambda case: None,
+) -> Iterator[Outcome]:
+    """The outcomes as they come; of several jobs, not in order."""
+    groups = deque(list(found) for _, found in groupby(cases, key=lambda case: case.mechanism))
+    workers = [Worker(backend, device, timeout) for _ in range(min(jobs, len(groups)))]
+
+    def hand_out(worker: Worker) -> None:
+        if not worker.todo and groups:
+            worker.todo.extend(groups.popleft())
+        case = worker.begin()
+        if case is not None:
+            started(case)
+
+    try:
+        for worker in workers:
+            hand_out(worker)
+        while busy := {w.connection: w for w in workers if w.running is not None}:
+            until = min(worker.deadline for worker in busy.values())
+            ready = wait(list(busy), max(until - time.monotonic(), 0))
+            for connection in ready:
+                worker = busy[connection]  # type: ignore[index]
+                yield worker.receive()
+                hand_out(worker)
+            for worker in busy.values():
+                if worker.connection not in ready and time.monotonic() > worker.deadline:
+                    yield worker.hung()
+                    hand_out(worker)
+    finally:
+        for worker in workers:
+            worker.stop()

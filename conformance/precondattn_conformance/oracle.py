@@ -1,0 +1,101 @@
+"""What the oracle says of a case: the reference in float64, on inputs rounded to the case's dtype.
+
+Its gradient is held against central differences wherever these can show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.cancellation import sizes_of_terms, sizes_when_saturated
+from precondattn_conformance.declared import is_bounded, is_smooth
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
+from precondattn_conformance.inputs import Arrays, Layout, make_inputs
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The oracle's answer: inputs as rounded, output, a cotangent, and gradients."""
+
+    inputs: Arrays
+    masks: Arrays
+    out: np.ndarray
+    cotangent: np.ndarray
+    gradients: Arrays
+    terms: dict[str, float]
+    """The size of what is summed, of gradients that are sums whose terms cancel."""
+
+
+@lru_cache(maxsize=256)
+def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
+    """The reference in float64 on NumPy, its gradient held against central differences."""
+    m = pa.parse(mechanism)
+    inputs = inputs_of(m, layout, kind, dtype)
+    masks = layout.masks()
+    out, pullback = m.vjp(**inputs, **masks, backend="reference")
+    cotangent = rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
+    gradients = pullback(cotangent)
+    can_differ = kind not in EXTREMES and is_smooth(m, kind) and dtype == "float64"
+    for name in inputs if can_differ else ():
+        rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(out * cotangent)))
+        check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
+    terms = sizes_of_terms(m, inputs, gradients)
+    if kind in SATURATED:
+        terms |= sizes_when_saturated(inputs, cotangent)
+    if kind == "extreme_gates" and "contraction" in inputs:
+        terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
+    return Oracle(inputs, masks, out, cotangent, gradients, terms)
+
+
+def inputs_of(m: pa.Mechanism, layout: Layout, kind: str, dtype: str) -> Arrays:
+    """The inputs of a case: values that the dtype has, in float64."""
+    if kind in EXTREMES:
+        inputs = at_an_extreme(m, layout, kind, dtype)
+    else:
+        inputs = make_inputs(m, layout, kind)
+    if not is_bounded(m) and "k" in inputs:
+        inputs["k"] = 0.5 * inputs["k"]
+    return {name: rounded(array, dtype) for name, array in inputs.items()}
+
+
+def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest values that the dtype has, in float64."""
+    if dtype == "bfloat16":
+        # Eight bits of mantissa: add half of the last kept bit (ties to even), cut the others.
+        bits = array.astype(np.float32).view(np.uint32)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    return array.astype(dtype).astype(np.float64)
+
+
+def check_direction(
+    m: pa.Mechanism,
+    x: Arrays,
+    masks: Arrays,
+    cotangent: np.ndarray,
+    name: str,
+    g: np.ndarray,
+    rounding: float,
+) -> None:
+    """One central difference along a random direction of one input; `rounding` is its terms'."""
+    direction = np.random.default_rng(2).normal(size=x[name].shape)
+    if masks.keys() & {"lengths"}:
+        direction = np.where(g == 0, 0.0, direction)
+    h = 1e-6
+
+    def value(sign: float) -> float:
+        moved = {**x, name: x[name] + sign * h * direction}
+        return float(np.sum(m(**moved, **masks, backend="reference") * cotangent))
+
+    found, expected = (value(1) - value(-1)) / (2 * h), float(np.sum(g * direction))
+    size = float(np.sqrt(np.sum(g**2) * np.sum(direction**2)))
+    if not abs(found - expected) <= 1e-6 * size + rounding / h:
+        raise DisagreementError(
+            f"the oracle's own gradient of {name} is {expected:.9g} along a direction, "
+            f"and {found:.9g} by central differences"
+        )

@@ -1,0 +1,153 @@
+"""The suite as pytest runs it: a test for each case, in a process of its own beside pytest's.
+
+Loaded by `plugin.py` once a flag asks for it. Under pytest-xdist each of its workers has such a
+process, and the outcomes come together in the one that reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from precondattn_conformance.case import Case, case_of
+from precondattn_conformance.checks import Measured
+from precondattn_conformance.floor import COMPARED, below_floor
+from precondattn_conformance.isolation import Worker
+from precondattn_conformance.plugin import OUTCOME
+from precondattn_conformance.report.page import write_page
+from precondattn_conformance.report.record import Recording
+from precondattn_conformance.runner import Outcome, run_case
+from precondattn_conformance.session import Session
+
+
+class PytestRun:
+    """One run of pytest with the suite in it."""
+
+    def __init__(self, session: Session, record: str | None, html: str | None) -> None:
+        self.session, self.html = session, html
+        try:
+            self.todo = session.cases()
+            self.expectations = session.expectations(self.todo)
+        except (ValueError, TypeError, OSError) as error:
+            raise pytest.UsageError(str(error)) from None
+        self.outcomes: list[Outcome] = []
+        self.below: list[str] = []
+        self.recording = Recording(
+            record,
+            backends=session.backend,
+            level=session.level,
+            device=session.device,
+            filters=session.filters,
+        )
+
+    @contextmanager
+    def runner(self) -> Iterator[Callable[[Case], Outcome]]:
+        """What runs a case."""
+        session, backend = self.session, self.session.backend or None
+        worker = None if session.jobs == 0 else Worker(backend, session.device, session.timeout)
+
+        def run(case: Case) -> Outcome:
+            skipped = self.expectations.skipped(case)
+            if skipped is not None:
+                return skipped
+            if worker is None:
+                outcome = run_case(case, backend, session.device)
+            else:
+                outcome = worker.run(case)
+            return self.expectations.judged(outcome)
+
+        try:
+            yield run
+        finally:
+            if worker is not None:
+                worker.stop()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        if "precondattn_case" in metafunc.fixturenames:
+            ids = [case.id for case in self.todo]
+            metafunc.parametrize("precondattn_case", self.todo, ids=ids)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        """Send the outcome with the report of its test."""
+        report = yield
+        outcome = getattr(item, OUTCOME, None)
+        if call.when == "call" and outcome is not None:
+            report.precondattn_outcome = _plain(outcome)
+            if outcome.measured is not None:
+                report.user_properties += [
+                    ("error", repr(outcome.measured.error)),
+                    ("bound", repr(outcome.measured.bound)),
+                ]
+        return report
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        if not _is_worker(session.config):
+            try:
+                self.recording.__enter__()
+            except ValueError as error:
+                raise pytest.UsageError(str(error)) from None
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        plain = getattr(report, OUTCOME, None)
+        if plain is not None:
+            outcome = _outcome(plain)
+            self.outcomes.append(outcome)
+            self.recording.add(outcome)
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        """A named backend of which nothing was compared has failed, whatever the tests say."""
+        config = session.config
+        if _is_worker(config) or config.option.collectonly:
+            return
+        is_whole = len(self.outcomes) == len(self.todo)
+        self.recording.close(complete=is_whole)
+        if self.html is not None:
+            write_page(self.recording.record, self.html)
+        if is_whole:
+            self.below = below_floor(self.session.under_test, self.todo, self.outcomes)
+        if self.session.backend and (self.below or not self._compared()):
+            session.exitstatus = 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
+        if self.session.backend and not config.option.collectonly:
+            names = ", ".join(self.session.backend)
+            terminalreporter.write_line(f"{names}: {self._compared()} cases compared")
+            for line in self.below:
+                terminalreporter.write_line(f"below its floor: {line}")
+
+    def _compared(self) -> int:
+        return sum(outcome.status in COMPARED for outcome in self.outcomes)
+
+
+def _is_worker(config: Any) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    """What goes from one process of pytest to another."""
+    measured = outcome.measured
+    return {
+        "case": outcome.case.id,
+        "status": outcome.status,
+        "measured": None if measured is None else asdict(measured),
+        "reason": outcome.reason,
+        "details": outcome.details,
+        "snippet": outcome.snippet,
+        "seconds": outcome.seconds,
+    }
+
+
+def _outcome(plain: dict[str, Any]) -> Outcome:
+    measured = plain["measured"]
+    return Outcome(
+        **{
+            **plain,
+            "case": case_of(plain["case"]),
+            "measured": None if measured is None else Measured(**measured),
+        }
+    )

@@ -1,0 +1,141 @@
+"""Where a run took place: versions, device, driver, and the revision of the adopter's own code.
+
+It holds no name of a host, a user or a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "precondattn",
+    "numpy",
+    "array-api-compat",
+    "array-api-strict",
+    "torch",
+    "jax",
+    "jaxlib",
+    "triton",
+    "cupy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+)
+SETTINGS = (
+    "TRITON_INTERPRET",
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUPY_TF32",
+)
+"""Variables of the environment that change what is computed, or by whom."""
+
+DRIVERS = {"nvidia": "/sys/module/nvidia/version", "amdgpu": "/sys/module/amdgpu/version"}
+
+
+def describe() -> dict[str, Any]:
+    """What is known before anything runs."""
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor(),
+        "drivers": {name: text for name, at in DRIVERS.items() if (text := _line(Path(at)))},
+        "versions": versions,
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "revision": revision(Path.cwd()),
+    }
+
+
+def processor() -> str:
+    """The model of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def accelerators() -> dict[str, str]:
+    """By library, the model of the accelerator it has used. No library is imported or started."""
+    found: dict[str, str] = {}
+    for library, ask in (("torch", _of_torch), ("jax", _of_jax), ("cupy", _of_cupy)):
+        try:
+            name = ask()
+        except Exception:  # A device that can not be asked for its name costs no record.
+            continue
+        if name:
+            found[library] = name
+    return found
+
+
+def _of_torch() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    return str(torch.cuda.get_device_name())
+
+
+def _of_jax() -> str:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is None or not bridge.backends_are_initialized():
+        return ""
+    device = sys.modules["jax"].devices()[0]
+    return "" if device.platform == "cpu" else str(device.device_kind)
+
+
+def _of_cupy() -> str:
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return ""
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
+    return str(name.decode())
+
+
+def backends(names: tuple[str, ...]) -> list[dict[str, str]]:
+    """The backends under test, with the package that each was installed by, if it was."""
+    installed = {entry.name: entry for entry in metadata.entry_points(group="precondattn.backends")}
+    found = []
+    for name in names:
+        about = {"name": name}
+        entry = installed.get(name)
+        if entry is not None and entry.dist is not None:
+            about |= {"package": entry.dist.name, "version": entry.dist.version}
+        found.append(about)
+    return found
+
+
+def revision(folder: Path) -> dict[str, Any] | None:
+    """The commit of a folder, and whether tracked files differ from it; None outside of git."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,115 @@
+"""Results in cells and mechanisms in families: what the matrix and the page are made of.
+
+A family is a mechanism with its variants, or a preconditioner with all that it is put around.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+from precondattn_conformance.report.result import (
+    FAILED,
+    PASSED,
+    SKIPPED,
+    STATUSES,
+    UNSUPPORTED,
+    XFAILED,
+    Result,
+    error_text,
+    share_text,
+    worst,
+)
+
+Key = TypeVar("Key", bound=Hashable)
+
+SYMBOLS = {FAILED: "✗", XFAILED: "x", UNSUPPORTED: "○", SKIPPED: "·"}
+WORDS = {
+    PASSED: "passed",
+    FAILED: "failed",
+    XFAILED: "failed as expected",
+    UNSUPPORTED: "unsupported",
+    SKIPPED: "skipped",
+}
+LEADING = (FAILED, PASSED, XFAILED, UNSUPPORTED, SKIPPED)
+"""The status of a cell is the first of these that one of its results has."""
+
+
+class Cell:
+    """The results that a cell stands for."""
+
+    def __init__(self, results: Iterable[Result] = ()) -> None:
+        self.results = list(results)
+        self.counts = Counter(result.status for result in self.results)
+
+    @property
+    def status(self) -> str:
+        """The one that counts most; empty where there are no results."""
+        return next((status for status in LEADING if self.counts[status]), "")
+
+    @property
+    def worst(self) -> Result | None:
+        """The largest share of its bound, among the results that decide the status."""
+        return worst(result for result in self.results if result.status == self.status)
+
+    @property
+    def share(self) -> str:
+        """The same in a few characters; nothing where nothing was measured."""
+        found = self.worst
+        return "" if found is None or found.share is None else share_text(found.share)
+
+    @property
+    def text(self) -> str:
+        """`12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; ok where nothing is measured."""
+        if not self.results:
+            return ""
+        if self.status == PASSED:
+            beside = [s for s in (XFAILED, UNSUPPORTED) if self.counts[s]]
+            return " ".join(
+                [self.share or "ok", *(f"{SYMBOLS[s]}{self.counts[s]}" for s in beside)]
+            )
+        found = f"{SYMBOLS[self.status]}{self.counts[self.status]}"
+        return f"{found} {self.share}" if self.status == FAILED and self.share else found
+
+    @property
+    def brief(self) -> str:
+        """The same in at most about four characters: `12%`, `12%○`, `✗2`."""
+        if self.status == PASSED:
+            beside = next((SYMBOLS[s] for s in (XFAILED, UNSUPPORTED) if self.counts[s]), "")
+            return f"{self.share or 'ok'}{beside}"
+        return f"{SYMBOLS[self.status]}{self.counts[self.status]}" if self.results else ""
+
+    @property
+    def in_words(self) -> str:
+        """`3 passed, 1 unsupported; worst error 3.2e-06 of 2e-05 allowed (16%)`."""
+        told = [f"{self.counts[s]} {WORDS[s]}" for s in STATUSES if self.counts[s]]
+        found = self.worst
+        measured = "" if found is None else error_text(found)
+        return ", ".join(told) + (f"; worst {measured}" if measured else "")
+
+
+def by(results: Iterable[Result], key: Callable[[Result], Key]) -> dict[Key, list[Result]]:
+    """Results in groups, in the order in which these were met."""
+    groups: dict[Key, list[Result]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups
+
+
+def family(mechanism: str) -> str:
+    """The name that an expression begins with."""
+    found = re.match(r"\w+", mechanism)
+    return found[0] if found else mechanism
+
+
+def by_family(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
+    """Results by family, and in it by mechanism."""
+    groups = by(results, lambda result: family(result.mechanism))
+    return {name: by(found, lambda result: result.mechanism) for name, found in groups.items()}
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each once, in the order in which they were met."""
+    return list(dict.fromkeys(names))

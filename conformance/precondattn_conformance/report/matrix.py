@@ -1,0 +1,197 @@
+"""The matrix in the terminal: mechanisms × checks, a cell the worst error as a share of its bound.
+
+What is fine takes one line for a family; a mechanism that fails has lines of its own, one for each
+library and dtype in which it does. Where the checks do not fit side by side, their names and cells
+are shortened, and what still does not fit goes on below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from precondattn_conformance.report.grid import SYMBOLS, WORDS, Cell, by, by_family
+from precondattn_conformance.report.result import (
+    FAILED,
+    PASSED,
+    UNSUPPORTED,
+    XFAILED,
+    Result,
+)
+
+if TYPE_CHECKING:
+    from precondattn_conformance.runner import Outcome
+
+STYLES = {PASSED: "green", FAILED: "bold red", XFAILED: "magenta", UNSUPPORTED: "yellow"}
+WIDEST_NAME = 34
+SHORT_NAME = 26
+SHORT_CHECK = 4
+PADDING = 2
+"""Blanks between columns."""
+
+LINES_OF_A_MECHANISM = 6
+MOST_NAMES = 40
+
+Rows = list[tuple[str, list[Result]]]
+"""What a line stands for: its name and its results."""
+
+
+class Band:
+    """Checks that stand side by side, and their rows."""
+
+    def __init__(self, what: str, checks: dict[str, str], rows: Rows, *, brief: bool) -> None:
+        self.rows, self.headings = rows, list(checks.values())
+        self.cells = [[Cell(r for r in found if r.check == c) for c in checks] for _, found in rows]
+        self.texts = [[cell.brief if brief else cell.text for cell in row] for row in self.cells]
+        longest = max((len(name) for name, _ in rows), default=0)
+        widest = SHORT_NAME if brief else WIDEST_NAME
+        self.width_of_names = max(min(longest, widest), len(what))
+
+    @property
+    def width(self) -> int:
+        columns = zip(self.headings, *self.texts, strict=True)
+        return self.width_of_names + sum(max(map(len, each)) + PADDING for each in columns)
+
+
+def matrix(outcomes: Iterable[Result | Outcome], console: Console) -> None:
+    """Print what came of a run."""
+    results = [Result.of(outcome) for outcome in outcomes]
+    if not results:
+        console.print("no cases were run")
+        return
+    places = by(results, _place)
+    splits = len(places) > 1
+    if splits:
+        _print("library, dtype", results, lambda some: list(by(some, _place).items()), console)
+    _print("mechanism", results, partial(_by_mechanism, splits=splits), console)
+    refused = _refused(results)
+    if refused:
+        shown = refused[:MOST_NAMES]
+        more = len(refused) - len(shown)
+        names = ", ".join([*shown, f"{more} others"] if more else shown)
+        console.print(Text("nothing compared of ", style="yellow").append(names, style="default"))
+    _print_legend(results, console)
+
+
+def _by_mechanism(results: list[Result], *, splits: bool) -> Rows:
+    """A line for what is fine of a family, and lines for each mechanism that fails."""
+    rows: Rows = []
+    for name, mechanisms in by_family(results).items():
+        bad = {m: found for m, found in mechanisms.items() if Cell(found).status == FAILED}
+        good = {m: found for m, found in mechanisms.items() if m not in bad}
+        together = [result for found in good.values() for result in found]
+        if any(result.is_compared for result in together):
+            rows.append((_named(name, good, alone=not bad), together))
+        for mechanism, found in bad.items():
+            rows.append((mechanism, found))
+            rows += _where_it_fails(found) if splits else []
+    return rows
+
+
+def _named(name: str, mechanisms: dict[str, list[Result]], *, alone: bool) -> str:
+    """`softmax`, `lucid and 20 more`, or `20 more of lucid` beside those that fail."""
+    if len(mechanisms) == 1:
+        return next(iter(mechanisms))
+    if name in mechanisms:
+        return f"{name} and {len(mechanisms) - 1} more"
+    return f"{len(mechanisms)} of {name}" if alone else f"{len(mechanisms)} more of {name}"
+
+
+def _where_it_fails(results: list[Result]) -> Rows:
+    places = by(results, _place)
+    bad = {place: found for place, found in places.items() if Cell(found).status == FAILED}
+    rows: Rows = [(f"  {place}", found) for place, found in bad.items()]
+    if len(rows) > LINES_OF_A_MECHANISM:
+        rest = [result for _, found in rows[LINES_OF_A_MECHANISM - 1 :] for result in found]
+        left = len(rows) - LINES_OF_A_MECHANISM + 1
+        rows[LINES_OF_A_MECHANISM - 1 :] = [(f"  {left} others", rest)]
+    return rows
+
+
+def _refused(results: list[Result]) -> list[str]:
+    """The families of which nothing was compared, and single mechanisms of the others."""
+    names: list[str] = []
+    for name, mechanisms in by_family(results).items():
+        none = [m for m, found in mechanisms.items() if not any(r.is_compared for r in found)]
+        names += [f"{name} ({len(none)})"] if len(none) == len(mechanisms) > 1 else none
+    return names
+
+
+def _place(result: Result) -> str:
+    return f"{result.library} {result.dtype}"
+
+
+def _print(
+    what: str,
+    results: list[Result],
+    rows_of: Callable[[list[Result]], Rows],
+    console: Console,
+) -> None:
+    for band in _bands(what, results, rows_of, console.width):
+        if not band.rows:
+            continue
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        table.add_column(Text(what), width=band.width_of_names, overflow="fold")
+        for heading in band.headings:
+            table.add_column(Text(heading), justify="right", no_wrap=True)
+        for (name, _), cells, texts in zip(band.rows, band.cells, band.texts, strict=True):
+            shown = (
+                Text(text, style=STYLES.get(cell.status, "dim"))
+                for cell, text in zip(cells, texts, strict=True)
+            )
+            table.add_row(Text(name, style="dim" if name[0] == " " else ""), *shown)
+        console.print(table)
+        console.print()
+
+
+def _bands(
+    what: str, results: list[Result], rows_of: Callable[[list[Result]], Rows], room: int
+) -> list[Band]:
+    """All checks side by side, or else, in short, as many as there is room for; and so on."""
+    of = by(results, lambda result: result.check)
+
+    def band(checks: dict[str, str], *, brief: bool) -> Band:
+        rows = rows_of([result for check in checks for result in of[check]])
+        return Band(what, checks, rows, brief=brief)
+
+    whole = band({check: check for check in of}, brief=False)
+    if whole.width <= room:
+        return [whole]
+    checks, bands = list(_in_short(list(of)).items()), []
+    while checks:
+        for count in range(len(checks), 0, -1):
+            made = band(dict(checks[:count]), brief=True)
+            if made.width <= room or count == 1:
+                break
+        bands.append(made)
+        checks = checks[count:]
+    return bands
+
+
+def _in_short(checks: list[str]) -> dict[str, str]:
+    """The beginnings of names, long enough to tell them apart."""
+    short = {}
+    for check in checks:
+        others = [other for other in checks if other != check]
+        length = SHORT_CHECK
+        while length < len(check) and any(o.startswith(check[:length]) for o in others):
+            length += 1
+        short[check] = check[:length]
+    return short
+
+
+def _print_legend(results: list[Result], console: Console) -> None:
+    """What the symbols that were used mean."""
+    whole = Cell(results)
+    is_measured = any(result.share is not None for result in results)
+    told = ["12% or 4×: the worst error as a share of its bound"] if is_measured else []
+    for status, symbol in SYMBOLS.items():
+        if whole.counts[status]:
+            told.append(f"{symbol}2 {WORDS[status]}")
+    console.print(Text("; ".join(told), style="dim"))

@@ -1,0 +1,283 @@
+"""The JSON record of a run (its schema is `schema.json`), readable at any moment of the run.
+
+While a run goes on, the file is replaced about once a second, never written over, so that whatever
+kills the run leaves a whole record, of which `complete` is false. Only the case that is being run
+is written in place, into room kept for it near the beginning of the file: a case that takes the
+process down with it is named, however short it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import precondattn
+from precondattn_conformance.report import environment
+from precondattn_conformance.report.coverage import Coverage, coverage
+from precondattn_conformance.report.printable import all_printable, printable
+from precondattn_conformance.report.result import Result
+
+if TYPE_CHECKING:
+    from precondattn_conformance.case import Case
+    from precondattn_conformance.runner import Outcome
+
+SCHEMA = "precondattn-conformance/1"
+SECONDS = 1.0
+"""Between two replacements of the file of a run that goes on."""
+
+PATIENCE = 20
+"""Nor is it replaced before so many times as long as writing it took."""
+
+ROOM = 512
+"""Bytes for the name of the case that is being run."""
+
+
+@dataclass
+class Record:
+    """A run: what came of its cases, and where, when and of what."""
+
+    date: str
+    """When it began, in UTC."""
+    suite: str
+    """The version of precondattn that held the backends to its oracle."""
+    backends: list[dict[str, str]]
+    """Those under test, in order of preference: name, package, version. None: the defaults."""
+    level: str
+    device: str | None = None
+    """As it was asked for."""
+    filters: dict[str, list[str]] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    outcomes: list[Result] = field(default_factory=list)
+    layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The sizes and masks of calls, by the name of the layout."""
+    seconds: float = 0.0
+    complete: bool = False
+    running: str | None = None
+    """The case that was being run when the record was last written."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the backends under test."""
+        return tuple(backend["name"] for backend in self.backends)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        return coverage(self.outcomes, self.names)
+
+    def count(self, status: str) -> int:
+        return sum(result.status == status for result in self.outcomes)
+
+    def head(self) -> dict[str, Any]:
+        """What comes before coverage and outcomes."""
+        return {
+            "date": self.date,
+            "seconds": round(self.seconds, 3),
+            "suite": self.suite,
+            "backends": self.backends,
+            "level": self.level,
+            "device": self.device,
+            "filters": self.filters,
+            "environment": self.environment,
+            "layouts": self.layouts,
+        }
+
+
+def load(path: Path | str) -> Record:
+    """A record from its file.
+
+    Raises
+    ------
+    ValueError
+        where there is none, or it is none, or one of another version of the schema.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no record of a conformance run: {error}") from None
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != SCHEMA:
+        own, _, version = SCHEMA.partition("/")
+        if isinstance(found, str) and found.startswith(f"{own}/"):
+            other = found.removeprefix(f"{own}/")
+            raise ValueError(
+                f"{path} is a record of version {other} of the schema; this is precondattn "
+                f"{precondattn.__version__}, which reads version {version}"
+            )
+        raise ValueError(f"{path} is no record of a conformance run: its schema is not {SCHEMA!r}")
+    content = all_printable(content)
+    try:
+        return Record(
+            **{name: content[name] for name in ("date", "suite", "backends", "level", "complete")},
+            **{name: content[name] for name in ("device", "filters", "environment", "seconds")},
+            running=content.get("running"),
+            layouts=content.get("layouts", {}),
+            outcomes=[Result.from_json(entry) for entry in content["outcomes"]],
+        )
+    except KeyError as error:
+        raise ValueError(f"{path} is no whole record: {error} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no record of a conformance run: {error}") from None
+
+
+def is_record(path: Path | str) -> bool:
+    """Whether a file says that it is a record of a conformance run, of whatever version."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    found = content.get("schema") if isinstance(content, dict) else None
+    return isinstance(found, str) and found.startswith(SCHEMA.partition("/")[0])
+
+
+class Recording:
+    """A record in the making, which is readable on disk whenever it ends, and however.
+
+    `path` may be None: then the record is kept in memory only. `record` is what there is so far.
+
+    with Recording(path, backends=("mine",), level="smoke", device=None, filters={}) as recording:
+        for case in cases:
+            recording.started(case)
+            recording.add(run_case(case, "mine"))
+    """
+
+    def __init__(
+        self,
+        path: Path | str | None,
+        *,
+        backends: tuple[str, ...],
+        level: str,
+        device: str | None,
+        filters: dict[str, tuple[str, ...]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.record = Record(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            suite=precondattn.__version__,
+            backends=environment.backends(backends),
+            level=level,
+            device=device,
+            filters={name: list(chosen) for name, chosen in filters.items() if chosen},
+            environment={**environment.describe(), "accelerators": {}},
+        )
+        self._clock = clock
+        self._began = clock()
+        self._due = self._began
+        self._lines: list[str] = []
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Recording:
+        """Write the record once, so that a place where it can not be kept is known at once.
+
+        Raises
+        ------
+        ValueError
+            where it can not be written.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise ValueError(f"no record can be written to {self.path}: {error}") from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(complete=kind is None)
+
+    def started(self, case: Case) -> None:
+        """Tell which case is run now."""
+        self.record.running = printable(case.id)
+        if self._file is not None:
+            self._file.seek(len(_opening(complete=False)))
+            self._file.write(_in_its_room(self.record.running))
+
+    def add(self, outcome: Outcome | Result) -> None:
+        """Keep what came of a case."""
+        result = Result.of(outcome)
+        self.record.outcomes.append(result)
+        self._lines.append(_text(result.to_json()))
+        if not isinstance(outcome, Result):
+            layout = outcome.case.layout
+            self.record.layouts.setdefault(result.layout, all_printable(layout._asdict()))
+        self.record.running = None
+        if self._clock() >= self._due:
+            self._write()
+
+    def close(self, *, complete: bool) -> None:
+        """Write the record for the last time."""
+        self.record.complete = complete
+        if complete:
+            self.record.running = None
+        self._write()
+        self._leave_file()
+
+    def _write(self) -> None:
+        """Replace the file by what there is now."""
+        begun = self._clock()
+        self.record.seconds = begun - self._began
+        self.record.environment["accelerators"] = environment.accelerators()
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
+                beside.write_bytes(self._bytes())
+                self._leave_file()
+                os.replace(beside, self.path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._file = self.path.open("r+b", buffering=0)
+        now = self._clock()
+        self._due = now + max(SECONDS, PATIENCE * (now - begun))
+
+    def _bytes(self) -> bytes:
+        running = b"null" if self.record.complete else _in_its_room(self.record.running)
+        head = _text(self.record.head(), indent=1).removeprefix("{").removesuffix("\n}")
+        rows = [_text(row.to_json()) for row in self.record.coverage]
+        lists = f'"coverage": {_one_a_line(rows)},\n "outcomes": {_one_a_line(self._lines)}'
+        # Where a text has what UTF-8 can not write, the escape is JSON's own.
+        rest = f"{head},\n {lists}\n}}\n".encode("utf-8", "backslashreplace")
+        return _opening(complete=self.record.complete) + running + b"," + rest
+
+    def _leave_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _opening(*, complete: bool) -> bytes:
+    """All that comes before the case that is being run."""
+    told = json.dumps(complete)
+    return f'{{\n "schema": "{SCHEMA}",\n "complete": {told},\n "running": '.encode()
+
+
+def _text(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _one_a_line(items: list[str]) -> str:
+    return "[\n  " + ",\n  ".join(items) + "\n ]" if items else "[]"
+
+
+def _in_its_room(case: str | None) -> bytes:
+    """The name of a case, or null, and blanks to fill its room."""
+    text = json.dumps(case)
+    while case and len(text) > ROOM:
+        case = case[: 3 * len(case) // 4]
+        text = json.dumps(f"{case}…")
+    return text.encode("ascii").ljust(ROOM)

@@ -1,0 +1,158 @@
+"""What came of a case, as plain data: the outcome of a run, or the same from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from precondattn_conformance.report.printable import printable
+
+if TYPE_CHECKING:
+    from precondattn_conformance.runner import Outcome
+
+PASSED, FAILED, XFAILED = "passed", "failed", "xfailed"
+UNSUPPORTED, SKIPPED = "unsupported", "skipped"
+STATUSES = (PASSED, FAILED, XFAILED, UNSUPPORTED, SKIPPED)
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
+"""Errors that JSON has no number for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case. `error` and `bound` are None where nothing was measured."""
+
+    id: str
+    check: str
+    mechanism: str
+    library: str
+    dtype: str
+    layout: str
+    kind: str
+    status: str
+    error: float | None = None
+    bound: float | None = None
+    seconds: float = 0.0
+    reason: str = ""
+    details: str = ""
+    snippet: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome | Result) -> Result:
+        """An outcome of the runner as plain data."""
+        if isinstance(outcome, Result):
+            return outcome
+        case, measured = outcome.case, outcome.measured
+        return cls(
+            id=printable(case.id),
+            check=printable(case.check),
+            mechanism=printable(case.mechanism),
+            library=printable(case.library),
+            dtype=printable(case.dtype),
+            layout=printable(case.layout.name),
+            kind=printable(case.kind),
+            status=outcome.status,
+            error=None if measured is None else float(measured.error),
+            bound=None if measured is None else float(measured.bound),
+            seconds=float(outcome.seconds),
+            reason=printable(outcome.reason),
+            details=printable(outcome.details),
+            snippet=printable(outcome.snippet),
+        )
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Result:
+        """A result from its entry in a record. What this version does not know is passed over.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            where the entry is none.
+        """
+        known: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.name in ("error", "bound"):
+                value = entry.get(field.name)
+                known[field.name] = None if value is None else float(NOT_FINITE.get(value, value))
+            elif field.name == "seconds":
+                known[field.name] = float(entry["seconds"])
+            elif field.name in ("reason", "details", "snippet"):
+                known[field.name] = printable(entry.get(field.name, ""))
+            else:
+                known[field.name] = printable(entry[field.name])
+        if known["status"] not in STATUSES:
+            raise ValueError(f"{known['status']!r} is no status; there are {', '.join(STATUSES)}")
+        return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry in a record: whatever is not empty."""
+        entry: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "seconds":
+                entry["seconds"] = round(value, 5)
+            elif isinstance(value, float) and not math.isfinite(value):
+                entry[field.name] = "NaN" if math.isnan(value) else "Infinity"
+            elif value is not None and value != "":
+                entry[field.name] = value
+        return entry
+
+    @property
+    def share(self) -> float | None:
+        """The error as a share of its bound: at most 1 where it passed."""
+        if self.error is None or self.bound is None:
+            return None
+        if self.bound == 0:
+            return 0.0 if self.error == 0 else math.inf
+        return self.error / self.bound
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the backend gave an answer that was held to the oracle."""
+        return self.status in (PASSED, FAILED, XFAILED)
+
+    @property
+    def headline(self) -> str:
+        """The first line of the reason; of a traceback the last, which has the exception."""
+        lines = self.reason.strip().splitlines() or [""]
+        return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
+
+
+def worst(results: Iterable[Result]) -> Result | None:
+    """The one whose error is the largest share of its bound; NaN is larger than all."""
+    measured = [(share, result) for result in results if (share := result.share) is not None]
+    if not measured:
+        return None
+    return max(measured, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])[1]
+
+
+def share_text(share: float) -> str:
+    """A share of the bound in at most five characters: `<1%`, `12%`, `100%`, `3.1×`, `4e3×`."""
+    if math.isnan(share):
+        return "NaN"
+    if math.isinf(share):
+        return "∞"
+    if share == 0:
+        return "0"
+    if share < 0.01:
+        return "<1%"
+    if share <= 1:
+        return f"{100 * share:.0f}%"
+    if share < 1.1:
+        return f"{share:.2f}×"
+    if share < 100:
+        return f"{share:.2g}×"
+    if share < 1000:
+        return f"{share:.0f}×"
+    digits, _, exponent = f"{share:.0e}".partition("e")
+    return f"{digits}e{int(exponent)}×"
+
+
+def error_text(result: Result) -> str:
+    """`error 3.2e-06 of 2e-05 allowed (16%)`, or nothing."""
+    if result.error is None or result.bound is None or result.share is None:
+        return ""
+    error = f"{result.error:.2g}".replace("nan", "NaN").replace("inf", "∞")
+    return f"error {error} of {result.bound:.2g} allowed ({share_text(result.share)})"
