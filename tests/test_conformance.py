@@ -1,15 +1,19 @@
 """The conformance suite, run on this repository's own backend, and tested by planted faults."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn.spec import lucid, softmax
 from precondattn.spec.linear_family import LinearFamily
-from precondattn_conformance.case import Case, cases
+from precondattn_conformance.case import Case, case_of, cases
+from precondattn_conformance.checks import CHECK, Check
 from precondattn_conformance.declared import compositions
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
 from precondattn_conformance.oracle import oracle
+from precondattn_conformance.random_layouts import layout_named, random_layouts
 from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
 from precondattn_conformance.tolerance import error
 from tests.mechanism_groups import check, groups
@@ -225,6 +229,54 @@ def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(stranger):
     assert "stranger takes nothing of this" in found.reason
     found = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
     assert found.status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        # The norm of a row that sees nothing divides by so little that float16 overflows.
+        ("torch", "gradients-torch-float16-masked-clustered-row_normalized"),
+        # A gradient beyond float16's range, where infinity is right.
+        ("torch", "gradients-torch-float16-plain-zero-lucid(qk_norm[gain=true])"),
+        # Sums whose terms cancel.
+        ("torch", "gradients-torch-float32-block_and_one-clustered-temperature[per=head]"),
+        ("torch", "gradients-torch-bfloat16-real_short-real-differential"),
+    ],
+)
+def test_a_case_that_once_failed(backend, name):
+    found = run_case(case_of(name), backend)
+    assert found.status == "passed", found.text
+
+
+def test_an_id_is_a_case():
+    for case in cases("smoke", only_mechanisms=("lucid(path)",), only_libraries=("numpy",)):
+        assert case_of(case.id) == case
+    drawn = random_layouts(12)
+    assert len(drawn) == 12
+    assert {layout.mask for layout in drawn} >= {None, "lengths"}
+    assert all(layout_named(layout.name) == layout for layout in drawn)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("outputs-numpy", "is no case"),
+        ("output-numpy-float64-plain-random-lucid", "'output' is no check"),
+        ("outputs-numpy-float64-plane-random-lucid", "'plane' is no layout"),
+        ("outputs-numpy-float64-plain-rand-lucid", "'rand' is no kind of keys"),
+        ("outputs-numpy-float64-plain-random-lucidity", "lucidity"),
+    ],
+)
+def test_what_is_no_id_is_refused_with_the_part_that_is_wrong(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        case_of(text)
+
+
+def test_every_check_is_explained():
+    page = Path(__file__).parents[1].joinpath("docs/conformance.md").read_text()
+    for each in CHECK.values():
+        assert f"\n### {each.name}\n" in page
+        assert (each.__doc__ or "").strip() not in ("", Check.__doc__.strip())
 
 
 def test_one_wrong_element_fails():

@@ -230,6 +230,7 @@ class Attention(Algorithm):
             grouped_queries(ops, padded(a, missing, 0, axis=1), n)
             for a in (out, zero_padding(cotangent, call_frame), residuals[0][..., None])
         )
+        cotangent = _without_overflow(cotangent, out, logs)
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         room: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
@@ -336,6 +337,16 @@ class Attention(Algorithm):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
+
+
+def _without_overflow(cotangent: Array, out: Array, log_total: Array) -> Array:
+    """The cotangent, 0 where it is infinite for rows that see nothing, whose output is 0 as is λ.
+
+    A norm around such a row divides by almost nothing, which half precision can not hold.
+    """
+    xp = namespace(cotangent)
+    is_empty = (log_total == 0) & xp.all(out == 0, axis=-1, keepdims=True)
+    return xp.where(is_empty & ~xp.isfinite(cotangent), 0.0, cotangent)
 
 
 def _aligned(

@@ -29,7 +29,7 @@ def replay(case: str, backend: Backend = None, device: str | None = None) -> str
     from precondattn_conformance.runner import run_case
 
     outcome = run_case(case_of(case), backend, device)
-    if outcome.measured is None:
+    if outcome.measured is None or outcome.reason:
         return f"{outcome.status}: {outcome.text}"
     measured = outcome.measured
     return f"{outcome.status}: error {measured.error:.3g}, bound {measured.bound:.1g}"

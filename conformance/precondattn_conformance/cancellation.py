@@ -6,7 +6,9 @@ The gradient of a temperature is one number for all tokens,
 
 and its terms cancel: on clustered keys the sum is up to 20 times smaller than they are. An error of
 dq that is well within its bound, as any kernel has that computes its weights a second time for the
-gradient, is then large in relation to dτ. So the error of dτ is measured against its terms.
+gradient, is then large in relation to dτ. So the error of dτ is measured against its terms. So is
+that of a difference's λ, dλ = −Σ_t ⟨do_t, o₂_t⟩, of which −o₂ is what the output changes by if λ
+grows by 1.
 
 Where one key has all the weight, the gradients of queries and keys are as good as 0,
 
@@ -23,7 +25,12 @@ import precondattn as pa
 
 
 def sizes_of_terms(
-    mechanism: pa.Mechanism, inputs: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
+    mechanism: pa.Mechanism,
+    inputs: dict[str, np.ndarray],
+    gradients: dict[str, np.ndarray],
+    out: np.ndarray,
+    cotangent: np.ndarray,
+    masks: dict[str, np.ndarray],
 ) -> dict[str, float]:
     """Of each gradient that is such a sum, the size of its terms: the largest of all heads'."""
     sizes: dict[str, float] = {}
@@ -32,6 +39,10 @@ def sizes_of_terms(
             terms = np.abs(np.sum(inputs["q"] * gradients["q"], axis=3))
             of_heads = np.sum(terms, axis=(0, 1) if call.leaf.per == "head" else None)
             sizes["tau"] = float(np.max(of_heads / inputs["tau"]))
+        if isinstance(call.leaf, pa.Difference) and call.leaf is mechanism.program.leaves[-1]:
+            more = mechanism(**{**inputs, "lam": inputs["lam"] + 1}, **masks, backend="reference")
+            terms = np.abs(np.sum((more - out) * cotangent, axis=3))
+            sizes["lam"] = float(np.max(np.sum(terms, axis=(0, 1) if inputs["lam"].ndim else None)))
     return sizes
 
 

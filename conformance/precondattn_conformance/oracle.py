@@ -35,7 +35,7 @@ class Oracle:
 def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     """The reference in float64 on NumPy, its gradient held against central differences."""
     m = pa.parse(mechanism)
-    inputs = inputs_of(m, layout, kind, dtype)
+    inputs = inputs_of(mechanism, layout, kind, dtype)
     masks = layout.masks()
     out, pullback = m.vjp(**inputs, **masks, backend="reference")
     cotangent = rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
@@ -44,7 +44,7 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     for name in inputs if can_differ else ():
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(out * cotangent)))
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
-    terms = sizes_of_terms(m, inputs, gradients)
+    terms = sizes_of_terms(m, inputs, gradients, out, cotangent, masks)
     if kind in SATURATED:
         terms |= sizes_when_saturated(inputs, cotangent)
     if kind == "extreme_gates" and "contraction" in inputs:
@@ -52,8 +52,10 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     return Oracle(inputs, masks, out, cotangent, gradients, terms)
 
 
-def inputs_of(m: pa.Mechanism, layout: Layout, kind: str, dtype: str) -> Arrays:
+@lru_cache(maxsize=256)
+def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
     """The inputs of a case: values that the dtype has, in float64."""
+    m = pa.parse(mechanism)
     if kind in EXTREMES:
         inputs = at_an_extreme(m, layout, kind, dtype)
     else:

@@ -17,7 +17,7 @@ def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[st
     library = libraries.named(case.library, device)
     mechanism = pa.parse(case.mechanism)
     with library.precision(case.dtype):
-        made = inputs_of(mechanism, case.layout, case.kind, case.dtype)
+        made = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
         inputs = {name: library.array(array, case.dtype) for name, array in made.items()}
     masks = {name: library.array(array) for name, array in case.layout.masks().items()}
     return mechanism, inputs | masks

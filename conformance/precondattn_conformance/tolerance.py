@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 BOUND = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
-CORRELATED_BOUND = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 7e-2}
+CORRELATED_BOUND = BOUND | {"float32": 1e-4}
 """For keys of which some nearly or exactly coincide: a triangular solve amplifies rounding."""
 
 

@@ -82,21 +82,19 @@ def extended(
 ) -> np.ndarray:
     """The outputs of `extend`, whose calls go to these ends, by these backends in turn."""
     m, layout = trial.mechanism, trial.case.layout
-    expected, library = trial.expected, trial.library
+    library, values, masks = trial.library, trial.values, layout.masks()
     capacity = layout.t if layout.mask == "key_mask" else layout.t + 3
-    arrays = {
-        name: _with_capacity(m, name, array, capacity) for name, array in expected.inputs.items()
-    }
+    arrays = {name: _with_capacity(m, name, array, capacity) for name, array in values.items()}
     has_key_mask = layout.mask == "key_mask"
     cache = m.init_cache(**trial.inputs, capacity=capacity, key_mask=has_key_mask)
     outs, start = [], 0
     for call, (stop, backend) in enumerate(zip(ends, cycle(backends), strict=False)):
         options: dict[str, Any] = {}
         if layout.mask == "lengths":
-            valid = np.clip(expected.masks["lengths"] - start, 0, stop - start)
+            valid = np.clip(masks["lengths"] - start, 0, stop - start)
             options["lengths"] = library.array(valid)
         if has_key_mask:
-            options["key_mask"] = library.array(expected.masks["key_mask"][:, start:stop])
+            options["key_mask"] = library.array(masks["key_mask"][:, start:stop])
         new = trial.arrays(slice_tokens(m, arrays, start, stop))
         if backend == trial.backend:
             trial.require_work(m.explain(**new, **options, cache=cache, backend=backend))

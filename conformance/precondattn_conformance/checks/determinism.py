@@ -22,7 +22,7 @@ class Determinism(Check):
         first = trial.vjp()
         before = _all(trial, first)
         # Other values, as valid as these: the sequences in the opposite order.
-        inputs = trial.expected.inputs
+        inputs = trial.values
         trial.vjp(trial.arrays({n: a[::-1] if a.ndim else a for n, a in inputs.items()}))
         again = _all(trial, trial.vjp())
         for what, array in _all(trial, first).items():

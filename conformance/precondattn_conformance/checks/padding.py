@@ -41,9 +41,10 @@ class Padding(Check):
 
 def _with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
     """The inputs with NaN in padding, and where that is."""
-    layout, lengths = trial.case.layout, trial.expected.masks["lengths"]
+    layout = trial.case.layout
+    lengths = layout.masks()["lengths"]
     padded, behind = {}, {}
-    for name, array in trial.expected.inputs.items():
+    for name, array in trial.values.items():
         pattern = trial.mechanism.inputs[name]
         letters = "".join(axis.letter for axis in pattern.axes)
         time = pattern.time_axis

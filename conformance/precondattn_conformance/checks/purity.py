@@ -29,7 +29,7 @@ class Purity(Caching):
 
     def run(self, trial: Trial) -> Measured:
         m, time = trial.mechanism, trial.case.layout.t
-        arrays = trial.expected.inputs
+        arrays = trial.values
         first = trial.arrays(slice_tokens(m, arrays, 0, time - 1))
         last = trial.arrays(slice_tokens(m, arrays, time - 1, time))
         # Other tokens for the same place: those of the sequences in the opposite order.

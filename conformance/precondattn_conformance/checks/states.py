@@ -36,7 +36,10 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
 
     def run(self, trial: Trial) -> Measured:
         case, library, backend = trial.case, trial.library, trial.backend
-        expected, m, inputs, masks = trial.expected, trial.mechanism, trial.inputs, trial.masks
+        m, inputs, masks = trial.mechanism, trial.inputs, trial.masks
+        cache = m.init_cache(**inputs)
+        trial.require_work(m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
+        expected = trial.expected
         before = make_inputs(m, case.layout, "random", seed=1)
         left = m.extend(m.init_cache(**before), **before, backend="reference")[1]
         start = {name: rounded(state, case.dtype) for name, state in left.store.items()}
@@ -53,8 +56,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             for arrays in (start, d_last)
         )
         cotangent = library.array(expected.cotangent, case.dtype)
-        cache = m.init_cache(**inputs)._replace(store=start)
-        trial.require_work(m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
+        cache = cache._replace(store=start)
         found = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
 
         def total(x: Arrays) -> Any:

@@ -102,8 +102,10 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
             yield f"the buffer {slot} written to", partial(_written, partial(_buffer, slot))
     if stage in (FORWARD, BACKWARD):
         yield "that of a result used again", _used_again()
-    yield f"the strides of {name} ignored", handed(partial(_dense_input, name))
-    yield "a result kept for the arrays that it was made of", _kept_by_identity()
+    if stage in (FORWARD, STEP):  # Not every gradient reads it.
+        yield f"the strides of {name} ignored", handed(partial(_dense_input, name))
+    if stage == FORWARD:
+        yield "a result kept for the arrays that it was made of", _kept_by_identity()
 
 
 def _buffer(name: str, call: Call) -> Array:
@@ -159,13 +161,12 @@ def _of_dense_cotangent(call: Call) -> Call:
 
 def _kept_by_identity() -> Change:
     """The last result, as long as the arrays are the same ones, whatever stands in them now."""
-    last: list[tuple[tuple[Array, ...], Result]] = []
+    last: list[tuple[list[Array], Result]] = []
 
     def planted(truth: Truth, call: Call) -> Result:
-        arrays = (*call.inputs.values(), *call.past.values(), call.frame, call.cotangent)
-        if last and all(a is b for a, b in zip(last[0][0], arrays, strict=True)):
-            return last[0][1]
-        last[:] = [(arrays, truth(call))]
+        arrays = [*call.inputs.values()]
+        if not last or any(a is not b for a, b in zip(last[0][0], arrays, strict=True)):
+            last[:] = [(arrays, truth(call))]
         return last[0][1]
 
     return planted

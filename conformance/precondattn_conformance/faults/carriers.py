@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.arrays import Array, dtype_name, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
@@ -81,7 +81,8 @@ class Carrier(pa.Backend):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
-        found = self._run(Call(FORWARD, mechanism, upcast_all(inputs), frame))
+        call = Call(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
+        found = self._run(call)
         return found.out, found.residuals
 
     def backward(
@@ -101,6 +102,7 @@ class Carrier(pa.Backend):
             out=upcast(out),
             residuals=residuals,
             cotangent=upcast(cotangent),
+            dtype=_dtype(inputs),
         )
         return self._run(call).gradients
 
@@ -120,6 +122,7 @@ class Carrier(pa.Backend):
                 frame,
                 {own: upcast(past[key]) for key, own in names.items()},
                 {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
+                dtype=_dtype(inputs),
             )
         )
         return found.out, {key: found.updates[own] for key, own in names.items()}
@@ -144,9 +147,14 @@ class Carrier(pa.Backend):
                 {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
                 cotangent=upcast(cotangent),
                 d_buffers={own: upcast(d_buffers[key]) for key, own in names.items()},
+                dtype=_dtype(inputs),
             )
         )
         return found.gradients, {key: found.d_past[own] for key, own in names.items()}
+
+
+def _dtype(inputs: Mapping[str, Array]) -> str:
+    return dtype_name(next(iter(inputs.values())))
 
 
 def _own_names(mechanism: Any) -> dict[str, str]:
@@ -157,17 +165,16 @@ def _own_names(mechanism: Any) -> dict[str, str]:
 
 
 def _is_same(found: Result, true: Result) -> bool:
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=True)
-        for a, b in zip(_arrays(found), _arrays(true), strict=True)
-    )
+    pairs = zip(_arrays(found), _arrays(true), strict=True)
+    return all(a.shape == b.shape and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
-def _arrays(result: Result) -> list[Array]:
+def _arrays(result: Result) -> list[np.ndarray]:
     found = [] if result.out is None else [result.out]
     for update in result.updates.values():
         found += [*update]
-    return [*found, *result.residuals, *result.gradients.values(), *result.d_past.values()]
+    found += [*result.residuals, *result.gradients.values(), *result.d_past.values()]
+    return [np.asarray(a.detach() if hasattr(a, "detach") else a) for a in found]
 
 
 class Leaves(Carrier):
@@ -190,8 +197,8 @@ class Leaves(Carrier):
         if call.stage == STEP:
             out, updates = leaf.step(call.past, x, frame)
             return Result(out, updates=updates)
-        given = (call.past, x, frame, call.cotangent, call.d_buffers)
-        gradients, d_past = leaf.step_backward(*given)
+        before = (call.past, x, frame)
+        gradients, d_past = leaf.step_backward(*before, call.cotangent, call.d_buffers)
         return Result(gradients=gradients, d_past=d_past)
 
 
@@ -229,7 +236,8 @@ class Blocks(Carrier):
         self.portable = Portable()
 
     def supports(self, mechanism: Any, request: Request) -> Support:
-        return self.portable.supports(mechanism, request)
+        support: Support = self.portable.supports(mechanism, request)
+        return support
 
     def truth(self, call: Call) -> Result:
         with small_blocks():

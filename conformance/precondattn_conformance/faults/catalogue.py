@@ -23,15 +23,9 @@ from precondattn_conformance.faults import (
     tails,
     tokens,
     wiring,
-    written_attention,
-    written_autograd,
-    written_blocks,
-    written_chunks,
-    written_lucid,
-    written_maps,
-    written_recurrence,
+    written_by_hand,
 )
-from precondattn_conformance.faults.anywhere import anywhere
+from precondattn_conformance.faults.anywhere import anywhere, result
 from precondattn_conformance.faults.applicable import Named, stages_of
 from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault
 
@@ -86,16 +80,6 @@ IN_TURN: dict[str, dict[str, int]] = {
 """Operators of which each method of a mechanism has so many, the next in turn: what they do does
 not differ from one mechanism to the other. Of the others each has all."""
 
-WRITTEN = (
-    written_attention,
-    written_lucid,
-    written_recurrence,
-    written_maps,
-    written_blocks,
-    written_chunks,
-    written_autograd,
-)
-
 AROUND = {
     "tempered": "temperature(linear)",
     "scaled_dims": "per_dim_scale(linear)",
@@ -120,11 +104,9 @@ OF_EACH_STAGE = 3
 @cache
 def faults() -> tuple[Fault, ...]:
     """All of them, under names that are all different."""
-    found = [*_systematic()]
-    for module in WRITTEN:
-        found += module.faults()
+    found = [*_systematic(), *written_by_hand.faults()]
     names = Counter(fault.name for fault in found)
-    assert names.most_common(1)[0][1] == 1, names.most_common(3)
+    assert max(names.values()) == 1, names.most_common(3)
     return tuple(found)
 
 
@@ -168,6 +150,9 @@ def _of_one(
     turns: Counter[str],
 ) -> Iterator[Fault]:
     mechanism = AROUND[subject] if stage == STEP_BACKWARD and subject in AROUND else str(m)
+    if mechanism != str(m) and "anywhere" in operators:
+        # What is between the leaves of a composition belongs to the core, which has done with it.
+        operators = {**operators, "anywhere": result}
     # A group's values have names of their own, whatever they were called in the composition.
     own = m if carrier != "whole" else Group(m.program.part(range(len(m.program.calls)))[0])
     for operator, make in operators.items():

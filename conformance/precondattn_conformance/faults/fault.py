@@ -42,6 +42,8 @@ class Call:
     residuals: tuple[Array, ...] = ()
     cotangent: Array = None
     d_buffers: Arrays = field(default_factory=dict)
+    dtype: str = ""
+    """That of the inputs as they came; half precision is in float32 here."""
     wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
     """What a group's leaf reads as one of its inputs, by the leaf's number, if not its own."""
 

@@ -1,6 +1,8 @@
 """A gradient that lacks a term, or a factor, or its sign.
 
-dx = 0,    dx / 2,    −dx     for one input, or for one state
+    dx = 0,    dx / 2,    −dx
+
+for one input, or for one state.
 """
 
 from __future__ import annotations

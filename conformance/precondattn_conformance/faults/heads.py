@@ -1,6 +1,8 @@
 """Which key/value head a query head reads.
 
-head i reads ⌊i n / h⌋,  and not  i mod n,  nor that of its neighbour
+    head i reads ⌊i n / h⌋,    not i mod n,    nor that of its neighbour
+
+With one head, or as many of both, there is nothing to take for something else.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ def head_map(m: pa.Mechanism, stage: str) -> Named:
 
 
 def _size(call: Call, letter: str) -> int:
-    patterns = call.declared
-    return max(
+    sizes: list[int] = [
         call.inputs[name].shape[pattern.letters.index(letter)]
-        for name, pattern in patterns.items()
+        for name, pattern in call.declared.items()
         if letter in pattern.letters
-    )
+    ]
+    return max(sizes)
 
 
 def _taken(x: Array, pattern: Pattern, letter: str, order: Any) -> Array:

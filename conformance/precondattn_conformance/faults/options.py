@@ -91,9 +91,7 @@ def option(m: pa.Mechanism, stage: str) -> Named:
         if isinstance(leaf, pa.Softmax | pa.Path) and leaf.forget != "none":
             yield (
                 "the forget gate on the other side of the scale",
-                with_option(
-                    "forget", lambda forget: "scaled" if forget == "unscaled" else "unscaled"
-                ),
+                with_option("forget", OTHER_SIDE.__getitem__),
             )
 
 

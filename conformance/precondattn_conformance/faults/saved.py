@@ -1,6 +1,8 @@
 """What the gradient is told of the forward pass, and is not what that made.
 
-backward(x, out′, residuals′, cotangent),    out′ ≠ out  or  residuals′ ≠ residuals
+    backward(x, out′, residuals′, cotangent),    out′ ≠ out  or  residuals′ ≠ residuals
+
+A gradient that makes all of it again from the inputs can not be told anything wrong.
 """
 
 from __future__ import annotations

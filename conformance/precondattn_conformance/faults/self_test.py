@@ -15,7 +15,9 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -142,42 +144,71 @@ def run_self_test(
     start = time.perf_counter()
     found = SelfTest(level)
     for done in _results(list(faults() if only is None else only), level, workers):
-        (found.verdicts if isinstance(done, Verdict) else found.plain).append(done)  # type: ignore[attr-defined]
+        if isinstance(done, Verdict):
+            found.verdicts.append(done)
+        else:
+            found.plain.append(done)
         progress(done)
     found.seconds = time.perf_counter() - start
     return found
 
 
+class Task(NamedTuple):
+    """What a process does at once: some faults, and carriers to try without any."""
+
+    names: tuple[str, ...]
+    plain: tuple[tuple[str, str, str], ...]
+    """(carrier, mechanism, library)"""
+
+
+AT_ONCE = 25
+"""Faults of a task, all of one mechanism: they share what the oracle says."""
+
+
 def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[Verdict | Plain]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for fault in chosen:
-        groups[fault.mechanism].append(fault.name)
-    workers = min(workers or os.cpu_count() or 1, len(groups))
+    tasks = _tasks(chosen)
+    workers = min(workers or os.cpu_count() or 1, len(tasks))
     if workers <= 1:
-        for names in groups.values():
-            yield from run_group(names, level)
+        for task in tasks:
+            yield from run_task(task, level)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # The larger groups first, so that no process is left with one at the end.
-        ordered = sorted(groups.values(), key=len, reverse=True)
-        for future in as_completed([pool.submit(run_group, names, level) for names in ordered]):
+        for future in as_completed([pool.submit(run_task, task, level) for task in tasks]):
             yield from future.result()
 
 
-def run_group(names: list[str], level: str = FULL) -> list[Verdict | Plain]:
-    """Some faults of one mechanism, by name, and their carriers without any."""
+def _tasks(chosen: Iterable[Fault]) -> list[Task]:
+    by_mechanism: dict[str, list[Fault]] = defaultdict(list)
+    for fault in chosen:
+        by_mechanism[fault.mechanism].append(fault)
+    tasks = []
+    for group in by_mechanism.values():
+        plain = tuple(dict.fromkeys((f.carrier, f.mechanism, f.library) for f in group))
+        for i in range(0, len(group), AT_ONCE):
+            names = tuple(fault.name for fault in group[i : i + AT_ONCE])
+            tasks.append(Task(names, () if i else plain))
+    return tasks
+
+
+def run_task(task: Task, level: str = FULL) -> list[Verdict | Plain]:
+    """What came of its faults and carriers, in this process."""
     known = {fault.name: fault for fault in faults()}
-    chosen = [known[name] for name in names]
+    found: list[Verdict | Plain] = []
+    with planting() as carriers:
+        for name, mechanism, library in task.plain:
+            found.append(run_plain(carriers[name], name, mechanism, library))
+        for fault in (known[name] for name in task.names):
+            found.append(run_fault(carriers[fault.carrier], fault, level))
+    return found
+
+
+@contextmanager
+def planting() -> Iterator[dict[str, Carrier]]:
+    """The carriers, while nothing is said of what comes of a wrong result, as NaN."""
     with registered() as carriers, warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # A wrong result may be NaN, and what comes of it.
-        found: list[Verdict | Plain] = [
-            run_plain(carriers[name], name, mechanism, library)
-            for name, mechanism, library in dict.fromkeys(
-                (f.carrier, f.mechanism, f.library) for f in chosen
-            )
-        ]
-        return found + [run_fault(carriers[fault.carrier], fault, level) for fault in chosen]
+        warnings.simplefilter("ignore")
+        yield carriers
 
 
 def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy") -> Plain:
@@ -257,11 +288,11 @@ def self_test(console: Console, level: str = FULL) -> int:
                 progress.update(task, advance=1, survived=survived)
 
         found = run_self_test(advance, level=level)
-    _print(found, console)
-    return 0 if found.is_good else 1
+    return show(found, console)
 
 
-def _print(found: SelfTest, console: Console) -> None:
+def show(found: SelfTest, console: Console) -> int:
+    """What came of it, in a few lines, and the exit code."""
     caught = len(found.verdicts) - len(found.survivors)
     console.print(f"{len(found.verdicts)} faults, {caught} caught")
     for verdict in found.survivors:
@@ -272,11 +303,12 @@ def _print(found: SelfTest, console: Console) -> None:
         console.print(f"  {escape(why[0])}", soft_wrap=True)
     console.print(f"smoke caught {100 * found.smoke_share:.1f} %")
     for plain in found.failing_carriers:
-        why = plain.failures[0] if plain.failures else "nothing was compared"
         where = f"{plain.carrier} without a fault on {plain.mechanism}"
-        console.print(f"[red]failed[/red] {escape(where)}: {escape(why)}", soft_wrap=True)
+        said = plain.failures[0] if plain.failures else "nothing was compared"
+        console.print(f"[red]failed[/red] {escape(f'{where}: {said}')}", soft_wrap=True)
     if not found.failing_carriers:
         console.print(f"the carriers without a fault pass ({', '.join(CARRIERS)})")
     for line in missing_faults():
         console.print(f"[red]too few faults[/red] {escape(line)}")
     console.print(f"{found.seconds:.0f} s")
+    return 0 if found.is_good else 1

@@ -1,6 +1,8 @@
 """Who sees whom: positions, windows, segments and padding taken for others.
 
-visible(i, j)  ≠  j ≤ i,  |i − j| < w,  same segment,  j valid
+    visible(i, j)  ≠  j ≤ i,  |i − j| < w,  same segment,  j valid
+
+The backend is told it by a frame, and gets another one.
 """
 
 from __future__ import annotations

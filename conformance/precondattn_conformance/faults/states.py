@@ -1,7 +1,8 @@
-"""Caches and states: what a step remembers, forgets, and writes where it may not.
+"""Caches and states: what a step remembers and forgets.
 
-the update of a buffer is dropped, late, or rounded;
-the past is read without its last token, or not at all;
+    update ≠ Append(tokens), Replace(state), …    or    past ≠ what the last update made
+
+A buffer may also be right in itself, and mean something else than it does to other backends.
 """
 
 from __future__ import annotations
@@ -102,6 +103,20 @@ def _without_last(name: str, call: Call) -> Call:
     return replace(call, past={**call.past, name: buffer})
 
 
+def meaning(m: pa.Mechanism, stage: str) -> Named:
+    """A buffer with a meaning of its own, to which the backend keeps, and no other."""
+    if stage == STEP:
+        for name in slots_of(m):
+            yield f"{name} kept twice as large, and read so", partial(_doubled, name)
+
+
+def _doubled(name: str, truth: Truth, call: Call) -> Result:
+    result = truth(replace(call, past={**call.past, name: 0.5 * call.past[name]}))
+    made = result.updates[name]
+    doubled = type(made)(*(2 * array for array in made))
+    return replace(result, updates={**result.updates, name: doubled})
+
+
 def first_state(m: pa.Mechanism, stage: str) -> Named:
     """The gradient as if the state in front of the call were another."""
     if stage != STEP_BACKWARD:
@@ -110,4 +125,4 @@ def first_state(m: pa.Mechanism, stage: str) -> Named:
         yield f"{name} taken for zeros", handed(partial(_forgotten, name))
 
 
-OPERATORS = {"update": update, "past": past, "first state": first_state}
+OPERATORS = {"update": update, "meaning": meaning, "past": past, "first state": first_state}

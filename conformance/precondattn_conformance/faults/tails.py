@@ -1,6 +1,8 @@
 """Blocks: the last one is shorter, and the one before it is near.
 
-rows B ⌊T / B⌋ … T − 1 are not written, or are those of the block before
+    rows B ⌊T / B⌋ … T − 1 are not written, or are those of the block before
+
+For the blocked carrier, whose B is small.
 """
 
 from __future__ import annotations

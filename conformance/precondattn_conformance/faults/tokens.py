@@ -1,6 +1,8 @@
-"""What belongs to a token, given to its neighbour: gates, write strengths, directions.
+"""What is said beside the rows, unheard or misplaced: gates, write strengths, directions.
 
-e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t,    …
+    e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t,    λ = 0
+
+The rows themselves are what masks and heads are about.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A mechanism done in one go, as a fused kernel does it: all its leaves, one after the other.
 
-forward:    every value of the program; those between input and output are the residuals
-backward:   in reverse, the gradients of what several leaves read summed
-step:       every leaf's step; of leaves that share a buffer the first updates it
+forward     every value of the program; those between input and output are the residuals
+backward    in reverse, the gradients of what several leaves read summed
+step        every leaf's step; of leaves that share a buffer the first updates it
 """
 
 from __future__ import annotations

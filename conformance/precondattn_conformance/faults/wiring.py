@@ -1,6 +1,8 @@
 """How a composition's leaves are put together: who reads what, and whose gradients are summed.
 
-y = lucid_solve(k, v); o = softmax(q, k, v := v)      and not  v := y
+    y = lucid_solve(k, v);  o = softmax(q, k, v := v)      and not  v := y
+
+For the carrier that does all of a composition in one go.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from precondattn.arrays import namespace
 from precondattn.cache import Append
 from precondattn.frame import Frame
 from precondattn.spec import lucid
-from precondattn.spec.array_functions import identity_like, row_sum
+from precondattn.spec.array_functions import identity_like, row_sum, solve_lower
 from precondattn.spec.lucid import LucidSolve, System
 from precondattn.spec.metric import Dot
+from precondattn.spec.rms_norm import rms
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
@@ -24,7 +25,7 @@ from precondattn_conformance.faults.fault import (
     handed,
     inside,
 )
-from precondattn_conformance.faults.written import written
+from precondattn_conformance.faults.written_by_hand.written import written
 
 SOLVE = "lucid_solve"
 
@@ -169,16 +170,14 @@ def _of_the_gradient() -> list[Fault]:
             inside(
                 lucid,
                 "rms_norm_vjp",
-                lambda true: lambda k, eps, d: d / lucid.rms(k, eps),
+                lambda true: lambda k, eps, d: d / rms(k, eps),
             ),
         ),
         written(
             SOLVE,
             BACKWARD,
             "solved forward in place of backward",
-            inside(
-                lucid, "solve_upper", lambda _: lambda m, r: lucid.solve_lower(_transposed(m), r)
-            ),
+            inside(lucid, "solve_upper", lambda _: lambda m, r: solve_lower(_transposed(m), r)),
         ),
         written(
             SOLVE,
@@ -258,7 +257,7 @@ def _of_diagonal_only(true: Any) -> Any:
 
 
 def _keeping(slot: str, tokens: Any) -> Any:
-    def planted(truth: Any, call: Call) -> Result:
+    def planted(truth: Truth, call: Call) -> Result:
         result = truth(call)
         return replace(result, updates={**result.updates, slot: Append(tokens(call))})
 

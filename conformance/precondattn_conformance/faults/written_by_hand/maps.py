@@ -24,7 +24,7 @@ from precondattn_conformance.faults.fault import (
     inside,
     out_of,
 )
-from precondattn_conformance.faults.written import written
+from precondattn_conformance.faults.written_by_hand.written import written
 
 RUN = (FORWARD, STEP)
 PULL = (BACKWARD, STEP_BACKWARD)

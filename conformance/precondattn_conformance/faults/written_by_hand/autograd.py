@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from precondattn_conformance.faults.fault import FORWARD, STEP, Call, Fault, handed
-from precondattn_conformance.faults.written import written
+from precondattn_conformance.faults.written_by_hand.written import written
 
 INPUTS = {
     "softmax": "k",

@@ -1,28 +1,22 @@
-"""Faults of the chunked recurrences and of PaTH's chunks of reflections."""
+"""Faults of the chunked recurrences: between chunks, and in what decays within one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from precondattn.arrays import namespace
-from precondattn.cache import Rewrite
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Call,
     Fault,
-    Result,
-    Truth,
 )
 from precondattn_conformance.faults.tokens import rolled
-from precondattn_conformance.faults.written import written
-from precondattn_conformance.faults.written_blocks import (
-    blocked,
+from precondattn_conformance.faults.written_by_hand.written import blocked
+from precondattn_conformance.faults.written_by_hand.wrong import (
     changed_after,
     first_order,
     half_by_half,
@@ -32,36 +26,26 @@ from precondattn_portable import (
     chunkwise,
     chunkwise_additive,
     chunkwise_delta,
-    extension,
     head_decay,
-    transported,
-    transported_step,
 )
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise import Work
 from precondattn_portable.chunkwise_additive import Additive
 from precondattn_portable.chunkwise_delta import DeltaRule
-from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.head_decay import HeadDecay, sums_before, sums_from
-from precondattn_portable.transported import TransportedScores
 
 BOTH = (FORWARD, BACKWARD)
+
 RUN = (FORWARD, STEP)
+
 PULL = (BACKWARD, STEP_BACKWARD)
+
 ALL = (*RUN, *PULL)
 
 
 def faults() -> list[Fault]:
     """All of them."""
-    return [
-        *_of_states_between(),
-        *_of_delta(),
-        *_of_head_decay(),
-        *_of_channel_decay(),
-        *_of_forget_gate(),
-        *_of_reflections(),
-        *_of_steps_of_path(),
-    ]
+    return [*_of_states_between(), *_of_delta(), *_of_head_decay(), *_of_channel_decay()]
 
 
 def _of_states_between() -> list[Fault]:
@@ -289,161 +273,3 @@ def _of_channel_decay() -> list[Fault]:
             lambda true: lambda self, q, states: 0 * true(self, q, states),
         ),
     ]
-
-
-FORGETFUL = "softmax[forget=unscaled]"
-
-
-def _of_forget_gate() -> list[Fault]:
-    return [
-        blocked(
-            FORGETFUL,
-            BOTH,
-            "the keys of earlier blocks stop to decay",
-            ForgetGate,
-            "_advance",
-            _advanced_for_new_only,
-        ),
-        blocked(
-            FORGETFUL,
-            BACKWARD,
-            "the gates' gradient from the keys of their own block alone",
-            ForgetGate,
-            "pull",
-            _pulling_own_only,
-        ),
-    ]
-
-
-def _advanced_for_new_only(true: Any) -> Any:
-    def _advance(self: Any, p0: int) -> None:
-        start = self.position
-        kept = self.since[..., :start] + 0
-        true(self, p0)
-        self.since[..., :start] = kept
-
-    return _advance
-
-
-def _pulling_own_only(true: Any) -> Any:
-    def pull(self: Any, p0: int, p1: int, low: int, high: int, d_strip: Any) -> None:
-        old = max(min(p0, high), low)
-        true(self, p0, p1, old, high, d_strip[..., old - low :])
-
-    return pull
-
-
-def _of_reflections() -> list[Fault]:
-    return [
-        blocked(
-            "path",
-            FORWARD,
-            "the keys carried to the block before",
-            TransportedScores,
-            "_carry_to",
-            lambda true: lambda self, a: true(self, max(a - self.chunks_of_strip, 0)),
-        ),
-        blocked(
-            "path",
-            FORWARD,
-            "a query reflected by tokens to come",
-            TransportedScores,
-            "_lower",
-            lambda _: lambda self, x: x,
-        ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the reflections of a chunk to first order",
-            transported,
-            "unit_lower_inverse",
-            lambda _: first_order,
-        ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the products of whole chunks constant to the gradient",
-            TransportedScores,
-            "_pull_past",
-            _pulling_no_products,
-        ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the transported keys of earlier chunks constant to the gradient",
-            TransportedScores,
-            "_finish",
-            _finished_without_keys,
-        ),
-        blocked(
-            "lucid_solve[metric=transported]",
-            BACKWARD,
-            "the products of whole chunks constant to the gradient",
-            TransportedScores,
-            "_pull_past",
-            _pulling_no_products,
-        ),
-    ]
-
-
-def _pulling_no_products(true: Any) -> Any:
-    def _pull_past(self: Any, low: int, old: int, d_strip: Any) -> Any:
-        kept = self.d_whole + 0
-        found = true(self, low, old, d_strip)
-        self.d_whole[...] = kept
-        return found
-
-    return _pull_past
-
-
-def _finished_without_keys(true: Any) -> Any:
-    def _finish(self: Any) -> None:
-        if not self.is_finished:
-            self.d_keys[...] = 0
-        true(self)
-
-    return _finish
-
-
-def _of_steps_of_path() -> list[Fault]:
-    return [
-        blocked(
-            "path",
-            STEP,
-            "the reflections of a step to first order",
-            transported_step,
-            "unit_lower_inverse",
-            lambda _: first_order,
-        ),
-        blocked(
-            "path[flush=2]",
-            STEP,
-            "the pending reflections not kept",
-            transported_step,
-            "padded",
-            lambda true: lambda *given, **named: 0 * true(*given, **named),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
-            "a flush rewrites the new keys alone",
-            _keeping_past_keys,
-            carrier="blocks",
-        ),
-        blocked(
-            "path",
-            STEP,
-            "the cache not carried from piece to piece of a long extension",
-            extension,
-            "updated",
-            lambda _: lambda buffer, *given, **named: buffer,
-        ),
-    ]
-
-
-def _keeping_past_keys(truth: Truth, call: Call) -> Result:
-    result = truth(call)
-    made = result.updates["key"]
-    if isinstance(made, Rewrite):
-        made = Rewrite(call.past["key"], made.tokens)
-    return replace(result, updates={**result.updates, "key": made})

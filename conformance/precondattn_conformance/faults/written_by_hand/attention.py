@@ -1,4 +1,4 @@
-"""Faults of softmax, its reads and its forget gate, of PaTH's metric, and of CCQ by the query."""
+"""Faults of softmax attention, of its reads, and of CCQ's covariance by the query."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from precondattn.arrays import namespace
-from precondattn.spec import forget_gate, query_weighted, softmax, transported
+from precondattn.spec import query_weighted, softmax
 from precondattn.spec.array_functions import (
     row_sum,
     sum_heads,
@@ -17,29 +17,25 @@ from precondattn.spec.l2_norm import l2_norm_vjp
 from precondattn.spec.laser import LogMeanExp
 from precondattn.spec.read import Mean
 from precondattn.spec.softmax import SoftmaxAttention
-from precondattn.spec.transported import Place, Reflections, Transported
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     Call,
-    Change,
     Fault,
-    Result,
-    Truth,
     handed,
     inside,
 )
 from precondattn_conformance.faults.options import with_option
 from precondattn_conformance.faults.tokens import rolled
-from precondattn_conformance.faults.written import written
+from precondattn_conformance.faults.written_by_hand.written import written
 
 BOTH = (FORWARD, BACKWARD)
 
 
 def faults() -> list[Fault]:
     """All of them."""
-    return [*_of_softmax(), *_of_reads(), *_of_forget_gate(), *_of_path(), *_of_query_weighted()]
+    return [*_of_softmax(), *_of_reads(), *_of_query_weighted()]
 
 
 def _of_softmax() -> list[Fault]:
@@ -237,147 +233,6 @@ def _laser_of_one_shift(self: Any, log_weights: Any, v: Any) -> Any:
     mean = xp.exp(log_weights) @ xp.exp(v - shift)
     some = xp.max(log_weights, axis=-1, keepdims=True) > -xp.inf
     return xp.where(some, shift + xp.log(xp.where(some, mean, 1.0)), 0.0)
-
-
-FORGETFUL = "softmax[forget=unscaled]"
-
-
-def _of_forget_gate() -> list[Fault]:
-    return [
-        written(
-            FORGETFUL,
-            (FORWARD, STEP),
-            "a key decays by its own gate",
-            inside(forget_gate, "_behind", lambda _: _at_or_behind),
-        ),
-        written(
-            FORGETFUL,
-            BACKWARD,
-            "a gate's gradient given to the token behind",
-            inside(forget_gate, "decay_vjp", lambda true: lambda d: rolled(true(d), 1)),
-        ),
-        written(
-            FORGETFUL,
-            STEP,
-            "the decay kept without the last of the new tokens",
-            inside(forget_gate, "extended_decay", lambda true: _decay_without_last(true)),
-        ),
-        written(
-            FORGETFUL,
-            STEP,
-            "the decay since the key not read",
-            inside(
-                forget_gate,
-                "extended_decay",
-                lambda true: lambda past, g: (true(0 * past, g)[0], true(past, g)[1]),
-            ),
-        ),
-    ]
-
-
-def _at_or_behind(array: Any, s: int) -> Any:
-    token = namespace(array).arange(s)
-    return token[:, None] >= token[None, :]
-
-
-def _decay_without_last(true: Any) -> Any:
-    def extended_decay(past: Any, g: Any) -> Any:
-        fewer = g * 1
-        fewer[:, -1] = 0
-        return true(past, g)[0], true(past, fewer)[1]
-
-    return extended_decay
-
-
-def _of_path() -> list[Fault]:
-    strictly, not_strictly = ({"strict": strict} for strict in (True, False))
-    return [
-        written(
-            "path",
-            BOTH,
-            "a query not reflected by its own token",
-            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **strictly)),
-        ),
-        written(
-            "path",
-            STEP,
-            "a key reflected by its own token",
-            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **not_strictly)),
-        ),
-        written(
-            "path",
-            (FORWARD, STEP),
-            "each reflection alone, and not their product",
-            inside(Reflections, "gathered", lambda _: lambda self, right: self.beta * right),
-        ),
-        written(
-            "path",
-            BACKWARD,
-            "the reflections' overlap constant to the gradient",
-            inside(Reflections, "overlap", lambda true: lambda self: 0 * true(self)),
-        ),
-        written(
-            "path",
-            (FORWARD, STEP),
-            "the reflection I - 2 β w wᵀ",
-            handed(lambda call: call.given(beta=2 * call.inputs["beta"])),
-        ),
-        written(
-            "path",
-            STEP,
-            "the past keys reflected in the order of time, turned around",
-            inside(Transported, "advance", lambda true: _advanced_backwards(true)),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
-            "the reflections since the last flush forgotten",
-            handed(lambda call: replace(call, past=_without_pending(call.past))),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
-            "the keys flushed a token early",
-            inside(transported, "_count", lambda true: lambda frame: true(frame) + 1),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
-            "padded tokens counted towards the next flush",
-            inside(transported, "_count", lambda _: lambda frame: frame.q_position.shape[1]),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
-            "what is pending kept beyond the flush",
-            _with_pending_kept(),
-        ),
-    ]
-
-
-def _advanced_backwards(true: Any) -> Any:
-    def advance(self: Any, past: Any, k: Any, extra: Any, frame: Any) -> Any:
-        xp = namespace(k)
-        backwards = {name: xp.flip(array, axis=2) for name, array in extra.items()}
-        return true(self, past, k, backwards, frame)
-
-    return advance
-
-
-def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
-    return {name: 0 * a if name.startswith("pending") else a for name, a in past.items()}
-
-
-def _with_pending_kept() -> Change:
-    def kept(truth: Truth, call: Call) -> Result:
-        result = truth(call)
-        for name, made in result.updates.items():
-            if name.startswith("pending"):
-                stale = made.value == 0
-                made.value[...] = namespace(made.value).where(stale, call.past[name], made.value)
-        return result
-
-    return kept
 
 
 def _of_query_weighted() -> list[Fault]:

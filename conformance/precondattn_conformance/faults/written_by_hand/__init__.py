@@ -1,0 +1,37 @@
+"""Faults of one piece of mathematics or one algorithm, each written for it."""
+
+from precondattn_conformance.faults.fault import Fault
+from precondattn_conformance.faults.written_by_hand import (
+    attention,
+    autograd,
+    block_solve,
+    chunks,
+    half,
+    lucid,
+    maps,
+    path,
+    recurrence,
+    reflections,
+    statistics,
+    strips,
+)
+
+OF = (
+    attention,
+    path,
+    lucid,
+    recurrence,
+    statistics,
+    maps,
+    strips,
+    block_solve,
+    chunks,
+    reflections,
+    autograd,
+    half,
+)
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    return [fault for module in OF for fault in module.faults()]

@@ -1,0 +1,226 @@
+"""Faults of LUCID's blocked solve, and of steps that read a cache in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import namespace
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    Fault,
+)
+from precondattn_conformance.faults.written_by_hand.written import blocked
+from precondattn_conformance.faults.written_by_hand.wrong import (
+    changed_after,
+    first_order,
+    half_by_half,
+)
+from precondattn_portable import (
+    attention,
+    extension,
+    lucid_solve,
+)
+from precondattn_portable.layout import time_first
+from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, System
+from precondattn_portable.sight import Sight
+
+BOTH = (FORWARD, BACKWARD)
+
+SOLVE = "lucid_solve"
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    return [*_of_the_solve(), *_of_the_unbounded_solve(), *_of_steps()]
+
+
+def _of_the_solve() -> list[Fault]:
+    return [
+        blocked(SOLVE, BOTH, "a strip sees none of the past", System, "rows", _own_strip_only),
+        blocked(
+            SOLVE,
+            FORWARD,
+            "a strip's second block does not see the first",
+            System,
+            "weights",
+            _blind_second_block,
+        ),
+        blocked(
+            SOLVE,
+            FORWARD,
+            "a diagonal block's inverse of first order",
+            lucid_solve,
+            "unit_lower_inverse",
+            lambda _: first_order,
+        ),
+        blocked(
+            SOLVE,
+            BOTH,
+            "a diagonal block inverted half by half",
+            lucid_solve,
+            "unit_lower_inverse",
+            half_by_half,
+        ),
+        blocked(
+            SOLVE,
+            FORWARD,
+            "the shift left out of the strips",
+            System,
+            "__init__",
+            lambda true: changed_after(true, shift=0.0, factor=1.0),
+        ),
+        blocked(
+            SOLVE,
+            BACKWARD,
+            "the right sides of earlier blocks not brought up to date",
+            LucidSolveBlocks,
+            "_pull_rows",
+            _pulling_a_copy,
+        ),
+        blocked(
+            "lucid_solve[window=3]",
+            BOTH,
+            "a block's window from its last row",
+            Sight,
+            "columns",
+            lambda true: lambda self, i0, i1: true(self, i1 - 1, i1),
+        ),
+    ]
+
+
+def _own_strip_only(true: Any) -> Any:
+    def rows(self: Any, *, reverse: bool = False) -> Any:
+        for i0, i1, _ in true(self, reverse=reverse):
+            yield i0, i1, i0
+
+    return rows
+
+
+def _blind_second_block(true: Any) -> Any:
+    def weights(self: Any, i0: int, i1: int, low: int, high: int) -> Any:
+        is_second = high == i0 and (i0 // self.size) % 2 == 1
+        return true(self, i0, i1, low, high) * (0 if is_second else 1)
+
+    return weights
+
+
+def _pulling_a_copy(true: Any) -> Any:
+    def _pull_rows(self: Any, *given: Any) -> Any:
+        *first, y, right, room = given
+        return true(self, *first, y, right + 0, room)
+
+    return _pull_rows
+
+
+def _of_the_unbounded_solve() -> list[Fault]:
+    return [
+        blocked(
+            "lucid_solve[normalize=rows]",
+            BOTH,
+            "a row's maximum from its own block alone",
+            System,
+            "_row_maxima",
+            _maxima_of_own,
+        ),
+        blocked(
+            "lucid_solve[normalize=none]",
+            FORWARD,
+            "the diagonal taken for 1",
+            System,
+            "_beta",
+            lambda true: lambda self: self.view.beta,
+        ),
+        blocked(
+            "lucid_solve[normalize=none]",
+            BACKWARD,
+            "what reaches the scores through the diagonal left out",
+            LucidSolveBlocks,
+            "_of_diagonal",
+            lambda true: lambda *given: 0 * true(*given),
+        ),
+    ]
+
+
+def _maxima_of_own(true: Any) -> Any:
+    def _row_maxima(self: Any, own: Any) -> Any:
+        xp = namespace(own)
+        place = xp.broadcast_to(xp.arange(own.shape[2])[:, None], own.shape)
+        return own, place
+
+    return _row_maxima
+
+
+def _of_steps() -> list[Fault]:
+    return [
+        blocked(
+            SOLVE,
+            STEP,
+            "the norms of past keys left out",
+            PastSystem,
+            "__init__",
+            lambda true: changed_after(true, rms=None),
+        ),
+        blocked(
+            SOLVE,
+            STEP,
+            "no solve among the new tokens",
+            LucidSolveBlocks,
+            "among_new",
+            lambda _: _unsolved,
+        ),
+        blocked(
+            "lucid",
+            STEP,
+            "in one go: no solve among the new tokens",
+            LucidSolveBlocks,
+            "among_new",
+            lambda _: _unsolved,
+        ),
+        blocked(
+            "lucid",
+            STEP,
+            "in one go: the shift left out of what is read of the past",
+            PastSystem,
+            "__init__",
+            lambda true: changed_after(true, factor=1.0),
+        ),
+        blocked(
+            "lucid",
+            STEP,
+            "in one go: the keys' own norms for those of the past",
+            PastSystem,
+            "__init__",
+            lambda true: changed_after(true, rms=lambda self: self.rms * 0 + self.own_rms.mean()),
+        ),
+        blocked(
+            "softmax",
+            STEP,
+            "sequences of several lengths taken for one length",
+            attention,
+            "filled",
+            _all_alike,
+        ),
+        blocked(
+            "query_weighted_query",
+            STEP,
+            "the cache not carried from piece to piece of a long extension",
+            extension,
+            "updated",
+            lambda _: lambda buffer, *given, **named: buffer,
+        ),
+    ]
+
+
+def _unsolved(self: Any, ops: Any, leaf: Any, x: Any, right: Any, known: Any, frame: Any) -> Any:
+    y = time_first(right)
+    return y if not leaf.beta else x["lucid_beta"][..., None] * y
+
+
+def _all_alike(true: Any) -> Any:
+    def filled(frame: Any, capacity: int) -> Any:
+        known = true(frame, capacity)
+        return known._replace(offset=known.count, frame=known.frame.replaced(k_valid=None))
+
+    return filled

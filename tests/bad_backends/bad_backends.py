@@ -1,0 +1,135 @@
+"""Backends that are wrong, each in one way; otherwise they are the definition of a leaf.
+
+For tests that run the suite in processes of its own: the entry points are beside this file.
+"""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+import precondattn as pa
+
+
+class Definition(pa.Backend):
+    """Takes single leaves, and does what they say."""
+
+    libraries = frozenset({"numpy", "torch"})
+
+    def supports(self, mechanism, request):
+        if len(mechanism.program.calls) > 1:
+            return pa.Support.no("does leaves only")
+        if request.verb not in ("forward", "vjp"):
+            return pa.Support.no("does full calls only")
+        return pa.Support.yes()
+
+    def forward(self, mechanism, inputs, frame):
+        return mechanism.forward(inputs, frame)
+
+    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+        return mechanism.backward(inputs, frame, out, residuals, cotangent)
+
+
+class Zeros(Definition):
+    name = "zeros"
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        return 0 * out, residuals
+
+
+class NaNs(Definition):
+    name = "nans"
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        return out * float("nan"), residuals
+
+
+class Shuffles(Definition):
+    """The next sequence's output."""
+
+    name = "shuffles"
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        return np.roll(out, 1, axis=0), residuals
+
+
+class Pretends(Definition):
+    """Computes in float32, and calls it float64."""
+
+    name = "pretends"
+
+    def forward(self, mechanism, inputs, frame):
+        narrow = {name: array.astype("float32") for name, array in inputs.items()}
+        out, residuals = super().forward(mechanism, narrow, frame)
+        return out.astype(inputs["v"].dtype), residuals
+
+
+class Refuses(Definition):
+    name = "refuses"
+
+    def supports(self, mechanism, request):
+        return pa.Support.no("not today")
+
+
+class Raises(Definition):
+    name = "raises"
+
+    def forward(self, mechanism, inputs, frame):
+        raise RuntimeError("launch failed")
+
+
+class Hangs(Definition):
+    """On packed sequences."""
+
+    name = "hangs"
+
+    def forward(self, mechanism, inputs, frame):
+        if frame.k_segment is not None:
+            time.sleep(600)
+        return super().forward(mechanism, inputs, frame)
+
+
+class Crashes(Definition):
+    """On packed sequences, and takes the process with it."""
+
+    name = "crashes"
+
+    def forward(self, mechanism, inputs, frame):
+        if frame.k_segment is not None:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().forward(mechanism, inputs, frame)
+
+
+class Leaks(Definition):
+    name = "leaks"
+
+    def __init__(self):
+        self.kept = []
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        self.kept.append(out + 0)
+        return out, residuals
+
+
+class Quadratic(Definition):
+    """Declares linear memory, and keeps every pair of query and key."""
+
+    name = "quadratic"
+    memory = "linear"
+
+
+class Late(Definition):
+    """Promises what it does not take."""
+
+    name = "late"
+    covers = frozenset({"softmax", "lucid_solve"})
+
+    def supports(self, mechanism, request):
+        if mechanism.name == "lucid_solve":
+            return pa.Support.no("not yet")
+        return super().supports(mechanism, request)

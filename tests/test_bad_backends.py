@@ -1,0 +1,206 @@
+"""The suite on backends that are wrong, each in one way: it says so, and the rest still runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from precondattn_conformance.report.record import load
+
+FOLDER = Path(__file__).parent / "bad_backends"
+MAIN = "from precondattn.cli import main; main()"
+COMMAND = (sys.executable, "-c", MAIN, "conformance", "--jobs", "1", "--backend")
+SUITE = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "precondattn_conformance")
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(FOLDER)}
+
+
+def conformance(backend, *arguments, mechanism="softmax", library="numpy"):
+    return subprocess.run(
+        [*COMMAND, backend, "--mechanism", mechanism, "--library", library, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def recorded(tmp_path, backend, *arguments, **named):
+    """The exit code, the record and what was printed."""
+    path = tmp_path / "record.json"
+    done = conformance(backend, "--record", str(path), *arguments, **named)
+    assert path.exists(), done.stderr
+    return done.returncode, load(path), done.stdout
+
+
+@pytest.mark.parametrize("backend", ["zeros", "nans", "shuffles", "pretends", "raises"])
+def test_a_backend_that_is_wrong_fails(tmp_path, backend):
+    code, record, printed = recorded(tmp_path, backend, "--dtype", "float64", "--check", "outputs")
+    assert code == 1
+    assert record.count("failed") >= 3
+    assert f"{backend}: " in printed
+
+
+def test_a_failure_shows_where_how_much_and_how_to_see_it_again(tmp_path):
+    _, record, printed = recorded(tmp_path, "shuffles", "--dtype", "float64", "--check", "outputs")
+    (plain,) = [o for o in record.outcomes if o.layout == "plain"]
+    assert "first wrong element: b=0, t=0, h=0, e=0:" in plain.details
+    assert "b=1 h=3" in plain.details
+    assert "the output is off by" in plain.reason
+    assert plain.id in plain.snippet
+    shown = subprocess.run(
+        [sys.executable, "-c", plain.snippet],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.startswith("failed: the output is off by")
+    assert "first wrong element" in printed
+
+
+def test_a_case_is_replayed_by_its_id(tmp_path):
+    name = "outputs-numpy-float64-packed-zero-softmax"
+    code, record, _ = recorded(tmp_path, "zeros", "--case", name)
+    assert code == 1
+    assert [outcome.id for outcome in record.outcomes] == [name]
+
+
+def test_a_backend_that_refuses_all_has_no_coverage_and_fails(tmp_path):
+    code, record, printed = recorded(tmp_path, "refuses")
+    assert code == 1
+    assert record.count("unsupported") == len(record.outcomes) > 10
+    assert "not today" in printed
+    assert "nothing was compared" in printed
+
+
+def test_a_crash_is_one_failure_and_the_rest_runs(tmp_path):
+    code, record, _ = recorded(tmp_path, "crashes", "--dtype", "float64")
+    assert code == 1
+    failed = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert {outcome.layout for outcome in failed} == {"packed"}
+    assert all("the process died of SIGSEGV" in outcome.reason for outcome in failed)
+    assert all("Segmentation fault" in outcome.details for outcome in failed)
+    assert record.count("passed") > 5
+
+
+def test_a_hang_is_one_failure_which_says_where_and_the_rest_runs(tmp_path):
+    code, record, _ = recorded(
+        tmp_path, "hangs", "--dtype", "float64", "--check", "outputs", "--timeout", "4"
+    )
+    assert code == 1
+    (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert failed.layout == "packed"
+    assert "nothing came of it in 4 s" in failed.reason
+    assert "bad_backends.py" in failed.details
+    assert record.count("passed") == 3
+
+
+def test_a_leak_is_reported(tmp_path):
+    name = "leaks-torch-float32-leak-random-softmax"
+    code, record, _ = recorded(tmp_path, "leaks", "--case", name, library="torch")
+    assert code == 1
+    assert "MiB behind" in record.outcomes[0].reason
+    code, record, _ = recorded(tmp_path, "quadratic", "--case", name, library="torch")
+    assert code == 0, record.outcomes[0].reason
+
+
+def test_a_memory_class_that_is_not_kept_is_a_failure(tmp_path):
+    name = "memory-torch-float32-long-random-softmax"
+    code, record, _ = recorded(tmp_path, "quadratic", "--case", name, library="torch")
+    assert code == 1
+    assert "declares linear memory" in record.outcomes[0].reason
+
+
+def test_below_its_floor_a_backend_fails(tmp_path):
+    of_both = ("--mechanism", "lucid_solve", "--dtype", "float64", "--check", "outputs")
+    code, record, printed = recorded(tmp_path, "late", *of_both)
+    assert code == 1
+    assert record.count("failed") == 0
+    assert "late promises lucid_solve, and took nothing of it" in printed
+    code, _, printed = recorded(tmp_path, "late", "--check", "outputs", "--dtype", "float64")
+    assert code == 0, printed
+
+
+def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
+    path = tmp_path / "record.json"
+    process = subprocess.Popen(
+        [*COMMAND, "hangs", "--mechanism", "softmax", "--library", "numpy", "--record", path],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if path.exists() and "packed" in str(json.loads(path.read_text())["running"]):
+            break
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    record = load(path)
+    assert not record.complete
+    assert record.count("passed") > 0
+    assert "interrupted" in printed
+
+
+def test_what_is_expected_to_fail_and_what_is_skipped(tmp_path):
+    xfail, skip = tmp_path / "xfail.txt", tmp_path / "skip.txt"
+    xfail.write_text("# Known.\noutputs-*-packed-*-softmax   # segments are not written yet\n")
+    skip.write_text("outputs-*-ragged-*  # issue 3\n")
+    given = ("--xfail", str(xfail), "--skip", str(skip), "--check", "outputs", "--dtype", "float64")
+    code, record, printed = recorded(tmp_path, "crashes", *given)
+    assert code == 0, printed
+    by_layout = {outcome.layout: outcome.status for outcome in record.outcomes}
+    assert by_layout["packed"] == "xfailed"
+    assert by_layout["ragged"] == "skipped"
+    code, record, _ = recorded(tmp_path, "quadratic", *given)
+    assert code == 1
+    (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert "it passed, though" in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("outputs-numpy-float64-plain-clustered-softmacks  # a slip", "matches no case"),
+        ("outputs-*", "no reason given"),
+    ],
+)
+def test_a_line_that_means_nothing_is_an_error(tmp_path, line, text):
+    path = tmp_path / "xfail.txt"
+    path.write_text(f"{line}\n")
+    done = conformance("zeros", "--xfail", str(path))
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_pytest_says_the_same_as_the_command(tmp_path):
+    path = tmp_path / "record.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, *SUITE, "--precondattn-backend=crashes"),
+            *("--precondattn-mechanism=softmax", "--precondattn-library=numpy"),
+            *("--precondattn-dtype=float64", f"--precondattn-record={path}"),
+        ],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the process died of SIGSEGV" in done.stdout
+    assert "from precondattn_conformance import call_of, replay" in done.stdout
+    of_pytest = {outcome.id: outcome.status for outcome in load(path).outcomes}
+    _, record, _ = recorded(tmp_path, "crashes", "--dtype", "float64")
+    assert of_pytest == {outcome.id: outcome.status for outcome in record.outcomes}

@@ -1,0 +1,107 @@
+"""The conformance suite, tested by planted faults: all are caught, most of them by smoke."""
+
+import io
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from precondattn_conformance.faults.catalogue import MINIMUM, OF_EACH_STAGE, faults, subjects
+from precondattn_conformance.faults.fault import FORWARD, Fault
+from precondattn_conformance.faults.self_test import (
+    SMOKE,
+    SMOKE_SHARE,
+    SelfTest,
+    Verdict,
+    missing_faults,
+    planting,
+    run_fault,
+    run_self_test,
+    show,
+)
+
+GROUPS = 8
+
+
+def groups():
+    """Groups of mechanisms with about as many faults each, so that workers share them."""
+    count = Counter(fault.mechanism for fault in faults())
+    filled = [0] * GROUPS
+    group_of = {}
+    for mechanism, size in count.most_common():
+        group_of[mechanism] = smallest = filled.index(min(filled))
+        filled[smallest] += size
+    found = [[] for _ in range(GROUPS)]
+    for fault in faults():
+        found[group_of[fault.mechanism]].append(fault)
+    return found
+
+
+@pytest.mark.parametrize("number", range(GROUPS))
+def test_every_fault_is_caught_most_by_smoke_and_carriers_without_one_pass(number):
+    found = run_self_test(only=groups()[number], workers=1)
+    assert not [verdict.fault for verdict in found.survivors]
+    assert not found.failing_carriers
+    assert found.smoke_share >= SMOKE_SHARE
+
+
+def test_every_mechanism_has_faults_in_every_method_that_it_has():
+    assert not missing_faults()
+    assert len(faults()) >= MINIMUM
+    assert OF_EACH_STAGE >= 3
+    assert {"forward", "backward", "step"} <= set(subjects()["lucid"])
+    assert "step_backward" in subjects()["gated_delta"]
+    assert "step" not in subjects()["softmax"] or "step_backward" not in subjects()["softmax"]
+
+
+def planted(change, stage=FORWARD):
+    return Fault("softmax", "softmax", (stage,), "leaves", "", "tried", change)
+
+
+def tried(fault):
+    with planting() as carriers:
+        return run_fault(carriers[fault.carrier], fault, SMOKE)
+
+
+def test_a_fault_that_makes_no_difference_is_reported_as_one_that_survived():
+    verdict = tried(planted(lambda truth, call: truth(call)))
+    assert not verdict.is_caught
+    assert not verdict.broken
+    assert verdict.changed == 0
+    console = Console(file=io.StringIO(), width=200)
+    assert show(SelfTest(SMOKE, [verdict]), console) == 1
+    said = console.file.getvalue()
+    assert "1 faults, 0 caught" in said
+    assert "survived softmax, forward of leaves: tried" in said
+    assert "0 results of smoke were others than the truth" in said
+
+
+def test_a_change_that_no_case_sees_is_told_from_one_that_is_none():
+    def rounded_otherwise(truth, call):
+        result = truth(call)
+        return replace(result, out=result.out * (1 + 1e-15))
+
+    verdict = tried(planted(rounded_otherwise))
+    assert not verdict.is_caught
+    assert verdict.changed > 0
+
+
+def test_a_fault_that_breaks_down_by_itself_is_not_caught():
+    verdict = tried(planted(lambda truth, call: truth(call).nothing))
+    assert not verdict.is_caught
+    assert "nothing" in verdict.broken
+
+
+def test_a_fault_that_is_never_reached_is_not_caught():
+    verdict = tried(planted(lambda truth, call: truth(call), stage="step_backward"))
+    assert not verdict.is_caught
+    assert verdict.broken == "never reached"
+
+
+def test_the_exit_code_is_0_only_where_all_is_well():
+    good = SelfTest(SMOKE, [Verdict("one", SMOKE)])
+    console = Console(file=io.StringIO())
+    assert show(good, console) == 0
+    assert "smoke caught 100.0 %" in console.file.getvalue()
+    assert show(SelfTest(SMOKE, [Verdict("one", "full")]), console) == 1
