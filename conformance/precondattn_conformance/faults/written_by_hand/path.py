@@ -134,12 +134,6 @@ def _of_path() -> list[Fault]:
         written(
             "path[flush=2]",
             STEP,
-            "padded tokens counted towards the next flush",
-            inside(transported, "_count", lambda _: lambda frame: frame.q_position.shape[1]),
-        ),
-        written(
-            "path[flush=2]",
-            STEP,
             "what is pending kept beyond the flush",
             _with_pending_kept(),
         ),
