@@ -51,6 +51,10 @@ class Portable(Backend):
     libraries = frozenset({"numpy", "cupy", "array_api_strict"})
     preference = 10
     wide_values = True
+    covers = frozenset(
+        ("softmax", "lucid", "laser", "path", "gated_delta", "gsa", "ccq(gated_delta)")
+    )
+    memory = "linear"
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
         """How a leaf is computed; None where it is not."""

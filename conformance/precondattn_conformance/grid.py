@@ -34,6 +34,10 @@ REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
 REAL_128 = REAL._replace(name="real_128", t=128, s=128)
 BLOCKS = Layout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
 PACKED_BLOCKS = Layout("packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids")
+FEWER_PACKED = Layout("fewer_packed", t=3, s=9, mask="segment_ids")
+FEWER_MASKED = Layout("fewer_masked", t=3, s=9, mask="key_mask")
+LONG_BLOCKS = Layout("long_blocks", b=1, t=261, s=261, h=2, n=1, d=16, e=8)
+WRITTEN_TWICE = Layout("written_twice", t=9, s=9, d=16)
 LEAK = Layout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
 LONG = Layout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
 
@@ -41,6 +45,7 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, ONE_HEAD, OWN_HEADS, ODD_WIDTH, LESS_ONE),
+        *(FEWER_PACKED, FEWER_MASKED, LONG_BLOCKS, WRITTEN_TWICE),
         *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, LEAK, LONG),
     )
 }
@@ -61,6 +66,8 @@ FULL: Data = (
     (MASKED, "clustered"),
     (SINGLE, "random"),
     (FEWER, "clustered"),
+    (FEWER_PACKED, "clustered"),
+    (FEWER_MASKED, "clustered"),
     (ONE_HEAD, "clustered"),
     (OWN_HEADS, "clustered"),
     (ODD_WIDTH, "clustered"),
@@ -68,12 +75,17 @@ FULL: Data = (
     (AND_ONE, "clustered"),
     (REAL_128, "real"),
 )
+BEYOND_BLOCKS: Data = ((LONG_BLOCKS, "clustered"),)
+"""Beside these, for outputs and caching: more tokens than the blocks of most kernels have."""
 SPECIAL: dict[str, Data] = {
     "splits": ((PLAIN, "clustered"), (RAGGED, "clustered"), (MASKED, "clustered")),
     "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
     "padding": ((RAGGED, "clustered"),),
-    "stability": tuple((layout, kind) for kind in EXTREMES for layout in (PLAIN, AND_ONE)),
+    "stability": (
+        *((layout, kind) for kind in EXTREMES[:-1] for layout in (PLAIN, AND_ONE)),
+        (WRITTEN_TWICE, EXTREMES[-1]),
+    ),
     "dtypes": ((PLAIN, "random"), (OWN_HEADS, "random")),
     "determinism": ((PLAIN, "clustered"), (AND_ONE, "clustered"), (RAGGED, "clustered")),
     "purity": ((PLAIN, "clustered"),),
@@ -104,7 +116,7 @@ def data(level: str, check: str, library: str, dtype: str, mechanism: str) -> Da
     if check in SPECIAL:
         return SPECIAL[check]
     if level == "full":
-        return FULL
+        return FULL + (BEYOND_BLOCKS if check in ("outputs", "caching") else ())
     return STRESS + tuple((layout, kind) for layout, kind in _drawn(check))
 
 
@@ -129,7 +141,7 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
         if check == "transforms":
             return ()
         if check == "stability":
-            return tuple((layout, kind) for layout, kind in SPECIAL[check] if layout is PLAIN)
+            return tuple(found for found in SPECIAL[check] if found[0] is not AND_ONE)
         return SPECIAL[check][:1]
     if library == "jax":
         return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()

@@ -10,6 +10,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
 
 if TYPE_CHECKING:
@@ -78,9 +79,17 @@ class Alternation(Caching):
 
 
 def extended(
-    trial: Trial, ends: Sequence[int], backends: Iterable[Backend], *, donates: bool = True
+    trial: Trial,
+    ends: Sequence[int],
+    backends: Iterable[Backend],
+    *,
+    donates: bool = True,
+    order: str | None = None,
 ) -> np.ndarray:
-    """The outputs of `extend`, whose calls go to these ends, by these backends in turn."""
+    """The outputs of `extend`, whose calls go to these ends, by these backends in turn.
+
+    New tokens are views of an order, if one is given, and are not written to.
+    """
     m, layout = trial.mechanism, trial.case.layout
     library, values, masks = trial.library, trial.values, layout.masks()
     capacity = layout.t if layout.mask == "key_mask" else layout.t + 3
@@ -95,11 +104,17 @@ def extended(
             options["lengths"] = library.array(valid)
         if has_key_mask:
             options["key_mask"] = library.array(masks["key_mask"][:, start:stop])
-        new = trial.arrays(slice_tokens(m, arrays, start, stop))
+        tokens = slice_tokens(m, arrays, start, stop)
+        new = trial.arrays(tokens)
+        if order is not None:
+            new = {name: library.view(array, order) for name, array in new.items()}
         if backend == trial.backend:
             trial.require_work(m.explain(**new, **options, cache=cache, backend=backend))
         donate = donates and call > 1
         out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
+        for name, array in new.items():
+            if not np.array_equal(trial.numpy(array), tokens[name]):
+                raise DisagreementError(f"the new tokens of {name} were written to")
         outs.append(trial.numpy(out))
         start = stop
     return np.concatenate(outs, axis=1)

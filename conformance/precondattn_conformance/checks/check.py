@@ -92,12 +92,29 @@ class Trial:
         """The output."""
         return self.mechanism(**(inputs or self.inputs), **self.masks, backend=self.backend)
 
-    def vjp(self, inputs: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """The output, and the gradients at the oracle's cotangent."""
+    def vjp(
+        self,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        order: str | None = None,
+        twice: bool = False,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The output, and the gradients at the oracle's cotangent, which is not written to.
+
+        The cotangent is a view of an order, if one is given; `twice` asks for them a second time.
+        """
         out, pullback = self.mechanism.vjp(
             **(inputs or self.inputs), **self.masks, backend=self.backend
         )
-        return out, pullback(self.library.array(self.expected.cotangent, self.case.dtype))
+        cotangent = self.library.array(self.expected.cotangent, self.case.dtype)
+        if order is not None:
+            cotangent = self.library.view(cotangent, order)
+        gradients = pullback(cotangent)
+        if twice:
+            gradients = pullback(cotangent)
+        if not np.array_equal(self.numpy(cotangent), self.expected.cotangent):
+            raise DisagreementError("the cotangent was written to")
+        return out, gradients
 
     def require_purity(self) -> None:
         """Inputs are never written to."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.declared import is_constant_in_one_token
+from precondattn_conformance.disagreement import DisagreementError
 
 if TYPE_CHECKING:
     from precondattn_conformance.case import Case
@@ -36,5 +39,7 @@ gradients = pullback(out)"""
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
         automatic = trial.library.gradients(trial.call, trial.inputs, cotangent)
         pairs |= trial.pairs_of_gradients(automatic or {}, "autograd")
+        if not np.array_equal(trial.numpy(cotangent), trial.expected.cotangent):
+            raise DisagreementError("the cotangent was written to")
         trial.require_purity()
         return trial.agree(pairs, trial.terms_of_gradients())

@@ -57,7 +57,12 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         )
         cotangent = library.array(expected.cotangent, case.dtype)
         cache = cache._replace(store=start)
+        handed = {**start, **{f"d {name}": d for name, d in d_last.items()}, "cotangent": cotangent}
+        before = {name: library.numpy(array).copy() for name, array in handed.items()}
         found = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
+        for name, array in handed.items():
+            if not np.array_equal(library.numpy(array), before[name]):
+                raise DisagreementError(f"{name} was written to")
 
         def total(x: Arrays) -> Any:
             own = {name: x[name] for name in inputs}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from precondattn import UnsupportedError
+from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
 
 if TYPE_CHECKING:
     from precondattn_conformance.case import Case
 
+CHECK_OF_STEPS = Caching()
 ORDERS = ("heads first", "every other element", "a window of a larger array")
 
 
 class Strides(Check):
-    """Inputs may be views: transposed, of every other element, a window of a larger array.
+    """Inputs and cotangents may be views: transposed, of every other element, a window.
 
     The output and the gradients are what they are for contiguous inputs, and nothing around a view
     is read or written to. JAX has no views.
@@ -29,7 +33,7 @@ class Strides(Check):
         worst = 0.0
         for order in ORDERS:
             views = {n: trial.library.view(array, order) for n, array in trial.inputs.items()}
-            out, gradients = trial.vjp(views)
+            out, gradients = trial.vjp(views, order=order)
             pairs = {f"from {order}, the output": (trial.numpy(out), trial.expected.out)}
             by_name = trial.pairs_of_gradients(gradients)
             pairs |= {f"from {order}, {what}": pair for what, pair in by_name.items()}
@@ -38,4 +42,15 @@ class Strides(Check):
             }
             worst = max(worst, trial.agree(pairs, terms).error)
         trial.require_purity()
+        if CHECK_OF_STEPS.applies(trial.case):
+            with suppress(UnsupportedError):  # It may take full calls only.
+                worst = max(worst, _extended(trial))
         return Measured(worst, trial.agree({}).bound)
+
+
+def _extended(trial: Trial) -> float:
+    """The error of an extension by views."""
+    time = trial.case.layout.t
+    out = extended(trial, [time - 2, time], [trial.backend], order=ORDERS[0])
+    what = f"from {ORDERS[0]}, the extended output"
+    return trial.agree({what: (out, trial.expected.out)}).error
