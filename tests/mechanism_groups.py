@@ -2,7 +2,7 @@
 
 import pytest
 
-from precondattn_conformance.case import cases
+from precondattn_conformance.case import Case, cases, makes_sense
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.runner import FAILED, run_cases
 
@@ -16,6 +16,21 @@ def groups(level, library, dtypes):
         options = {"only_libraries": (library,), "only_dtypes": dtypes}
         chosen = "smoke" if expression in derived() else level
         found = [*cases(chosen, only_mechanisms=(expression,), **options)]
+        if found:
+            yield pytest.param(found, id=f"{library}-{expression}")
+
+
+def groups_of(library, dtype, data):
+    """A group for each mechanism that a class declares, of this data by check."""
+    for expression in expressions():
+        if expression in derived():
+            continue
+        made = [
+            Case(check, expression, library, dtype, layout, kind)
+            for check, chosen in data.items()
+            for layout, kind in chosen
+        ]
+        found = [case for case in made if makes_sense(case)]
         if found:
             yield pytest.param(found, id=f"{library}-{expression}")
 

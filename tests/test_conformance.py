@@ -16,21 +16,6 @@ from precondattn_conformance.oracle import oracle
 from precondattn_conformance.random_layouts import layout_named, random_layouts
 from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
 from precondattn_conformance.tolerance import error
-from tests.mechanism_groups import check, groups
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        *groups("full", "numpy", ("float64",)),
-        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
-        *groups("smoke", "array_api_strict", ("float64", "float32")),
-        *groups("smoke", "jax", ("float64",)),
-        *groups("smoke", "jax", ("float16", "bfloat16")),
-    ],
-)
-def test_the_reference_conforms(group):
-    check(group, "reference")
 
 
 def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with_a_reason():
