@@ -292,7 +292,7 @@ def test_cases_have_stable_unique_ids():
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"level": "huge"}, "level must be one of smoke, full; found 'huge'"),
+        ({"level": "huge"}, "level must be one of smoke, full, stress; found 'huge'"),
         ({"only_checks": ("speed",)}, "'speed' is no check; there are outputs"),
         ({"only_dtypes": ("float8",)}, "'float8' is no dtype"),
         ({"only_libraries": ("tinygrad",)}, "'tinygrad' is no installed array library"),
