@@ -135,4 +135,11 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
     """It depends on no dtype."""
     if kind in HARMFUL and not is_bounded(pa.parse(expression)):
         return False
+    if layout.mask is not None and layout.t != layout.s and not _has_keys(expression):
+        return False  # Its mask is about queries.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
+
+
+def _has_keys(expression: str) -> bool:
+    patterns = pa.parse(expression).inputs.values()
+    return any(axis.letter == "s" for pattern in patterns for axis in pattern.axes)

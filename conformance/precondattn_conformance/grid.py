@@ -66,8 +66,6 @@ FULL: Data = (
     (MASKED, "clustered"),
     (SINGLE, "random"),
     (FEWER, "clustered"),
-    (FEWER_PACKED, "clustered"),
-    (FEWER_MASKED, "clustered"),
     (ONE_HEAD, "clustered"),
     (OWN_HEADS, "clustered"),
     (ODD_WIDTH, "clustered"),
@@ -75,8 +73,6 @@ FULL: Data = (
     (AND_ONE, "clustered"),
     (REAL_128, "real"),
 )
-BEYOND_BLOCKS: Data = ((LONG_BLOCKS, "clustered"),)
-"""Beside these, for outputs and caching: more tokens than the blocks of most kernels have."""
 SPECIAL: dict[str, Data] = {
     "splits": ((PLAIN, "clustered"), (RAGGED, "clustered"), (MASKED, "clustered")),
     "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
@@ -97,7 +93,7 @@ SPECIAL: dict[str, Data] = {
 }
 """For checks that look at something else than numbers at every size."""
 
-STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
+STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"), (LONG_BLOCKS, "clustered"))
 DRAWN = 12
 """Random layouts for a mechanism and a check of numbers."""
 
@@ -116,7 +112,7 @@ def data(level: str, check: str, library: str, dtype: str, mechanism: str) -> Da
     if check in SPECIAL:
         return SPECIAL[check]
     if level == "full":
-        return FULL + (BEYOND_BLOCKS if check in ("outputs", "caching") else ())
+        return FULL
     return STRESS + tuple((layout, kind) for layout, kind in _drawn(check))
 
 
