@@ -91,10 +91,11 @@ def _run(
         transient=True,
     ) as progress:
         task = progress.add_task("starting", total=len(todo), failed=0)
+        failed = 0
         for outcome in session.run(todo, expectations, recording.started):
             report.outcomes.append(outcome)
             recording.add(outcome)
-            failed = report.count(FAILED)
+            failed += outcome.status == FAILED
             name = escape(outcome.case.mechanism[:40])
             progress.update(task, advance=1, description=name, failed=failed)
             if outcome.status == FAILED and failed <= SHOWN_FAILURES:

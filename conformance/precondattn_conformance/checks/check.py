@@ -55,6 +55,16 @@ class Trial:
         case = self.case
         return inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
 
+    @property
+    def opposite(self) -> dict[str, np.ndarray]:
+        """Other values, as valid as these: the sequences in the opposite order."""
+        return {name: a[::-1] if a.ndim else a for name, a in self.values.items()}
+
+    @property
+    def bound(self) -> float:
+        """The largest error that is admissible."""
+        return bound(self.case.dtype, self.case.kind)
+
     @cached_property
     def inputs(self) -> dict[str, Any]:
         return self.arrays(self.values)
@@ -124,7 +134,7 @@ class Trial:
 
     def agree(self, pairs: Pairs, terms: Mapping[str, float] | None = None) -> Measured:
         """The worst error of results by what they are, each with what the oracle says."""
-        limit = bound(self.case.dtype, self.case.kind)
+        limit = self.bound
         worst = 0.0
         for what, (found, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)

@@ -26,16 +26,14 @@ class Determinism(Check):
         trial.explain("vjp")
         first = trial.vjp()
         before = _all(trial, first)
-        # Other values, as valid as these: the sequences in the opposite order.
-        opposite = {n: a[::-1] if a.ndim else a for n, a in trial.values.items()}
-        other = _all(trial, trial.vjp(trial.arrays(opposite)))
+        other = _all(trial, trial.vjp(trial.arrays(trial.opposite)))
         _require_same(before, _all(trial, first), "was changed by a later call")
         _require_same(before, _all(trial, trial.vjp()), "is another one the second time")
         _require_same(before, _all(trial, trial.vjp(twice=True)), "is spent by the first pullback")
         if trial.case.library in MUTABLE:
             arrays = trial.arrays(trial.values)
             trial.vjp(arrays)
-            for name, array in trial.arrays(opposite).items():
+            for name, array in trial.arrays(trial.opposite).items():
                 arrays[name][...] = array
             overwritten = _all(trial, trial.vjp(arrays))
             _require_same(other, overwritten, "is that of values that were overwritten since")

@@ -32,9 +32,8 @@ class Purity(Caching):
         arrays = trial.values
         first = trial.arrays(slice_tokens(m, arrays, 0, time - 1))
         last = trial.arrays(slice_tokens(m, arrays, time - 1, time))
-        # Other tokens for the same place: those of the sequences in the opposite order.
-        other = {n: a[::-1] if a.ndim else a for n, a in arrays.items()}
-        others = trial.arrays(slice_tokens(m, other, time - 1, time))
+        # Other tokens for the same place.
+        others = trial.arrays(slice_tokens(m, trial.opposite, time - 1, time))
         cache = m.init_cache(**trial.inputs, capacity=time)
         trial.require_work(m.explain(**last, cache=cache, backend=trial.backend))
         _, cache = m.extend(cache, **first, backend=trial.backend)

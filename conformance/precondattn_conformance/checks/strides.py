@@ -45,7 +45,7 @@ class Strides(Check):
         if CHECK_OF_STEPS.applies(trial.case):
             with suppress(UnsupportedError):  # It may take full calls only.
                 worst = max(worst, _extended(trial))
-        return Measured(worst, trial.agree({}).bound)
+        return Measured(worst, trial.bound)
 
 
 def _extended(trial: Trial) -> float:

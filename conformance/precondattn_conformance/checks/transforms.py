@@ -49,8 +49,7 @@ class Transforms(Check):
 
 def _mapped(trial: Trial, function: object) -> tuple[np.ndarray, np.ndarray]:
     """The output of two calls in one, and the oracle's."""
-    first = trial.values
-    second = {name: array[::-1] if array.ndim else array for name, array in first.items()}
+    first, second = trial.values, trial.opposite
     both = {name: np.stack([first[name], second[name]]) for name in first}
     found = trial.numpy(function(trial.arrays(both)))  # type: ignore[operator]
     other = trial.mechanism(**second, backend="reference")
