@@ -118,7 +118,7 @@ def conformance(
 
     try:
         if self_test:
-            from precondattn_conformance.faults.self_test import self_test as test
+            from precondattn_conformance.faults.selftest import self_test as test
 
             raise typer.Exit(test(console))
         session = Session(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from precondattn_conformance.faults.catalogue import MINIMUM, OF_EACH_STAGE, faults, subjects
 from precondattn_conformance.faults.fault import FORWARD, Fault
-from precondattn_conformance.faults.self_test import (
+from precondattn_conformance.faults.selftest import (
     SMOKE,
     SMOKE_SHARE,
     SelfTest,

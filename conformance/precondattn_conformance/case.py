@@ -135,8 +135,11 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
     """It depends on no dtype."""
     if kind in HARMFUL and not is_bounded(pa.parse(expression)):
         return False
-    if layout.mask is not None and layout.t != layout.s and not _has_keys(expression):
-        return False  # Its mask is about queries.
+    if layout.mask is not None and layout.t != layout.s:
+        if not _has_keys(expression):
+            return False  # Its mask is about queries.
+        if layout.mask == "segment_ids" and not pa.parse(expression).offers.causal:
+            return False  # Where its queries stand is not said.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
 
 
