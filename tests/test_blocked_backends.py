@@ -62,6 +62,20 @@ def test_several_blocks_of_the_size_they_have_by_default(expression, library):
 
 
 @pytest.mark.parametrize("library", BACKENDS)
+@pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "lucid(path)"])
+@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
+def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_blocks):
+    """A query whose own key is masked still sees the others."""
+    m = pa.parse(expression)
+    layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
+    x = make_inputs(m, layout, "clustered") | layout.masks()
+    cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
+    found = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
+    for name, expected in with_gradient(m, x, cotangent, "reference").items():
+        close(found[name], expected)
+
+
+@pytest.mark.parametrize("library", BACKENDS)
 @pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])
 def test_laser_reads_values_too_far_apart_for_one_shift(library, dtype, apart, small_blocks):
     """Blocks far above and below one another, and single values far from those around them."""

@@ -14,7 +14,8 @@ from precondattn_conformance.declared import compositions
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
 from precondattn_conformance.oracle import oracle
 from precondattn_conformance.random_layouts import layout_named, random_layouts
-from precondattn_conformance.runner import FAILED, UNSUPPORTED, run_case, run_cases
+from precondattn_conformance.runner import run_case, run_cases
+from precondattn_conformance.status import FAILED, UNSUPPORTED
 from precondattn_conformance.tolerance import error
 
 

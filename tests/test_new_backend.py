@@ -18,7 +18,8 @@ import precondattn as pa
 from precondattn_conformance import plugin
 from precondattn_conformance.case import cases
 from precondattn_conformance.new_backend import LIBRARIES, new_backend
-from precondattn_conformance.runner import FAILED, run_cases
+from precondattn_conformance.runner import run_cases
+from precondattn_conformance.status import FAILED
 
 ROOT = Path(__file__).parents[1]
 CHAPTER = ROOT / "docs" / "write_a_backend.md"

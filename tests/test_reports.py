@@ -30,8 +30,9 @@ from precondattn_conformance.report.page import IN_FULL, page, write_page
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import Recording, is_record, load
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.report.result import STATUSES, Result, share_text
+from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.runner import run_cases
+from precondattn_conformance.status import STATUSES
 
 SCHEMA = json.loads(
     files("precondattn_conformance.report").joinpath("schema.json").read_text(encoding="utf-8")

@@ -15,7 +15,8 @@ import torch
 import precondattn as pa
 from precondattn.backend import Request, UnsupportedError
 from precondattn.group import Group, group_of
-from precondattn_conformance.runner import FAILED, PASSED, run_cases
+from precondattn_conformance.runner import run_cases
+from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton
 from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
 from tests.mechanism_groups import groups

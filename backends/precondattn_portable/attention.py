@@ -363,9 +363,8 @@ def _aligned(
     x = {**x, "q": padded(x["q"], missing, 0, axis=1)}
     if leaf.bias:
         x["bias"] = padded(x["bias"], missing, 0)
-    everywhere = frame.among_keys(s)
     # Among keys a hidden one sees nothing; a query whose own key is hidden does.
     q_valid = frame.q_valid
     if q_valid is not None:
-        q_valid = padded(q_valid[..., None], missing, 0)[..., 0]
-    return x, everywhere.replaced(q_valid=q_valid), missing
+        q_valid = padded(q_valid, missing, 0, axis=1)
+    return x, frame.among_keys(s).replaced(q_valid=q_valid), missing

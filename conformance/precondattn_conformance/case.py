@@ -138,7 +138,7 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
     if layout.mask is not None and layout.t != layout.s:
         if not _has_keys(expression):
             return False  # Its mask is about queries.
-        if layout.mask == "segment_ids" and not pa.parse(expression).offers.causal:
+        if layout.mask != "key_mask" and not pa.parse(expression).offers.causal:
             return False  # Where its queries stand is not said.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
 

@@ -17,15 +17,9 @@ from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
 from precondattn_conformance.report.record import Recording
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.runner import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    UNSUPPORTED,
-    XFAILED,
-    Report,
-)
+from precondattn_conformance.runner import Report
 from precondattn_conformance.session import Session
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3

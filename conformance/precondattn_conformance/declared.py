@@ -63,14 +63,21 @@ def is_bounded(mechanism: pa.Mechanism) -> bool:
 def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
     """Whether the output of a single token does not depend on some input: its gradient is 0.
 
-    A channel of one token has norm 1, one key has no covariance, and a mean over one key is it.
+    A channel of one token has norm 1, one key has no covariance, a mean over one key is it, and a
+    key of length 1 has the product 1 with itself.
     """
     return any(
         getattr(leaf, "axis", "") == "channel"
         or isinstance(leaf, pa.ConditionedQuery | pa.QueryWeightedQuery)
         or (isinstance(leaf, pa.Linear) and leaf.normalize)
+        or (isinstance(leaf, pa.LucidSolve) and leaf.normalize == "rows")
         for leaf in mechanism.program.leaves
     )
+
+
+def is_softmax(mechanism: pa.Mechanism) -> bool:
+    """Whether values are read with weights that sum to 1, so that a single key has all of it."""
+    return any(isinstance(leaf, pa.Softmax | pa.Path) for leaf in mechanism.program.leaves)
 
 
 def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:

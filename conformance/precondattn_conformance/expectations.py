@@ -17,7 +17,8 @@ from fnmatch import translate
 from pathlib import Path
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.runner import FAILED, PASSED, SKIPPED, XFAILED, Outcome
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, XFAILED
 
 
 class ExpectationError(ValueError):

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import precondattn as pa
 from precondattn.discovery import discover
 from precondattn_conformance.case import Case
-from precondattn_conformance.runner import FAILED, PASSED, XFAILED, Outcome
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.status import FAILED, PASSED, XFAILED
 
 COMPARED = (PASSED, FAILED, XFAILED)
 

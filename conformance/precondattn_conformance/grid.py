@@ -34,6 +34,7 @@ REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
 REAL_128 = REAL._replace(name="real_128", t=128, s=128)
 BLOCKS = Layout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
 PACKED_BLOCKS = Layout("packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids")
+FEWER_RAGGED = Layout("fewer_ragged", t=5, s=9, mask="lengths")
 FEWER_PACKED = Layout("fewer_packed", t=3, s=9, mask="segment_ids")
 FEWER_MASKED = Layout("fewer_masked", t=3, s=9, mask="key_mask")
 LONG_BLOCKS = Layout("long_blocks", b=1, t=261, s=261, h=2, n=1, d=16, e=8)
@@ -45,7 +46,7 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, ONE_HEAD, OWN_HEADS, ODD_WIDTH, LESS_ONE),
-        *(FEWER_PACKED, FEWER_MASKED, LONG_BLOCKS, WRITTEN_TWICE),
+        *(FEWER_RAGGED, FEWER_PACKED, FEWER_MASKED, LONG_BLOCKS, WRITTEN_TWICE),
         *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, LEAK, LONG),
     )
 }
@@ -57,15 +58,16 @@ SMOKE: Data = (
     (RAGGED, "duplicate"),
     (PACKED, "zero"),
     (REAL_SHORT, "real"),
+    (MASKED, "clustered"),
 )
 FULL: Data = (
     *SMOKE,
     (PLAIN, "random"),
     (PLAIN, "duplicate"),
     (PLAIN, "zero"),
-    (MASKED, "clustered"),
     (SINGLE, "random"),
     (FEWER, "clustered"),
+    (FEWER_RAGGED, "clustered"),
     (FEWER_MASKED, "clustered"),
     (FEWER_PACKED, "clustered"),
     (ONE_HEAD, "clustered"),

@@ -22,8 +22,9 @@ from typing import Any
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend
-from precondattn_conformance.runner import FAILED, Outcome, run_case
+from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.snippet import snippet
+from precondattn_conformance.status import FAILED
 
 TIMEOUT = 300.0
 """Seconds for one case; a kernel's first compilation is part of it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.cancellation import sizes_of_terms, sizes_when_saturated
-from precondattn_conformance.declared import is_bounded, is_smooth
+from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
@@ -45,7 +45,7 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(out * cotangent)))
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
     terms = sizes_of_terms(m, inputs, gradients, out, cotangent, masks)
-    if kind in SATURATED:
+    if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))

@@ -13,10 +13,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend, Measured, run
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.snippet import snippet
-
-PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
-XFAILED, SKIPPED = "xfailed", "skipped"
-STATUSES = (PASSED, FAILED, UNSUPPORTED, XFAILED, SKIPPED)
+from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
 
 @dataclass(frozen=True)

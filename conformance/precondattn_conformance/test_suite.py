@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.runner import FAILED, SKIPPED, UNSUPPORTED, XFAILED, Outcome
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.status import FAILED, SKIPPED, UNSUPPORTED, XFAILED
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,8 @@ from precondattn_conformance.faults.catalogue import (
     subjects,
 )
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, STEP_BACKWARD, Fault
-from precondattn_conformance.runner import FAILED, PASSED, run_case
+from precondattn_conformance.runner import run_case
+from precondattn_conformance.status import FAILED, PASSED
 
 SMOKE, FULL = "smoke", "full"
 

@@ -9,13 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from precondattn_conformance.report.record import Record
-from precondattn_conformance.report.result import (
-    FAILED,
-    PASSED,
-    XFAILED,
-    Result,
-    share_text,
-)
+from precondattn_conformance.report.result import Result, share_text
+from precondattn_conformance.status import FAILED, PASSED, XFAILED
 
 FACTOR = 3.0
 """An error that has grown by less is noise: another device, another order of sums."""

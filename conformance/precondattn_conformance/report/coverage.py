@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.report.result import SKIPPED, UNSUPPORTED, Result
+from precondattn_conformance.report.result import Result
+from precondattn_conformance.status import SKIPPED, UNSUPPORTED
 
 
 @dataclass

@@ -8,15 +8,8 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from precondattn_conformance.report.record import Record
-from precondattn_conformance.report.result import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    UNSUPPORTED,
-    XFAILED,
-    Result,
-    error_text,
-)
+from precondattn_conformance.report.result import Result, error_text
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 
 SUITE = "precondattn-conformance"
 

@@ -16,14 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from precondattn_conformance.report.grid import SYMBOLS, WORDS, Cell, by, by_family
-from precondattn_conformance.report.result import (
-    FAILED,
-    PASSED,
-    UNSUPPORTED,
-    XFAILED,
-    Result,
-)
+from precondattn_conformance.report.cells import SYMBOLS, WORDS, Cell, by, by_family
+from precondattn_conformance.report.result import Result
+from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED, XFAILED
 
 if TYPE_CHECKING:
     from precondattn_conformance.runner import Outcome

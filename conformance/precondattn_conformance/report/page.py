@@ -11,20 +11,11 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.report.grid import SYMBOLS, WORDS, Cell, by, by_family, in_order
+from precondattn_conformance.report.cells import SYMBOLS, WORDS, Cell, by, by_family, in_order
 from precondattn_conformance.report.record import Record
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.report.result import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    STATUSES,
-    UNSUPPORTED,
-    XFAILED,
-    Result,
-    error_text,
-    share_text,
-)
+from precondattn_conformance.report.result import Result, error_text, share_text
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UNSUPPORTED, XFAILED
 
 IN_FULL = 150
 """So many failures are shown with everything; of more, the record knows the rest."""

@@ -8,13 +8,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from precondattn_conformance.report.printable import printable
+from precondattn_conformance.status import COMPARED, STATUSES
 
 if TYPE_CHECKING:
     from precondattn_conformance.runner import Outcome
-
-PASSED, FAILED, XFAILED = "passed", "failed", "xfailed"
-UNSUPPORTED, SKIPPED = "unsupported", "skipped"
-STATUSES = (PASSED, FAILED, XFAILED, UNSUPPORTED, SKIPPED)
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
 """Errors that JSON has no number for."""
@@ -111,7 +108,7 @@ class Result:
     @property
     def is_compared(self) -> bool:
         """Whether the backend gave an answer that was held to the oracle."""
-        return self.status in (PASSED, FAILED, XFAILED)
+        return self.status in COMPARED
 
     @property
     def headline(self) -> str:

@@ -10,18 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-from precondattn_conformance.report.result import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    STATUSES,
-    UNSUPPORTED,
-    XFAILED,
-    Result,
-    error_text,
-    share_text,
-    worst,
-)
+from precondattn_conformance.report.result import Result, error_text, share_text, worst
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UNSUPPORTED, XFAILED
 
 Key = TypeVar("Key", bound=Hashable)
 
