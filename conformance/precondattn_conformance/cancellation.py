@@ -10,7 +10,8 @@ gradient, is then large in relation to dτ. So the error of dτ is measured agai
 that of a difference's λ, dλ = −Σ_t ⟨do_t, o₂_t⟩, of which −o₂ is what the output changes by if λ
 grows by 1.
 
-Where one key has all the weight, or there is only one, the gradients of queries and keys are as good as 0,
+Where one key has all the weight, or there is only one, the gradients of queries and keys are as
+good as 0,
 
     dq_i = s Σ_j P_ij (⟨do_i, v_j⟩ − ⟨do_i, o_i⟩) k_j,
 
