@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class States(Caching):
     """From a state that is not empty: the output, the last state, and gradients through both.
 
-    For mechanisms whose cache is a state and not a history of tokens.
+    For mechanisms whose cache is a state and not a history of tokens. The cotangent is a view.
     """
 
     name = "states"
@@ -56,6 +56,8 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             for arrays in (start, d_last)
         )
         cotangent = library.array(expected.cotangent, case.dtype)
+        if case.library != "jax":  # As where the output was transposed afterwards.
+            cotangent = library.view(cotangent, "heads first")
         cache = cache._replace(store=start)
         handed = {**start, **{f"d {name}": d for name, d in d_last.items()}, "cotangent": cotangent}
         before = {name: library.numpy(array).copy() for name, array in handed.items()}
