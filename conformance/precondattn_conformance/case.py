@@ -13,7 +13,7 @@ from functools import cache
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.checks import CHECK, CHECKS
-from precondattn_conformance.declared import expressions, is_bounded
+from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, LEVELS, data
 from precondattn_conformance.inputs import KINDS, Layout
@@ -133,16 +133,16 @@ def makes_sense(case: Case) -> bool:
 @cache
 def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind: str) -> bool:
     """It depends on no dtype."""
-    if kind in HARMFUL and not is_bounded(pa.parse(expression)):
+    if kind in HARMFUL and not is_bounded(mechanism_of(expression)):
         return False
     if layout.mask is not None and layout.t != layout.s:
         if not _has_keys(expression):
             return False  # Its mask is about queries.
-        if layout.mask != "key_mask" and not pa.parse(expression).offers.causal:
+        if layout.mask != "key_mask" and not mechanism_of(expression).offers.causal:
             return False  # Where its queries stand is not said.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
 
 
 def _has_keys(expression: str) -> bool:
-    patterns = pa.parse(expression).inputs.values()
+    patterns = mechanism_of(expression).inputs.values()
     return any(axis.letter == "s" for pattern in patterns for axis in pattern.axes)

@@ -60,6 +60,12 @@ def is_bounded(mechanism: pa.Mechanism) -> bool:
     )
 
 
+@cache
+def mechanism_of(expression: str) -> pa.Mechanism:
+    """The mechanism that an expression means; cases ask for it often."""
+    return pa.parse(expression)
+
+
 def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
     """Whether the output of a single token does not depend on some input: its gradient is 0.
 

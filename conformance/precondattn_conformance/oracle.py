@@ -12,7 +12,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.cancellation import sizes_of_terms, sizes_when_saturated
-from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax
+from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
@@ -34,7 +34,7 @@ class Oracle:
 @lru_cache(maxsize=256)
 def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     """The reference in float64 on NumPy, its gradient held against central differences."""
-    m = pa.parse(mechanism)
+    m = mechanism_of(mechanism)
     inputs = inputs_of(mechanism, layout, kind, dtype)
     masks = layout.masks()
     out, pullback = m.vjp(**inputs, **masks, backend="reference")
@@ -55,7 +55,7 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
 @lru_cache(maxsize=256)
 def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
     """The inputs of a case: values that the dtype has, in float64."""
-    m = pa.parse(mechanism)
+    m = mechanism_of(mechanism)
     if kind in EXTREMES:
         inputs = at_an_extreme(m, layout, kind, dtype)
     else:

@@ -8,6 +8,7 @@ import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case, case_of
 from precondattn_conformance.checks import CHECK, Backend
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.oracle import inputs_of
 
 
@@ -15,7 +16,7 @@ def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[st
     """The mechanism of a case by its id, and the inputs and masks of its call."""
     case = case_of(text)
     library = libraries.named(case.library, device)
-    mechanism = pa.parse(case.mechanism)
+    mechanism = mechanism_of(case.mechanism)
     with library.precision(case.dtype):
         made = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
         inputs = {name: library.array(array, case.dtype) for name, array in made.items()}

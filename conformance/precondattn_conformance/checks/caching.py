@@ -10,6 +10,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
 
@@ -32,7 +33,7 @@ class Caching(Check):
 
     def applies(self, case: Case) -> bool:
         is_one_sequence = case.layout.mask != "segment_ids" and case.layout.t == case.layout.s
-        return pa.parse(case.mechanism).offers.causal and is_one_sequence
+        return mechanism_of(case.mechanism).offers.causal and is_one_sequence
 
     def run(self, trial: Trial) -> Measured:
         time = trial.case.layout.t

@@ -11,6 +11,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.explanation import Explanation
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
@@ -42,7 +43,7 @@ class Trial:
 
     @cached_property
     def mechanism(self) -> pa.Mechanism:
-        return pa.parse(self.case.mechanism)
+        return mechanism_of(self.case.mechanism)
 
     @cached_property
     def expected(self) -> Oracle:

@@ -11,6 +11,7 @@ import precondattn as pa
 from precondattn.backend import Support
 from precondattn.frame import Frame
 from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Refusals(Check):
     name = "refusals"
 
     def applies(self, case: Case) -> bool:
-        return len(pa.parse(case.mechanism).program.leaves) == 1
+        return len(mechanism_of(case.mechanism).program.leaves) == 1
 
     def run(self, trial: Trial) -> Measured:
         if trial.under_test is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import precondattn as pa
 from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.extremes import EXTREMES, makes_sense
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Stability(Check):
     name = "stability"
 
     def applies(self, case: Case) -> bool:
-        return case.kind in EXTREMES and makes_sense(pa.parse(case.mechanism), case.kind)
+        return case.kind in EXTREMES and makes_sense(mechanism_of(case.mechanism), case.kind)
 
     def run(self, trial: Trial) -> Measured:
         trial.explain("vjp")

@@ -10,7 +10,7 @@ import precondattn as pa
 from precondattn.call import keeps_tokens
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Backend, Measured, Trial
-from precondattn_conformance.declared import is_smooth
+from precondattn_conformance.declared import is_smooth, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import Arrays, make_inputs
 from precondattn_conformance.oracle import rounded
@@ -30,7 +30,7 @@ class States(Caching):
 out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})"""
 
     def applies(self, case: Case) -> bool:
-        mechanism = pa.parse(case.mechanism)
+        mechanism = mechanism_of(case.mechanism)
         has_states = bool(mechanism.program.slots) and not keeps_tokens(mechanism)
         return has_states and super().applies(case)
 
