@@ -1,4 +1,6 @@
-"""The Python blocks of the README are tests."""
+"""The Python blocks of the README are tests; processes that test side by side share the cores."""
+
+import os
 
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
@@ -8,3 +10,8 @@ pytest_collect_file = Sybil(
     patterns=["README.md"],
     excludes=["*/README.md"],
 ).pytest()
+
+# Before anything imports NumPy or PyTorch, whose threads spin while they wait for each other.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))

@@ -154,7 +154,9 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
             return ()
         return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
     if dtype == "float64":
-        return SMOKE
+        # What is long takes its time: its outputs are seen in float32 and beside the gradients.
+        is_long = check in ("outputs", "states")
+        return tuple(found for found in SMOKE if not (is_long and found[0] is REAL_SHORT))
     if dtype == "float32" and check == "outputs":
-        return SMOKE[0], SMOKE[3]
+        return SMOKE[0], (REAL_SHORT, "real")
     return SMOKE[:1]

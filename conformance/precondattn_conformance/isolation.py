@@ -22,6 +22,7 @@ from typing import Any
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend
+from precondattn_conformance.cores import shared_by
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED
@@ -35,8 +36,11 @@ BEFORE_KILLING = 2.0
 class Worker:
     """A process that runs cases, and what it is doing."""
 
-    def __init__(self, backend: Backend, device: str | None, timeout: float) -> None:
-        self.backend, self.device, self.timeout = backend, device, timeout
+    def __init__(
+        self, backend: Backend, device: str | None, timeout: float, beside: int = 1
+    ) -> None:
+        """One of `beside` processes."""
+        self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.todo: deque[Case] = deque()
         self.running: Case | None = None
         self._start()
@@ -47,7 +51,8 @@ class Worker:
         self.traces = tempfile.NamedTemporaryFile(prefix="precondattn-")  # noqa: SIM115
         arguments = (theirs, self.backend, self.device, self.timeout, self.traces.name)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        self.process.start()
+        with shared_by(self.beside):
+            self.process.start()
         theirs.close()
 
     def begin(self) -> Case | None:
@@ -142,7 +147,8 @@ def run_isolated(
 ) -> Iterator[Outcome]:
     """The outcomes as they come; of several jobs, not in order."""
     groups = deque(list(found) for _, found in groupby(cases, key=lambda case: case.mechanism))
-    workers = [Worker(backend, device, timeout) for _ in range(min(jobs, len(groups)))]
+    count = min(jobs, len(groups))
+    workers = [Worker(backend, device, timeout, count) for _ in range(count)]
 
     def hand_out(worker: Worker) -> None:
         if not worker.todo and groups:

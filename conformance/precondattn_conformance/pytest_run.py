@@ -6,6 +6,7 @@ process, and the outcomes come together in the one that reports.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -48,7 +49,10 @@ class PytestRun:
     def runner(self) -> Iterator[Callable[[Case], Outcome]]:
         """What runs a case."""
         session, backend = self.session, self.session.backend or None
-        worker = None if session.jobs == 0 else Worker(backend, session.device, session.timeout)
+        beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+        worker = None
+        if session.jobs != 0:
+            worker = Worker(backend, session.device, session.timeout, beside)
 
         def run(case: Case) -> Outcome:
             skipped = self.expectations.skipped(case)

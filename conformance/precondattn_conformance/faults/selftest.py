@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from precondattn_conformance.case import Case, cases
+from precondattn_conformance.cores import shared_by
 from precondattn_conformance.faults.carriers import CARRIERS, Carrier, helped, registered
 from precondattn_conformance.faults.catalogue import (
     MINIMUM,
@@ -174,7 +175,7 @@ def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[V
             yield from run_task(task, level)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with shared_by(workers), ProcessPoolExecutor(workers, mp_context=context) as pool:
         for future in as_completed([pool.submit(run_task, task, level) for task in tasks]):
             yield from future.result()
 
