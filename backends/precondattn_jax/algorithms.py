@@ -7,13 +7,16 @@ from typing import Any
 import precondattn as pa
 from precondattn_jax.attention import Attention
 from precondattn_jax.lucid_solve import LucidSolve
+from precondattn_jax.stateful import Stateful
 from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.backend import STATEFUL
 from precondattn_portable.token_wise import AsDefined
 
 ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
+    **dict.fromkeys(STATEFUL, Stateful()),
 }
 """By the leaf's own class: a subclass may mean something else."""
 

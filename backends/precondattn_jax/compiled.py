@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import precondattn.bridges.jax  # noqa: F401  (It makes frames known as pytrees.)
-from precondattn_jax import layout, read_log_mean_exp, triangular_inverse
+from precondattn_jax import chunkwise, layout, read_log_mean_exp, triangular_inverse
 
 
 def compiled(method: Callable[..., Any], backend: Any, mechanism: Any, *arrays: Any) -> Any:
@@ -36,5 +36,7 @@ def _sizes() -> tuple[int, ...]:
         layout.REFLECTIONS,
         layout.TILE,
         triangular_inverse.LEAF,
+        chunkwise.CHUNK,
+        chunkwise.GROUP,
         read_log_mean_exp.ELEMENTS,
     )
