@@ -7,6 +7,7 @@ from typing import Any
 import precondattn as pa
 from precondattn_jax.attention import Attention
 from precondattn_jax.lucid_solve import LucidSolve
+from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.stateful import Stateful
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.backend import STATEFUL
@@ -16,6 +17,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
+    pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, Stateful()),
 }
 """By the leaf's own class: a subclass may mean something else."""
