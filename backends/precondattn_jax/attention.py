@@ -8,7 +8,11 @@ from typing import Any
 from jax import Array
 
 from precondattn.backend import ArraySpec
+from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_jax.attention_step import attention_step
+from precondattn_jax.definition import step_as_defined
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
@@ -34,6 +38,19 @@ class Attention(Algorithm):
         cotangent: Array,
     ) -> Arrays:
         return TiledAttention(leaf, x, frame).backward(out, residuals[0], cotangent)
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if leaf.forget != "none" or leaf.metric != DOT:
+            return step_as_defined(leaf, past, x, frame)
+        out = attention_step(leaf, dict(past), dict(x), frame)
+        return out, {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]

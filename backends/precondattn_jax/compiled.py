@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import precondattn.bridges.jax  # noqa: F401  (It makes frames known as pytrees.)
-from precondattn_jax import chunkwise, layout, read_log_mean_exp, triangular_inverse
+from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 
 def compiled(method: Callable[..., Any], backend: Any, mechanism: Any, *arrays: Any) -> Any:
@@ -38,5 +38,6 @@ def _sizes() -> tuple[int, ...]:
         triangular_inverse.LEAF,
         chunkwise.CHUNK,
         chunkwise.GROUP,
+        definition.TOKENS,
         read_log_mean_exp.ELEMENTS,
     )

@@ -28,7 +28,7 @@ def block_size(tokens: int, heads: int, most: int | None = None) -> int:
     size = most or (BLOCK if heads * BLOCK * BLOCK <= TILE else FEWEST)
     count = -(-tokens // size)
     even = -(-tokens // count)
-    return min(even + -even % 8, size)
+    return min(even + -even % 8, size) if even > 8 else even
 
 
 def heads_first(x: Array) -> Array:

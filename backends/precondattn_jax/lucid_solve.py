@@ -7,8 +7,13 @@ from typing import Any
 
 from jax import Array
 
+from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn.spec.rms_norm import rms
+from precondattn_jax.definition import step_as_defined
 from precondattn_jax.lucid_gradient import gradients
+from precondattn_jax.lucid_step import lucid_step
 from precondattn_jax.lucid_system import LucidSystem
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
@@ -33,3 +38,19 @@ class LucidSolve(Algorithm):
         cotangent: Array,
     ) -> Arrays:
         return gradients(LucidSystem(leaf, x, frame), out, cotangent)
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if leaf.metric != DOT or not leaf.has_unit_diagonal:
+            return step_as_defined(leaf, past, x, frame)
+        y = lucid_step(leaf, dict(past), dict(x), frame)
+        updates: Updates = {"key": Append(x["k"]), "solved": Append(y)}
+        if leaf.normalize == "keys":
+            updates["rms"] = Append(rms(x["k"], leaf.eps)[..., 0])
+        return y, updates

@@ -17,10 +17,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
+from precondattn_jax.definition import step_as_defined
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
 from precondattn_jax.read_mean import MeanRead, MeanState
@@ -129,3 +131,13 @@ class QueryWeighted(Algorithm):
             "k": l2_norm_vjp(x["k"], leaf.eps, d_k),
             "contraction": blocks.unstacked(d_contraction, view.r)[..., 0],
         }
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        return step_as_defined(leaf, past, x, frame)

@@ -11,7 +11,7 @@ from the nearest on, backward from the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -96,8 +96,13 @@ class TiledAttention:
 
     # ------------------------------------------------------------------------------ forward
 
-    def outputs(self, read: Reads, v: Array) -> tuple[Array, Array]:
-        """Outputs (blocks, b, n, r C, e) and λ (blocks, b, n, r C, 1)."""
+    def outputs(
+        self, read: Reads, v: Array, before: Callable[..., Any] | None = None
+    ) -> tuple[Array, Array]:
+        """Outputs (blocks, b, n, r C, e) and λ (blocks, b, n, r C, 1).
+
+        `before(a, rows, state)` reads what does not belong to the call, for block a.
+        """
         scores, sight, blocks = self.scores, self.sight, self.blocks
 
         def add(carry: tuple[Any, Array], a: Array, j: Array) -> tuple[Any, Array]:
@@ -108,6 +113,8 @@ class TiledAttention:
         def of_block(a: Array) -> tuple[Array, Array]:
             x = scores.start(a)
             state = read.start((*x.shape[:3], v.shape[3]), v)
+            if before is not None:
+                state = before(a, x, state)
             first = sight.first(a)
             if sight.causal:
                 own = self._masked(scores.own(a), a, a, own=True)
