@@ -40,7 +40,9 @@ class ChannelDecay(channel_decay.ChannelDecay):
         chunks, heads, size, r, _ = x.shape
         whole = jnp.reshape(jnp.sum(x * y[..., None, :], axis=-1), (chunks, heads, size, r, 1))
         for half, since, until in self.halvings:
-            corner = product_with_transposed(self._second(x, half, since), self._first(y, half, until))
+            corner = product_with_transposed(
+                self._second(x, half, since), self._first(y, half, until)
+            )
             whole = jnp.reshape(whole, (chunks, heads, size // (2 * half), 2, half * r, half))
             upper = jnp.concatenate([whole[FIRST], jnp.zeros_like(corner)], axis=-1)
             lower = jnp.concatenate([corner, whole[SECOND]], axis=-1)

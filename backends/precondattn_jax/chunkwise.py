@@ -86,9 +86,7 @@ class Work:
         rest = x.shape[3:]
         x = jnp.reshape(x, (self.b, self.m, self.groups, self.together, self.size, *rest))
         x = jnp.moveaxis(x, (2, 3), (0, 1))
-        return jnp.reshape(
-            x, (self.groups, self.together, self.b * self.m, self.size, *rest)
-        )
+        return jnp.reshape(x, (self.groups, self.together, self.b * self.m, self.size, *rest))
 
     def tokens(self, x: Array) -> Array:
         """The transpose of `chunks`: (b, m, s, …)."""

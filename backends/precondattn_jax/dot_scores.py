@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from precondattn_jax.arithmetic import (
@@ -75,5 +74,3 @@ class DotScores:
     def gradients(self, sums: Sums) -> Sums:
         """dk, and those of the metric's own inputs."""
         return sums
-
-

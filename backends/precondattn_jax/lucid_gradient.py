@@ -86,9 +86,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
     return found
 
 
-def _at_maximum(
-    system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array
-) -> Array | float:
+def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array) -> Array | float:
     """What reaches the scores of a tile through the maxima of its rows."""
     if shift.first is None or system.leaf.detach_max:
         return 0.0

@@ -1,6 +1,6 @@
 """A step of LUCID's solve: what cached keys and y take from new values, then the new ones' system.
 
-    y_new = (I + β stril(Φ_new))⁻¹ β (v − Φ_past y_past)
+y_new = (I + β stril(Φ_new))⁻¹ β (v − Φ_past y_past)
 """
 
 from __future__ import annotations

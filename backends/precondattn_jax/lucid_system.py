@@ -155,5 +155,3 @@ class LucidSystem:
 
         y, _ = lax.scan(of_block, zeros(self.v.shape, self.v), blocks.rows)
         return heads_first(y[:, :, : blocks.s])
-
-

@@ -86,6 +86,6 @@ class Sight:
         seen = self.visible(a, j, own=own)
         if seen is None:
             return tile
-        b, n, rows, columns = tile.shape
+        b, n, _, columns = tile.shape
         pairs = jnp.reshape(tile, (b, n, -1, self.blocks.size, columns))
         return jnp.reshape(jnp.where(seen, pairs, otherwise), tile.shape)

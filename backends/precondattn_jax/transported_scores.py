@@ -49,9 +49,7 @@ def reflections(k: Array, w: Array, beta: Array) -> Reflections:
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
     zw = product(m, scaled)
     identity = jnp.eye(k.shape[-1], dtype=k.dtype)
-    return Reflections(
-        k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw
-    )
+    return Reflections(k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw)
 
 
 def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
