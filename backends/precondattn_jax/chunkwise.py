@@ -60,7 +60,7 @@ class Chunkwise:
 
 
 class Work:
-    """A stream cut into groups of chunks, (groups, c, n, C, …): n are the heads of all sequences."""
+    """A stream cut into groups of chunks (groups, c, n, C, …), n the heads of all sequences."""
 
     def __init__(self, x: Stream) -> None:
         self.x = x
