@@ -29,16 +29,15 @@ def unit_lower_inverse(strict: Array) -> Array:
     whole = leaf << levels
     flat = jnp.reshape(strict, (-1, size, size))
     flat = jnp.pad(flat, ((0, 0), (0, whole - size), (0, whole - size)))
-    inverse = _row_by_row(_on_diagonal(flat, leaf))
+    inverse = _row_by_row(_blocks(flat, leaf, 0, 0, 1))
     width = leaf
     while width < whole:
-        corners = _on_diagonal(flat, 2 * width)[:, :, width:, :width]
-        first, second = inverse[:, 0::2], inverse[:, 1::2]
-        below = -product(second, product(corners, first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        first, second = inverse[0::2], inverse[1::2]
+        below = -product(second, product(_blocks(flat, width, 1, 0, 2), first))
+        rows = jnp.pad(first, ((0, 0),) * 3 + ((0, width),)), jnp.concatenate([below, second], -1)
+        inverse = jnp.concatenate(rows, axis=-2)
         width *= 2
-    return jnp.reshape(inverse[:, 0, :size, :size], strict.shape)
+    return jnp.reshape(inverse[0, :, :size, :size], strict.shape)
 
 
 def _forward(strict: Array) -> tuple[Array, Array]:
@@ -54,15 +53,16 @@ def _backward(inverse: Array, cotangent: Array) -> tuple[Array]:
 unit_lower_inverse.defvjp(_forward, _backward)
 
 
-def _on_diagonal(flat: Array, width: int) -> Array:
-    """The square blocks on the diagonals of (m, C, C): (m, C / width, width, width)."""
+def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:
+    """Every `step`-th block on the diagonals of (m, C, C), from one on: (count, m, width, width)."""
     count = flat.shape[-1] // width
     blocks = jnp.reshape(flat, (-1, count, width, count, width))
-    return jnp.stack([blocks[:, i, :, i, :] for i in range(count)], axis=1)
+    place = jnp.arange(0, count, step)
+    return blocks[:, place + row, :, place + column, :]
 
 
 def _row_by_row(strict: Array) -> Array:
-    """The inverses of small blocks (m, count, w, w): row i is eᵢ − Σ_{j<i} L_ij (row j)."""
+    """The inverses of small blocks (count, m, w, w): row i is eᵢ − Σ_{j<i} L_ij (row j)."""
     size = strict.shape[-1]
     identity = jnp.eye(size, dtype=strict.dtype)
     found = zeros(strict.shape, strict) + identity
