@@ -45,9 +45,7 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
 
     A loop's carry has to, if what is added to it does.
     """
-    found = jnp.zeros(shape, like.dtype)
-    axes = getattr(jax.typeof(like), "vma", None)
-    return lax.pcast(found, tuple(axes), to="varying") if axes else found
+    return jnp.zeros_like(like, shape=shape)
 
 
 def full(shape: tuple[int, ...], value: float, like: Array) -> Array:
