@@ -134,10 +134,17 @@ class TestAnotherBackend:
             jax.jvp(lambda k: pa.Lucid()(x["q"], k, x["v"]), (x["k"],), (x["k"],))
 
 
+def lines_of_gradient(expression, tokens, backend):
+    """Of the traced gradient, printed."""
+    m = pa.parse(expression)
+    x = arrays_of(expression, b=1, t=tokens, s=tokens, h=2, n=2, d=4, e=4)
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x, backend=backend))))(x)
+    return str(traced).count("\n")
+
+
 @pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)", "hedgehog(gla)"])
 def test_a_recurrence_is_traced_as_one_step_however_long(expression):
     """Unrolled, 2,000 tokens would be tens of thousands of equations."""
-    m = pa.parse(expression)
-    x = arrays_of(expression, b=1, t=2000, s=2000, h=2, n=2, d=4, e=4)
-    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x))))(x)
-    assert str(traced).count("\n") < 3000
+    assert lines_of_gradient(expression, 2000, "reference") < 3000
+    long, longer = (lines_of_gradient(expression, tokens, "jax") for tokens in (2000, 8000))
+    assert abs(longer - long) < 0.02 * long < 0.02 * 6000

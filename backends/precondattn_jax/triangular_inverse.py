@@ -54,7 +54,7 @@ unit_lower_inverse.defvjp(_forward, _backward)
 
 
 def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:
-    """Every `step`-th block on the diagonals of (m, C, C), from one on: (count, m, width, width)."""
+    """Every `step`-th block of a diagonal of (m, C, C), from one on: (count, m, width, width)."""
     count = flat.shape[-1] // width
     blocks = jnp.reshape(flat, (-1, count, width, count, width))
     place = jnp.arange(0, count, step)
