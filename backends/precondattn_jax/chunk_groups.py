@@ -29,13 +29,13 @@ class StatesOfSums:
     total: Array | None
 
     def states(self: Any, state: Array) -> Array:
-        return _with_first(state, *_sums(state, transposed_product(*self._written()), self.total))
+        return _with_last(*_sums(state, transposed_product(*self._written()), self.total))
 
     def d_states(self: Any, q: Array, d_o: Array, d_state: Array) -> Array:
         rows, d_rows = self._pulled(q, d_o)
         added = transposed_product(flat(rows), flat(d_rows))
         first, before = _sums(d_state, added, self.total, reverse=True)
-        return _with_last(first, before)
+        return _with_first(first, before)
 
 
 def _sums(
@@ -50,12 +50,12 @@ def _sums(
     return lax.scan(step, state, (added, total), reverse=reverse)
 
 
-def _with_first(first: Array, last: Array, before: Array) -> Array:
+def _with_last(last: Array, before: Array) -> Array:
     """In front of every chunk, and behind the last."""
     return jnp.concatenate([before, last[None]])
 
 
-def _with_last(first: Array, behind: Array) -> Array:
+def _with_first(first: Array, behind: Array) -> Array:
     """The same of gradients, which come from the last chunk on."""
     return jnp.concatenate([first[None], behind])
 
@@ -101,7 +101,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         right = self.x.v * self.x.beta
         chunks = (right, self.reading_k, self.inverse, self.writing_k, self.decay.total)
         last, (before, self.u) = lax.scan(step, state, chunks)
-        return _with_first(state, last, before)
+        return _with_last(last, before)
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         decay = self.decay
@@ -117,7 +117,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 
         chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, decay.total)
         first, (behind, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
-        return _with_last(first, behind)
+        return _with_first(first, behind)
 
 
 KINDS: dict[type, type] = {
