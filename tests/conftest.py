@@ -11,6 +11,11 @@ import torch
 
 import precondattn as pa
 from precondattn import discovery
+from precondattn_jax import chunkwise as jax_chunkwise
+from precondattn_jax import definition as jax_definition
+from precondattn_jax import layout as jax_layout
+from precondattn_jax import read_log_mean_exp as jax_read_log_mean_exp
+from precondattn_jax import triangular_inverse as jax_triangular_inverse
 from precondattn_portable import (
     chunkwise,
     extension,
@@ -45,7 +50,7 @@ def oracle(request):
         yield
 
 
-OUR_BACKENDS = ("portable", "torch", "triton")
+OUR_BACKENDS = ("jax", "portable", "torch", "triton")
 
 
 @pytest.fixture
@@ -78,6 +83,11 @@ def small_blocks(monkeypatch):
         (extension, {"TOKENS": 3}),
         (read_log_mean_exp, {"BLOCK": 8, "ELEMENTS": 3}),
         (triangular_inverse, {"LEAF": 2}),
+        (jax_layout, {"BLOCK": 8, "FEWEST": 4, "REFLECTIONS": 8}),
+        (jax_chunkwise, {"CHUNK": 4, "GROUP": 64}),
+        (jax_definition, {"TOKENS": 3}),
+        (jax_read_log_mean_exp, {"ELEMENTS": 2}),
+        (jax_triangular_inverse, {"LEAF": 2}),
     ):
         for name, size in names.items():
             monkeypatch.setattr(module, name, size)

@@ -4,7 +4,12 @@ import pytest
 
 from tests.mechanism_groups import check, groups
 
-BACKENDS = {"numpy": "portable", "array_api_strict": "portable", "torch": "torch"}
+BACKENDS = {
+    "numpy": "portable",
+    "array_api_strict": "portable",
+    "torch": "torch",
+    "jax": "jax",
+}
 
 
 @pytest.mark.parametrize(
@@ -13,6 +18,7 @@ BACKENDS = {"numpy": "portable", "array_api_strict": "portable", "torch": "torch
         *groups("smoke", "numpy", ("float64", "float32")),
         *groups("smoke", "array_api_strict", ("float64",)),
         *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+        *groups("smoke", "jax", ("float32",)),
     ],
 )
 def test_the_blocked_backends_conform(group):

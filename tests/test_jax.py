@@ -86,11 +86,12 @@ def test_a_cache_is_a_pytree_that_jit_carries_and_may_donate():
 
 def test_the_reference_has_forward_mode_and_second_derivatives():
     m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)", b=1, t=3, s=3)
-    _, moved = jax.jvp(lambda x: m(**x), (x,), (jax.tree.map(jnp.ones_like, x),))
+    call = partial(m, backend="reference")
+    _, moved = jax.jvp(lambda x: call(**x), (x,), (jax.tree.map(jnp.ones_like, x),))
     assert np.isfinite(moved).all()
 
     def loss(k):
-        return jnp.sum(m(x["q"], k, x["v"]) ** 2)
+        return jnp.sum(call(x["q"], k, x["v"]) ** 2)
 
     hessian = jax.hessian(loss)(x["k"]).reshape(x["k"].size, -1)
     close(hessian, hessian.T)
@@ -133,10 +134,17 @@ class TestAnotherBackend:
             jax.jvp(lambda k: pa.Lucid()(x["q"], k, x["v"]), (x["k"],), (x["k"],))
 
 
+def lines_of_gradient(expression, tokens, backend):
+    """Of the traced gradient, printed."""
+    m = pa.parse(expression)
+    x = arrays_of(expression, b=1, t=tokens, s=tokens, h=2, n=2, d=4, e=4)
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x, backend=backend))))(x)
+    return str(traced).count("\n")
+
+
 @pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)", "hedgehog(gla)"])
 def test_a_recurrence_is_traced_as_one_step_however_long(expression):
     """Unrolled, 2,000 tokens would be tens of thousands of equations."""
-    m = pa.parse(expression)
-    x = arrays_of(expression, b=1, t=2000, s=2000, h=2, n=2, d=4, e=4)
-    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x))))(x)
-    assert str(traced).count("\n") < 3000
+    assert lines_of_gradient(expression, 2000, "reference") < 3000
+    long, longer = (lines_of_gradient(expression, tokens, "jax") for tokens in (2000, 8000))
+    assert abs(longer - long) < 0.02 * long

@@ -73,7 +73,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             return (out * cotangent).sum() + sum((last.store[n] * d_last[n]).sum() for n in start)
 
         pairs = {what: (library.numpy(array), wanted[what]) for what, array in found.items()}
-        one = library.array(np.asarray(1.0), case.dtype)
+        one = library.array(np.asarray(1.0), state_dtype)  # That of the sum.
         automatic = library.gradients(total, {**inputs, **start}, one)
         for name, gradient in (automatic or {}).items():
             pairs[f"autograd of {name}"] = library.numpy(gradient), wanted[f"vjp of {name}"]

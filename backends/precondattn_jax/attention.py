@@ -1,0 +1,57 @@
+"""Softmax attention as an algorithm of the backend: full calls in tiles, and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import Array
+
+from precondattn.backend import ArraySpec
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_jax.attention_step import attention_step
+from precondattn_jax.definition import step_as_defined
+from precondattn_jax.tiled_attention import TiledAttention
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+
+
+class Attention(Algorithm):
+    """Of `Softmax` and `Path`."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        out, log_total = TiledAttention(leaf, x, frame).forward()
+        return out, (log_total,)
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        return TiledAttention(leaf, x, frame).backward(out, residuals[0], cotangent)
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if leaf.forget != "none" or leaf.metric != DOT:
+            return step_as_defined(leaf, past, x, frame)
+        out = attention_step(leaf, dict(past), dict(x), frame)
+        return out, {"key": Append(x["k"]), "value": Append(x["v"])}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        (b, t, h, _), dtype = inputs["q"]
+        return (ArraySpec((b, t, h), dtype if dtype == "float64" else "float32"),)

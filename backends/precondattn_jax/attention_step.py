@@ -1,0 +1,61 @@
+"""A step of softmax attention: tiles of new queries with what a cache holds, then among the new.
+
+Both go through the same read, whose state is merged from tile to tile; cached keys and values are
+read once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from precondattn.frame import Frame
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.softmax import bias_of_keys
+from precondattn_jax.arithmetic import product_with_transposed
+from precondattn_jax.past import Past, with_gradient_of_the_definition
+from precondattn_jax.read_log_mean_exp import LogMeanExpRead
+from precondattn_jax.read_mean import MeanRead
+from precondattn_jax.tiled_attention import TiledAttention
+from precondattn_portable.extension import new_tokens
+from precondattn_portable.layout import grouped_bias
+
+
+@with_gradient_of_the_definition
+def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
+    """The output (b, t, h, e) of `Softmax` without a forget gate."""
+    t, capacity = x["q"].shape[1], past["key"].shape[1]
+    own = new_tokens(frame, t)
+    bias: Array | None = None
+    if leaf.bias:
+        whole = bias_of_keys(x["bias"], frame)
+        if frame.q_valid is not None:  # It may be anything there.
+            whole = jnp.where(frame.q_valid[:, None, :, None], whole, 0.0)
+        bias, x = whole[..., :capacity], {**x, "bias": whole[..., capacity:]}
+    new = TiledAttention(leaf, x, own)
+    blocks, n = new.blocks, new.n
+    read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
+    cached = Past(frame, capacity, new.b * n * new.r)
+    if leaf.window is not None:
+        cached.look_no_further_than(leaf.window)
+    position = blocks.of_queries(frame.q_position, axis=1)
+    if bias is not None:
+        bias = blocks.of_queries(grouped_bias(bias, n))
+
+    def of_past(a: Array, rows: Array, state: Any) -> Any:
+        def add(j: Array, state: Any) -> Any:
+            tile = product_with_transposed(rows, cached.at(past["key"], j))
+            pairs = jnp.reshape(tile, (new.b, n, new.r, blocks.size, cached.size))
+            if bias is not None:
+                columns = cached.start(j) + jnp.arange(cached.size)
+                pairs = pairs + jnp.take(blocks.at(bias, a, 3), columns, axis=4)
+            seen = cached.visible(j, blocks.at(position, a, 1), leaf.window)
+            tile = jnp.reshape(jnp.where(seen, pairs, -jnp.inf), tile.shape)
+            return read.add(state, tile, cached.at(past["value"], j))
+
+        return cached.over(add, state)
+
+    o, _ = new.outputs(read, new.v, of_past)
+    return blocks.unstacked(o, new.r)

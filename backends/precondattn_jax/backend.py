@@ -1,0 +1,108 @@
+"""The JAX backend: which leaves are computed by which algorithm.
+
+A call of a leaf is one compiled function: outside `jax.jit` it is compiled once for its shapes, and
+within, it is a part of what is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.arrays import Array, upcast_all
+from precondattn.backend import Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.backend import Portable
+
+
+class Jax(Portable):
+    """Blocked algorithms in loops, on any device."""
+
+    name = "jax"
+    libraries = frozenset({"jax"})
+    preference = 10
+
+    def arithmetic(self, like: Array) -> Arithmetic:
+        from precondattn_jax.arithmetic import JAX
+
+        return JAX
+
+    def algorithm(self, leaf: Any) -> Algorithm | None:
+        """How a leaf is computed; None where it is not."""
+        from precondattn_jax.algorithms import algorithm_of
+
+        return algorithm_of(leaf)
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) > 1:
+            return Support.no("takes this group leaf by leaf")
+        return super().supports(mechanism, request)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        return self._compiled(Jax._wide_forward, mechanism, dict(inputs), frame)
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        given = (dict(inputs), frame, out, tuple(residuals), cotangent)
+        return self._compiled(Portable.backward, mechanism, *given)
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        return self._compiled(Jax._wide_step, mechanism, dict(past), dict(inputs), frame)
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        given = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
+        return self._compiled(Portable.step_backward, mechanism, *given)
+
+    # In half precision, outputs are float32 as the reference's are: the gradient and the next piece
+    # want them so, and the core rounds the last one.
+
+    def _wide_forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        ops = self.arithmetic(next(iter(inputs.values())))
+        return self._own(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
+
+    def _wide_step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        ops = self.arithmetic(next(iter(inputs.values())))
+        keys = mechanism.program.calls[0].slot_keys()
+        own = {slot: past[key] for slot, key in keys.items()}
+        x = upcast_all(inputs)
+        out, updates = self._own(mechanism).step(ops, mechanism, own, x, frame)
+        return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def _compiled(self, method: Any, mechanism: Any, *arrays: Any) -> Any:
+        from precondattn_jax.compiled import compiled
+
+        return compiled(method, self, mechanism, *arrays)

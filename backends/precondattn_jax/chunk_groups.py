@@ -1,0 +1,134 @@
+"""What groups of chunks read and write, and the gradients of that: the states between them.
+
+    additive:    S ← total ∘ S + (writing ∘ K)ᵀ V
+    delta rule:  U = M (β ∘ (V − reading ∘ K S)),    S ← total S + (writing ∘ K)ᵀ U
+
+The rest is in `precondattn_portable.chunkwise_additive` and `…_delta`, and so are the equations.
+Only what waits for the chunk next to it is in the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.spec.recurrence import Stream
+from precondattn_jax.arithmetic import JAX, product, transposed_product
+from precondattn_jax.channel_decay import ChannelDecay
+from precondattn_jax.triangular_inverse import unit_lower_inverse
+from precondattn_portable import chunkwise, chunkwise_additive, chunkwise_delta
+from precondattn_portable.chunkwise_additive import Chunks, Group, flat
+from precondattn_portable.head_decay import HeadDecay, faded
+
+
+class StatesOfSums:
+    """The states of the kinds of `Additive`."""
+
+    total: Array | None
+
+    def states(self: Any, state: Array) -> Array:
+        return _with_last(*_sums(state, transposed_product(*self._written()), self.total))
+
+    def d_states(self: Any, q: Array, d_o: Array, d_state: Array) -> Array:
+        rows, d_rows = self._pulled(q, d_o)
+        added = transposed_product(flat(rows), flat(d_rows))
+        first, before = _sums(d_state, added, self.total, reverse=True)
+        return _with_first(first, before)
+
+
+def _sums(
+    state: Array, added: Array, total: Array | None, *, reverse: bool = False
+) -> tuple[Array, Array]:
+    """The last state, and the one before every step S ← total ∘ S + added."""
+
+    def step(state: Array, x: Any) -> tuple[Array, Array]:
+        added, total = x
+        return (state if total is None else total * state) + added, state
+
+    return lax.scan(step, state, (added, total), reverse=reverse)
+
+
+def _with_last(last: Array, before: Array) -> Array:
+    """In front of every chunk, and behind the last."""
+    return jnp.concatenate([before, last[None]])
+
+
+def _with_first(first: Array, behind: Array) -> Array:
+    """The same of gradients, which come from the last chunk on."""
+    return jnp.concatenate([first[None], behind])
+
+
+class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
+    """One decay for all of a state."""
+
+
+class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
+    """A decay for each key channel."""
+
+    def __init__(self, ops: Any, x: Chunks) -> None:
+        self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
+        self.total = jnp.matrix_transpose(self.decay.total)
+
+
+class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
+    """A decay for each value channel."""
+
+    def __init__(self, ops: Any, x: Chunks) -> None:
+        self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
+        self.total = self.decay.total
+
+
+class DeltaRule(chunkwise_delta.DeltaRule):
+    """The delta rule, with one decay for all of a state."""
+
+    def __init__(self, ops: Any, x: Chunks) -> None:
+        self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
+        self.below = self.decay.pairs * self.decay.before
+        self.among_keys = product(x.k, jnp.matrix_transpose(x.k)) * self.below
+        self.inverse = unit_lower_inverse(self.among_keys * x.beta)
+        self.writing_k = faded(x.k, self.decay.writing)
+        self.reading_k = x.k * faded(x.beta, self.decay.reading)
+
+    def states(self, state: Array) -> Array:
+        def step(state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
+            right, reading_k, inverse, writing_k, total = x
+            u = product(inverse, right - product(reading_k, state))
+            kept = state if total is None else total * state
+            return kept + transposed_product(writing_k, u), (state, u)
+
+        right = self.x.v * self.x.beta
+        chunks = (right, self.reading_k, self.inverse, self.writing_k, self.decay.total)
+        last, (before, self.u) = lax.scan(step, state, chunks)
+        return _with_last(last, before)
+
+    def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
+        decay = self.decay
+        self.scores = decay.among(product(flat(q), jnp.matrix_transpose(self.x.k)))
+        d_u = transposed_product(self.scores, flat(d_o))
+        pulled = transposed_product(flat(faded(q, decay.reading)), flat(d_o))
+
+        def step(d_state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
+            d_u, pulled, writing_k, inverse, reading_k, total = x
+            right = transposed_product(inverse, d_u + product(writing_k, d_state))
+            kept = d_state if total is None else total * d_state
+            return kept + pulled - transposed_product(reading_k, right), (d_state, right)
+
+        chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, decay.total)
+        first, (behind, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
+        return _with_first(first, behind)
+
+
+KINDS: dict[type, type] = {
+    chunkwise_additive.HeadAdditive: HeadAdditive,
+    chunkwise_additive.KeyAdditive: KeyAdditive,
+    chunkwise_additive.ValueAdditive: ValueAdditive,
+    chunkwise_delta.DeltaRule: DeltaRule,
+}
+
+
+def group_of(x: Stream, chunks: Chunks) -> Group:
+    """Some chunks of a stream."""
+    found: Group = KINDS[chunkwise._kind(x)](JAX, chunks)
+    return found

@@ -1,0 +1,125 @@
+"""The recurrence in chunks of tokens, by products of matrices, in a loop over groups of chunks.
+
+Within a chunk nothing goes from token to token, and only the state goes from chunk to chunk. A step
+of the loop takes as many chunks as fit a cache, and does all but that at once. The gradient keeps
+the state in front of every group, and computes those within it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn_jax.arithmetic import zeros
+from precondattn_jax.chunk_groups import group_of
+from precondattn_portable.chunkwise_additive import Chunks
+
+CHUNK = 64
+"""Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
+
+GROUP = 2**20
+"""Numbers in an array of the chunks that are computed at once: 4 MiB in float32."""
+
+
+class Chunkwise:
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        work = Work(x)
+        last, o = lax.scan(work.read, work.joined(state), (work.written, work.chunks(x.q)))
+        return work.reads(o), jnp.reshape(last, state.shape)
+
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        work = Work(x)
+        _, before = lax.scan(work.advance, work.joined(state), work.written)
+        given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
+        first, (d_q, found) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
+        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a) for a in found)
+        stream = Stream(
+            work.reads(d_q),
+            d_k,
+            d_v,
+            jnp.reshape(d_g, x.g.shape),
+            None if d_beta is None else d_beta[..., 0],
+        )
+        return Gradients(stream, jnp.reshape(first, d_final.shape))
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
+        return function(*arrays)
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        done = [self.forward(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
+
+
+class Work:
+    """A stream cut into groups of chunks (groups, c, n, C, …), n the heads of all sequences."""
+
+    def __init__(self, x: Stream) -> None:
+        self.x = x
+        self.b, self.m, self.s = x.k.shape[:3]
+        self.t = x.q.shape[2]
+        self.size = min(CHUNK, 1 << (self.s - 1).bit_length())
+        count = -(-self.s // self.size)
+        widest = max(x.k.shape[3], x.v.shape[3], self.size)
+        most = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        self.groups = -(-count // most)
+        self.together = -(-count // self.groups)
+        g = jnp.reshape(x.g, (self.b, self.m, self.s, -1))
+        beta = None if x.beta is None else x.beta[..., None]
+        arrays = Chunks(x.k, x.v, g, beta)
+        self.written = Chunks(*(a if a is None else self.chunks(a) for a in arrays))
+
+    def chunks(self, x: Array) -> Array:
+        """(b, m, s, …), or of the last t tokens, with zeros in front and behind."""
+        behind = self.groups * self.together * self.size - self.s
+        width = [(0, 0)] * x.ndim
+        width[2] = (self.s - x.shape[2], behind)
+        x = jnp.pad(x, width)
+        rest = x.shape[3:]
+        x = jnp.reshape(x, (self.b, self.m, self.groups, self.together, self.size, *rest))
+        x = jnp.moveaxis(x, (2, 3), (0, 1))
+        return jnp.reshape(x, (self.groups, self.together, self.b * self.m, self.size, *rest))
+
+    def tokens(self, x: Array) -> Array:
+        """The transpose of `chunks`: (b, m, s, …)."""
+        rest = x.shape[4:]
+        x = jnp.reshape(x, (self.groups, self.together, self.b, self.m, self.size, *rest))
+        x = jnp.moveaxis(x, (0, 1), (2, 3))
+        return jnp.reshape(x, (self.b, self.m, -1, *rest))[:, :, : self.s]
+
+    def reads(self, x: Array) -> Array:
+        return self.tokens(x)[:, :, self.s - self.t :]
+
+    def joined(self, state: Array) -> Array:
+        """(b, m, d, e) to (n, d, e)."""
+        state = jnp.reshape(state, (self.b * self.m, *state.shape[2:]))
+        return state + zeros(state.shape, self.x.k)
+
+    # The steps of the loops.
+
+    def read(self, state: Array, given: tuple[Chunks, Array]) -> tuple[Array, Array]:
+        """The state behind a group, and what is read in it."""
+        chunks, q = given
+        group = group_of(self.x, chunks)
+        states = group.states(state)
+        return states[-1], group.read(q, states)
+
+    def advance(self, state: Array, chunks: Chunks) -> tuple[Array, Array]:
+        """The state behind a group, and the one before."""
+        return group_of(self.x, chunks).states(state)[-1], state
+
+    def pull(self, d_state: Array, given: Any) -> tuple[Array, tuple[Array, Chunks]]:
+        """The gradients of the state before a group, of its queries and of what it writes."""
+        state, chunks, q, d_o = given
+        group = group_of(self.x, chunks)
+        states = group.states(state)
+        d_states = group.d_states(q, d_o, d_state)
+        return d_states[0], group.vjp(q, d_o, states, d_states)

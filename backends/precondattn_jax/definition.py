@@ -1,0 +1,72 @@
+"""A leaf's own step, on a few new tokens at a time: its memory is that of a few times the cache.
+
+Any split of a sequence gives the same output: that is what a cache is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import cast, upcast_all
+from precondattn.cache import Replace, Updates, append, updated
+from precondattn.frame import Frame
+
+TOKENS = 64
+"""New tokens that the definition is given at once."""
+
+
+def step_as_defined(
+    leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """The output for new tokens, and the update of every slot."""
+    past, t = upcast_all(past), frame.q_position.shape[1]
+    if t <= TOKENS:
+        found: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return found
+    count = -(-t // TOKENS)
+    capacity = frame.k_position.shape[1] - t
+    seen, new = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
+    slots, length = frame.k_position[:, :capacity], frame.q_position[:, 0]
+    q_valid = jnp.ones_like(new) if frame.q_valid is None else frame.q_valid
+    parts = {name: _parts(a, leaf.inputs[name].time_axis, count) for name, a in x.items()}
+    whole = {name: a for name, a in x.items() if leaf.inputs[name].time_axis is None}
+
+    def few(carry: Any, given: Any) -> tuple[Any, Array]:
+        buffers, length, seen = carry
+        tokens, new, q_valid = given
+        position = length[:, None] + jnp.arange(TOKENS, dtype=length.dtype)[None, :]
+        own = Frame(
+            position,
+            jnp.concatenate([slots, position], axis=1),
+            q_valid,
+            jnp.concatenate([seen, new], axis=1),
+        )
+        out, updates = leaf.step(buffers, tokens | whole, own)
+        more = jnp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
+        buffers = {
+            slot: updated(buffers[slot], update, length, more, donate=False)
+            for slot, update in updates.items()
+        }
+        seen = append(seen, new, length, more, donate=False)
+        return (buffers, length + more, seen), out
+
+    tokens = {name: a for name, a in parts.items() if a is not None}
+    given = (tokens, _parts(new, 1, count), _parts(q_valid, 1, count))
+    (buffers, _, _), outs = lax.scan(few, (dict(past), length, seen), given)
+    out = jnp.moveaxis(outs, 0, 1)
+    out = jnp.reshape(out, (out.shape[0], count * TOKENS, *out.shape[3:]))[:, :t]
+    return out, {slot: Replace(buffer) for slot, buffer in buffers.items()}
+
+
+def _parts(x: Array, axis: int | None, count: int) -> Array | None:
+    """Tokens in parts (count, …), the last one filled up with zeros."""
+    if axis is None:
+        return None
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, count * TOKENS - x.shape[axis])
+    shape = (*x.shape[:axis], count, TOKENS, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.reshape(jnp.pad(x, width), shape), axis, 0)

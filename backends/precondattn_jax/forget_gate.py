@@ -1,0 +1,81 @@
+"""The decay of scores by a forget gate, for any tile:  D_ij = Σ_{j<τ≤i} g_τ.
+
+For a query of block a and a key of an earlier block c,
+
+    D_ij = (Σ_{τ in a, τ≤i} g_τ) + (Σ_{c<b<a} Σ_{τ in b} g_τ) + (Σ_{τ in c, τ>j} g_τ),
+
+sums of numbers ≤ 0, in which nothing cancels. Within a block the pairs are summed one by one, as in
+`precondattn.spec.forget_gate`. Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, the same three parts.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from precondattn.spec import forget_gate
+from precondattn_jax.arithmetic import zeros
+from precondattn_jax.layout import Blocks
+from precondattn_portable.head_decay import sums_from
+
+Sums = dict[str, Array]
+
+
+class ForgetGate:
+    """Of gates (b, n, r, s), of whole blocks; `factor` stands before the decay."""
+
+    def __init__(self, blocks: Blocks, g: Array, factor: float) -> None:
+        self.blocks, self.g, self.factor = blocks, g, factor
+        each = jnp.reshape(g, (*g.shape[:3], blocks.keys, blocks.size))
+        self.totals = jnp.sum(each, axis=-1)
+        """Of every block (b, n, r, blocks)."""
+
+    def _between(self, a: Array, j: Array) -> Array:
+        block = jnp.arange(self.blocks.keys)
+        return (block > j) & (block < a)
+
+    def _at(self, j: Array) -> Array:
+        return self.blocks.at(self.g, j, 3)
+
+    def add_to(self, tile: Array, a: Array, j: Array, *, own: bool) -> Array:
+        """Scores (b, n, r, C, C) with the decay."""
+        if own:
+            return tile + self.factor * self._within(a)
+        rows = jnp.cumsum(self._at(a), axis=-1)[..., None]
+        between = jnp.sum(jnp.where(self._between(a, j), self.totals, 0.0), axis=-1)
+        columns = self._behind(self._at(j))[..., None, :]
+        return tile + self.factor * (rows + between[..., None, None] + columns)
+
+    @staticmethod
+    def _behind(g: Array) -> Array:
+        """Σ_{τ>j} g_τ within a block."""
+        return sums_from(jnp.concatenate([g[..., 1:], jnp.zeros_like(g[..., :1])], -1), axis=-1)
+
+    def _within(self, a: Array) -> Array:
+        b, n, r, size = self._at(a).shape
+        g = jnp.reshape(self._at(a), (b, n * r, size))
+        found = forget_gate.decay(jnp.swapaxes(g, 1, 2), size)
+        return jnp.reshape(found, (b, n, r, size, size))
+
+    def sums(self) -> Sums:
+        return {"each": zeros(self.g.shape, self.g), "blocks": zeros(self.totals.shape, self.g)}
+
+    def pulled(self, sums: Sums, a: Array, j: Array, d_tile: Array, *, own: bool) -> Sums:
+        """With what the gradient (b, n, r, C, C) of a tile means for the gates."""
+        blocks, d = self.blocks, self.factor * d_tile
+        b, n, r, size, _ = d.shape
+        if own:
+            d_g = forget_gate.decay_vjp(jnp.reshape(d, (b, n * r, size, size)))
+            d_g = jnp.reshape(jnp.swapaxes(d_g, 1, 2), (b, n, r, size))
+            return sums | {"each": blocks.add(sums["each"], a, d_g, 3)}
+        d_rows = sums_from(jnp.sum(d, axis=-1), axis=-1)
+        before = jnp.cumsum(jnp.sum(d, axis=-2), axis=-1)
+        # The key at j itself has not decayed by g_j.
+        d_columns = jnp.concatenate([jnp.zeros_like(before[..., :1]), before[..., :-1]], axis=-1)
+        each = blocks.add(blocks.add(sums["each"], a, d_rows, 3), j, d_columns, 3)
+        d_blocks = sums["blocks"] + jnp.where(self._between(a, j), before[..., -1:], 0.0)
+        return {"each": each, "blocks": d_blocks}
+
+    def gradient(self, sums: Sums) -> Array:
+        """dg (b, n, r, s)"""
+        return sums["each"] + jnp.repeat(sums["blocks"], self.blocks.size, axis=-1)

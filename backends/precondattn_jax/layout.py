@@ -1,0 +1,106 @@
+"""How work is cut: heads before time, and blocks of tokens, the same for queries and keys.
+
+Block a has the positions a C … a C + C − 1 of the keys. Queries stand at their keys' positions, so
+where there are fewer of them zeros go in front, up to the start of a block. A tile is the scores of
+a block of queries with a block of keys; loops go over tiles, and no more than a few are in memory.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 256
+"""Tokens of a block: large products, and little waste above the diagonal."""
+
+FEWEST = 128
+"""The same with many heads."""
+
+REFLECTIONS = 128
+"""Tokens of a block of reflections, whose own matrices cost more the longer it is."""
+
+TILE = 2**20
+"""Numbers in the tiles of all heads, about: 4 MiB in float32."""
+
+
+def block_size(tokens: int, heads: int, most: int | None = None) -> int:
+    """How many tokens make a block, so that blocks are about equally long."""
+    size = most or (BLOCK if heads * BLOCK * BLOCK <= TILE else FEWEST)
+    count = -(-tokens // size)
+    even = -(-tokens // count)
+    return min(even + -even % 8, size) if even > 8 else even
+
+
+def heads_first(x: Array) -> Array:
+    """(b, t, h, …) to (b, h, t, …), and back."""
+    return jnp.moveaxis(x, 1, 2)
+
+
+def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Array:
+    """x with a number before and after."""
+    if not before and not after:
+        return x
+    width = [(0, 0)] * x.ndim
+    width[axis] = (before, after)
+    return jnp.pad(x, width, constant_values=value)
+
+
+class Blocks:
+    """Of t queries, the last of s tokens."""
+
+    def __init__(self, t: int, s: int, size: int) -> None:
+        self.t, self.s, self.size = t, s, size
+        self.keys = -(-s // size)
+        """How many blocks of keys there are."""
+        self.first = (s - t) // size
+        """The first block with a query; negative where there are more queries than keys."""
+        self.count = self.keys - self.first
+        """How many blocks of queries there are."""
+        self.before = (s - t) % size
+        self.after = self.keys * size - s
+
+    @property
+    def rows(self) -> Array:
+        """The blocks of queries."""
+        return jnp.arange(self.first, self.keys)
+
+    def of_keys(self, x: Array, axis: int = 2, value: float = 0) -> Array:
+        """(b, n, s, …) with whole blocks."""
+        return padded(x, 0, self.after, axis, value)
+
+    def of_queries(self, x: Array, axis: int = 3, value: float = 0) -> Array:
+        """(b, n, r, t, …) with whole blocks."""
+        return padded(x, self.before, self.after, axis, value)
+
+    def stacked(self, x: Array, value: float = 0) -> Array:
+        """(b, n, r, t, c) as blocks (blocks, b, n, r C, c) of the rows of a key head."""
+        b, n, r, _, c = x.shape
+        x = jnp.reshape(self.of_queries(x, value=value), (b, n, r, self.count, self.size, c))
+        return jnp.reshape(jnp.moveaxis(x, 3, 0), (self.count, b, n, r * self.size, c))
+
+    def unstacked(self, x: Array, r: int) -> Array:
+        """(blocks, b, n, r C, c) as (b, t, h, c)."""
+        count, b, n, _, c = x.shape
+        x = jnp.reshape(x, (count, b, n * r, self.size, c))
+        x = jnp.reshape(jnp.transpose(x, (1, 0, 3, 2, 4)), (b, count * self.size, n * r, c))
+        return x[:, self.before : self.before + self.t]
+
+    def row(self, stack: Array, a: Array) -> Array:
+        """The queries of block a, of a stack."""
+        return lax.dynamic_index_in_dim(stack, a - self.first, keepdims=False)
+
+    def at(self, x: Array, j: Array, axis: int = 2) -> Array:
+        """The tokens of block j of (b, n, s, …)."""
+        return lax.dynamic_slice_in_dim(x, j * self.size, self.size, axis)
+
+    def put(self, x: Array, j: Array, tokens: Array, axis: int = 2) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, tokens, j * self.size, axis)
+
+    def add(self, x: Array, j: Array, tokens: Array, axis: int = 2) -> Array:
+        return self.put(x, j, self.at(x, j, axis) + tokens, axis)
+
+
+def grouped(x: Array, n: int) -> Array:
+    """(b, t, h, c) to (b, n, r, t, c): the r query heads that read one of n key/value heads."""
+    b, t, h, c = x.shape
+    return jnp.transpose(jnp.reshape(x, (b, t, n, h // n, c)), (0, 2, 3, 1, 4))

@@ -1,0 +1,95 @@
+"""The gradient of LUCID's solve, by the transposed solve and the same tiles once more.
+
+From the last block to the first, with R = dy,
+
+    X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
+    dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
+
+and dS goes on through the scores and the norm of the keys, while Φ_J is at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.rms_norm import rms_norm_vjp
+from precondattn_jax.arithmetic import (
+    product,
+    product_with_transposed,
+    transposed_product,
+    zeros,
+)
+from precondattn_jax.layout import heads_first
+from precondattn_jax.lucid_system import LucidSystem, Shift
+
+
+def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Array]:
+    """By input, from those of y (b, s, n, e)."""
+    blocks, scores, leaf = system.blocks, system.scores, system.leaf
+    y, right = (blocks.of_keys(heads_first(a)) for a in (out, cotangent))
+
+    def of_block(carry: tuple[Any, Array], a: Array) -> tuple[Any, Any]:
+        sums, right = carry
+        shift = system.shift(a)
+        within, inverse = system.own(a, shift)
+        solved = transposed_product(inverse, blocks.at(right, a))
+        if shift.diagonal is not None:
+            solved = solved / shift.diagonal
+        d_v = solved if system.beta is None else blocks.at(system.beta, a) * solved
+        first = system.sight.first(a)
+        trail = scores.trail(a, first)
+
+        def pull(i: Array, carry: Any) -> Any:
+            sums, right, d_rows, residual = carry
+            j = first + i
+            weights = system.weights(scores.tile(scores.on_trail(trail, j), j), shift, a, j)
+            known = blocks.at(y, j)
+            right = blocks.add(right, j, -transposed_product(weights, d_v))
+            d_tile = -product_with_transposed(d_v, known) * weights
+            d_tile = d_tile + _at_maximum(system, shift, a, j, d_v)
+            sums, d_rows = scores.pulled(sums, trail, d_rows, j, d_tile)
+            if leaf.beta:
+                residual = residual - product(weights, known)
+            return sums, right, d_rows, residual
+
+        d_rows = zeros(scores.q.shape[1:], scores.q)
+        start = (sums, right, d_rows, blocks.at(system.v, a) if leaf.beta else None)
+        sums, right, d_rows, residual = lax.fori_loop(0, a - first, pull, start)
+        known = blocks.at(y, a)
+        d_own = -product_with_transposed(d_v, known) * within
+        d_own = d_own + _at_maximum(system, shift, a, a, d_v)
+        if shift.diagonal is not None:
+            d_diagonal = row_sum(d_v * known) * shift.diagonal
+            d_own = d_own - jnp.eye(blocks.size, dtype=d_own.dtype) * d_diagonal
+        sums, d_rows = scores.pulled_own(sums, a, d_rows, d_own)
+        d_beta = None
+        if leaf.beta:
+            d_beta = row_sum(solved * (residual - product(within, known)))
+        return (sums, right), (d_rows, d_v, d_beta)
+
+    start = (scores.sums(), right)
+    (sums, _), (d_rows, d_v, d_beta) = lax.scan(of_block, start, blocks.rows, reverse=True)
+    of_scores = scores.gradients(sums)
+    d_unit = heads_first(blocks.unstacked(d_rows, 1)) * system.scale
+    d_unit = d_unit + of_scores["k"][:, :, : blocks.s]
+    if leaf.normalize == "keys":
+        d_unit = rms_norm_vjp(system.k[:, :, : blocks.s], leaf.eps, d_unit)
+    found = {"k": heads_first(d_unit), "v": blocks.unstacked(d_v, 1)}
+    for name in leaf.metric.inputs:
+        found[name] = heads_first(of_scores[name][:, :, : blocks.s])
+    if leaf.beta:
+        found["lucid_beta"] = blocks.unstacked(d_beta, 1)[..., 0]
+    return found
+
+
+def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array) -> Array | float:
+    """What reaches the scores of a tile through the maxima of its rows."""
+    if shift.first is None or system.leaf.detach_max:
+        return 0.0
+    column = j * system.blocks.size + jnp.arange(system.blocks.size)
+    d_maximum = row_sum(d_v * system.blocks.at(system.v, a))
+    return jnp.where(shift.first == column, d_maximum, 0.0)

@@ -1,0 +1,157 @@
+"""LUCID's triangular system, a tile of Φ at a time; its matrix is never in memory.
+
+    E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
+
+with δ = 1 in the normalised forms, and else Φ's own diagonal. With β' = β / δ and blocks I, one
+after the other,
+
+    y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J),
+
+in which the diagonal block is inverted by products (`triangular_inverse.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.metric import DOT
+from precondattn.spec.rms_norm import rms
+from precondattn_jax.arithmetic import full, product, zeros
+from precondattn_jax.dot_scores import DotScores
+from precondattn_jax.layout import REFLECTIONS, Blocks, block_size, heads_first
+from precondattn_jax.sight import Sight
+from precondattn_jax.transported_scores import TransportedScores
+from precondattn_jax.triangular_inverse import unit_lower_inverse
+
+
+class Shift(NamedTuple):
+    """What a block's rows subtract from their scores, and what follows from that."""
+
+    value: Array | float
+    """(b, n, C, 1) or a number"""
+    diagonal: Array | None
+    """δ (b, n, C, 1); None where it is 1"""
+    first: Array | None
+    """The first key at which the maximum of a row stands (b, n, C, 1)"""
+
+
+class LucidSystem:
+    """Of a full call of `LucidSolve`."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        self.leaf, self.x = leaf, x
+        b, s, n, d = x["k"].shape
+        most = None if leaf.metric == DOT else REFLECTIONS
+        self.blocks = blocks = Blocks(s, s, block_size(s, b * n, most))
+        self.scale = leaf._scale(d)
+        self.k = self._of_keys("k")
+        unit = self.k / rms(self.k, leaf.eps) if leaf.normalize == "keys" else self.k
+        self.v = self._of_keys("v")
+        queries = blocks.stacked((unit * self.scale)[:, :, None, :s])
+        self.scores: DotScores
+        if leaf.metric == DOT:
+            self.scores = DotScores(blocks, queries, unit)
+        else:
+            self.scores = TransportedScores(
+                blocks, queries, unit, self._of_keys("w"), self._of_keys("beta")
+            )
+        self.beta: Array | None = None
+        """β (b, n, s, 1), 0 at tokens that count for nothing; None where it is 1"""
+        if leaf.beta:
+            self.beta = self._of_keys("lucid_beta")[..., None]
+        if frame.k_valid is not None:
+            one = full((*self.k.shape[:3], 1), 1.0, self.k) if self.beta is None else self.beta
+            valid = blocks.of_keys(frame.k_valid, axis=1)
+            self.beta = jnp.where(valid[:, None, :, None], one, 0.0)
+        frame = frame.among_keys(s)
+        # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
+        keys = frame.k_valid if leaf.normalize == "rows" else None
+        frame = frame.replaced(q_valid=None, k_valid=keys)
+        self.sight = Sight(frame, blocks, window=leaf.window, strict=True)
+
+    def _of_keys(self, name: str) -> Array:
+        return self.blocks.of_keys(heads_first(self.x[name]))
+
+    def shift(self, a: Array) -> Shift:
+        """Of the rows of block a."""
+        leaf = self.leaf
+        if leaf.has_unit_diagonal:
+            return Shift(self.scale * self.k.shape[3], None, None)
+        keys = self.blocks.at(self.scores.k, a)
+        own = row_sum(keys * keys) * self.scale
+        value: Array | float = 0.0
+        first: Array | None = None
+        if leaf.normalize == "rows":
+            value, first = self._row_maxima(a, own)
+        own = own - value
+        if self.beta is not None:  # Without an input β it is 1 or, at padding, 0.
+            own = jnp.where(self.blocks.at(self.beta, a) > 0, own, 0.0)
+        return Shift(value, jnp.exp(own), first)
+
+    def _row_maxima(self, a: Array, own: Array) -> tuple[Array, Array]:
+        """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j where it is reached."""
+        size = self.blocks.size
+
+        def merged(best: Array, place: Array, tile: Array, j: Array) -> tuple[Array, Array]:
+            found = jnp.max(tile, axis=-1, keepdims=True)
+            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(place.dtype)
+            is_past = found >= best  # The blocks come from the last on.
+            return jnp.where(is_past, found, best), jnp.where(is_past, first, place)
+
+        place = a * size + jnp.arange(size)[:, None]
+        place = (zeros(own.shape, own) + place).astype(a.dtype)
+        tile = self.sight.hide(self.scores.own(a), a, a, own=True)
+        best = merged(own, place, tile, a)
+
+        def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            best, place, x = carry
+            j = a - 1 - i
+            tile = self.sight.hide(self.scores.tile(x, j), a, j)
+            return *merged(best, place, tile, j), self.scores.carried(x, j)
+
+        count = a - self.sight.first(a)
+        best, place, _ = lax.fori_loop(0, count, add, (*best, self.scores.start(a)))
+        return best, place
+
+    def weights(self, tile: Array, shift: Shift, a: Array, j: Array, *, own: bool = False) -> Array:
+        """Φ of a tile (b, n, C, C), 0 at hidden pairs."""
+        return self.sight.hide(jnp.exp(tile - shift.value), a, j, own=own, otherwise=0.0)
+
+    def own(self, a: Array, shift: Shift) -> tuple[Array, Array]:
+        """stril(Φ_aa), and (I + β' stril(Φ_aa))⁻¹."""
+        within = self.weights(self.scores.own(a), shift, a, a, own=True)
+        return within, unit_lower_inverse(self.times_beta(within, a, shift))
+
+    def times_beta(self, x: Array, a: Array, shift: Shift) -> Array:
+        """β' x, of the rows of block a."""
+        if self.beta is not None:
+            x = self.blocks.at(self.beta, a) * x
+        return x if shift.diagonal is None else x / shift.diagonal
+
+    def solved(self) -> Array:
+        """y (b, s, n, e)"""
+        blocks, scores = self.blocks, self.scores
+
+        def of_block(y: Array, a: Array) -> tuple[Array, None]:
+            shift = self.shift(a)
+
+            def take(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                right, x = carry
+                j = a - 1 - i
+                weights = self.weights(scores.tile(x, j), shift, a, j)
+                return right - product(weights, blocks.at(y, j)), scores.carried(x, j)
+
+            count = a - self.sight.first(a)
+            start = (blocks.at(self.v, a), scores.start(a))
+            right, _ = lax.fori_loop(0, count, take, start)
+            _, inverse = self.own(a, shift)
+            return blocks.put(y, a, product(inverse, self.times_beta(right, a, shift))), None
+
+        y, _ = lax.scan(of_block, zeros(self.v.shape, self.v), blocks.rows)
+        return heads_first(y[:, :, : blocks.s])

@@ -1,0 +1,89 @@
+"""The tokens in a cache, a block of slots at a time, and no more blocks than are filled.
+
+How many that is is known to the loop only when it runs. The gradient of such a loop is not JAX's to
+take: it is that of the definition, which holds all pairs of new and cached tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from precondattn.arrays import upcast, upcast_all
+from precondattn.frame import Frame
+from precondattn_jax.layout import block_size, heads_first
+
+
+class Past:
+    """Of buffers (b, c, n, …), in front of new tokens of `heads` heads (those of all sequences)."""
+
+    def __init__(self, frame: Frame, capacity: int, heads: int) -> None:
+        self.valid = frame.k_valid[:, :capacity]
+        self.position = frame.q_position
+        self.capacity = capacity
+        self.size = min(block_size(capacity, heads), capacity)
+        filled = jnp.clip(jnp.max(frame.q_position[:, 0]), 0, capacity)
+        self.first = jnp.zeros_like(filled)
+        self.behind = (filled + self.size - 1) // self.size
+
+    def look_no_further_than(self, window: int) -> None:
+        """Leave out what stands before the first token's window."""
+        low = jnp.clip(jnp.min(self.position[:, 0]) - window + 1, 0, self.capacity)
+        self.first = jnp.minimum(low // self.size, self.behind)
+
+    def start(self, j: Array) -> Array:
+        """The first slot of block j; the last block begins earlier if it would go too far."""
+        return jnp.minimum(j * self.size, self.capacity - self.size)
+
+    def at(self, buffer: Array, j: Array) -> Array:
+        """The slots of block j (b, n, C, …), in float32 at least."""
+        found = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
+        return upcast(heads_first(found))
+
+    def visible(self, j: Array, position: Array | None = None, window: int | None = None) -> Array:
+        """(b, 1, 1, 1 or rows, C); positions (b, rows) are asked for where there is a window."""
+        slot = self.start(j) + jnp.arange(self.size)
+        seen = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
+        seen = (seen & (slot >= j * self.size))[:, None, :]
+        if window is not None:
+            assert position is not None
+            seen = seen & (position[:, :, None] - slot < window)
+        return seen[:, None, None]
+
+    def over(self, add: Callable[[Array, Any], Any], state: Any) -> Any:
+        """add(j, state) for all filled blocks."""
+        return lax.fori_loop(self.first, self.behind, add, state)
+
+
+Step = Callable[[Any, dict[str, Array], dict[str, Array], Frame], Array]
+
+
+def with_gradient_of_the_definition(step: Step) -> Step:
+    """`step(leaf, past, x, frame)`, the output for new tokens, with the leaf's own gradient."""
+    differentiable = jax.custom_vjp(step, nondiff_argnums=(0,))
+
+    def forward(leaf: Any, *given: Any) -> tuple[Array, Any]:
+        return step(leaf, *given), given
+
+    def backward(leaf: Any, given: Any, cotangent: Array) -> Any:
+        past, x, frame = given
+
+        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Array:
+            out: Array = leaf.step(upcast_all(past), x, frame)[0]
+            return out
+
+        _, pull = jax.vjp(defined, past, x)
+        return *pull(cotangent), jax.tree.map(_none, frame)
+
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _none(array: Array) -> Any:
+    """The cotangent of positions and masks."""
+    return np.zeros(array.shape, dtype=jax.dtypes.float0)

@@ -1,0 +1,143 @@
+"""CCQ with the covariance that the query itself sees, a tile of scores at a time.
+
+    q^c = q̄ − λ c,    c = Σ_j p_j (s_j − s̄) k̄_j,    p = softmax(s / τ),    s = q̄ k̄ᵀ
+
+The mean key μ = Σ p k̄ comes first, as attention would read it; then s̄ = q̄·μ. Backward, with
+h = −λ g and u = h k̄ᵀ, centred by ū = h·μ, and with the covariance of s and u, which is h·c:
+
+    ds = p ∘ (u − ū) + p ∘ ((s − s̄)(u − ū) − h·c) / τ,
+    dq̄ = g + ds k̄,    dk̄ = (p ∘ (s − s̄))ᵀ h + dsᵀ q̄.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import row_sum
+from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
+from precondattn_jax.definition import step_as_defined
+from precondattn_jax.dot_scores import DotScores
+from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
+from precondattn_jax.read_mean import MeanRead, MeanState
+from precondattn_jax.sight import Sight
+from precondattn_jax.tiled_attention import zero_padding
+from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.arithmetic import Arithmetic
+
+
+class View:
+    """The unit queries and keys of a call, in blocks."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
+        self.tau, self.r = leaf.tau, h // self.n
+        self.blocks = Blocks(t, s, block_size(s, b * h))
+        self.k = self.blocks.of_keys(heads_first(l2_norm(x["k"], leaf.eps)))
+        self.q = self.stacked(l2_norm(x["q"], leaf.eps))
+        self.contraction = self.stacked(x["contraction"][..., None])
+        self.scores = DotScores(self.blocks, self.q, self.k)
+        self.sight = Sight(frame, self.blocks)
+
+    def stacked(self, x: Array) -> Array:
+        return self.blocks.stacked(grouped(x, self.n))
+
+    def scores_of(self, rows: Array, a: Array, j: Array, *, own: bool) -> tuple[Array, Array]:
+        """s of a tile, and s / τ with hidden pairs −∞."""
+        s = self.scores.tile(rows, j)
+        return s, self.sight.hide(s / self.tau, a, j, own=own)
+
+    def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
+        """add(state, j, own) for all tiles of block a."""
+        state = lax.fori_loop(0, a, lambda j, state: add(state, j, False), state)
+        return add(state, a, True)
+
+    def of_block(self, a: Array) -> tuple[Array, Array, Array]:
+        """c, μ and the logarithm of the sum of the weights, of a block of queries."""
+        q, read = self.blocks.row(self.q, a), MeanRead()
+
+        def mean(state: MeanState, j: Array, own: bool) -> MeanState:
+            _, logits = self.scores_of(q, a, j, own=own)
+            return read.add(state, logits, self.blocks.at(self.k, j))
+
+        mu, log_total = read.finish(self.over_tiles(a, mean, read.start(q.shape, self.k)))
+        mean_score = row_sum(q * mu)
+
+        def centred(c: Array, j: Array, own: bool) -> Array:
+            s, logits = self.scores_of(q, a, j, own=own)
+            weights = jnp.exp(logits - log_total) * (s - mean_score)
+            return c + product(weights, self.blocks.at(self.k, j))
+
+        return self.over_tiles(a, centred, zeros(q.shape, q)), mu, log_total
+
+
+class QueryWeighted(Algorithm):
+    """Of `QueryWeightedQuery`."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        view = View(leaf, x, frame)
+        c = lax.map(lambda a: view.of_block(a)[0], view.blocks.rows)
+        out = view.blocks.unstacked(view.q - view.contraction * c, view.r)
+        return zero_padding(out, frame), ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        view = View(leaf, x, frame)
+        blocks = view.blocks
+        cotangents = view.stacked(zero_padding(cotangent, frame))
+
+        def of_block(d_k: Array, a: Array) -> tuple[Array, tuple[Array, Array]]:
+            q, g, contraction = (
+                blocks.row(stack, a) for stack in (view.q, cotangents, view.contraction)
+            )
+            c, mu, log_total = view.of_block(a)
+            h = -contraction * g
+            mean_score, mean_u, covariance = row_sum(q * mu), row_sum(h * mu), row_sum(h * c)
+
+            def pull(carry: tuple[Array, Array], j: Array, own: bool) -> tuple[Array, Array]:
+                d_q, d_k = carry
+                s, logits = view.scores_of(q, a, j, own=own)
+                keys = blocks.at(view.k, j)
+                u = product_with_transposed(h, keys) - mean_u
+                p = jnp.exp(logits - log_total)
+                weighted = p * (s - mean_score)
+                d_s = p * u + (weighted * u - p * covariance) / leaf.tau
+                d_keys = transposed_product(weighted, h) + transposed_product(d_s, q)
+                return d_q + product(d_s, keys), blocks.add(d_k, j, d_keys)
+
+            d_q, d_k = view.over_tiles(a, pull, (g, d_k))
+            return d_k, (d_q, -row_sum(g * c))
+
+        d_k, (d_q, d_contraction) = lax.scan(of_block, zeros(view.k.shape, view.k), blocks.rows)
+        d_k = heads_first(d_k[:, :, : blocks.s])
+        return {
+            "q": l2_norm_vjp(x["q"], leaf.eps, blocks.unstacked(d_q, view.r)),
+            "k": l2_norm_vjp(x["k"], leaf.eps, d_k),
+            "contraction": blocks.unstacked(d_contraction, view.r)[..., 0],
+        }
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        return step_as_defined(leaf, past, x, frame)

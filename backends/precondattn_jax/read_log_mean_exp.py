@@ -1,0 +1,147 @@
+"""Reading tiles in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
+
+Where all values of a channel lie within R of each other it is a mean, of e^{v − ν}:
+
+    o = ν + log(A e^{v − ν}),    g = do ∘ e^{ν − o},    dv = e^{v − ν} ∘ (Aᵀ g).
+
+Elsewhere every tile has its own shift, and tiles are merged by the largest exponent M, as in
+`precondattn_portable.read_log_mean_exp`: by a product where the tile's own values are close
+together, and else element by element. Which it is, is decided while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import dtype_name
+from precondattn.spec.array_functions import finite_or_zero, row_sum
+from precondattn_jax.arithmetic import (
+    full,
+    product,
+    product_with_transposed,
+    transposed_product,
+    zeros,
+)
+from precondattn_jax.read_mean import MeanRead, Rows
+from precondattn_portable.read_log_mean_exp import RANGE
+
+ELEMENTS = 16
+"""Keys that are computed element by element at once."""
+
+
+class LogState(NamedTuple):
+    """Of some rows, after some tiles."""
+
+    largest: Array
+    """max S (…, rows, 1)"""
+    total: Array
+    """Σ e^{S − max S} (…, rows, 1)"""
+    shift: Array
+    """M (…, rows, e)"""
+    sums: Array
+    """Σ e^{S + v − M} (…, rows, e)"""
+
+
+def spread(v: Array) -> Array:
+    """How far apart the values of a channel are, at most (…, s, e)."""
+    return jnp.max(jnp.max(v, axis=-2) - jnp.min(v, axis=-2))
+
+
+def is_narrow(v: Array) -> Array:
+    return spread(v) <= RANGE[dtype_name(v)]
+
+
+class LogMeanExpRead:
+    """For any values; tiles as in `MeanRead`."""
+
+    def start(self, shape: tuple[int, ...], v: Array) -> LogState:
+        largest, total, _ = MeanRead().start(shape, v)
+        return LogState(largest, total, full(shape, -math.inf, v), zeros(shape, v))
+
+    def add(self, state: LogState, tile: Array, v: Array) -> LogState:
+        mu = jnp.max(tile, axis=-1, keepdims=True)
+        largest = jnp.maximum(state.largest, mu)
+        base = finite_or_zero(largest)
+        total = jnp.exp(state.largest - base) * state.total + row_sum(jnp.exp(tile - base))
+        shift, part = lax.cond(is_narrow(v), _factored, _by_elements, tile, v)
+        merged = jnp.maximum(state.shift, shift)
+        base = finite_or_zero(merged)
+        sums = state.sums * jnp.exp(state.shift - base) + part * jnp.exp(shift - base)
+        return LogState(largest, total, merged, sums)
+
+    def finish(self, state: LogState) -> tuple[Array, Array]:
+        """The outputs, and λ; 0 both where nothing is visible."""
+        some = state.total > 0
+        total = jnp.where(some, state.total, 1.0)
+        log_total = jnp.where(some, state.largest + jnp.log(total), 0.0)
+        log_sum = finite_or_zero(state.shift) + jnp.log(jnp.where(some, state.sums, 1.0))
+        return jnp.where(some, log_sum - log_total, 0.0), log_total
+
+    def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+        """dS, and what it adds to dv."""
+        logs = tile - rows.log_total
+        d_tile, d_v = lax.cond(is_narrow(v), _pull_factored, _pull_elements, logs, v, rows)
+        return d_tile - row_sum(rows.d_o) * jnp.exp(logs), d_v
+
+
+def _factored(tile: Array, v: Array) -> tuple[Array, Array]:
+    """M and Σ e^{S + v − M} of a tile, M = max S + max v."""
+    mu, nu = jnp.max(tile, axis=-1, keepdims=True), jnp.max(v, axis=-2, keepdims=True)
+    return mu + nu, product(jnp.exp(tile - finite_or_zero(mu)), jnp.exp(v - nu))
+
+
+def _pull_factored(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+    """Σ_c do w and Σ_i do w, w = e^{logs + v − o}, as products of p and g; |g| ≤ |do|, p ≤ e^R."""
+    nu = jnp.max(v, axis=-2, keepdims=True)
+    most = jnp.max(nu - rows.o, axis=-1, keepdims=True)
+    limit = RANGE[dtype_name(v)] - finite_or_zero(jnp.max(logs, axis=-1, keepdims=True))
+    alpha = jnp.minimum(jnp.maximum(most, 0.0), limit)
+    p, w = jnp.exp(logs + alpha), jnp.exp(v - nu)
+    # Only where a row sees nothing is its exponent above 0.
+    g = rows.d_o * jnp.exp(jnp.minimum(nu - rows.o - alpha, 0.0))
+    return p * product_with_transposed(g, w), w * transposed_product(p, g)
+
+
+def _pieces(tile: Array) -> tuple[int, int]:
+    """How many pieces of a tile are taken element by element, and their keys."""
+    columns = tile.shape[-1]
+    width = math.gcd(columns, ELEMENTS)
+    return columns // width, width
+
+
+def _each(tile: Array, v: Array, i: Array, width: int) -> Array:
+    """S_ij + v_jc of a piece (b, n, rows, width, e)."""
+    scores = lax.dynamic_slice_in_dim(tile, i * width, width, 3)
+    return scores[..., None] + lax.dynamic_slice_in_dim(v, i * width, width, 2)[:, :, None]
+
+
+def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
+    count, width = _pieces(tile)
+
+    def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
+        before, total = merged
+        each = _each(tile, v, i, width)
+        shift = jnp.maximum(before, jnp.max(each, axis=3))
+        base = finite_or_zero(shift)
+        part = jnp.sum(jnp.exp(each - base[:, :, :, None]), axis=3)
+        return shift, total * jnp.exp(before - base) + part
+
+    shape = (*tile.shape[:3], v.shape[3])
+    return lax.fori_loop(0, count, add, (full(shape, -math.inf, tile), zeros(shape, tile)))
+
+
+def _pull_elements(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+    count, width = _pieces(logs)
+
+    def pull(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_tile, d_v = found
+        posterior = jnp.exp(_each(logs, v, i, width) - rows.o[:, :, :, None])
+        weighted = rows.d_o[:, :, :, None] * posterior
+        d_tile = lax.dynamic_update_slice_in_dim(d_tile, jnp.sum(weighted, -1), i * width, 3)
+        return d_tile, lax.dynamic_update_slice_in_dim(d_v, jnp.sum(weighted, 2), i * width, 2)
+
+    return lax.fori_loop(0, count, pull, (zeros(logs.shape, logs), zeros(v.shape, logs)))

@@ -1,0 +1,91 @@
+"""What is hidden in a tile, and which tiles need not be looked at.
+
+Causal queries of block a see the blocks in front of it, and of their own the triangle; a window
+takes away the first of these blocks. Validity and segments hide keys one by one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from precondattn.frame import Frame
+from precondattn_jax.layout import Blocks
+
+
+class Sight:
+    """Of a full call. `strict`: a token does not see itself."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        blocks: Blocks,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        strict: bool = False,
+        of_queries: bool = False,
+    ) -> None:
+        self.blocks, self.causal, self.window, self.strict = blocks, causal, window, strict
+        self.q_valid = self.k_valid = self.q_segment = self.k_segment = None
+        if frame.q_valid is not None and of_queries:
+            self.q_valid = blocks.of_queries(frame.q_valid, axis=1)
+        if frame.k_valid is not None:
+            self.k_valid = blocks.of_keys(frame.k_valid, axis=1)
+        if frame.k_segment is not None:
+            self.q_segment = blocks.of_queries(frame.q_segment, axis=1)
+            self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
+
+    def first(self, a: Array) -> Array:
+        """The first block of keys that block a looks at."""
+        if self.window is None:
+            return jnp.zeros_like(a)
+        size = self.blocks.size
+        return jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
+
+    def behind(self, a: Array) -> Array:
+        """The block of keys behind the last that block a looks at, where that is not causal."""
+        last = jnp.full_like(a, self.blocks.keys)
+        if self.window is None:
+            return last
+        size = self.blocks.size
+        return jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, last)
+
+    def visible(self, a: Array, j: Array, *, own: bool = False) -> Array | None:
+        """(b or 1, 1, 1, C, C), or None where all is visible; `own` if it is known that a = j."""
+        blocks, size = self.blocks, self.blocks.size
+        token = jnp.arange(size)
+        distance = (a - j) * size + token[:, None] - token[None, :]
+        seen: list[Array] = []
+        if self.causal and own:
+            seen.append((distance > 0 if self.strict else distance >= 0)[None])
+        if self.window is not None:
+            seen.append((jnp.abs(distance) < self.window)[None])
+        if not self.causal and blocks.after:
+            seen.append((j * size + token < blocks.s)[None, None, :])
+        if self.k_valid is not None:
+            seen.append(blocks.at(self.k_valid, j, 1)[:, None, :])
+        if self.q_valid is not None:
+            seen.append(blocks.at(self.q_valid, a - blocks.first, 1)[:, :, None])
+        if self.k_segment is not None:
+            rows = blocks.at(self.q_segment, a - blocks.first, 1)
+            seen.append(rows[:, :, None] == blocks.at(self.k_segment, j, 1)[:, None, :])
+        if not seen:
+            return None
+        whole = seen[0]
+        for part in seen[1:]:
+            whole = whole & part
+        return whole[:, None, None]
+
+    def hide(
+        self, tile: Array, a: Array, j: Array, *, own: bool = False, otherwise: float = -math.inf
+    ) -> Array:
+        """Scores (b, n, r C, C), `otherwise` where a pair is hidden."""
+        seen = self.visible(a, j, own=own)
+        if seen is None:
+            return tile
+        b, n, _, columns = tile.shape
+        pairs = jnp.reshape(tile, (b, n, -1, self.blocks.size, columns))
+        return jnp.reshape(jnp.where(seen, pairs, otherwise), tile.shape)

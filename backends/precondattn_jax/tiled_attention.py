@@ -1,0 +1,276 @@
+"""Softmax attention, a tile of scores at a time, whatever its metric and read.
+
+    forward:   S = s ⟨q, k⟩ + decay + bias, hidden pairs −∞;  read S (`read_mean.py`, …)
+    backward:  S again from q and k;  dS from the read;  then through bias, decay and scores.
+
+Kept for the gradient: λ, the logarithm of the sum of each row's weights. A block of queries is a
+step of the outer loop, and the tiles in front of it are the inner one, as many as it sees: forward
+from the nearest on, backward from the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import dtype_name
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import sum_to
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.metric import DOT
+from precondattn_jax.arithmetic import zeros
+from precondattn_jax.dot_scores import DotScores, Sums
+from precondattn_jax.forget_gate import ForgetGate
+from precondattn_jax.layout import (
+    REFLECTIONS,
+    Blocks,
+    block_size,
+    grouped,
+    heads_first,
+)
+from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
+from precondattn_jax.read_mean import MeanRead, Rows
+from precondattn_jax.sight import Sight
+from precondattn_jax.transported_scores import TransportedScores
+from precondattn_portable.layout import grouped_bias
+from precondattn_portable.read_log_mean_exp import RANGE
+
+Reads = MeanRead | LogMeanExpRead
+
+
+class TiledAttention:
+    """A full call of `Softmax` or `Path`, cut into blocks."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        self.leaf, self.x, self.frame = leaf, x, frame
+        (self.b, t, h, d), (_, s, self.n, _) = x["q"].shape, x["k"].shape
+        self.r = h // self.n
+        most = None if leaf.metric == DOT else REFLECTIONS
+        self.blocks = blocks = Blocks(t, s, block_size(s, self.b * h, most))
+        self.sight = Sight(
+            frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
+        )
+        q = blocks.stacked(grouped(x["q"], self.n) * leaf._scale(d))
+        k = self._of_keys("k")
+        self.scores: DotScores
+        if leaf.metric == DOT:
+            self.scores = DotScores(blocks, q, k)
+        else:
+            self.scores = TransportedScores(blocks, q, k, self._of_keys("w"), self._of_keys("beta"))
+        v = heads_first(x["v"])
+        # Values like the last one's, so that padding is no further from the others than that.
+        self.v = jnp.pad(v, ((0, 0), (0, 0), (0, blocks.after), (0, 0)), mode="edge")
+        self.gate: ForgetGate | None = None
+        if leaf.forget != "none":
+            g = self._of_keys("g")
+            g = jnp.reshape(g, (self.b, self.n, self.r, g.shape[-1]))
+            self.gate = ForgetGate(blocks, g, leaf._gate_scale(d))
+        self.bias: Array | None = None
+        if leaf.bias:
+            self.bias = blocks.of_keys(blocks.of_queries(grouped_bias(x["bias"], self.n)), 4)
+
+    def _of_keys(self, name: str) -> Array:
+        return self.blocks.of_keys(heads_first(self.x[name]))
+
+    def _masked(self, tile: Array, a: Array, j: Array, *, own: bool = False) -> Array:
+        """Scores of a tile with all that is added to them, −∞ where a pair is hidden."""
+        if self.gate is not None or self.bias is not None:
+            pairs = self._pairs(tile)
+            if self.gate is not None:
+                pairs = self.gate.add_to(pairs, a, j, own=own)
+            if self.bias is not None:
+                pairs = pairs + self._bias_at(self.bias, a, j)
+            tile = jnp.reshape(pairs, tile.shape)
+        return self.sight.hide(tile, a, j, own=own)
+
+    def _pairs(self, tile: Array) -> Array:
+        """(b, n, r C, C) as (b, n, r, C, C)."""
+        return jnp.reshape(tile, (self.b, self.n, self.r, self.blocks.size, self.blocks.size))
+
+    def _bias_at(self, bias: Array, a: Array, j: Array) -> Array:
+        return self.blocks.at(self.blocks.at(bias, a - self.blocks.first, 3), j, 4)
+
+    # ------------------------------------------------------------------------------ forward
+
+    def outputs(
+        self, read: Reads, v: Array, before: Callable[..., Any] | None = None
+    ) -> tuple[Array, Array]:
+        """Outputs (blocks, b, n, r C, e) and λ (blocks, b, n, r C, 1).
+
+        `before(a, rows, state)` reads what does not belong to the call, for block a.
+        """
+        scores, sight, blocks = self.scores, self.sight, self.blocks
+
+        def add(carry: tuple[Any, Array], a: Array, j: Array) -> tuple[Any, Array]:
+            state, x = carry
+            tile = self._masked(scores.tile(x, j), a, j)
+            return read.add(state, tile, blocks.at(v, j)), scores.carried(x, j)
+
+        def of_block(a: Array) -> tuple[Array, Array]:
+            x = scores.start(a)
+            state = read.start((*x.shape[:3], v.shape[3]), v)
+            if before is not None:
+                state = before(a, x, state)
+            first = sight.first(a)
+            if sight.causal:
+                own = self._masked(scores.own(a), a, a, own=True)
+                state = read.add(state, own, blocks.at(v, a))
+                behind = a
+            else:
+                behind = sight.behind(a)
+            count = behind - first
+            state, _ = lax.fori_loop(
+                0, count, lambda i, carry: add(carry, a, behind - 1 - i), (state, x)
+            )
+            return read.finish(state)
+
+        return lax.map(of_block, blocks.rows)
+
+    def forward(self) -> tuple[Array, Array]:
+        """The output (b, t, h, e), and λ (b, t, h)."""
+        if self.leaf.read == LOG_MEAN_EXP:
+            o, log_total = lax.cond(
+                is_narrow(self.v),
+                self._of_exponentials,
+                lambda v: self.outputs(LogMeanExpRead(), v),
+                self.v,
+            )
+        else:
+            o, log_total = self.outputs(MeanRead(), self.v)
+        out = self.blocks.unstacked(o, self.r)
+        return zero_padding(out, self.frame), self.blocks.unstacked(log_total, self.r)[..., 0]
+
+    def _of_exponentials(self, v: Array) -> tuple[Array, Array]:
+        """ν + log of the mean of e^{v − ν}."""
+        shift = jnp.max(v, axis=2, keepdims=True)
+        mean, log_total = self.outputs(MeanRead(), jnp.exp(v - shift))
+        some = mean > 0
+        return jnp.where(some, shift + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total
+
+    # ----------------------------------------------------------------------------- backward
+
+    def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
+        """The gradients of the stacked queries, of keys, values and all that is beside them."""
+        scores, sight, blocks = self.scores, self.sight, self.blocks
+
+        def sums() -> dict[str, Any]:
+            found: dict[str, Any] = {"scores": scores.sums(), "v": zeros(v.shape, v)}
+            if self.gate is not None:
+                found["gate"] = self.gate.sums()
+            if self.bias is not None:
+                found["bias"] = zeros(self.bias.shape, self.bias)
+            return found
+
+        def of_tile(
+            found: dict[str, Any], tile: Array, own_rows: Rows, a: Array, j: Array, own: bool
+        ) -> tuple[dict[str, Any], Array]:
+            """The sums with what a tile adds to all but the scores, and its gradient."""
+            d_tile, d_v = read.pull(tile, blocks.at(v, j), own_rows)
+            found = found | {"v": blocks.add(found["v"], j, d_v)}
+            if self.gate is not None or self.bias is not None:
+                pairs = self._pairs(d_tile)
+                if self.gate is not None:
+                    found["gate"] = self.gate.pulled(found["gate"], a, j, pairs, own=own)
+                if self.bias is not None:
+                    found["bias"] = self._with_bias(found["bias"], a, j, pairs)
+            return found, d_tile
+
+        def of_block(found: dict[str, Any], a: Array) -> tuple[dict[str, Any], Array]:
+            first = sight.first(a)
+            behind = a if sight.causal else sight.behind(a)
+            trail = scores.trail(a, first)
+            own_rows = Rows(*(blocks.row(stack, a) for stack in rows))
+
+            def pull(i: Array, carry: tuple[dict[str, Any], Array]) -> Any:
+                found, y = carry
+                j = first + i
+                tile = self._masked(scores.tile(scores.on_trail(trail, j), j), a, j)
+                found, d_tile = of_tile(found, tile, own_rows, a, j, False)
+                of_scores, y = scores.pulled(found["scores"], trail, y, j, d_tile)
+                return found | {"scores": of_scores}, y
+
+            y = zeros(scores.q.shape[1:], scores.q)
+            found, y = lax.fori_loop(0, behind - first, pull, (found, y))
+            if sight.causal:
+                tile = self._masked(scores.own(a), a, a, own=True)
+                found, d_own = of_tile(found, tile, own_rows, a, a, True)
+                of_scores, y = scores.pulled_own(found["scores"], a, y, d_own)
+                found = found | {"scores": of_scores}
+            return found, y
+
+        found, d_q = lax.scan(of_block, sums(), blocks.rows)
+        result = {"q": d_q, "v": found["v"]} | scores.gradients(found["scores"])
+        if self.gate is not None:
+            result["g"] = self.gate.gradient(found["gate"])
+        if self.bias is not None:
+            result["bias"] = found["bias"]
+        return result
+
+    def _with_bias(self, d_bias: Array, a: Array, j: Array, pairs: Array) -> Array:
+        here = self._bias_at(d_bias, a, j)
+        found = here + sum_to(pairs, here.shape)
+        a = a - self.blocks.first
+        rows = self.blocks.put(self.blocks.at(d_bias, a, 3), j, found, 4)
+        return self.blocks.put(d_bias, a, rows, 3)
+
+    def backward(self, out: Array, log_total: Array, cotangent: Array) -> dict[str, Array]:
+        """The gradient of every input."""
+        d_o = zero_padding(cotangent, self.frame)
+        is_empty = (log_total == 0)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
+        # A norm around a row that sees nothing divides by almost nothing.
+        d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
+        rows = Rows(
+            # Rows in front of the first query have no weights.
+            self.blocks.stacked(grouped(log_total[..., None], self.n), math.inf),
+            self.blocks.stacked(grouped(out, self.n)),
+            self.blocks.stacked(grouped(d_o, self.n)),
+        )
+        if self.leaf.read == LOG_MEAN_EXP:
+            found = lax.cond(
+                is_narrow(self.v),
+                self._pulled_exponentials,
+                lambda v, rows: self._pulled(LogMeanExpRead(), v, rows),
+                self.v,
+                rows,
+            )
+        else:
+            found = self._pulled(MeanRead(), self.v, rows)
+        return self._gradients(found)
+
+    def _pulled_exponentials(self, v: Array, rows: Rows) -> Sums:
+        """Through the mean A e^{v − ν} = e^{o − ν}, with g as its gradient."""
+        shift = jnp.max(v, axis=2, keepdims=True)
+        weights = jnp.exp(v - shift)
+        # Only where a row sees nothing is there more than R between them.
+        g = rows.d_o * jnp.exp(jnp.minimum(shift - rows.o, RANGE[dtype_name(v)]))
+        found = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(rows.o - shift), g))
+        return found | {"v": weights * found["v"]}
+
+    def _gradients(self, found: Sums) -> dict[str, Array]:
+        """By input, from those of its view."""
+        x, blocks = self.x, self.blocks
+        d_q = blocks.unstacked(found["q"], self.r) * self.leaf._scale(x["k"].shape[3])
+        gradients = {"q": d_q}
+        for name in ("k", "v", "w", "beta"):
+            if name in found:
+                gradients[name] = heads_first(found[name][:, :, : blocks.s])
+        if "g" in found:
+            d_g = jnp.reshape(found["g"], (self.b, -1, found["g"].shape[3]))
+            gradients["g"] = heads_first(d_g[:, :, : blocks.s])
+        if "bias" in found:
+            rows = slice(blocks.before, blocks.before + blocks.t)
+            d_bias = found["bias"][:, :, :, rows, : blocks.s]
+            gradients["bias"] = jnp.reshape(d_bias, x["bias"].shape)
+        return gradients
+
+
+def zero_padding(x: Array, frame: Frame) -> Array:
+    """(b, t, h, …), 0 at padded queries."""
+    if frame.q_valid is None:
+        return x
+    valid = frame.q_valid
+    return jnp.where(jnp.reshape(valid, (*valid.shape, *(1,) * (x.ndim - 2))), x, 0.0)

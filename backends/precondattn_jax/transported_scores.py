@@ -1,0 +1,152 @@
+"""Tiles of PaTH's scores, and their gradient: `precondattn_portable.transported` has the formulas.
+
+Within block a, with B = tril(q wᵀ), R = stril(w kᵀ) and Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
+
+    Q̃ = q − B (Z w),    K̃ = k − (Z R)ᵀ w,    P = I − wᵀ (Z w),    A_aa = q kᵀ − B (Z R),
+
+and queries are carried from block to block:  x_{a−1} = Q̃_a,  x_{b−1} = x_b P_b,  A_ab = x_b K̃_bᵀ.
+Backward, with dA_ab = D_b, for b = 0, 1 … a − 1:
+
+    dK̃_b += D_bᵀ x_b,    dP_b += x_bᵀ y_{b−1},    y_b = D_b K̃_b + y_{b−1} P_bᵀ,    dQ̃_a = y_{a−1}.
+
+What is left are the matrices of a single block, whose gradient JAX takes by itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn_jax.arithmetic import (
+    product,
+    product_with_transposed,
+    transposed_product,
+    zeros,
+)
+from precondattn_jax.dot_scores import DotScores, Sums
+from precondattn_jax.layout import Blocks
+from precondattn_jax.triangular_inverse import unit_lower_inverse
+
+
+class Reflections(NamedTuple):
+    """What the matrices of a block, or of all (blocks, b, n, …), have to do with the keys alone."""
+
+    keys: Array
+    """K̃"""
+    whole: Array
+    """P"""
+    zr: Array
+    zw: Array
+
+
+def reflections(k: Array, w: Array, beta: Array) -> Reflections:
+    """Of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
+    scaled = beta * w
+    m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
+    zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
+    zw = product(m, scaled)
+    identity = jnp.eye(k.shape[-1], dtype=k.dtype)
+    return Reflections(k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw)
+
+
+def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
+    """Q̃ and A_aa of the rows q (b, n, r C, d) of one block."""
+    size = k.shape[-2]
+    seen = product_with_transposed(q, w)
+    each = jnp.reshape(seen, (*seen.shape[:-2], -1, size, size))
+    seen = jnp.reshape(jnp.tril(each), seen.shape)
+    return q - product(seen, zw), product_with_transposed(q, k) - product(seen, zr)
+
+
+class TransportedScores(DotScores):
+    """Besides queries and keys of directions w (b, n, s, d) and beta (b, n, s)."""
+
+    def __init__(self, blocks: Blocks, q: Array, k: Array, w: Array, beta: Array) -> None:
+        super().__init__(blocks, q, k)
+        self.w, self.beta = w, beta[..., None]
+        self.all = lax.map(lambda j: reflections(*self._own(j)), jnp.arange(blocks.keys))
+
+    def _own(self, j: Array) -> tuple[Array, Array, Array]:
+        return tuple(self.blocks.at(x, j) for x in (self.k, self.w, self.beta))
+
+    def _transport(self, a: Array) -> tuple[Array, ...]:
+        """The arguments of `transport`."""
+        k, w, _ = self._own(a)
+        return self.blocks.row(self.q, a), k, w, _at(self.all.zr, a), _at(self.all.zw, a)
+
+    def start(self, a: Array) -> Array:
+        return transport(*self._transport(a))[0]
+
+    def own(self, a: Array) -> Array:
+        return transport(*self._transport(a))[1]
+
+    def tile(self, x: Array, j: Array) -> Array:
+        return product_with_transposed(x, _at(self.all.keys, j))
+
+    def carried(self, x: Array, j: Array) -> Array:
+        return product(x, _at(self.all.whole, j))
+
+    def sums(self) -> Sums:
+        of_blocks = {name: zeros(x.shape, x) for name, x in self.all._asdict().items()}
+        return of_blocks | {"k": zeros(self.k.shape, self.k), "w": zeros(self.k.shape, self.k)}
+
+    def trail(self, a: Array, first: Array) -> Array:
+        x = self.start(a)
+        room = zeros((self.blocks.keys, *x.shape), x)
+
+        def carry(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
+            x, room = carried
+            j = a - 1 - i
+            room = lax.dynamic_update_index_in_dim(room, x, j, 0)
+            return self.carried(x, j), room
+
+        return lax.fori_loop(0, a - first, carry, (x, room))[1]
+
+    def on_trail(self, trail: Array, j: Array) -> Array:
+        return _at(trail, j)
+
+    def pulled(
+        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
+    ) -> tuple[Sums, Array]:
+        x = _at(trail, j)
+        d_keys = _added(sums["keys"], j, transposed_product(d_tile, x))
+        d_whole = _added(sums["whole"], j, transposed_product(x, y))
+        y = product(d_tile, _at(self.all.keys, j)) + product_with_transposed(
+            y, _at(self.all.whole, j)
+        )
+        return sums | {"keys": d_keys, "whole": d_whole}, y
+
+    def pulled_own(self, sums: Sums, a: Array, y: Array, d_own: Array) -> tuple[Sums, Array]:
+        _, pull = jax.vjp(transport, *self._transport(a))
+        d_q, d_k, d_w, d_zr, d_zw = pull((y, d_own))
+        return sums | {
+            "k": self.blocks.add(sums["k"], a, d_k),
+            "w": self.blocks.add(sums["w"], a, d_w),
+            "zr": _added(sums["zr"], a, d_zr),
+            "zw": _added(sums["zw"], a, d_zw),
+        }, d_q
+
+    def gradients(self, sums: Sums) -> Sums:
+        def of_block(carry: Sums, j: Array) -> tuple[Sums, None]:
+            _, pull = jax.vjp(reflections, *self._own(j))
+            d_k, d_w, d_beta = pull(Reflections(*(_at(sums[n], j) for n in Reflections._fields)))
+            return {
+                "k": self.blocks.add(carry["k"], j, d_k),
+                "w": self.blocks.add(carry["w"], j, d_w),
+                "beta": self.blocks.put(carry["beta"], j, d_beta),
+            }, None
+
+        carry = {"k": sums["k"], "w": sums["w"], "beta": zeros(self.beta.shape, self.beta)}
+        found, _ = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))
+        return found | {"beta": found["beta"][..., 0]}
+
+
+def _at(stack: Array, j: Array) -> Array:
+    return lax.dynamic_index_in_dim(stack, j, keepdims=False)
+
+
+def _added(stack: Array, j: Array, x: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(stack, _at(stack, j) + x, j, 0)
