@@ -81,7 +81,7 @@ _declare(
     full={
         64: Configuration(64, 32, 4, 1),
         128: Configuration(32, 32, 8, 1),
-        256: Configuration(32, 16, 8, 1),
+        256: Configuration(32, 32, 8, 1),
     },
 )
 _declare(
@@ -89,7 +89,7 @@ _declare(
     half={128: Configuration(64, 32, 8, 2), 256: Configuration(32, 32, 8, 1)},
     full={
         64: Configuration(32, 32, 4, 1),
-        128: Configuration(16, 32, 8, 1),
+        128: Configuration(16, 32, 4, 1),
         256: Configuration(16, 16, 8, 1),
     },
 )

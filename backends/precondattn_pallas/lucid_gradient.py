@@ -19,17 +19,16 @@ from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
 from precondattn_pallas.lucid_tiles import Phi, of_tile
 
 
-def key_gradient(
-    x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int, dtype: Any
-) -> None:
+def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int) -> None:
     """A tile of Σ_b Φ_ab g_ab k̂_b, from all keys, y and dv of its head.
 
-    Products with g are not in float16, the keys' dtype: g has no bound.
+    Products with g are not of 16 bits: it has no bound for float16, and where keys coincide the
+    sum cancels, so that bfloat16 has too few digits.
     """
     rows = out["d_keys"].shape[0]
     a_start = pl.program_id(0) * rows
     own = pl.ds(a_start, rows)
-    a_keys, a_segments = x["keys"][own, :], of_tile(x, "segments", own)
+    keys, a_segments = x["keys"], of_tile(x, "segments", own)
     a = a_start + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     place = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
@@ -43,9 +42,8 @@ def key_gradient(
                 g += phi.products.dot(x[left][own, channels], x[right][other, channels], right=True)
             b = b_start + place
             g = jnp.where(b < a if before else b > a, g, 0.0)
-            b_keys = x["keys"][other, :]
-            weights = phi.tile(a_keys, b_keys, a_segments, of_tile(x, "segments", other))
-            return total + phi.products.dot((g * weights).astype(dtype), b_keys.astype(dtype))
+            weights = phi.tile(keys, own, keys, other, a_segments, of_tile(x, "segments", other))
+            return total + phi.products.dot(g * weights, keys[other, :].astype(jnp.float32))
 
         return add
 
@@ -100,6 +98,5 @@ def d_keys(
         columns=cut.columns,
         chunk=chunk,
         count=count,
-        dtype=jnp.float32 if y.dtype == jnp.float16 else y.dtype,
     )
     return found["d_keys"]

@@ -30,13 +30,22 @@ FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
 
 
+CHANNELS = 32
+"""Of keys, that are multiplied at once: registers are for tiles of the matrix here."""
+
+
+def system_tile(x: Any, i: Any, j: Any, *, phi: Phi, by_row: bool) -> Any:
+    """L of rows i and columns j, without a look at which of them come first."""
+    keys, segments = x["keys"], (of_tile(x, "segments", i), of_tile(x, "segments", j))
+    found = phi.tile(keys, i, keys, j, *segments, channels=CHANNELS)
+    return found * (x["factor"][i][:, None] if by_row else x["factor"][j][None, :])
+
+
 def invert_blocks(x: Any, out: Any, *, phi: Phi, by_row: bool) -> None:
     """Of every tile on the diagonal, of a power of two of tokens."""
-    keys, factor = x["keys"][...], x["factor"][...]
-    segments = of_tile(x, "segments", ...)
-    system = phi.tile(keys, keys, segments, segments)
-    system = system * (factor[:, None] if by_row else factor[None, :])
-    tile = keys.shape[0]
+    tile = x["keys"].shape[0]
+    every = pl.ds(0, tile)
+    system = system_tile(x, every, every, phi=phi, by_row=by_row)
     i = lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
     j = lax.broadcasted_iota(jnp.int32, (tile, tile), 1)
     # Of pairs of rows, where A and B are 1.
@@ -62,12 +71,10 @@ def left_factors(
     j_start = first + remainder(place, tiles) * tile
     column = pl.multiple_of(remainder(j_start, super_block), tile)
     i = pl.ds(i_start, tile)
-    i_keys, i_segments = x["keys"][i, :], of_tile(x, "segments", i)
 
     def add(index: Any, total: Any) -> Any:
         m = pl.ds(index * tile, tile)
-        system = phi.tile(i_keys, x["keys"][m, :], i_segments, of_tile(x, "segments", m))
-        system *= x["factor"][i][:, None] if by_row else x["factor"][m][None, :]
+        system = system_tile(x, i, m, phi=phi, by_row=by_row)
         own = x["inverse"][m, pl.ds(column, tile)]
         return total + phi.products.dot(system.astype(own.dtype), own)
 

@@ -59,11 +59,12 @@ def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
 
     @pl.when(i_start < start if backward else i_start >= start + super_block)
     def _() -> None:
-        i_keys, i_segments = x["i_keys"][...], of_tile(x, "i_segments", ...)
+        own, i_segments = pl.ds(0, rows), of_tile(x, "i_segments", ...)
 
         def add(index: Any, total: Any) -> Any:
             j = pl.ds(index * columns, columns)
-            weights = phi.tile(i_keys, x["j_keys"][j, :], i_segments, of_tile(x, "j_segments", j))
+            j_segments = of_tile(x, "j_segments", j)
+            weights = phi.tile(x["i_keys"], own, x["j_keys"], j, i_segments, j_segments)
             values = x["operand"][j, :]
             return total + phi.products.dot(weights.astype(values.dtype), values)
 

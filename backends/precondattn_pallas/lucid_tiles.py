@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from precondattn_pallas.launch import loop
 from precondattn_pallas.precision import Products
 
 
@@ -25,9 +27,33 @@ class Phi(NamedTuple):
     """s d log₂ e"""
     products: Products
 
-    def tile(self, i_keys: Any, j_keys: Any, i_segments: Any, j_segments: Any) -> Any:
-        """Φ of two tiles of keys (I, d) and (J, d); segments (I) and (J), or None."""
-        return self.weights(self.products.dot(i_keys, j_keys, right=True), i_segments, j_segments)
+    def tile(
+        self,
+        i_keys: Any,
+        i: Any,
+        j_keys: Any,
+        j: Any,
+        i_segments: Any,
+        j_segments: Any,
+        *,
+        channels: int = 128,
+    ) -> Any:
+        """Φ of rows i and j of references to keys, `channels` of them at a time.
+
+        Where there is more than that, both tiles are read anew for every product.
+        """
+        width = i_keys.shape[1]
+        if width <= channels:
+            return self.weights(
+                self.products.dot(i_keys[i, :], j_keys[j, :], right=True), i_segments, j_segments
+            )
+
+        def add(index: Any, total: Any) -> Any:
+            some = pl.ds(pl.multiple_of(index * channels, channels), channels)
+            return total + self.products.dot(i_keys[i, some], j_keys[j, some], right=True)
+
+        scores = loop(0, width // channels, add, jnp.zeros((i.size, j.size), jnp.float32))
+        return self.weights(scores, i_segments, j_segments)
 
     def weights(self, scores: Any, i_segments: Any, j_segments: Any) -> Any:
         """Φ from ⟨k̂_i, k̂_j⟩."""
