@@ -1,7 +1,8 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-LUCID's solve. Without a GPU kernels are interpreted by JAX on a CPU, for checking and not for use:
-the backend then takes arrays there, and only when it is asked for by name.
+LUCID's solve, and softmax attention. Without a GPU kernels are interpreted by JAX on a CPU, for
+checking and not for use: the backend then takes arrays there, and only when it is asked for by
+name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
@@ -123,4 +125,8 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_pallas.lucid_solve import LucidSolve
 
         return LucidSolve(interpret=interpret)
+    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
+        from precondattn_pallas.attention import Attention
+
+        return Attention(interpret=interpret)
     return None

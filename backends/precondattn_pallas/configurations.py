@@ -93,3 +93,30 @@ _declare(
         256: Configuration(16, 16, 8, 1),
     },
 )
+_declare(
+    "attention_forward",
+    half={
+        64: Configuration(128, 64, 4, 3),
+        128: Configuration(128, 64, 8, 3),
+        256: Configuration(64, 32, 8, 2),
+    },
+    full={64: Configuration(64, 32, 8, 2), 128: Configuration(32, 32, 8, 2)},
+)
+_declare(
+    "attention_query_gradient",
+    half={
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(128, 32, 8, 2),
+        256: Configuration(32, 32, 8, 2),
+    },
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(32, 32, 8, 1)},
+)
+_declare(
+    "attention_key_gradient",
+    half={
+        64: Configuration(128, 32, 8, 2),
+        128: Configuration(64, 32, 8, 2),
+        256: Configuration(32, 32, 8, 2),
+    },
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 4, 1)},
+)

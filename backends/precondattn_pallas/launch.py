@@ -27,6 +27,7 @@ def launch(
     inputs: Arrays,
     outputs: Arrays,
     cut: Configuration,
+    /,
     *,
     interpret: bool,
     overwrites: str = "",
