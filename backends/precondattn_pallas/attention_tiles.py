@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from precondattn_pallas.launch import divide
 from precondattn_pallas.masks import runs_of
 
 
@@ -99,8 +99,8 @@ def _met(
         find = jax.vmap(jnp.searchsorted, (0, 0))
         low = jnp.maximum(low, find(others, mine[:, first]))
         high = jnp.minimum(high, jax.vmap(_behind)(others, mine[:, last]))
-    low, high = lax.div(low, jnp.int32(other_tile)), lax.div(high + other_tile - 1, other_tile)
-    return low.astype(jnp.int32), high.astype(jnp.int32)
+    low, high = low.astype(jnp.int32), high.astype(jnp.int32)
+    return divide(low, other_tile), divide(high + (other_tile - 1), other_tile)
 
 
 def _behind(runs: Any, run: Any) -> Any:

@@ -97,7 +97,7 @@ _declare(
     "attention_forward",
     half={
         64: Configuration(128, 64, 4, 3),
-        128: Configuration(128, 64, 8, 3),
+        128: Configuration(128, 32, 8, 3),
         256: Configuration(64, 32, 8, 2),
     },
     full={64: Configuration(64, 32, 8, 2), 128: Configuration(32, 32, 8, 2)},
@@ -109,7 +109,7 @@ _declare(
         128: Configuration(128, 32, 8, 2),
         256: Configuration(32, 32, 8, 2),
     },
-    full={64: Configuration(32, 32, 4, 1), 128: Configuration(32, 32, 8, 1)},
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 32, 4, 1)},
 )
 _declare(
     "attention_key_gradient",
