@@ -1,8 +1,8 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-LUCID's solve, and softmax attention. Without a GPU kernels are interpreted by JAX on a CPU, for
-checking and not for use: the backend then takes arrays there, and only when it is asked for by
-name.
+LUCID's solve, a step of LUCID, and softmax attention. Without a GPU kernels are interpreted by JAX
+on a CPU, for checking and not for use: the backend then takes arrays there, and only when it is
+asked for by name.
 """
 
 from __future__ import annotations
@@ -121,6 +121,12 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 def _kernels(mechanism: Any) -> Any:
     """What computes a leaf or group; None where nothing does."""
     interpret = is_interpreting()
+    if len(mechanism.program.calls) > 1:
+        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
+            return None
+        from precondattn_pallas.lucid_step import LucidStep
+
+        return LucidStep(interpret=interpret)
     if type(mechanism) is pa.LucidSolve:
         from precondattn_pallas.lucid_solve import LucidSolve
 

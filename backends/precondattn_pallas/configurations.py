@@ -120,3 +120,8 @@ _declare(
     },
     full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 4, 1)},
 )
+_declare(
+    "lucid_decode",
+    half={128: Configuration(16, 64, 4, 2), 256: Configuration(16, 32, 4, 2)},
+    full={128: Configuration(16, 32, 4, 2), 256: Configuration(16, 32, 8, 1)},
+)
