@@ -21,7 +21,7 @@ from precondattn_pallas.precision import products
 from tests.mechanism_groups import groups
 from tests.pallas_tiles import quick, small_tiles
 
-TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax", "softmax[window=3]")
+TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

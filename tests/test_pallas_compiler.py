@@ -104,7 +104,7 @@ def test_every_configuration_is_among_the_compiled(monkeypatch):
         compiled.add((kernel, half, cut))
         return cut
 
-    for module in ("attention", "lucid_solve"):
+    for module in ("attention", "lucid_solve", "lucid_step"):
         monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
     names = [variant.name for variant in variants.variants("sm_90")]
     assert len(names) == len(set(names))

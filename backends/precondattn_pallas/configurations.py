@@ -96,7 +96,7 @@ _declare(
 _declare(
     "attention_forward",
     half={
-        64: Configuration(128, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
         128: Configuration(128, 32, 8, 3),
         256: Configuration(64, 32, 8, 2),
     },
