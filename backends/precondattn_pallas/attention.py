@@ -122,7 +122,7 @@ class Attention:
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, _masks(frame))
+        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
         return found
 
     def backward(
@@ -139,7 +139,7 @@ class Attention:
         log_total, *full = residuals
         full_out = full[0] if full else out
         d_out = cotangent.astype(v.dtype)
-        found = _backward(plan, q, k, v, _masks(frame), full_out, log_total, d_out)
+        found = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
         return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
@@ -155,5 +155,5 @@ def _inputs(x: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
 
 
-def _masks(frame: Frame) -> Masks:
+def masks_of(frame: Frame) -> Masks:
     return frame.q_valid, frame.k_valid, frame.k_segment

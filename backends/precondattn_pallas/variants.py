@@ -17,20 +17,18 @@ import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
-from precondattn_pallas.attention import Attention
-from precondattn_pallas.lucid_solve import LucidSolve
-from precondattn_pallas.lucid_step import LucidStep
+from precondattn_pallas.backend import kernels_of
 
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
+    ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 
 STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
-KERNELS: dict[type, Any] = {pa.LucidSolve: LucidSolve, pa.Softmax: Attention}
 TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
@@ -62,7 +60,7 @@ def _of_step(dtype: str, width: int) -> Variant:
     valid = _empty((BATCH, TOKENS + 1), "bool")
 
     def step(past: Any, x: Any, valid: Any) -> Any:
-        kernels = LucidStep(interpret=False)
+        kernels = kernels_of(group, interpret=False)
         out, updates = kernels.step(group, past, x, Frame(None, None, None, valid))
         return out, {name: update.tokens for name, update in updates.items()}
 
@@ -75,7 +73,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
-    kernels = KERNELS[type(leaf)](interpret=False)
+    kernels = kernels_of(leaf, interpret=False)
 
     def forward(x: Any, frame: Any) -> Any:
         return kernels.forward(leaf, x, _frame(frame))
