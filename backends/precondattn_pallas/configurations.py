@@ -118,7 +118,7 @@ _declare(
         128: Configuration(64, 32, 8, 2),
         256: Configuration(32, 32, 8, 2),
     },
-    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 4, 1)},
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 8, 1)},
 )
 _declare(
     "lucid_decode",
