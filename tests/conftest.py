@@ -50,7 +50,7 @@ def oracle(request):
         yield
 
 
-OUR_BACKENDS = ("jax", "portable", "torch", "triton")
+OUR_BACKENDS = ("jax", "pallas", "portable", "torch", "triton")
 
 
 @pytest.fixture

@@ -18,33 +18,23 @@ import importlib
 import json
 import multiprocessing
 import os
-import platform
-import re
-import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SHARED_LIMITS = {
-    "sm_80": 163,
-    "sm_86": 99,
-    "sm_89": 99,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_120": 99,
-    "gfx90a": 64,
-    "gfx942": 64,
-    "gfx950": 160,
-}
-"""KiB of shared memory that a block may have, by target."""
+from precondattn_conformance.kernels.resources import (
+    SHARED_LIMITS,
+    Resources,
+    judge,
+    line,
+    of_a_thread,
+    report,
+)
 
 
 class Variant(NamedTuple):
@@ -66,20 +56,6 @@ class Variant(NamedTuple):
     """Integers that are multiples of 16, as Triton sees when it is called with them."""
 
 
-@dataclass
-class Resources:
-    """What a compiled variant takes."""
-
-    name: str
-    target: str
-    seconds: float = 0.0
-    """To compile it."""
-    registers: int = 0
-    spilt_bytes: int = 0
-    shared_bytes: int = 0
-    failures: list[str] = field(default_factory=list)
-
-
 def compile_variant(variant: Variant, target: str) -> Resources:
     """For a target such as "sm_90" or "gfx942"; what the compiler refuses is a failure.
 
@@ -95,16 +71,12 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     try:
         kernel = _compiled(variant, target)
         found.seconds = round(time.perf_counter() - start, 2)
-        found.registers, found.spilt_bytes = _of_a_thread(kernel.asm)
+        found.registers, found.spilt_bytes = of_a_thread(kernel.asm)
     except Exception as error:  # Whatever stops a compiler is what is asked for here.
         found.failures.append(f"{type(error).__name__}: {error}")
         return found
     found.shared_bytes = kernel.metadata.shared
-    limit = SHARED_LIMITS[target] << 10
-    if found.spilt_bytes > variant.spill_limit:
-        found.failures.append(f"spills {found.spilt_bytes} bytes (at most {variant.spill_limit})")
-    if found.shared_bytes > limit:
-        found.failures.append(f"needs {found.shared_bytes} bytes of shared memory, of {limit}")
+    judge(found, variant.spill_limit)
     return found
 
 
@@ -140,38 +112,6 @@ def _compiled(variant: Variant, target: str) -> Any:
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
         return triton.compile(source, target=machine, options=dict(variant.options))
-
-
-def _of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
-    """Registers, and bytes spilt."""
-    if "amdgcn" in assembly:
-        text = assembly["amdgcn"]
-        spilt = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
-        return _number(r"\.vgpr_count:\s+(\d+)", text), spilt
-    log = _assembler_log(assembly["ptx"])
-    return _number(r"Used (\d+) registers", log), _number(r"(\d+) bytes spill stores", log)
-
-
-def _assembler_log(ptx: str) -> str:
-    """What the assembler that Triton takes says of the resources."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    architecture = re.search(r"\.target (sm_(\d+)\w*)", ptx)
-    if architecture is None:
-        raise ValueError("the assembly names no architecture")
-    program = get_ptxas(int(architecture[2])).path
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [program, "-v", "-arch", architecture[1], "-o", os.devnull, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
-        raise ValueError(f"the assembler does not say {pattern!r}")
-    return int(found[1])
 
 
 @functools.cache
@@ -218,17 +158,6 @@ def _processes(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
-def report(found: Iterable[Resources]) -> dict[str, Any]:
-    """For a file: what was compiled with, and each variant's resources."""
-    import triton
-
-    return {
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "variants": [asdict(resources) for resources in found],
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 when one of them fails."""
     import triton
@@ -264,19 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     for resources in compile_all(given.module, asked, given.jobs):
         found.append(resources)
-        print(_line(resources), flush=True)
+        print(line(resources), flush=True)
     if given.save:
         given.save.write_text(json.dumps(report(found), indent=1) + "\n")
     return int(any(resources.failures for resources in found))
-
-
-def _line(found: Resources) -> str:
-    numbers = (
-        f"{found.target:6s}  {found.registers:3d} registers  {found.spilt_bytes:5d} spilt  "
-        f"{found.shared_bytes:6d} shared  {found.seconds:6.2f} s  {found.name}"
-    )
-    failures = (textwrap.indent(failure, "    ") for failure in found.failures)
-    return "\n".join([numbers, *failures])
 
 
 if __name__ == "__main__":

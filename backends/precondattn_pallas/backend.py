@@ -1,0 +1,146 @@
+"""The Pallas backend: which leaves are computed by which kernels.
+
+LUCID's solve, a step of LUCID, softmax attention and LASER. Without a GPU kernels are interpreted
+by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and only when it
+is asked for by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import precondattn as pa
+from precondattn.arrays import Array
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
+
+DTYPES = ("float32", "bfloat16", "float16")
+VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
+"""The method that answers a verb."""
+
+
+@cache
+def _has_gpu() -> bool:
+    import jax
+
+    return bool(jax.default_backend() == "gpu")
+
+
+def _has_started() -> bool:
+    """Whether JAX has looked for devices: whoever has an array of it has made it do so.
+
+    Others, who may have imported it and work with another library, do not have it take a GPU.
+    """
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)()
+
+
+def is_interpreting() -> bool:
+    """Whether kernels are interpreted, on a CPU."""
+    return not _has_started() or not _has_gpu()
+
+
+class Pallas(Backend):
+    """LUCID, LASER and softmax on a GPU, for JAX."""
+
+    name = "pallas"
+    libraries = frozenset({"jax"})
+    accelerates = frozenset({"cuda"})
+    preference = 20
+
+    @property
+    def only_by_name(self) -> bool:
+        return is_interpreting()
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        reason = _refusal(mechanism, request)
+        return Support.yes() if reason is None else Support.no(reason)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        found: tuple[Array, Residuals] = _kernels(mechanism).forward(mechanism, inputs, frame)
+        return found
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        found: Arrays = _kernels(mechanism).backward(
+            mechanism, inputs, frame, out, residuals, cotangent
+        )
+        return found
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
+        return found
+
+    def residual_shapes(
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        found: tuple[ArraySpec, ...] = _kernels(mechanism).residual_shapes(mechanism, inputs)
+        return found
+
+
+def _refusal(mechanism: Any, request: Request) -> str | None:
+    if find_spec("jax") is None:
+        return "JAX is not installed; install precondattn with its extra 'jax'"
+    place = "cpu" if is_interpreting() else "cuda"
+    if request.device != place:
+        how = "interprets its kernels here, and then" if is_interpreting() else "is for GPUs, and"
+        return f"{how} takes arrays on {place}; found {request.device}"
+    if request.dtype not in DTYPES:
+        return f"takes {', '.join(DTYPES)}; found {request.dtype}"
+    kernels = _kernels(mechanism)
+    if kernels is None:
+        return f"has no kernels for {mechanism}"
+    if not hasattr(kernels, VERBS[request.verb]):
+        return f"has no {VERBS[request.verb]} of {mechanism}"
+    reason: str | None = kernels.refuses(mechanism, request)
+    return reason
+
+
+def _kernels(mechanism: Any) -> Any:
+    return kernels_of(mechanism, interpret=is_interpreting())
+
+
+def kernels_of(mechanism: Any, *, interpret: bool) -> Any:
+    """What computes a leaf or group; None where nothing does."""
+    if len(mechanism.program.calls) > 1:
+        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
+            return None
+        from precondattn_pallas.lucid_step import LucidStep
+
+        return LucidStep(interpret=interpret)
+    if type(mechanism) is pa.LucidSolve:
+        from precondattn_pallas.lucid_solve import LucidSolve
+
+        return LucidSolve(interpret=interpret)
+    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
+        from precondattn_pallas.attention import Attention
+
+        return Attention(interpret=interpret)
+    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
+        from precondattn_pallas.laser import Laser
+
+        return Laser(interpret=interpret)
+    return None

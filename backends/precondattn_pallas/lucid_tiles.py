@@ -1,0 +1,68 @@
+"""Pieces of LUCID's matrix, and where the scratch of a solve stands.
+
+    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
+
+Scratch arrays are padded: (m, T, w), with m = b n the heads of all sequences, T the tokens filled
+up to whole super-blocks and w to whole tiles. Tokens that count for nothing, those that fill up
+among them, have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.launch import loop
+from precondattn_pallas.precision import Products
+
+
+class Phi(NamedTuple):
+    """How Φ comes of keys."""
+
+    scale: float
+    """s log₂ e"""
+    shift: float
+    """s d log₂ e"""
+    products: Products
+
+    def tile(
+        self,
+        i_keys: Any,
+        i: Any,
+        j_keys: Any,
+        j: Any,
+        i_segments: Any,
+        j_segments: Any,
+        *,
+        channels: int = 128,
+    ) -> Any:
+        """Φ of rows i and j of references to keys, `channels` of them at a time.
+
+        Where there is more than that, both tiles are read anew for every product.
+        """
+        width = i_keys.shape[1]
+        if width <= channels:
+            return self.weights(
+                self.products.dot(i_keys[i, :], j_keys[j, :], right=True), i_segments, j_segments
+            )
+
+        def add(index: Any, total: Any) -> Any:
+            some = pl.ds(pl.multiple_of(index * channels, channels), channels)
+            return total + self.products.dot(i_keys[i, some], j_keys[j, some], right=True)
+
+        scores = loop(0, width // channels, add, jnp.zeros((i.size, j.size), jnp.float32))
+        return self.weights(scores, i_segments, j_segments)
+
+    def weights(self, scores: Any, i_segments: Any, j_segments: Any) -> Any:
+        """Φ from ⟨k̂_i, k̂_j⟩."""
+        found = jnp.exp2(scores * self.scale - self.shift)
+        if i_segments is None:
+            return found
+        return jnp.where(i_segments[:, None] == j_segments[None, :], found, 0.0)
+
+
+def of_tile(references: Any, name: str, *index: Any) -> Any:
+    """A part of an optional input, or None."""
+    return references[name][index] if name in references else None

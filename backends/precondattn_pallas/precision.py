@@ -1,0 +1,52 @@
+"""How products are done: the dtype of their factors, and what becomes of factors in float32."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
+"""Settings of `jax_default_matmul_precision` that are no more exact than tf32. Where nothing is
+set, a product of float32 has float32's accuracy, unlike JAX's own on a GPU."""
+
+
+class Products(NamedTuple):
+    """How a kernel multiplies tiles."""
+
+    interpret: bool
+    """Whether it is interpreted, on a CPU, where factors of 16 bits are multiplied in float32."""
+    tf32: bool
+    """Whether factors in float32 may lose their last 13 bits; else they are three of tf32 each."""
+
+    def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
+        """a b in float32, with the left or the right factor transposed."""
+        dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
+        precision: Any = None
+        if self.interpret:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            precision = lax.Precision.HIGHEST
+        elif a.dtype == jnp.float32:
+            presets = lax.DotAlgorithmPreset
+            precision = presets.TF32_TF32_F32 if self.tf32 else presets.TF32_TF32_F32_X3
+        return lax.dot_general(
+            a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    @property
+    def exact(self) -> Products:
+        """The same of factors that lose nothing."""
+        return self._replace(tf32=False)
+
+
+def products(dtype: Any, *, interpret: bool) -> Products:
+    """For inputs of this dtype: tf32 has no fewer digits than 16 bits have."""
+    allowed = jax.config.jax_default_matmul_precision in TF32_ALLOWED
+    return Products(interpret, allowed or jnp.dtype(dtype).itemsize == 2)
+
+
+def padded_width(width: int) -> int:
+    """The power of two, 16 or more, that a tile of this width has."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,98 @@
+"""Every kernel as it is shipped, to be compiled where there is no GPU.
+
+    python -m precondattn_conformance.kernels.pallas_compiler precondattn_pallas.variants …
+
+The backend's own launching code is traced with arrays without values, and its kernels are found in
+what JAX makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import precondattn as pa
+from precondattn.frame import Frame
+from precondattn.group import Group, group_of
+from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
+from precondattn_pallas.backend import kernels_of
+
+CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
+    ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
+    ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
+    ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
+    ("softmax", ("float32",), ((128, 128), (64, 64))),
+    ("laser", ("float16",), ((128, 128), (64, 64))),
+)
+"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+
+STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
+TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
+WIDE_SPILLS = 1024
+"""Bytes that a thread may spill where rows are wider than 128."""
+
+
+def variants(target: str) -> Iterator[Variant]:
+    """Forward and backward of every mechanism in every configuration."""
+    if target == TPU:
+        return
+    for expression, dtypes, widths in CALLS:
+        for dtype in dtypes:
+            for d, e in widths:
+                yield from _of_call(expression, dtype, d, e)
+    for dtype, width in STEPS:
+        yield _of_step(dtype, width)
+
+
+def _of_step(dtype: str, width: int) -> Variant:
+    """One token of LUCID behind a cache."""
+    group: Any = Group(group_of("lucid[beta=true]"))
+    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
+    sizes |= {"t": 1, "s": 1}
+    inputs = group.inputs.extending()
+    x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
+    past = {
+        key: _empty(pattern.shape(sizes), "float32" if slot.wide else dtype)
+        for key, (slot, pattern) in group.program.slots.items()
+    }
+    valid = _empty((BATCH, TOKENS + 1), "bool")
+
+    def step(past: Any, x: Any, valid: Any) -> Any:
+        kernels = kernels_of(group, interpret=False)
+        out, updates = kernels.step(group, past, x, Frame(None, None, None, valid))
+        return out, {name: update.tokens for name, update in updates.items()}
+
+    limit = 0 if width <= 128 else WIDE_SPILLS
+    return Variant(f"lucid step {dtype} {width}", step, (past, x, valid), limit)
+
+
+def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
+    leaf = pa.parse(expression).program.leaves[0]
+    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
+    x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
+    frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
+    kernels = kernels_of(leaf, interpret=False)
+
+    def forward(x: Any, frame: Any) -> Any:
+        return kernels.forward(leaf, x, _frame(frame))
+
+    out, residuals = jax.eval_shape(forward, x, frame)
+
+    def backward(x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any) -> Any:
+        return kernels.backward(leaf, x, _frame(frame), out, residuals, cotangent)
+
+    name = f"{expression} {dtype} {d}" + ("" if d == e else f"x{e}")
+    limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
+    yield Variant(name, forward, (x, frame), limit)
+    yield Variant(f"{name} backward", backward, (x, frame, out, residuals, out), limit)
+
+
+def _frame(masks: dict[str, Any]) -> Frame:
+    """Of a full call. Positions are known without looking."""
+    return Frame(None, None, **masks)
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,102 @@
+"""What a compiled kernel takes of a multiprocessor, and whether that is too much."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SHARED_LIMITS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx90a": 64,
+    "gfx942": 64,
+    "gfx950": 160,
+}
+"""KiB of shared memory that a block may have, by target."""
+
+
+@dataclass
+class Resources:
+    """What a compiled variant takes."""
+
+    name: str
+    target: str
+    seconds: float = 0.0
+    """To compile it."""
+    registers: int = 0
+    spilt_bytes: int = 0
+    shared_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def judge(found: Resources, spill_limit: int) -> None:
+    """Note as failures what is too much of it."""
+    limit = SHARED_LIMITS[found.target] << 10
+    if found.spilt_bytes > spill_limit:
+        found.failures.append(f"spills {found.spilt_bytes} bytes (at most {spill_limit})")
+    if found.shared_bytes > limit:
+        found.failures.append(f"needs {found.shared_bytes} bytes of shared memory, of {limit}")
+
+
+def of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
+    """Registers, and bytes spilt."""
+    if "amdgcn" in assembly:
+        text = assembly["amdgcn"]
+        spilt = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+        return _number(r"\.vgpr_count:\s+(\d+)", text), spilt
+    log = _assembler_log(assembly["ptx"])
+    return _number(r"Used (\d+) registers", log), _number(r"(\d+) bytes spill stores", log)
+
+
+def _assembler_log(ptx: str) -> str:
+    """What the assembler that Triton takes says of the resources."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    architecture = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    if architecture is None:
+        raise ValueError("the assembly names no architecture")
+    program = get_ptxas(int(architecture[2])).path
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [program, "-v", "-arch", architecture[1], "-o", os.devnull, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the assembler does not say {pattern!r}")
+    return int(found[1])
+
+
+def report(found: Iterable[Resources]) -> dict[str, Any]:
+    """For a file: what was compiled with, and each variant's resources."""
+    import triton
+
+    return {
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "variants": [asdict(resources) for resources in found],
+    }
+
+
+def line(found: Resources) -> str:
+    """For the terminal."""
+    numbers = (
+        f"{found.target:6s}  {found.registers:3d} registers  {found.spilt_bytes:5d} spilt  "
+        f"{found.shared_bytes:6d} shared  {found.seconds:6.2f} s  {found.name}"
+    )
+    failures = (textwrap.indent(failure, "    ") for failure in found.failures)
+    return "\n".join([numbers, *failures])

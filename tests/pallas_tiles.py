@@ -1,0 +1,104 @@
+"""Tiles of a few tokens, so that short sequences have several, and kernels held to the definition.
+
+Interpreted, what no program writes is NaN, and so is all padding here.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from precondattn.backend import ArraySpec
+from precondattn.frame import Frame
+from precondattn_pallas.configurations import Configuration, forced
+
+SMALL = {
+    "lucid_inverse": Configuration(16, 64),
+    "lucid_update": Configuration(16, 16),
+    "lucid_gradient": Configuration(16, 16),
+    "lucid_decode": Configuration(16, 16),
+    "attention_forward": Configuration(16, 32),
+    "attention_query_gradient": Configuration(32, 16),
+    "attention_key_gradient": Configuration(16, 32),
+}
+
+BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
+
+quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""Compiled fast rather than to be fast."""
+
+
+def small_tiles(**configurations):
+    return forced(**{**SMALL, **configurations})
+
+
+def rounded(array, dtype):
+    """As an array of JAX, and the same numbers in float64."""
+    found = jnp.asarray(array, dtype=dtype)
+    return found, wide(found)
+
+
+def wide(array):
+    return np.asarray(array.astype(jnp.float32)).astype(np.float64)
+
+
+def error(found, expected):
+    """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
+    return np.abs(wide(found) - expected).max() / max(np.abs(expected).max(), 0.1)
+
+
+def frame_of(t, s, b, lengths=None, key_mask=None, segments=None):
+    """Of NumPy's arrays, for t queries that are the last of s tokens."""
+    key = np.arange(s)[None]
+    query = key[:, s - t :]
+    k_valid = key_mask
+    q_valid = None
+    if lengths is not None:
+        k_valid = key < np.asarray(lengths)[:, None]
+        q_valid = k_valid[:, s - t :]
+    segment = None if segments is None else np.stack([key[0] // n for n in segments])
+    q_segment = None if segment is None else segment[:, s - t :]
+    return Frame(query, key, q_valid, k_valid, q_segment, segment)
+
+
+def filled(array, valid, filler):
+    """With the filler in tokens that do not count."""
+    if valid is None:
+        return array
+    shape = (*valid.shape, *[1] * (array.ndim - 2))
+    return np.where(valid.reshape(shape), array, filler)
+
+
+def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
+    """Output and gradients against the definition in float64, whatever stands in the padding."""
+    sides = {name: frame.q_valid if name == "q" else frame.k_valid for name in x}
+    of_out = frame.q_valid if "q" in x else frame.k_valid
+    exact = {name: filled(rounded(a, dtype)[1], sides[name], 0.0) for name, a in x.items()}
+    d_exact = filled(rounded(cotangent, dtype)[1], of_out, 0.0)
+    out, residuals = leaf.forward(exact, frame)
+    out = filled(out, of_out, 0.0)
+    expected = leaf.backward(exact, frame, out, residuals, d_exact)
+    given = {
+        name: jnp.asarray(filled(a, sides[name], np.nan), dtype=dtype) for name, a in x.items()
+    }
+    d_given = jnp.asarray(filled(cotangent, of_out, np.nan), dtype=dtype)
+
+    def run(x, masks, d_out):
+        found, residuals = kernels.forward(leaf, x, Frame(None, None, *masks))
+        masked = Frame(None, None, *masks)
+        return found, residuals, kernels.backward(leaf, x, masked, found, residuals, d_out)
+
+    masks = tuple(None if a is None else jnp.asarray(a) for a in frame.arrays[2:])
+    with small_tiles(**tiles):
+        found, kept, gradients = quick(run)(given, masks, d_given)
+    specs = {name: ArraySpec(tuple(a.shape), dtype) for name, a in x.items()}
+    wanted = kernels.residual_shapes(leaf, specs)
+    assert [(r.shape, str(r.dtype)) for r in kept] == [tuple(w) for w in wanted]
+    assert str(found.dtype) == dtype
+    found = np.asarray(found.astype(jnp.float32))
+    assert error(jnp.asarray(filled(found, of_out, 0.0)), out) < bound
+    for name, gradient in expected.items():
+        assert str(gradients[name].dtype) == dtype
+        gradient = filled(gradient, sides[name], 0.0)
+        assert error(gradients[name], gradient) < 2 * bound, name
