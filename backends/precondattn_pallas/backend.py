@@ -22,6 +22,9 @@ from precondattn.mechanism import Arrays, Residuals
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
+RECURRENT = (pa.GatedDelta, pa.Delta)
+"""Leaves that are one recurrence."""
+
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""
 
@@ -93,6 +96,20 @@ class Pallas(Backend):
         found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
         return found
 
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
+            mechanism, past, inputs, frame, cotangent, d_buffers
+        )
+        return found
+
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
@@ -125,6 +142,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_pallas.lucid_solve import LucidSolve
 
         return LucidSolve(interpret=interpret)
+    if type(mechanism) in RECURRENT:
+        from precondattn_pallas.recurrence import Recurrence
+
+        return Recurrence(interpret=interpret)
     if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
         from precondattn_pallas.attention import Attention
 
