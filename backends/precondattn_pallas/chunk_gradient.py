@@ -33,7 +33,7 @@ def d_scores(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["d_scores"][...] = found
     if "g" in x:
         scores = products_of_rows(products, x["q"], x["k"], block)
-        out["crossing"][...] = crossing(products, found * scores)
+        out["crossing"][...] = crossing(found * scores)
 
 
 def d_queries(x: Any, out: Any, *, products: Products, block: int) -> None:

@@ -37,12 +37,12 @@ def every_block(width: int, block: int, add: Callable[[Any, Any], Any], total: A
     return loop(0, width // block, one, total)
 
 
-def products_of_rows(products: Products, a: Any, b: Any, block: int) -> Any:
-    """a bᵀ of references to rows, a block of channels at a time."""
-    (rows, width), columns = a.shape, b.shape[0]
+def products_of_rows(products: Products, a: Any, b: Any, block: int, *row: int) -> Any:
+    """a bᵀ of references to rows, a block of channels at a time; of a, those at `row`."""
+    (rows, width), columns = a.shape[len(row) :], b.shape[0]
 
     def add(c: Any, total: Any) -> Any:
-        return total + products.dot(a[:, c], b[:, c], right=True)
+        return total + products.dot(a[(*row, slice(None), c)], b[:, c], right=True)
 
     return every_block(width, block, add, jnp.zeros((rows, columns), jnp.float32))
 
@@ -64,20 +64,19 @@ def pairs_of(x: Any, size: int, *, strict: bool = False) -> Any:
     return jnp.where(seen, jnp.exp(jnp.cumsum(behind, axis=0)), jnp.float32(0))
 
 
-def crossing(products: Products, pairs: Any) -> Any:
+def crossing(pairs: Any) -> Any:
     """The gates' gradient from Σ dx ∘ x over pairs (C, C): gate t is in the pairs j < t ≤ i."""
     i, j = tokens_of(pairs.shape[0])
-    before = jnp.where(i < j, jnp.float32(1), jnp.float32(0))
-    sums = products.exact.dot(pairs, before)
-    return jnp.sum(jnp.where(i >= j, sums, jnp.float32(0)), axis=0)
+    before = jnp.cumsum(pairs, axis=1) - pairs
+    return jnp.sum(jnp.where(i >= j, before, jnp.float32(0)), axis=0)
 
 
-def scores_of(products: Products, x: Any, block: int) -> Any:
-    """D ∘ Q Kᵀ."""
+def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:
+    """D ∘ Q Kᵀ, of the queries at `row`."""
     if "scores" in x:
-        return x["scores"][...]
-    pairs = pairs_of(x, x["q"].shape[0])
-    return pairs * products_of_rows(products, x["q"], x["k"], block)
+        return x["scores"][(*row, slice(None), slice(None))]
+    found = products_of_rows(products, x["q"], x["k"], block, *row)
+    return found * pairs_of(x, found.shape[0])
 
 
 def faded(x: Any, name: str, factor: str, *where: Any) -> Any:

@@ -128,11 +128,15 @@ _declare(
 )
 _declare(
     "chunk_gradients",
-    half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 1)},
+    half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
     full={128: Configuration(64, 32, 8, 1), 256: Configuration(64, 16, 8, 1)},
 )
-for _kernel in (
+_declare(
     "delta_prepare",
+    half={256: Configuration(64, 64, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+for _kernel in (
     "delta_keys",
     "chunk_reads",
     "chunk_scores_gradient",

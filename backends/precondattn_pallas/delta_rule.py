@@ -94,7 +94,7 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
     own = among * products_of_rows(products, x["k"], x["k"], block)
     out["d_beta"][...] = d_beta - jnp.sum(own, axis=1)
     if "g" in x:
-        out["crossing"][...] = crossing(products, -beta * own)
+        out["crossing"][...] = crossing(-beta * own)
 
 
 def prepared(plan: Plan, x: Rows) -> dict[str, Any]:

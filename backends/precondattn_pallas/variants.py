@@ -18,15 +18,17 @@ from precondattn.frame import Frame
 from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
 from precondattn_pallas.attention import Attention
 from precondattn_pallas.lucid_solve import LucidSolve
+from precondattn_pallas.recurrence import Recurrence
 
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
+    ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
-KERNELS: dict[type, Any] = {pa.LucidSolve: LucidSolve, pa.Softmax: Attention}
+KERNELS: dict[type, Any] = {pa.LucidSolve: LucidSolve, pa.Softmax: Attention, pa.GatedDelta: Recurrence}
 TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
@@ -44,7 +46,7 @@ def variants(target: str) -> Iterator[Variant]:
 
 def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
-    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
+    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "u": HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
     kernels = KERNELS[type(leaf)](interpret=False)
