@@ -22,8 +22,8 @@ from precondattn.mechanism import Arrays, Residuals
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
-RECURRENT = (pa.GatedDelta, pa.Delta)
-"""Leaves that are one recurrence."""
+RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+"""Leaves made of recurrences with one decay, or none, for all of a state."""
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
@@ -30,8 +31,13 @@ Masks = tuple[Any, Any, Any]
 
 
 def _form(leaf: Any, dtype: Any, masks: Masks, interpret: bool) -> Chunkwise:
-    decays = leaf.offers.decay is not None or masks[2] is not None
-    return Chunkwise(products(dtype, interpret=interpret), dtype, decays=decays)
+    """For inputs of a dtype."""
+    is_query_side = isinstance(leaf, ConditionedQuery)
+    decay = leaf.decay != "none" if is_query_side else leaf.offers.decay is not None
+    # What has just been normalised, in float32, is not rounded again.
+    operands = jnp.float32 if is_query_side else dtype
+    decays = decay or masks[2] is not None
+    return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
 
 
 def _frame(masks: Masks) -> Frame:
@@ -50,7 +56,7 @@ def _wide(x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
-    dtype = x["v"].dtype
+    dtype = x["q"].dtype
     x = _wide(x, masks)
     state = leaf.zero_state(x) if state is None else state
     out, final = leaf.run(state, x, _frame(masks), _form(leaf, dtype, masks, interpret))
@@ -65,29 +71,29 @@ def _run_vjp(
     x = _wide(x, masks)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.zero_state(x) if d_state is None else d_state
-    form = _form(leaf, dtypes["v"], masks, interpret)
+    form = _form(leaf, dtypes["q"], masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
     found, d_past = leaf.run_vjp(state, x, _frame(masks), cotangent, d_state, form)
     return {name: found[name].astype(dtype) for name, dtype in dtypes.items()}, d_past
 
 
 class Recurrence:
-    """Of leaves of the linear family."""
+    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes["v"][3]
+        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
         if d > WIDEST_KEYS or e > WIDEST_VALUES:
             return (
                 f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
                 f"found d={d}, e={e}"
             )
-        if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
+        if any(0 in shape for shape in shapes.values()):
             return "its recurrence takes no empty arrays"
-        heads = max(shapes[name][2] for name in ("q", "v"))
+        heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
         if shapes["q"][0] * heads > MOST_HEADS:
             return f"its recurrence takes at most {MOST_HEADS} heads of all sequences together"
         return None
