@@ -124,27 +124,36 @@ _declare(
 _declare(
     "chunk_states",
     half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 1)},
-    full={128: Configuration(64, 32, 8, 1), 256: Configuration(64, 16, 8, 1)},
+    full={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(64, 16, 8, 1),
+        256: Configuration(64, 16, 16, 1),
+    },
 )
 _declare(
     "chunk_gradients",
     half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
-    full={128: Configuration(64, 32, 8, 1), 256: Configuration(64, 16, 8, 1)},
-)
-_declare(
-    "delta_prepare",
-    half={256: Configuration(64, 64, 4, 1)},
-    full={256: Configuration(64, 32, 4, 1)},
+    full={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(64, 16, 8, 1),
+        256: Configuration(64, 16, 16, 1),
+    },
 )
 for _kernel in (
+    "chunk_inverse",
+    "delta_prepare",
     "delta_keys",
     "chunk_reads",
     "chunk_scores_gradient",
     "chunk_query_gradient",
-    "chunk_key_gradient",
 ):
     _declare(
         _kernel,
         half={256: Configuration(64, 64, 8, 1)},
         full={256: Configuration(64, 32, 8, 1)},
     )
+_declare(
+    "chunk_key_gradient",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 8, 1)},
+)

@@ -1,18 +1,11 @@
 """What the delta rule writes in a chunk, as a function of the state in front of it: U = Y − W S.
 
-    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹,    Y = M (β ∘ V),    W = M (β ∘ reading ∘ K)
+    Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
 
-and backward, with X = Mᵀ dU,
+(`chunk_inverse.py`) and backward, with X = Mᵀ dU,
 
     dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − what `chunk_gradient.py` has from the state,
     dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
-
-M comes by recursive 2×2 block inversion,
-
-    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    M ← M − M (L ∘ lower left) M
-
-for blocks of 1, 2, 4 … tokens, in registers and at float32's precision: doubling the Neumann series
-instead would lose every digit on keys that nearly coincide.
 """
 
 from __future__ import annotations
@@ -22,55 +15,26 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.chunk_arrays import Grid, Plan, Rows, empty
-from precondattn_pallas.chunk_tiles import (
-    crossing,
-    every_block,
-    pairs_of,
-    products_of_rows,
-    tokens_of,
-)
+from precondattn_pallas.chunk_inverse import inverses
+from precondattn_pallas.chunk_tiles import crossing, every_block, pairs_of, products_of_rows
 from precondattn_pallas.precision import Products
 
 
-def unit_lower_inverse(products: Products, strict: Any) -> Any:
-    """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide."""
-    i, j = tokens_of(strict.shape[0])
-    zero = jnp.float32(0)
-    # Of pairs of rows, where A and B are 1.
-    is_pair = ((j & 1) == 0) & (i == j + 1)
-    found = jnp.where(i == j, jnp.float32(1), zero) - jnp.where(is_pair, strict, zero)
-    for level in range(1, strict.shape[0].bit_length() - 1):
-        i_block, j_block = i >> level, j >> level
-        is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
-        left = products.exact.dot(found, jnp.where(is_lower_left, strict, zero))
-        found = found - products.exact.dot(left, found)
-    return found
-
-
 def prepare(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """Y, W and M of a chunk."""
-    size, d = x["k"].shape
-    beta = x["beta"][...]
-    among = products_of_rows(products, x["k"], x["k"], block)
-    inverse = unit_lower_inverse(
-        products, pairs_of(x, size, strict=True) * among * beta[:, None]
-    )
-    out["inverse"][...] = inverse
-    solve = inverse * beta[None, :]
+    """Y and W of a chunk."""
+    solve = x["inverse"][...] * x["beta"][...][None, :]
 
-    def values(c: Any, _: Any) -> Any:
-        out["y"][:, c] = products.dot(solve, x["v"][:, c])
-        return _
+    def multiply(name: str, solve: Any, result: str) -> None:
+        def add(c: Any, done: Any) -> Any:
+            out[result][:, c] = products.dot(solve, x[name][:, c])
+            return done
 
-    every_block(x["v"].shape[1], block, values, jnp.int32(0))
+        every_block(x[name].shape[1], block, add, jnp.int32(0))
+
+    multiply("v", solve, "y")
     if "reading" in x:
         solve = solve * x["reading"][...][None, :]
-
-    def keys(c: Any, _: Any) -> Any:
-        out["w"][:, c] = products.dot(solve, x["k"][:, c])
-        return _
-
-    every_block(d, block, keys, jnp.int32(0))
+    multiply("k", solve, "w")
 
 
 def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
@@ -101,22 +65,21 @@ def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
     """Y (m, T, e), W (m, T, d) and M (m, T, C) of all chunks: y, w and inverse."""
     (m, tokens, d), e = x["k"].shape, x["v"].shape[2]
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
-    return plan.launch(
+    inverse = inverses(plan, x)
+    found = plan.launch(
         prepare,
         "delta_prepare",
         grid.shape,
         {
             "k": grid.rows(x["k"]),
             "v": grid.rows(x["v"]),
-            **grid.those(x, "beta", "g", "reading"),
+            "inverse": grid.rows(inverse),
+            **grid.those(x, "beta", "reading"),
         },
-        {
-            "y": grid.rows(empty(m, tokens, e)),
-            "w": grid.rows(empty(m, tokens, d)),
-            "inverse": grid.rows(empty(m, tokens, plan.chunk)),
-        },
+        {"y": grid.rows(empty(m, tokens, e)), "w": grid.rows(empty(m, tokens, d))},
         block=plan.block("delta_prepare", min(d, e)),
     )
+    return {**found, "inverse": inverse}
 
 
 def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
