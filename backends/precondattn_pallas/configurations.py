@@ -126,8 +126,8 @@ _declare(
     half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 1)},
     full={
         64: Configuration(64, 32, 8, 1),
-        128: Configuration(64, 16, 8, 1),
-        256: Configuration(64, 16, 16, 1),
+        128: Configuration(32, 16, 4, 1),
+        256: Configuration(32, 16, 8, 1),
     },
 )
 _declare(
@@ -135,8 +135,8 @@ _declare(
     half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
     full={
         64: Configuration(64, 32, 8, 1),
-        128: Configuration(64, 16, 8, 1),
-        256: Configuration(64, 16, 16, 1),
+        128: Configuration(32, 16, 4, 1),
+        256: Configuration(32, 16, 8, 1),
     },
 )
 for _kernel in (

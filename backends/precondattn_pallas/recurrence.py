@@ -119,8 +119,10 @@ class Recurrence:
     def step(
         self, leaf: Any, past: Mapping[str, Any], x: Mapping[str, Any], frame: Frame
     ) -> tuple[Any, Updates]:
-        out, state = _run(leaf, self.interpret, dict(past), dict(x), _new(frame, x))
-        return out, {name: Replace(value) for name, value in state.items()}
+        keys = leaf.program.calls[0].slot_keys()
+        own = {slot: past[key] for slot, key in keys.items()}
+        out, state = _run(leaf, self.interpret, own, dict(x), _new(frame, x))
+        return out, {keys[slot]: Replace(value) for slot, value in state.items()}
 
     def step_backward(
         self,
@@ -131,10 +133,12 @@ class Recurrence:
         cotangent: Any,
         d_buffers: Mapping[str, Any],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        found: tuple[dict[str, Any], dict[str, Any]] = _run_vjp(
-            leaf, self.interpret, dict(past), dict(x), _new(frame, x), cotangent, dict(d_buffers)
+        keys = leaf.program.calls[0].slot_keys()
+        own, d_own = ({slot: given[key] for slot, key in keys.items()} for given in (past, d_buffers))
+        gradients, d_past = _run_vjp(
+            leaf, self.interpret, own, dict(x), _new(frame, x), cotangent, d_own
         )
-        return found
+        return gradients, {keys[slot]: d_state for slot, d_state in d_past.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return ()
