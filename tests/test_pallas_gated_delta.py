@@ -58,7 +58,8 @@ def check_leaf(leaf, t, dtype="float32", frame=None, bound=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("t", "dtype", "d", "e"), [(33, "float32", 12, 20), (31, "bfloat16", 40, 72), (1, "float16", 8, 8)]
+    ("t", "dtype", "d", "e"),
+    [(33, "float32", 12, 20), (31, "bfloat16", 40, 72), (1, "float16", 8, 8)],
 )
 def test_tokens_one_off_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
     check_leaf(pa.GatedDelta(), t, dtype, d=d, e=e)
@@ -83,6 +84,14 @@ def test_special_cases_by_the_same_kernels(leaf):
         check(KERNELS, leaf, x, cotangent, frame_of(20, 20, 1), "float32", 2e-5, **TILES)
         return
     check_leaf(leaf, 20, b=1)
+
+
+def test_contracted_queries_by_the_same_kernels():
+    rng = np.random.default_rng(0)
+    x = {"q": rng.normal(size=(1, 20, 4, 12)), "k": rng.normal(size=(1, 20, 2, 12))}
+    x |= {"contraction": rng.uniform(size=(1, 20, 4)), "g": -np.abs(rng.normal(size=(1, 20, 4)))}
+    leaf, cotangent = pa.ConditionedQuery(decay="head"), rng.normal(size=(1, 20, 4, 12))
+    check(KERNELS, leaf, x, cotangent, frame_of(20, 20, 1), "bfloat16", 2e-2, **TILES)
 
 
 def test_padding_and_segments_are_not_looked_at():

@@ -68,7 +68,7 @@ def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
 
 def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
     """A (m, T, e), of dO (m, r, T, e)."""
-    m, r, tokens, d = x["q"].shape
+    m, _, tokens, d = x["q"].shape
     e = d_o.shape[3]
     width = plan.block("chunk_reads", e)
     grid = Grid(plan.chunk, tokens // plan.chunk, m, e // width)

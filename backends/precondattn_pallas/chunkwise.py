@@ -22,7 +22,13 @@ import jax.numpy as jnp
 
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
 from precondattn_pallas import chunk_gradient, chunk_reads, chunk_states, delta_rule
-from precondattn_pallas.chunk_arrays import padded_state, padded_values, plan_of, queries_of, rows_of
+from precondattn_pallas.chunk_arrays import (
+    padded_state,
+    padded_values,
+    plan_of,
+    queries_of,
+    rows_of,
+)
 from precondattn_pallas.gate_sums import d_gates
 from precondattn_pallas.precision import Products
 

@@ -134,7 +134,9 @@ class Recurrence:
         d_buffers: Mapping[str, Any],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         keys = leaf.program.calls[0].slot_keys()
-        own, d_own = ({slot: given[key] for slot, key in keys.items()} for given in (past, d_buffers))
+        own, d_own = (
+            {slot: given[key] for slot, key in keys.items()} for given in (past, d_buffers)
+        )
         gradients, d_past = _run_vjp(
             leaf, self.interpret, own, dict(x), _new(frame, x), cotangent, d_own
         )

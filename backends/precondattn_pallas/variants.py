@@ -28,7 +28,11 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
-KERNELS: dict[type, Any] = {pa.LucidSolve: LucidSolve, pa.Softmax: Attention, pa.GatedDelta: Recurrence}
+KERNELS: dict[type, Any] = {
+    pa.LucidSolve: LucidSolve,
+    pa.Softmax: Attention,
+    pa.GatedDelta: Recurrence,
+}
 TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
@@ -46,7 +50,16 @@ def variants(target: str) -> Iterator[Variant]:
 
 def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
-    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "u": HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
+    sizes = {
+        "b": BATCH,
+        "h": HEADS,
+        "n": KEY_HEADS,
+        "u": HEADS,
+        "t": TOKENS,
+        "s": TOKENS,
+        "d": d,
+        "e": e,
+    }
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
     kernels = KERNELS[type(leaf)](interpret=False)
