@@ -28,7 +28,7 @@ command with one, is in [Checking kernels](kernels.md).
 """
 
 NEVER = """\
-Nothing. Every kernel of the backend `triton` has been run by Triton's interpreter only, and
+Nothing. Every kernel of the backends `triton` and `pallas` has been run by an interpreter only, and
 compiled for the targets below. Nothing is known of its speed.
 """
 
@@ -62,7 +62,7 @@ def _run(records: list[Record]) -> str:
         f"| {row.mechanism} | {row.work} | {row.dtype} | {row.device} | {record.date} |"
         for record in records
         for row in record.rows
-        if "triton" in row.backends and row.device.startswith("cuda") and row.seconds
+        if {"triton", "pallas"} & {*row.backends} and row.device.startswith("cuda") and row.seconds
     ]
     if not lines:
         return NEVER
@@ -79,8 +79,9 @@ def _compiled(report: dict[str, Any]) -> str:
         found.setdefault(v["name"], {})[v["target"]] = (
             "; ".join(f.splitlines()[0] for f in v["failures"]) or text
         )
+    source = f", from JAX {report['jax']}" if "jax" in report else ""
     lines = [
-        f"\nWith Triton {report['triton']}.\n",
+        f"\nWith Triton {report['triton']}{source}.\n",
         "| kernel | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
     ]

@@ -45,7 +45,7 @@ def oracle(request):
         yield
 
 
-OUR_BACKENDS = ("portable", "torch", "triton")
+OUR_BACKENDS = ("pallas", "portable", "torch", "triton")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ SMALL = {
     "lucid_inverse": Configuration(16, 64),
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
+    "lucid_decode": Configuration(16, 16),
     "attention_forward": Configuration(16, 32),
     "attention_query_gradient": Configuration(32, 16),
     "attention_key_gradient": Configuration(16, 32),

@@ -1,6 +1,8 @@
 """Softmax attention as a backend's leaf: which calls the kernels take, and how they are called.
 
-Kept for the gradient: λ (b, h, t), in units of log 2.
+Kept for the gradient: λ (b, h, t), in units of log 2, and where the output is rounded to half
+precision, the output as it was: D = do · o has to make the sum of every row of dS vanish, or where
+keys are alike, what is left of it is all that dq has.
 """
 
 from __future__ import annotations
@@ -57,14 +59,17 @@ def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, Any]:
+def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, tuple[Any, ...]]:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
     out, log_total = attend(
         plan.forward, where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v),
         segments,
     )  # fmt: skip
-    return where_valid(q_valid, out), log_total
+    out = where_valid(q_valid, out)
+    if v.dtype == jnp.float32:
+        return out, (log_total,)
+    return out.astype(v.dtype), (log_total, out)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -117,8 +122,8 @@ class Attention:
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        out, log_total = _forward(plan, q, k, v, _masks(frame))
-        return out, (log_total,)
+        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        return found
 
     def backward(
         self,
@@ -131,12 +136,17 @@ class Attention:
     ) -> dict[str, Any]:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        found = _backward(plan, q, k, v, _masks(frame), out, *residuals, cotangent.astype(v.dtype))
+        log_total, *full = residuals
+        full_out = full[0] if full else out
+        d_out = cotangent.astype(v.dtype)
+        found = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
         return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
-        return (ArraySpec((b, h, t), "float32"),)
+        (*_, e), dtype = inputs["v"]
+        kept = ArraySpec((b, h, t), "float32")
+        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
 
 
 def _inputs(x: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -145,5 +155,5 @@ def _inputs(x: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
 
 
-def _masks(frame: Frame) -> Masks:
+def masks_of(frame: Frame) -> Masks:
     return frame.q_valid, frame.k_valid, frame.k_segment

@@ -6,7 +6,8 @@
 One kernel owns tiles of queries, another tiles of keys with all query heads that read them: nothing
 is added to from two programs, and the result is the same every time.
 
-Products with dS are of 32 bits for float16, which has not the range.
+Products with dS are of 32 bits (tf32 for half precision): float16 has not its range, and where keys
+are alike its sums cancel, so that bfloat16 has too few digits.
 """
 
 from __future__ import annotations
@@ -29,18 +30,12 @@ from precondattn_pallas.attention_tiles import (
 from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
 
 
-def factor_dtype(dtype: Any) -> Any:
-    """Of dS in products, for inputs of this dtype."""
-    return jnp.float32 if dtype == jnp.float16 else dtype
-
-
 def query_gradient(x: Any, out: Any, *, cut: Cut) -> None:
     """A tile of dq / s."""
     rows, columns = cut.tile[:2]
     q, d_o, logs, d_sum = (x[name][...] for name in ("q", "d_o", "log_total", "d_sum"))
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     place = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    dtype = factor_dtype(q.dtype)
 
     def add(index: Any, acc: Any) -> Any:
         j = pl.ds(index * columns, columns)
@@ -52,8 +47,8 @@ def query_gradient(x: Any, out: Any, *, cut: Cut) -> None:
         seen = visible(cut.sight, row, index * columns + place, *runs)
         a = jnp.exp2(jnp.where(seen, scores - logs[:, None], -jnp.inf))
         d_a = cut.products.dot(d_o, x["v"][j, :], right=True)
-        d_scores = (a * (d_a - d_sum[:, None])).astype(dtype)
-        return acc + cut.products.dot(d_scores, k.astype(dtype))
+        d_scores = a * (d_a - d_sum[:, None])
+        return acc + cut.products.dot(d_scores, k.astype(jnp.float32))
 
     out["d_q"][...] = loop(x["low"][0], x["high"][0], add, jnp.zeros((rows, cut.d), jnp.float32))
 
@@ -64,7 +59,6 @@ def key_gradient(x: Any, out: Any, *, cut: Cut) -> None:
     k, v = x["k"][...], x["v"][...]
     key = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     place = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    dtype = factor_dtype(k.dtype)
     low, high = x["low"][0], x["high"][0]
 
     def of_head(head: Any, carried: Any) -> Any:
@@ -81,8 +75,8 @@ def key_gradient(x: Any, out: Any, *, cut: Cut) -> None:
             a = jnp.exp2(jnp.where(seen, scores - logs[None, :], -jnp.inf))
             d_v += cut.products.dot(a.astype(d_o.dtype), d_o)
             d_a = cut.products.dot(v, d_o, right=True)
-            d_scores = (a * (d_a - d_sum[None, :])).astype(dtype)
-            return d_k + cut.products.dot(d_scores, q.astype(dtype)), d_v
+            d_scores = a * (d_a - d_sum[None, :])
+            return d_k + cut.products.dot(d_scores, q.astype(jnp.float32)), d_v
 
         return loop(low, high, add, carried)
 

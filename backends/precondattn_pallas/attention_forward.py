@@ -76,12 +76,12 @@ def forward(x: Any, out: Any, *, cut: Cut) -> None:
     )
     largest, total, acc = loop(x["low"][0], x["high"][0], add, start)
     some = jnp.where(total > 0, total, 1.0)
-    out["o"][...] = (acc / some[:, None]).astype(out["o"].dtype)
+    out["o"][...] = acc / some[:, None]
     out["log_total"][...] = jnp.where(total > 0, largest + jnp.log2(some), jnp.inf)
 
 
 def attend(cut: Cut, q: Any, k: Any, v: Any, segments: Segments | None) -> tuple[Any, Any]:
-    """o (b, t, h, e) in v's dtype, and λ (b, h, t) in float32."""
+    """o (b, t, h, e) and λ (b, h, t), in float32."""
     rows, columns = cut.tile[:2]
     (b, t, h, _), (_, s, n, e) = q.shape, v.shape
     group = h // n
@@ -113,7 +113,7 @@ def attend(cut: Cut, q: Any, k: Any, v: Any, segments: Segments | None) -> tuple
         (t_tiles, h, b),
         inputs,
         {
-            "o": (shape_of((b, t_tiles * rows, h, cut.e), v.dtype), of_tile(cut.e)),
+            "o": (shape_of((b, t_tiles * rows, h, cut.e), jnp.float32), of_tile(cut.e)),
             "log_total": (
                 shape_of((b, h, t_tiles * rows), jnp.float32),
                 pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, i)),

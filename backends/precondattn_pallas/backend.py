@@ -1,8 +1,8 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-LUCID's solve, and softmax attention. Without a GPU kernels are interpreted by JAX on a CPU, for
-checking and not for use: the backend then takes arrays there, and only when it is asked for by
-name.
+LUCID's solve, a step of LUCID, softmax attention and LASER. Without a GPU kernels are interpreted
+by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and only when it
+is asked for by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,7 +52,7 @@ def is_interpreting() -> bool:
 
 
 class Pallas(Backend):
-    """LUCID on a GPU, for JAX."""
+    """LUCID, LASER, softmax and recurrences on a GPU, for JAX."""
 
     name = "pallas"
     libraries = frozenset({"jax"})
@@ -136,8 +137,17 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 
 
 def _kernels(mechanism: Any) -> Any:
+    return kernels_of(mechanism, interpret=is_interpreting())
+
+
+def kernels_of(mechanism: Any, *, interpret: bool) -> Any:
     """What computes a leaf or group; None where nothing does."""
-    interpret = is_interpreting()
+    if len(mechanism.program.calls) > 1:
+        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
+            return None
+        from precondattn_pallas.lucid_step import LucidStep
+
+        return LucidStep(interpret=interpret)
     if type(mechanism) is pa.LucidSolve:
         from precondattn_pallas.lucid_solve import LucidSolve
 
@@ -150,4 +160,8 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_pallas.attention import Attention
 
         return Attention(interpret=interpret)
+    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
+        from precondattn_pallas.laser import Laser
+
+        return Laser(interpret=interpret)
     return None

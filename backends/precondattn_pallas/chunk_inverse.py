@@ -1,6 +1,8 @@
-"""The inverse of a chunk's system by the delta rule, M = (I + L)⁻¹ with L = diag(β) stril(D ∘ K Kᵀ).
+"""The inverse of a chunk's system by the delta rule.
 
-By recursive 2×2 block inversion,
+    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
+
+by recursive 2×2 block inversion,
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    M ← M − M (L ∘ lower left) M
 

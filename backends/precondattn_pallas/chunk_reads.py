@@ -19,7 +19,7 @@ from precondattn_pallas.precision import Products
 
 def read(x: Any, out: Any, *, products: Products, block: int) -> None:
     """The outputs of one query of each token."""
-    size, width = x["q"].shape
+    width = x["q"].shape[1]
 
     def add(c: Any, total: Any) -> Any:
         return total + products.dot(x["q"][:, c], x["state"][c, :])

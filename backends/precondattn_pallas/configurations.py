@@ -96,7 +96,7 @@ _declare(
 _declare(
     "attention_forward",
     half={
-        64: Configuration(128, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
         128: Configuration(128, 32, 8, 3),
         256: Configuration(64, 32, 8, 2),
     },
@@ -118,7 +118,12 @@ _declare(
         128: Configuration(64, 32, 8, 2),
         256: Configuration(32, 32, 8, 2),
     },
-    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 4, 1)},
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 8, 1)},
+)
+_declare(
+    "lucid_decode",
+    half={128: Configuration(16, 64, 4, 2), 256: Configuration(16, 32, 4, 2)},
+    full={128: Configuration(16, 32, 4, 2), 256: Configuration(16, 32, 8, 1)},
 )
 # Of a recurrence, all kernels have as many rows: the tokens of a chunk.
 _declare(

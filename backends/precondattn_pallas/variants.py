@@ -15,10 +15,9 @@ import jax
 
 import precondattn as pa
 from precondattn.frame import Frame
+from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
-from precondattn_pallas.attention import Attention
-from precondattn_pallas.lucid_solve import LucidSolve
-from precondattn_pallas.recurrence import Recurrence
+from precondattn_pallas.backend import kernels_of
 
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
@@ -26,13 +25,11 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
+    ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
-KERNELS: dict[type, Any] = {
-    pa.LucidSolve: LucidSolve,
-    pa.Softmax: Attention,
-    pa.GatedDelta: Recurrence,
-}
+
+STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
 TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
@@ -46,6 +43,30 @@ def variants(target: str) -> Iterator[Variant]:
         for dtype in dtypes:
             for d, e in widths:
                 yield from _of_call(expression, dtype, d, e)
+    for dtype, width in STEPS:
+        yield _of_step(dtype, width)
+
+
+def _of_step(dtype: str, width: int) -> Variant:
+    """One token of LUCID behind a cache."""
+    group: Any = Group(group_of("lucid[beta=true]"))
+    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
+    sizes |= {"t": 1, "s": 1}
+    inputs = group.inputs.extending()
+    x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
+    past = {
+        key: _empty(pattern.shape(sizes), "float32" if slot.wide else dtype)
+        for key, (slot, pattern) in group.program.slots.items()
+    }
+    valid = _empty((BATCH, TOKENS + 1), "bool")
+
+    def step(past: Any, x: Any, valid: Any) -> Any:
+        kernels = kernels_of(group, interpret=False)
+        out, updates = kernels.step(group, past, x, Frame(None, None, None, valid))
+        return out, {name: update.tokens for name, update in updates.items()}
+
+    limit = 0 if width <= 128 else WIDE_SPILLS
+    return Variant(f"lucid step {dtype} {width}", step, (past, x, valid), limit)
 
 
 def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
@@ -62,7 +83,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     }
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
-    kernels = KERNELS[type(leaf)](interpret=False)
+    kernels = kernels_of(leaf, interpret=False)
 
     def forward(x: Any, frame: Any) -> Any:
         return kernels.forward(leaf, x, _frame(frame))

@@ -1,0 +1,112 @@
+"""Compiling Pallas kernels for devices that are not here: what is reported, and what fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("triton")
+
+import os
+
+from precondattn_pallas import configurations, variants
+
+EXAMPLES = """
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from precondattn_conformance.kernels.pallas_compiler import Variant
+
+def call(kernel, size, **options):
+    shape = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    spec = pl.BlockSpec((size, size), lambda i: (0, 0))
+    run = pl.pallas_call(
+        kernel, grid=(1,), in_specs=(spec,), out_specs=spec, out_shape=shape, **options
+    )
+    return run, (shape,)
+
+def square(x, out):
+    out[...] = jnp.dot(x[...], x[...])
+
+def sort(x, out):
+    out[...] = jnp.sort(x[...])
+
+def variants(target):
+    options = {}
+    if target != "tpu":
+        options["compiler_params"] = plgpu.CompilerParams(num_warps=4, num_stages=1)
+    yield Variant("fits", *call(square, 128 if target == "tpu" else 32, **options))
+    yield Variant("has no such operation", *call(sort, 128, **options))
+    yield Variant("has no kernel", jnp.sin, (jax.ShapeDtypeStruct((4,), jnp.float32),))
+    if target != "tpu":
+        yield Variant("spills", *call(square, 128, **options))
+"""
+
+
+def compiler(*arguments, path="."):
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "precondattn_conformance.kernels.pallas_compiler", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=path,
+        env=without,
+    )
+
+
+def test_what_fits_has_its_resources_and_what_does_not_is_a_failure(tmp_path):
+    (tmp_path / "examples.py").write_text(EXAMPLES)
+    done = compiler(
+        "examples",
+        "--target=sm_80",
+        "--target=tpu",
+        "--jobs=1",
+        "--save=report.json",
+        path=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == {"jax", "triton", "python", "variants"}
+    found = {(v["name"], v["target"]): v for v in report["variants"]}
+    fits = found["fits square", "sm_80"]
+    assert fits["failures"] == []
+    assert 0 < fits["registers"] <= 255
+    assert fits["shared_bytes"] > 0
+    assert found["fits square", "tpu"]["failures"] == []
+    assert "bytes (at most 0)" in found["spills square", "sm_80"]["failures"][0]
+    for target in ("sm_80", "tpu"):
+        assert "sort" in found["has no such operation", target]["failures"][0]
+        assert found["has no kernel", target]["failures"] == ["no kernel in it"]
+
+
+def test_what_is_shipped_compiles_for_a_few_of_its_variants():
+    """All of them are for the command, which takes minutes."""
+    chosen = "softmax float32 64"
+    done = compiler(
+        "precondattn_pallas.variants", "--target=sm_90", f"--match={chosen}", "--jobs=1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(chosen)[2].strip() for line in done.stdout.splitlines()] == [
+        "forward",
+        "backward key_gradient",
+        "backward query_gradient",
+    ]
+
+
+def test_every_configuration_is_among_the_compiled(monkeypatch):
+    compiled, look_up = set(), configurations.configuration
+
+    def noted(kernel, width, half):
+        cut = look_up(kernel, width, half)
+        compiled.add((kernel, half, cut))
+        return cut
+
+    for module in ("attention", "lucid_solve", "lucid_step"):
+        monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
+    names = [variant.name for variant in variants.variants("sm_90")]
+    assert len(names) == len(set(names))
+    shipped = {(key.kernel, key.half, cut) for key, cut in configurations.CONFIGURATIONS.items()}
+    assert shipped == compiled
