@@ -77,6 +77,26 @@ def _run_vjp(
     return {name: found[name].astype(dtype) for name, dtype in dtypes.items()}, d_past
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _extended(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+    """The output and the new state. An extension is differentiated by JAX, kernels can not be."""
+    return _run(leaf, interpret, state, x, masks)
+
+
+def _extended_forward(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+    return _run(leaf, interpret, state, x, masks), (state, x, masks)
+
+
+def _extended_backward(leaf: Any, interpret: bool, kept: Any, cotangents: Any) -> Any:
+    state, x, masks = kept
+    d_out, d_final = cotangents
+    d_x, d_state = _run_vjp(leaf, interpret, state, x, masks, d_out, d_final)
+    return d_state, d_x, None
+
+
+_extended.defvjp(_extended_forward, _extended_backward)
+
+
 class Recurrence:
     """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
 
@@ -121,7 +141,7 @@ class Recurrence:
     ) -> tuple[Any, Updates]:
         keys = leaf.program.calls[0].slot_keys()
         own = {slot: past[key] for slot, key in keys.items()}
-        out, state = _run(leaf, self.interpret, own, dict(x), _new(frame, x))
+        out, state = _extended(leaf, self.interpret, own, dict(x), _new(frame, x))
         return out, {keys[slot]: Replace(value) for slot, value in state.items()}
 
     def step_backward(
