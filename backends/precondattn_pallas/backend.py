@@ -23,6 +23,9 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
+RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+"""Leaves made of recurrences with one decay, or none, for all of a state."""
+
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""
 
@@ -49,7 +52,7 @@ def is_interpreting() -> bool:
 
 
 class Pallas(Backend):
-    """LUCID, LASER and softmax on a GPU, for JAX."""
+    """LUCID, LASER, softmax and recurrences on a GPU, for JAX."""
 
     name = "pallas"
     libraries = frozenset({"jax"})
@@ -94,6 +97,20 @@ class Pallas(Backend):
         found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
         return found
 
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
+            mechanism, past, inputs, frame, cotangent, d_buffers
+        )
+        return found
+
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
@@ -135,6 +152,10 @@ def kernels_of(mechanism: Any, *, interpret: bool) -> Any:
         from precondattn_pallas.lucid_solve import LucidSolve
 
         return LucidSolve(interpret=interpret)
+    if type(mechanism) in RECURRENT:
+        from precondattn_pallas.recurrence import Recurrence
+
+        return Recurrence(interpret=interpret)
     if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
         from precondattn_pallas.attention import Attention
 

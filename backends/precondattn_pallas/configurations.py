@@ -125,3 +125,40 @@ _declare(
     half={128: Configuration(16, 64, 4, 2), 256: Configuration(16, 32, 4, 2)},
     full={128: Configuration(16, 32, 4, 2), 256: Configuration(16, 32, 8, 1)},
 )
+# Of a recurrence, all kernels have as many rows: the tokens of a chunk.
+_declare(
+    "chunk_states",
+    half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 1)},
+    full={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(32, 16, 4, 1),
+        256: Configuration(32, 16, 8, 1),
+    },
+)
+_declare(
+    "chunk_gradients",
+    half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
+    full={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(32, 16, 4, 1),
+        256: Configuration(32, 16, 8, 1),
+    },
+)
+for _kernel in (
+    "chunk_inverse",
+    "delta_prepare",
+    "delta_keys",
+    "chunk_reads",
+    "chunk_scores_gradient",
+    "chunk_query_gradient",
+):
+    _declare(
+        _kernel,
+        half={256: Configuration(64, 64, 8, 1)},
+        full={256: Configuration(64, 32, 8, 1)},
+    )
+_declare(
+    "chunk_key_gradient",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 8, 1)},
+)

@@ -22,11 +22,15 @@ class Products(NamedTuple):
     """Whether factors in float32 may lose their last 13 bits; else they are three of tf32 each."""
 
     def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
-        """a b in float32, with the left or the right factor transposed."""
+        """a b in float32, with the left or the right factor transposed.
+
+        Factors of different dtypes are multiplied as float32.
+        """
         dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
         precision: Any = None
-        if self.interpret:
+        if self.interpret or a.dtype != b.dtype:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if self.interpret:
             precision = lax.Precision.HIGHEST
         elif a.dtype == jnp.float32:
             presets = lax.DotAlgorithmPreset

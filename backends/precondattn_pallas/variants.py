@@ -24,6 +24,7 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
+    ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
@@ -70,7 +71,16 @@ def _of_step(dtype: str, width: int) -> Variant:
 
 def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
-    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "t": TOKENS, "s": TOKENS, "d": d, "e": e}
+    sizes = {
+        "b": BATCH,
+        "h": HEADS,
+        "n": KEY_HEADS,
+        "u": HEADS,
+        "t": TOKENS,
+        "s": TOKENS,
+        "d": d,
+        "e": e,
+    }
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
     kernels = kernels_of(leaf, interpret=False)

@@ -1,0 +1,174 @@
+"""Leaves with a state as a backend has them: their own definition, on the recurrence in chunks.
+
+Their inputs come in the call's dtype. What a leaf makes of them for the recurrence is made in
+float32, by XLA, and rounded again for the products of the kernels; states, gates and β stay in
+float32. For half precision, factors in float32 are multiplied as tf32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Replace, Updates
+from precondattn.frame import Frame
+from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn_pallas.chunkwise import Chunkwise
+from precondattn_pallas.masks import where_valid
+from precondattn_pallas.precision import products
+
+WIDEST_KEYS, WIDEST_VALUES = 256, 512
+MOST_HEADS = 65535
+"""Of all sequences: a grid has no more along that axis."""
+
+Masks = tuple[Any, Any, Any]
+"""Of queries and keys, which count, and the keys' segments; None where all do, or there is one."""
+
+
+def _form(leaf: Any, dtype: Any, masks: Masks, interpret: bool) -> Chunkwise:
+    """For inputs of a dtype."""
+    is_query_side = isinstance(leaf, ConditionedQuery)
+    decay = leaf.decay != "none" if is_query_side else leaf.offers.decay is not None
+    # What has just been normalised, in float32, is not rounded again.
+    operands = jnp.float32 if is_query_side else dtype
+    decays = decay or masks[2] is not None
+    return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
+
+
+def _frame(masks: Masks) -> Frame:
+    q_valid, k_valid, k_segment = masks
+    return Frame(None, None, q_valid, k_valid, None, k_segment)
+
+
+def _wide(x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
+    """Inputs in float32, with zeros at tokens that do not count."""
+    valid = {"q": masks[0]}
+    return {
+        name: where_valid(valid.get(name, masks[1]), array).astype(jnp.float32)
+        for name, array in x.items()
+    }
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+    dtype = x["q"].dtype
+    x = _wide(x, masks)
+    state = leaf.zero_state(x) if state is None else state
+    out, final = leaf.run(state, x, _frame(masks), _form(leaf, dtype, masks, interpret))
+    return out.astype(dtype), final
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_vjp(
+    leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks, cotangent: Any, d_state: Any
+) -> Any:
+    dtypes = {name: array.dtype for name, array in x.items()}
+    x = _wide(x, masks)
+    state = leaf.zero_state(x) if state is None else state
+    d_state = leaf.zero_state(x) if d_state is None else d_state
+    form = _form(leaf, dtypes["q"], masks, interpret)
+    cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
+    found, d_past = leaf.run_vjp(state, x, _frame(masks), cotangent, d_state, form)
+    return {name: found[name].astype(dtype) for name, dtype in dtypes.items()}, d_past
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _extended(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+    """The output and the new state. An extension is differentiated by JAX, kernels can not be."""
+    return _run(leaf, interpret, state, x, masks)
+
+
+def _extended_forward(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+    return _run(leaf, interpret, state, x, masks), (state, x, masks)
+
+
+def _extended_backward(leaf: Any, interpret: bool, kept: Any, cotangents: Any) -> Any:
+    state, x, masks = kept
+    d_out, d_final = cotangents
+    d_x, d_state = _run_vjp(leaf, interpret, state, x, masks, d_out, d_final)
+    return d_state, d_x, None
+
+
+_extended.defvjp(_extended_forward, _extended_backward)
+
+
+class Recurrence:
+    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
+
+    def __init__(self, *, interpret: bool) -> None:
+        self.interpret = interpret
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        shapes = dict(request.shapes)
+        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        if d > WIDEST_KEYS or e > WIDEST_VALUES:
+            return (
+                f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
+                f"found d={d}, e={e}"
+            )
+        if any(0 in shape for shape in shapes.values()):
+            return "its recurrence takes no empty arrays"
+        heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
+        if shapes["q"][0] * heads > MOST_HEADS:
+            return f"its recurrence takes at most {MOST_HEADS} heads of all sequences together"
+        return None
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        masks = frame.q_valid, frame.k_valid, frame.k_segment
+        return _run(leaf, self.interpret, None, dict(x), masks)[0], ()
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        masks = frame.q_valid, frame.k_valid, frame.k_segment
+        found = _run_vjp(leaf, self.interpret, None, dict(x), masks, cotangent, None)
+        gradients: dict[str, Any] = found[0]
+        return gradients
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Any], x: Mapping[str, Any], frame: Frame
+    ) -> tuple[Any, Updates]:
+        keys = leaf.program.calls[0].slot_keys()
+        own = {slot: past[key] for slot, key in keys.items()}
+        out, state = _extended(leaf, self.interpret, own, dict(x), _new(frame, x))
+        return out, {keys[slot]: Replace(value) for slot, value in state.items()}
+
+    def step_backward(
+        self,
+        leaf: Any,
+        past: Mapping[str, Any],
+        x: Mapping[str, Any],
+        frame: Frame,
+        cotangent: Any,
+        d_buffers: Mapping[str, Any],
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        keys = leaf.program.calls[0].slot_keys()
+        own, d_own = (
+            {slot: given[key] for slot, key in keys.items()} for given in (past, d_buffers)
+        )
+        gradients, d_past = _run_vjp(
+            leaf, self.interpret, own, dict(x), _new(frame, x), cotangent, d_own
+        )
+        return gradients, {keys[slot]: d_state for slot, d_state in d_past.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return ()
+
+
+def _new(frame: Frame, x: Mapping[str, Any]) -> Masks:
+    """Of an extension, whose new tokens are the last keys."""
+    if frame.held is not None:
+        return None, None, None
+    k_valid = frame.k_valid
+    return frame.q_valid, None if k_valid is None else k_valid[:, -x["k"].shape[1] :], None
