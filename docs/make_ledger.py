@@ -28,8 +28,8 @@ command with one, is in [Checking kernels](kernels.md).
 """
 
 NEVER = """\
-Nothing. Every kernel of the backends `triton` and `pallas` has been run by an interpreter only, and
-compiled for the targets below. Nothing is known of its speed.
+Nothing. The kernels of the backends `triton` and `pallas` have been run by an interpreter only, and
+those listed below have been compiled. Nothing is known of their speed.
 """
 
 COMPILED = """\
