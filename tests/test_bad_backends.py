@@ -137,6 +137,8 @@ def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
+        # Where the tests run in the background, interrupts are ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

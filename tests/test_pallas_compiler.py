@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax")
 pytest.importorskip("triton")
 
 import os
@@ -104,9 +104,11 @@ def test_every_configuration_is_among_the_compiled(monkeypatch):
         compiled.add((kernel, half, cut))
         return cut
 
-    for module in ("attention", "lucid_solve", "lucid_step"):
+    for module in ("attention", "chunk_arrays", "lucid_solve", "lucid_step"):
         monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
-    names = [variant.name for variant in variants.variants("sm_90")]
-    assert len(names) == len(set(names))
+    found = list(variants.variants("sm_90"))
+    assert len({variant.name for variant in found}) == len(found)
+    for variant in found:
+        jax.eval_shape(variant.function, *variant.arguments)
     shipped = {(key.kernel, key.half, cut) for key, cut in configurations.CONFIGURATIONS.items()}
     assert shipped == compiled
