@@ -1,15 +1,16 @@
 """Compiling Pallas kernels for devices that are not here: what is reported, and what fails."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-jax = pytest.importorskip("jax")
+pytest.importorskip("jax")
 pytest.importorskip("triton")
 
-import os
+import jax
 
 from precondattn_pallas import configurations, variants
 
