@@ -6,11 +6,12 @@ from typing import Any
 
 import precondattn as pa
 from precondattn_jax.attention import Attention
+from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
-from precondattn_jax.stateful import Stateful
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.backend import STATEFUL
+from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
 
 ALGORITHMS: dict[type, Algorithm] = {
@@ -18,7 +19,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
     pa.QueryWeightedQuery: QueryWeighted(),
-    **dict.fromkeys(STATEFUL, Stateful()),
+    **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise())),
 }
 """By the leaf's own class: a subclass may mean something else."""
 

@@ -130,5 +130,5 @@ KINDS: dict[type, type] = {
 
 def group_of(x: Stream, chunks: Chunks) -> Group:
     """Some chunks of a stream."""
-    found: Group = KINDS[chunkwise._kind(x)](JAX, chunks)
+    found: Group = KINDS[chunkwise.kind_of(x)](JAX, chunks)
     return found

@@ -27,9 +27,9 @@ from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
 from precondattn_jax.read_mean import MeanRead, MeanState
 from precondattn_jax.sight import Sight
-from precondattn_jax.tiled_attention import zero_padding
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import zero_padding
 
 
 class View:

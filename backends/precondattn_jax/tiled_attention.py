@@ -36,7 +36,7 @@ from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
 from precondattn_jax.read_mean import MeanRead, Rows
 from precondattn_jax.sight import Sight
 from precondattn_jax.transported_scores import TransportedScores
-from precondattn_portable.layout import grouped_bias
+from precondattn_portable.layout import grouped_bias, zero_padding
 from precondattn_portable.read_log_mean_exp import RANGE
 
 Reads = MeanRead | LogMeanExpRead
@@ -266,11 +266,3 @@ class TiledAttention:
             d_bias = found["bias"][:, :, :, rows, : blocks.s]
             gradients["bias"] = jnp.reshape(d_bias, x["bias"].shape)
         return gradients
-
-
-def zero_padding(x: Array, frame: Frame) -> Array:
-    """(b, t, h, …), 0 at padded queries."""
-    if frame.q_valid is None:
-        return x
-    valid = frame.q_valid
-    return jnp.where(jnp.reshape(valid, (*valid.shape, *(1,) * (x.ndim - 2))), x, 0.0)

@@ -161,7 +161,7 @@ class Work:
         beta = None if x.beta is None else x.beta[..., None]
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
         self.written = Chunks(x.k, x.v, g, beta)
-        self.kind = _kind(x)
+        self.kind = kind_of(x)
         # Whatever has no decay comes with one of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
 
@@ -234,7 +234,8 @@ class Work:
         return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
 
 
-def _kind(x: Stream) -> type[Group]:
+def kind_of(x: Stream) -> type[Group]:
+    """How the chunks of a stream are computed, by its decays and its rule."""
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
         raise ValueError(

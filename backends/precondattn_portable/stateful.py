@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from precondattn.arrays import Array
@@ -14,12 +14,15 @@ from precondattn_portable.chunkwise import Chunkwise
 
 
 class StatefulAlgorithm(Algorithm):
-    """Of every `Stateful` leaf: its recurrences are `Chunkwise`."""
+    """Of every `Stateful` leaf: its recurrences are of a form, made for a call's products."""
+
+    def __init__(self, form: Callable[[Arithmetic], Any] = Chunkwise) -> None:
+        self.form = form
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return leaf.run(leaf.zero_state(x), x, frame, Chunkwise(ops))[0], ()
+        return leaf.run(leaf.zero_state(x), x, frame, self.form(ops))[0], ()
 
     def backward(
         self,
@@ -32,7 +35,7 @@ class StatefulAlgorithm(Algorithm):
         cotangent: Array,
     ) -> Arrays:
         zeros = leaf.zero_state(x)
-        gradients: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, Chunkwise(ops))[0]
+        gradients: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, self.form(ops))[0]
         return gradients
 
     def step(
@@ -43,7 +46,7 @@ class StatefulAlgorithm(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        out, state = leaf.run(past, x, frame, Chunkwise(ops))
+        out, state = leaf.run(past, x, frame, self.form(ops))
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(
@@ -57,6 +60,6 @@ class StatefulAlgorithm(Algorithm):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         found: tuple[Arrays, Arrays] = leaf.run_vjp(
-            past, x, frame, cotangent, d_buffers, Chunkwise(ops)
+            past, x, frame, cotangent, d_buffers, self.form(ops)
         )
         return found

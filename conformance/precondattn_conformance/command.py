@@ -19,7 +19,7 @@ from precondattn_conformance.report.record import Recording
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Report
 from precondattn_conformance.session import Session
-from precondattn_conformance.status import FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
+from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
@@ -128,5 +128,5 @@ def _print_verdict(
     if len(report.outcomes) < asked:
         left = asked - len(report.outcomes)
         console.print(f"[red]interrupted[/red]: {left} of {asked} cases were not run")
-    elif not any(report.count(status) for status in (PASSED, FAILED, XFAILED)):
+    elif not any(report.count(status) for status in COMPARED):
         console.print("[red]nothing was compared, which counts as a failure[/red]")
