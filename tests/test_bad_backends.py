@@ -132,14 +132,15 @@ def test_below_its_floor_a_backend_fails(tmp_path):
 
 def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
     path = tmp_path / "record.json"
+    # Where the tests run in the background, interrupts are ignored, and a child inherits that.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*COMMAND, "hangs", "--mechanism", "softmax", "--library", "numpy", "--record", path],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
-        # Where the tests run in the background, interrupts are ignored, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    signal.signal(signal.SIGINT, ignored)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         time.sleep(0.2)
