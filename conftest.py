@@ -15,3 +15,6 @@ pytest_collect_file = Sybil(
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+
+# Tests call each function that JAX compiles once or twice; to optimise its machine code costs more.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, of the kernels in backends/precondattn_triton.
+# Everything that only a GPU can show, of the kernels of the backends `triton` and `pallas`.
 #
 #     bash conformance/on_a_gpu.sh [FOLDER]
 #
@@ -11,14 +11,19 @@ cd "$(dirname "$0")/.."
 folder=${1:-docs/measurements}
 device=$(python -c 'import torch; print(torch.cuda.get_device_name())')
 name=$(echo "$device" | tr 'A-Z -' 'a-z__')
+export XLA_PYTHON_CLIENT_PREALLOCATE=false  # Or JAX leaves PyTorch nothing.
 mechanisms=(lucid_solve 'lucid_solve[beta=true]' lucid 'lucid[beta=true]' laser 'laser(softmax[causal=false])'
     'lucid(laser)' unit_rows row_normalized)
 options=(--device cuda --library torch --backend triton --backend torch)
 for mechanism in "${mechanisms[@]}"; do options+=(--mechanism "$mechanism"); done
+of_jax=(lucid_solve 'lucid_solve[beta=true]' lucid softmax laser gated_delta delta ssd retention 'ccq(gated_delta)')
+jax_options=(--device cuda --library jax --backend pallas --backend jax)
+for mechanism in "${of_jax[@]}"; do jax_options+=(--mechanism "$mechanism"); done
 
 echo "== conformance on $device"
 for dtype in float32 bfloat16 float16; do
     precondattn conformance "${options[@]}" --level full --dtype "$dtype"
+    precondattn conformance "${jax_options[@]}" --level full --dtype "$dtype"
 done
 
 echo "== the smoke set under compute-sanitizer"
@@ -43,3 +48,12 @@ run --mechanism lucid --work decode \
     --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_triton_decoding.json"
 run --mechanism lucid --mechanism laser --work memory \
     --sizes b=1,t=32768,h=16,n=16,d=128 --save "$folder/${name}_triton_memory.json"
+
+run_jax() { precondattn bench --device cuda --library jax --backend pallas,jax "$@"; }
+run_jax --dtype bfloat16 --mechanism softmax --mechanism lucid --mechanism laser \
+    --work forward --work forward_backward "${sizes[@]}" --save "$folder/${name}_pallas.json"
+run_jax --dtype bfloat16 --mechanism gated_delta --mechanism 'ccq(gated_delta)' \
+    --work forward --work forward_backward --sizes b=2,t=4096,h=16,n=16,d=128 \
+    --save "$folder/${name}_pallas_gated_delta.json"
+run_jax --dtype bfloat16 --mechanism lucid --work decode \
+    --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_pallas_decoding.json"

@@ -8,13 +8,13 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED
 
 
-def groups(level, library, dtypes):
+def groups(level, library, dtypes, checks=()):
     """A group for each mechanism.
 
     Of a composition that no class declares, it is the wiring of its steps: that is smoke's.
     """
     for expression in expressions():
-        options = {"only_libraries": (library,), "only_dtypes": dtypes}
+        options = {"only_libraries": (library,), "only_dtypes": dtypes, "only_checks": checks}
         chosen = "smoke" if expression in derived() else level
         found = [*cases(chosen, only_mechanisms=(expression,), **options)]
         if found:

@@ -18,7 +18,7 @@ BACKENDS = {
         *groups("smoke", "numpy", ("float64", "float32")),
         *groups("smoke", "array_api_strict", ("float64",)),
         *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
-        *groups("smoke", "jax", ("float32",)),
+        *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
     ],
 )
 def test_the_blocked_backends_conform(group):

@@ -221,9 +221,10 @@ print("all of them agree")
 
 
 def test_shards_on_eight_devices():
+    flags = os.environ.get("XLA_FLAGS", "")
     done = subprocess.run(
         [sys.executable, "-c", SHARDED],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8"},
         capture_output=True,
         text=True,
         check=False,

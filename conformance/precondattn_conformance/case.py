@@ -85,6 +85,7 @@ def _cases(
     only_dtypes: tuple[str, ...],
 ) -> Iterator[Case]:
     dtypes = {name: libraries.named(name).dtypes for name in chosen}
+    is_alone = len(chosen) == 1
     for name in names:
         for dtype in libraries.WIDE + libraries.HALF:
             if only_dtypes and dtype not in only_dtypes:
@@ -93,7 +94,7 @@ def _cases(
                 if dtype not in dtypes[library]:
                     continue
                 for check in checks:
-                    for layout, kind in data(level, check, library, dtype, name):
+                    for layout, kind in data(level, check, library, dtype, name, is_alone):
                         case = Case(check, name, library, dtype, layout, kind)
                         if makes_sense(case):
                             yield case

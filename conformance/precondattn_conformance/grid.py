@@ -103,9 +103,13 @@ DRAWN = 12
 """Random layouts for a mechanism and a check of numbers."""
 
 
-def data(level: str, check: str, library: str, dtype: str, mechanism: str) -> Data:
-    """Layouts and kinds of keys."""
+def data(
+    level: str, check: str, library: str, dtype: str, mechanism: str, is_alone: bool = False
+) -> Data:
+    """Layouts and kinds of keys; of a library alone, where no other was asked for."""
     if level == "smoke":
+        if library == "jax" and is_alone:
+            return _smoke_of_jax(check, dtype, mechanism in derived())
         return _smoke(check, library, dtype, mechanism in derived())
     if check in ("leaks", "memory"):
         # They are about a process, not about arithmetic.
@@ -126,6 +130,15 @@ def _drawn(check: str) -> Data:
     kinds = ("clustered", "random", "duplicate", "zero")
     layouts = random_layouts(DRAWN)
     return tuple((layout, kinds[i % len(kinds)]) for i, layout in enumerate(layouts))
+
+
+def _smoke_of_jax(check: str, dtype: str, is_derived: bool) -> Data:
+    """Another mask in each check, since each case has to be compiled."""
+    if is_derived or check not in ("outputs", "gradients", "caching"):
+        return ()
+    if dtype != "float32":
+        return SMOKE[:1] if check == "outputs" and dtype == "bfloat16" else ()
+    return {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}[check]
 
 
 def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:

@@ -74,8 +74,28 @@ DECLARED = (
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
     BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
     BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
+    BenchCase("jax_softmax", "softmax", "forward", layout(), "jax", peers=("sdpa", "xla")),
+    BenchCase("jax_lucid", "lucid", "forward", layout(), "jax", peers=("base", "sdpa")),
+    BenchCase(
+        "jax_lucid_backward", "lucid", "forward_backward", layout(), "jax", peers=("base", "sdpa")
+    ),
+    BenchCase("jax_laser", "laser", "forward", layout(), "jax", peers=("base",)),
+    BenchCase("jax_path", "path", "forward", layout(), "jax", peers=("torch",)),
+    BenchCase("jax_gated_delta", "gated_delta", "forward", layout(d=128), "jax", peers=("torch",)),
+    BenchCase(
+        "jax_gated_delta_backward",
+        "gated_delta",
+        "forward_backward",
+        layout(d=128),
+        "jax",
+        peers=("torch",),
+    ),
     *(
         BenchCase(f"memory_{name}", name, "memory", layout(h=2), peers=())
+        for name in _MEMORY
+    ),
+    *(
+        BenchCase(f"jax_memory_{name}", name, "memory", layout(h=2), "jax", peers=())
         for name in _MEMORY
     ),
     *(

@@ -148,12 +148,28 @@ def no_gradient(library: Library) -> Any:
     return library.precision("")  # The base class's context, which does nothing.
 
 
+def compiled_forward(of: Computation) -> Any:
+    """JAX's compiled function from the inputs to the output."""
+    import jax
+
+    return jax.jit(lambda x: of.forward(**x))
+
+
+def compiled_backward(of: Computation) -> Any:
+    """JAX's compiled function from inputs and cotangent to the output and every gradient."""
+    import jax
+
+    def both(x: Arrays, cotangent: Any) -> Any:
+        out, pullback = jax.vjp(lambda x: of.forward(**x), x)
+        return out, pullback(cotangent)[0]
+
+    return jax.jit(both)
+
+
 def forward_run(of: Computation, library: Library, inputs: Arrays) -> Run:
     """The output, under `no_grad` where the library has one."""
     if library.name == "jax":
-        import jax
-
-        compiled = jax.jit(lambda x: of.forward(**x))
+        compiled = compiled_forward(of)
         return Run(lambda: finished(library, {"the output": compiled(inputs)}))
 
     def call() -> Arrays:
@@ -182,13 +198,7 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
 
         return Run(by_autograd)
     if library.name == "jax":
-        import jax
-
-        @jax.jit
-        def both(x: Arrays, cotangent: Any) -> Any:
-            out, pullback = jax.vjp(lambda x: of.forward(**x), x)
-            return out, pullback(cotangent)[0]
-
+        both = compiled_backward(of)
         return Run(lambda: named(*both(inputs, cotangent)))
     if of.vjp is None:
         raise UnsupportedError(f"{of.name} has no gradient on {library.name}")

@@ -39,7 +39,7 @@ from precondattn_conformance.bench.correct import (
 from precondattn_conformance.bench.cost import flops, is_quadratic, moved_bytes
 from precondattn_conformance.bench.memory import NoPeakError, peak_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread, timed
-from precondattn_conformance.bench.peers import peers_of
+from precondattn_conformance.bench.peers import lacks, peers_of
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
 from precondattn_conformance.inputs import Layout
 from precondattn_conformance.libraries import Library
@@ -154,7 +154,7 @@ def _measure(
     contender = ours(pa.parse(case.mechanism), backend)
     run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
-    peers = _right_peers(case, backend, layout, library, row)
+    peers = _right_peers(case, backend, options, layout, row)
     turns = Turns(peers)
 
     def before_each_round() -> None:
@@ -212,15 +212,16 @@ def _checked_run(
 
 
 def _right_peers(
-    case: BenchCase, backend: str | None, layout: Layout, library: Library, row: Row
+    case: BenchCase, backend: str | None, options: Options, layout: Layout, row: Row
 ) -> dict[str, Run]:
     """The peers that are here and right; the others are noted in the row with the reason."""
     found: dict[str, Run] = {}
     for peer in peers_of(case):
-        lacks = peer.lacks(case, row.device)
-        if lacks:
-            row.absent_peers[peer.name] = lacks
+        why = lacks(peer, case, row.device)
+        if why:
+            row.absent_peers[peer.name] = why
             continue
+        library = libraries.named(peer.library or case.library, options.device)
         try:
             of = peer.make(pa.parse(case.mechanism), backend)
             run, checked, _ = _checked_run(of, case, layout, library)

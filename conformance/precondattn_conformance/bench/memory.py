@@ -6,6 +6,9 @@ On a CPU it is the peak of the resident set during the call, less what was resid
 interpreter, the libraries, a small call to warm up, and the inputs), plus the size of the inputs.
 On a GPU it is what the library's allocator says. A process of its own, because a peak can only
 rise, and because what one call leaves behind would hide what the next one needs.
+
+JAX knows before the call: there it is what the compiler sets aside for inputs, results and all
+between.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ import numpy as np
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import backward_run, forward_run, ours
+from precondattn_conformance.bench.computation import (
+    backward_run,
+    compiled_backward,
+    compiled_forward,
+    forward_run,
+    ours,
+)
 from precondattn_conformance.bench.correct import inputs_of
 from precondattn_conformance.inputs import Layout
 
@@ -77,6 +86,9 @@ def main(text: str) -> None:
     case = BenchCase(**asked, layout=layout)
     library = libraries.named(case.library, device)
     with library.precision(case.dtype):
+        if library.name == "jax":
+            print(_set_aside(case, backend, library, layout))
+            return
         warm = layout._replace(t=min(WARM_TOKENS, layout.t), s=min(WARM_TOKENS, layout.s))
         _prepared(case, backend, library, warm)[0]()
         call, size = _prepared(case, backend, library, layout)
@@ -85,20 +97,37 @@ def main(text: str) -> None:
 
 def _prepared(case: BenchCase, backend: str | None, library: Any, layout: Layout) -> Any:
     """The call, and the size of its inputs in bytes."""
+    of = ours(pa.parse(case.mechanism), backend)
+    inputs, cotangent = _arrays(case, library, layout)
+    arrays = [*inputs.values()]
+    if case.work == "forward":
+        call = forward_run(of, library, inputs).call
+    else:
+        call = backward_run(of, library, inputs, cotangent).call
+        arrays.append(cotangent)
+    return call, sum(int(array.nbytes) for array in arrays)
+
+
+def _arrays(case: BenchCase, library: Any, layout: Layout) -> Any:
+    """Inputs and a cotangent of the output."""
     m = pa.parse(case.mechanism)
     made = inputs_of.__wrapped__(case.mechanism, layout, case.dtype, case.library)
     inputs = {name: library.array(array, case.dtype) for name, array in made.items()}
-    of = ours(m, backend)
+    sizes = m.inputs.sizes(str(m), {name: array.shape for name, array in made.items()})
+    shape = m.program.output.shape(sizes)
+    return inputs, library.array(np.ones(shape, dtype=np.float32), case.dtype)
+
+
+def _set_aside(case: BenchCase, backend: str | None, library: Any, layout: Layout) -> float:
+    """What JAX's compiler sets aside for a call."""
+    of = ours(pa.parse(case.mechanism), backend)
+    inputs, cotangent = _arrays(case, library, layout)
     if case.work == "forward":
-        call = forward_run(of, library, inputs).call
-        arrays = list(inputs.values())
+        lowered = compiled_forward(of).lower(inputs)
     else:
-        sizes = m.inputs.sizes(str(m), {name: array.shape for name, array in made.items()})
-        shape = m.program.output.shape(sizes)
-        cotangent = library.array(np.ones(shape, dtype=np.float32), case.dtype)
-        call = backward_run(of, library, inputs, cotangent).call
-        arrays = [*inputs.values(), cotangent]
-    return call, sum(int(array.nbytes) for array in arrays)
+        lowered = compiled_backward(of).lower(inputs, cotangent)
+    plan = lowered.compile().memory_analysis()
+    return float(plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes)
 
 
 def _peak_of(call: Any, library: Any) -> float:

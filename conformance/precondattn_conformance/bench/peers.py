@@ -6,16 +6,21 @@ peer           of          what it computes                    where
 sdpa           softmax     softmax attention                   PyTorch
 flash_sdpa,    softmax     the same, by one kernel of          PyTorch on a GPU, in half
 cudnn_sdpa                 PyTorch's each                      precision
+xla            softmax     softmax attention                   JAX
+cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in half precision
 naive_lucid    lucid       the same as we                      PyTorch
 transformers   gated       the same as we                      PyTorch, with `transformers`
                delta
 fla            linear      the same as we, in half precision   PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
 base           any         the base alone, on our backend      everywhere
+torch          any         the same as we: we, in PyTorch      PyTorch, beside another library
 =============  ==========  ==================================  ==================================
 
 `sdpa` is the yardstick of everything that is softmax inside, of LASER and PaTH too, although these
 compute something else. What a peer computes it is held to: one that is wrong is not measured.
+
+A peer runs in its own array library, on the same numbers: JAX can be measured beside PyTorch.
 """
 
 from __future__ import annotations
@@ -43,6 +48,8 @@ class Peer(NamedTuple):
     """A row of the table above."""
 
     name: str
+    library: str | None
+    """The array library it runs in; None for that of the case."""
     fits: Callable[[pa.Mechanism], bool]
     """Whether it is a peer of this mechanism."""
     lacks: Callable[[BenchCase, str], str]
@@ -72,12 +79,19 @@ def _is_softmax_inside(m: pa.Mechanism) -> bool:
     return any(type(leaf).name in ("softmax", "path") for leaf in m.program.leaves)
 
 
-def _torch_only(case: BenchCase, device: str) -> str:
-    return "" if case.library == "torch" else f"takes tensors of torch, not those of {case.library}"
-
-
 def _no_decoding(case: BenchCase, device: str) -> str:
-    return "has no decoding" if case.work == "decode" else _torch_only(case, device)
+    return "has no decoding" if case.work == "decode" else ""
+
+
+def lacks(peer: Peer, case: BenchCase, device: str) -> str:
+    """Why a peer can not run for this case on this device; empty where it can."""
+    library = peer.library or case.library
+    found = libraries.named(library)
+    if not found.is_installed():
+        return f"{library} is not installed"
+    if case.dtype not in found.dtypes:
+        return f"{library} is not measured in {case.dtype}"
+    return peer.lacks(case, device)
 
 
 # PyTorch's own attention.
@@ -105,7 +119,7 @@ def _sdpa_by(kernel: str) -> Callable[..., Any]:
 
 
 def _lacks_gpu_kernel(case: BenchCase, device: str) -> str:
-    if not device.startswith("cuda"):
+    if device == "cpu":
         return f"is a kernel for GPUs; this runs on {device}"
     if case.dtype not in libraries.HALF:
         return f"takes half precision, not {case.dtype}"
@@ -150,6 +164,20 @@ class SdpaDecoder:
         return np.asarray(SOFTMAX(**rounded, backend="reference"))
 
 
+# JAX's own attention.
+
+
+def _jax_attention_by(implementation: str) -> Callable[..., Any]:
+    """Causal softmax attention by `jax.nn.dot_product_attention`."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        import jax
+
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+    return attention
+
+
 # Transformers, whose file is loaded without its models.
 
 
@@ -186,7 +214,7 @@ _FLA = {
 def _lacks_fla(case: BenchCase, device: str) -> str:
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed"
-    if not device.startswith("cuda"):
+    if device == "cpu":
         return f"flash-linear-attention needs a GPU; this runs on {device}"
     return _no_decoding(case, device)
 
@@ -201,16 +229,22 @@ def _base(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     return ours(mechanism.base, backend, "base")  # type: ignore[attr-defined]
 
 
+def _again_in_torch(case: BenchCase, device: str) -> str:
+    return "is the contender itself" if case.library == "torch" else ""
+
+
 PEERS = (
     Peer(
         "sdpa",
+        "torch",
         _is_softmax_inside,
-        _torch_only,
+        lambda case, device: "",
         lambda m, backend: Computation("sdpa", SOFTMAX, sdpa, decoder=SdpaDecoder),
     ),
     *(
         Peer(
             name,
+            "torch",
             _is_softmax_inside,
             _lacks_gpu_kernel,
             lambda m, backend, name=name, kernel=kernel: Computation(  # type: ignore[misc]
@@ -219,18 +253,33 @@ PEERS = (
         )
         for name, kernel in (("flash_sdpa", "FLASH_ATTENTION"), ("cudnn_sdpa", "CUDNN_ATTENTION"))
     ),
+    *(
+        Peer(
+            name,
+            "jax",
+            _is_softmax_inside,
+            why,
+            lambda m, backend, name=name: Computation(  # type: ignore[misc]
+                name, SOFTMAX, _jax_attention_by(name)
+            ),
+        )
+        for name, why in (("xla", _no_decoding), ("cudnn", _lacks_gpu_kernel))
+    ),
     Peer(
         "naive_lucid",
+        "torch",
         lambda m: str(m) == "lucid",
         _no_decoding,
         lambda m, backend: Computation("naive_lucid", m, naive_lucid),
     ),
     Peer(
         "transformers",
+        "torch",
         lambda m: str(m) == "gated_delta",
         _lacks_transformers,
         lambda m, backend: Computation("transformers", m, transformers_gated_delta),
     ),
-    Peer("fla", lambda m: str(m) in _FLA, _lacks_fla, _fla),
-    Peer("base", lambda m: m.role == "preconditioner", lambda case, device: "", _base),
+    Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
+    Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
+    Peer("torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")),
 )
