@@ -63,15 +63,19 @@ def is_interpreting() -> bool:
 
 
 def target() -> str:
-    """The device that kernels are for, also where they are interpreted.
+    """The device that kernels are for, also where they are interpreted."""
+    return _interpreted() if is_interpreting() else _device()
+
+
+@cache
+def _interpreted() -> str:
+    """Whose kernels a CPU interprets; the environment is read once, as plans of calls are kept.
 
     Raises
     ------
     ValueError
-        where the environment asks for the kernels of another device.
+        where it asks for the kernels of another device.
     """
-    if not is_interpreting():
-        return _device()
     asked = os.environ.get(INTERPRETED, CUDA)
     if asked not in DTYPES:
         raise ValueError(f"{INTERPRETED} has to be one of {', '.join(DTYPES)}; found {asked!r}")

@@ -57,7 +57,7 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
         found = []
         for index, name in enumerate(COPIED):
             source = memory[name].at[head, place(of) if name == "numbers" else rows]
-            arrived = scratch["arrived"].at[index, slot]
+            arrived = scratch["arrived"].at[jnp.int32(index), slot]
             found.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
         return found
 
