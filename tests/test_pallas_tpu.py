@@ -18,10 +18,11 @@ import precondattn as pa
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.group import Group, group_of
-from precondattn_conformance.kernels import pallas_compiler
+from precondattn_conformance.kernels import pallas_compiler, tpu_compiler
 from precondattn_conformance.kernels.pallas_interpreter import RaceError, checked
 from precondattn_pallas import variants
 from precondattn_pallas.backend import TPU, kernels_of
+from precondattn_pallas.tpu.products import TpuProducts
 from tests import test_pallas_gated_delta, test_pallas_lucid
 from tests.pallas_tiles import BOUNDS, check, error, frame_of, quick, rounded
 
@@ -156,6 +157,15 @@ def test_an_extension_and_its_gradient():
         assert error(d_x[name], gradient) < 4e-5, name
 
 
+def test_factors_in_two_terms_keep_16_bits():
+    a, b = np.random.default_rng(0).normal(size=(2, 64, 64)).astype("float32")
+    size = np.abs(a).astype("float64") @ np.abs(b)
+    for left, right in ((a, b), (jnp.asarray(a, dtype="bfloat16"), b)):
+        found = TpuProducts(half=True).dot(jnp.asarray(left), jnp.asarray(right))
+        exact = np.asarray(left).astype("float64") @ right
+        assert (np.abs(np.asarray(found) - exact) < 2**-15 * size).all()
+
+
 def copy_and_read(x, out, scratch, semaphore, *, wait):
     """Reads what is being copied, or what has been."""
     copy = pltpu.make_async_copy(x, scratch, semaphore)
@@ -204,6 +214,13 @@ def test_every_variant_for_a_tpu_can_be_lowered():
     assert names == {"substitute", "key_gradient", "forward", "backward"}
 
 
+def test_a_tpus_compiler_that_is_not_installed_is_an_error(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(SystemExit):
+        tpu_compiler.main([variants.__name__, "--match=gated_delta float32 128"])
+    assert "a TPU's compiler is in libtpu" in capsys.readouterr().err
+
+
 def request(verb="vjp", **shapes):
     return Request(verb, "jax", "cpu", "float32", tuple(shapes.items()), frozenset())
 
@@ -213,6 +230,11 @@ def request(verb="vjp", **shapes):
     [
         ("lucid_solve[window=3]", {}, "no window"),
         ("linear", {"q": (2, 20, 64, 256), "v": (2, 20, 2, 512)}, "32 queries to a state"),
+        (
+            "linear[normalize=true]",
+            {"q": (2, 20, 12, 8), "k": (2, 20, 2, 256), "v": (2, 20, 2, 512)},
+            "e=640",
+        ),
         ("linear", {"k": (2, 20, 2, 264)}, "d=264"),
     ],
 )

@@ -28,7 +28,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from precondattn_pallas.chunk_arrays import empty
 from precondattn_pallas.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.chunk_tiles import tokens_of
 from precondattn_pallas.lucid_substitution import Solved
 from precondattn_pallas.lucid_tiles import Phi
 from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch
@@ -82,11 +81,10 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
 
     lax.fori_loop(jnp.int32(0), step, correct, jnp.int32(0))
 
-    i, j = tokens_of(BLOCK)
     factor = row(own[1], FACTOR)
     column = as_column(factor)
     system = phi_tile(phi, own, own) * (column if backward else factor)
-    inverse = unit_lower_inverse(phi.products, jnp.where(i > j, system, jnp.float32(0)))
+    inverse = unit_lower_inverse(phi.products, system)
     before = phi.products.dot(inverse, sides[...], left=backward)
     if "before_beta" in out:
         out["before_beta"][...] = before

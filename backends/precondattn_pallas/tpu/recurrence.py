@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import precondattn as pa
 from precondattn.backend import Request
 from precondattn_pallas.recurrence import Recurrence
 from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
@@ -27,7 +28,10 @@ class TpuRecurrence(Recurrence):
             return reason
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])
-        d, e = (in_lanes(shapes.get(name, shapes["k"])[3]) for name in "kv")
+        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        if isinstance(leaf, pa.Linear) and leaf.normalize:
+            e += 1  # The sum of weights is one more channel.
+        d, e = in_lanes(d), in_lanes(e)
         found = bytes_of(r, d, e)
         if found > MOST_BYTES:
             return (
