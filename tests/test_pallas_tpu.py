@@ -27,10 +27,23 @@ from tests import test_pallas_gated_delta, test_pallas_lucid
 from tests.pallas_tiles import BOUNDS, check, error, frame_of, quick, rounded
 
 
-def check_on_a_tpu(leaf, x, cotangent, frame, dtype, bound=None, cores=1):
-    with checked(cores=cores) as parameters:
+def check_on_a_tpu(leaf, x, cotangent, frame, dtype, bound=None):
+    """Output and gradients."""
+    with checked() as parameters:
         kernels = kernels_of(leaf, interpret=parameters, target=TPU)
         check(kernels, leaf, x, cotangent, frame, dtype, bound or BOUNDS[dtype])
+
+
+def check_output_on_a_tpu(leaf, x, dtype, cores=1):
+    """Of all tokens, in one segment."""
+    given, exact = ({name: rounded(a, dtype)[i] for name, a in x.items()} for i in (0, 1))
+    t = x["k"].shape[1]
+    expected, _ = leaf.forward(exact, frame_of(t, t, x["k"].shape[0]))
+    with checked(cores=cores) as parameters:
+        kernels = kernels_of(leaf, interpret=parameters, target=TPU)
+        found = quick(lambda x: kernels.forward(leaf, x, Frame(None, None))[0])(given)
+        jax.block_until_ready(found)
+    assert error(found, expected) < BOUNDS[dtype]
 
 
 def stacked(*problems):
@@ -105,10 +118,6 @@ def test_special_cases_by_the_same_kernels(leaf, t, dtype):
     check_on_a_tpu(*recurrence(leaf, t), frame_of(t, t, 1), dtype)
 
 
-def test_two_cores_that_share_the_heads():
-    check_on_a_tpu(*recurrence(pa.Retention(), 128), frame_of(128, 128, 1), "float32", cores=2)
-
-
 def test_several_queries_that_read_one_state():
     leaf, x, cotangent = recurrence(pa.Linear(normalize=True), 20)
     x = {name: np.abs(a) if name in "qk" else a for name, a in x.items()}
@@ -120,8 +129,12 @@ def test_contracted_queries_by_the_same_kernels():
     rng = np.random.default_rng(0)
     x = {"q": rng.normal(size=(1, 20, 4, 12)), "k": rng.normal(size=(1, 20, 2, 12))}
     x |= {"contraction": rng.uniform(size=(1, 20, 4)), "g": -np.abs(rng.normal(size=(1, 20, 4)))}
-    leaf, cotangent = pa.ConditionedQuery(decay="head"), rng.normal(size=(1, 20, 4, 12))
-    check_on_a_tpu(leaf, x, cotangent, frame_of(20, 20, 1), "bfloat16")
+    check_output_on_a_tpu(pa.ConditionedQuery(decay="head"), x, "bfloat16")
+
+
+def test_two_cores_that_share_the_heads():
+    leaf, x, _ = lucid(129, ("clustered",), n=3)
+    check_output_on_a_tpu(leaf, x, "float32", cores=2)
 
 
 def test_an_extension_and_its_gradient():
@@ -197,6 +210,27 @@ def test_a_race_is_an_error(wait, capfd):
         with pytest.raises(RaceError, match="1 of 1"), checked() as parameters:
             run(parameters)
         assert "RACE DETECTED" in capfd.readouterr().out
+
+
+def test_cores_that_write_the_same_memory_are_a_race(capfd):
+    def number(out):
+        out[...] = jnp.full(out.shape, pl.program_id(0), jnp.float32)
+
+    def run(parameters):
+        shape = (8, 128)
+        found = pl.pallas_call(
+            number,
+            grid=(2,),
+            out_specs=pl.BlockSpec(shape, lambda i: (jnp.int32(0), jnp.int32(0))),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+            interpret=parameters,
+        )()
+        jax.block_until_ready(found)
+
+    with pytest.raises(RaceError), checked(cores=2) as parameters:
+        run(parameters)
+    assert "RACE DETECTED" in capfd.readouterr().out
 
 
 def test_checking_nothing_is_an_error():
