@@ -25,7 +25,10 @@ SMALL = {
 
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
-quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick = partial(
+    jax.jit,
+    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+)
 """Compiled fast rather than to be fast."""
 
 

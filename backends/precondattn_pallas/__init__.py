@@ -1,4 +1,4 @@
-"""Pallas kernels for JAX on a GPU.
+"""Pallas kernels for JAX on a GPU, and on a TPU.
 
 Importing this does not import JAX: the modules that do are imported by the first call.
 """

@@ -1,12 +1,15 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-LUCID's solve, a step of LUCID, softmax attention and LASER. Without a GPU kernels are interpreted
-by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and only when it
-is asked for by name.
+On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
+TPU: LUCID's solve and the recurrences, by kernels of their own. Where there is neither, kernels are
+interpreted by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and
+only when it is asked for by name. Interpreted are a GPU's kernels, or, where the environment has
+PRECONDATTN_PALLAS_INTERPRET=tpu, a TPU's.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -22,7 +25,13 @@ from precondattn.mechanism import Arrays, Residuals
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
-DTYPES = ("float32", "bfloat16", "float16")
+CUDA, TPU = "cuda", "tpu"
+DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")}
+"""By the device that kernels are for."""
+
+INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
+"""Of the environment: for which device the kernels are that a CPU interprets."""
+
 RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
 """Leaves made of recurrences with one decay, or none, for all of a state."""
 
@@ -31,10 +40,12 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 @cache
-def _has_gpu() -> bool:
+def _device() -> str:
+    """Where this process computes: "cpu", "cuda", "tpu" …"""
     import jax
 
-    return bool(jax.default_backend() == "gpu")
+    platform = jax.default_backend()
+    return CUDA if platform == "gpu" else str(platform)
 
 
 def _has_started() -> bool:
@@ -48,15 +59,35 @@ def _has_started() -> bool:
 
 def is_interpreting() -> bool:
     """Whether kernels are interpreted, on a CPU."""
-    return not _has_started() or not _has_gpu()
+    return not _has_started() or _device() not in DTYPES
+
+
+def target() -> str:
+    """The device that kernels are for, also where they are interpreted."""
+    return _interpreted() if is_interpreting() else _device()
+
+
+@cache
+def _interpreted() -> str:
+    """Whose kernels a CPU interprets; the environment is read once, as plans of calls are kept.
+
+    Raises
+    ------
+    ValueError
+        where it asks for the kernels of another device.
+    """
+    asked = os.environ.get(INTERPRETED, CUDA)
+    if asked not in DTYPES:
+        raise ValueError(f"{INTERPRETED} has to be one of {', '.join(DTYPES)}; found {asked!r}")
+    return asked
 
 
 class Pallas(Backend):
-    """LUCID, LASER, softmax and recurrences on a GPU, for JAX."""
+    """LUCID, LASER, softmax and recurrences on a GPU, LUCID and recurrences on a TPU, for JAX."""
 
     name = "pallas"
     libraries = frozenset({"jax"})
-    accelerates = frozenset({"cuda"})
+    accelerates = frozenset({CUDA, TPU})
     preference = 20
 
     @property
@@ -121,15 +152,17 @@ class Pallas(Backend):
 def _refusal(mechanism: Any, request: Request) -> str | None:
     if find_spec("jax") is None:
         return "JAX is not installed; install precondattn with its extra 'jax'"
-    place = "cpu" if is_interpreting() else "cuda"
+    own = target()
+    place = "cpu" if is_interpreting() else own
     if request.device != place:
-        how = "interprets its kernels here, and then" if is_interpreting() else "is for GPUs, and"
-        return f"{how} takes arrays on {place}; found {request.device}"
-    if request.dtype not in DTYPES:
-        return f"takes {', '.join(DTYPES)}; found {request.dtype}"
+        machine = "a GPU" if own == CUDA else "a TPU"
+        how = "interprets its kernels here" if is_interpreting() else f"found {machine} here"
+        return f"{how}, and then takes arrays on {place}; found {request.device}"
+    if request.dtype not in DTYPES[own]:
+        return f"takes {', '.join(DTYPES[own])}; found {request.dtype}"
     kernels = _kernels(mechanism)
     if kernels is None:
-        return f"has no kernels for {mechanism}"
+        return f"has no kernels for {mechanism}" + (" on a TPU" if own == TPU else "")
     if not hasattr(kernels, VERBS[request.verb]):
         return f"has no {VERBS[request.verb]} of {mechanism}"
     reason: str | None = kernels.refuses(mechanism, request)
@@ -137,11 +170,17 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 
 
 def _kernels(mechanism: Any) -> Any:
-    return kernels_of(mechanism, interpret=is_interpreting())
+    return kernels_of(mechanism, interpret=is_interpreting(), target=target())
 
 
-def kernels_of(mechanism: Any, *, interpret: bool) -> Any:
-    """What computes a leaf or group; None where nothing does."""
+def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
+    """What computes a leaf or group on a device, `"cuda"` or `"tpu"`; None where nothing does.
+
+    `interpret` is what JAX is told: for a TPU's kernels it may be `InterpretParams`, which True
+    stands for the defaults of.
+    """
+    if target == TPU:
+        return _kernels_of_a_tpu(mechanism, interpret)
     if len(mechanism.program.calls) > 1:
         if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
             return None
@@ -164,4 +203,20 @@ def kernels_of(mechanism: Any, *, interpret: bool) -> Any:
         from precondattn_pallas.laser import Laser
 
         return Laser(interpret=interpret)
+    return None
+
+
+def _kernels_of_a_tpu(mechanism: Any, interpret: Any) -> Any:
+    if interpret is True:
+        from jax.experimental.pallas import tpu as pltpu
+
+        interpret = pltpu.InterpretParams()
+    if type(mechanism) is pa.LucidSolve:
+        from precondattn_pallas.tpu.lucid_solve import TpuLucidSolve
+
+        return TpuLucidSolve(interpret=interpret)
+    if type(mechanism) in RECURRENT:
+        from precondattn_pallas.tpu.recurrence import TpuRecurrence
+
+        return TpuRecurrence(interpret=interpret)
     return None

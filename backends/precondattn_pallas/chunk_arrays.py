@@ -115,6 +115,19 @@ def padded_state(state: Any) -> Any:
     return jnp.pad(state, ((0, 0), (0, padded_width(d) - d), (0, padded_values(e) - e)))
 
 
+def of_queries(rows: Any, x: Stream, width: int) -> Any:
+    """(b m, r, T, w) as (b, m, t, r, width): those of the last t tokens."""
+    b, m, t, r, _ = x.q.shape
+    s = x.k.shape[2]
+    rows = jnp.swapaxes(rows[:, :, s - t : s, :width], 1, 2)
+    return rows.reshape(b, m, t, r, width)
+
+
+def of_state(state: Any, like: Any) -> Any:
+    """(b m, d, e) padded as the state `like` (b, m, d, e)."""
+    return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
+
+
 def each_query(array: Any) -> Any:
     """(m, r, …) as (m r, …): every query of a state as if it were a head."""
     return array.reshape(-1, *array.shape[2:])

@@ -27,7 +27,10 @@ from precondattn_pallas.precision import Products
 
 
 def unit_lower_inverse(products: Products, strict: Any) -> Any:
-    """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide."""
+    """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide.
+
+    What stands on its diagonal and above is not looked at.
+    """
     i, j = tokens_of(strict.shape[0])
     zero = jnp.float32(0)
     # Of pairs of rows, where A and B are 1.

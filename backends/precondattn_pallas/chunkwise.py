@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
 from precondattn_pallas import chunk_gradient, chunk_reads, chunk_states, delta_rule
 from precondattn_pallas.chunk_arrays import (
+    of_queries,
+    of_state,
     padded_state,
     padded_values,
     plan_of,
@@ -49,7 +51,7 @@ class Chunkwise:
             rows |= delta_rule.prepared(plan, rows)
         states, final, u = chunk_states.states(plan, rows, padded_state(state))
         o = chunk_reads.outputs(plan, rows, states, u)
-        return _of_queries(o, x, x.v.shape[3]), _of_state(final, state)
+        return of_queries(o, x, x.v.shape[3]), of_state(final, state)
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
         plan = plan_of(self.products, self.dtype, *state.shape[2:])
@@ -71,13 +73,13 @@ class Chunkwise:
             own = delta_rule.d_written(plan, rows, u, d_u)
             rows |= {name: own[name] for name in ("d_right", "d_keys")}
             d_v = rows["beta"][..., None] * own["d_right"]
-        of_queries = chunk_gradient.of_queries(plan, rows, d_o, states)
+        by_queries = chunk_gradient.of_queries(plan, rows, d_o, states)
         of_keys = chunk_gradient.of_keys(plan, rows, states, u, d_states)
 
         d_g = jnp.zeros_like(x.g)
         if self.decays:
             crossing = jnp.sum(of_scores["crossing"], axis=1)
-            read = jnp.sum(of_queries["read"], axis=1)
+            read = jnp.sum(by_queries["read"], axis=1)
             if x.beta is not None:
                 crossing = crossing + own["crossing"]
                 read = read - rows["beta"] * of_keys["from_keys"]
@@ -88,13 +90,13 @@ class Chunkwise:
         if x.beta is not None:
             d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
         stream = Stream(
-            _of_queries(of_queries["d_q"], x, x.k.shape[3]),
+            of_queries(by_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
         )
-        return Gradients(stream, _of_state(d_start, d_final))
+        return Gradients(stream, of_state(d_start, d_final))
 
     @staticmethod
     def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
@@ -105,15 +107,3 @@ class Chunkwise:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         done = [self.forward(stream, state) for stream, state in streams]
         return function(*(o for o, _ in done), *arrays), [final for _, final in done]
-
-
-def _of_queries(rows: Any, x: Stream, width: int) -> Any:
-    """(b m, r, T, w) as (b, m, t, r, width): those of the last t tokens."""
-    b, m, t, r, _ = x.q.shape
-    s = x.k.shape[2]
-    rows = jnp.swapaxes(rows[:, :, s - t : s, :width], 1, 2)
-    return rows.reshape(b, m, t, r, width)
-
-
-def _of_state(state: Any, like: Any) -> Any:
-    return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)

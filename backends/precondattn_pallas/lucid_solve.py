@@ -26,6 +26,14 @@ from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn_pallas import lucid_gradient, lucid_inverse, lucid_substitution
 from precondattn_pallas.configurations import Configuration, configuration
+from precondattn_pallas.lucid_arrays import (
+    by_heads,
+    by_tokens,
+    d_beta_of,
+    factor_of,
+    reciprocal_rms,
+    through_rms,
+)
 from precondattn_pallas.lucid_tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
 from precondattn_pallas.precision import padded_width, products
@@ -114,35 +122,17 @@ class Scratch(NamedTuple):
 
 def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch:
     keys = where_valid(valid, k).astype(jnp.float32)
-    reciprocal = jnp.ones(k.shape[:3], jnp.float32)
-    if plan.eps is not None:
-        mean_square = jnp.mean(keys * keys, axis=3) + plan.eps
-        reciprocal = 1 / jnp.sqrt(jnp.where(mean_square > 0, mean_square, 1.0))
-    factor = jnp.ones(k.shape[:3], jnp.float32) if beta is None else beta.astype(jnp.float32)
+    reciprocal = reciprocal_rms(keys, plan.eps)
     keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
     segments = None
     if segment is not None:
         segments = jnp.pad(runs_of(segment), ((0, 0), (0, plan.tokens - plan.s)))
     return Scratch(
-        _by_heads(plan, keys, plan.key_width),
+        by_heads(keys, plan.tokens, plan.key_width),
         reciprocal,
-        _by_heads(plan, where_valid(valid, factor)[..., None], 1)[..., 0],
+        by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
         segments,
     )
-
-
-def _by_heads(plan: Plan, array: Any, width: int) -> Any:
-    """(b, s, n, w) as (b n, T, width), 0 where there is nothing."""
-    b, s, n, w = array.shape
-    array = jnp.swapaxes(array, 1, 2).reshape(b * n, s, w)
-    return jnp.pad(array, ((0, 0), (0, plan.tokens - s), (0, width - w)))
-
-
-def _by_tokens(plan: Plan, array: Any, like: Any) -> Any:
-    """(b n, T, width) as (b, s, n, w), the shape of `like` and its dtype."""
-    b, s, n, w = like.shape
-    array = array[:, :s, :w].reshape(b, n, s, w)
-    return jnp.swapaxes(array, 1, 2).astype(like.dtype)
 
 
 def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_substitution.Solved:
@@ -162,7 +152,7 @@ def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_subst
         x.factor,
         x.segments,
         inverse,
-        _by_heads(plan, right.astype(jnp.float32), -(-plan.e // plan.chunk) * plan.chunk),
+        by_heads(right.astype(jnp.float32), plan.tokens, -(-plan.e // plan.chunk) * plan.chunk),
         (plan.inverse, plan.update),
         count=plan.s,
         chunk=plan.chunk,
@@ -174,8 +164,8 @@ def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_subst
 def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
     scratch = _scratch(plan, k, beta, valid, segment)
     solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
-    y = _by_tokens(plan, solved.values, v)
-    return y, (_by_tokens(plan, solved.before_beta, v),) if plan.has_beta else ()
+    y = by_tokens(solved.values, v)
+    return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
 
 
 @partial(jax.jit, static_argnums=0)
@@ -189,30 +179,24 @@ def _backward(
         plan.phi,
         scratch.keys,
         scratch.segments,
-        _by_heads(plan, where_valid(valid, y), width),
+        by_heads(where_valid(valid, y), plan.tokens, width),
         solved.values.astype(y.dtype),
         plan.gradient,
         count=plan.s,
         chunk=plan.chunk,
     )
-    found = {"v": _by_tokens(plan, solved.values, y)}
-    d_k = -plan.scale * _by_tokens(plan, d_keys, k.astype(jnp.float32))
-    if plan.eps is not None:
-        unit = where_valid(valid, k).astype(jnp.float32) * scratch.reciprocal[..., None]
-        along = jnp.mean(unit * d_k, axis=3, keepdims=True)
-        d_k = (d_k - unit * along) * scratch.reciprocal[..., None]
-    found["k"] = where_valid(valid, d_k).astype(k.dtype)
+    found = {"v": by_tokens(solved.values, y)}
+    d_unit = -plan.scale * by_tokens(d_keys, k.astype(jnp.float32))
+    found["k"] = through_rms(d_unit, k, scratch.reciprocal, valid, plan.eps)
     if plan.has_beta:
-        before = _by_tokens(plan, solved.before_beta, rho.astype(jnp.float32))
-        d_beta = jnp.sum(before * where_valid(valid, rho).astype(jnp.float32), axis=3)
-        found["lucid_beta"] = where_valid(valid, d_beta).astype(beta.dtype)
+        found["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
     return found
 
 
 class LucidSolve:
     """Of the leaf `LucidSolve`."""
 
-    def __init__(self, *, interpret: bool) -> None:
+    def __init__(self, *, interpret: Any) -> None:
         self.interpret = interpret
 
     def refuses(self, leaf: Any, request: Request) -> str | None:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.launch import loop
-from precondattn_pallas.precision import Products
 
 
 class Phi(NamedTuple):
@@ -25,7 +24,8 @@ class Phi(NamedTuple):
     """s log₂ e"""
     shift: float
     """s d log₂ e"""
-    products: Products
+    products: Any
+    """`Products`, or `tpu.products.TpuProducts`"""
 
     def tile(
         self,
@@ -44,23 +44,24 @@ class Phi(NamedTuple):
         """
         width = i_keys.shape[1]
         if width <= channels:
-            return self.weights(
-                self.products.dot(i_keys[i, :], j_keys[j, :], right=True), i_segments, j_segments
-            )
+            scores = self.products.dot(i_keys[i, :], j_keys[j, :], right=True)
+            return self.weights(scores, _are_equal(i_segments, j_segments))
 
         def add(index: Any, total: Any) -> Any:
             some = pl.ds(pl.multiple_of(index * channels, channels), channels)
             return total + self.products.dot(i_keys[i, some], j_keys[j, some], right=True)
 
         scores = loop(0, width // channels, add, jnp.zeros((i.size, j.size), jnp.float32))
-        return self.weights(scores, i_segments, j_segments)
+        return self.weights(scores, _are_equal(i_segments, j_segments))
 
-    def weights(self, scores: Any, i_segments: Any, j_segments: Any) -> Any:
-        """Φ from ⟨k̂_i, k̂_j⟩."""
+    def weights(self, scores: Any, are_equal: Any) -> Any:
+        """Φ from ⟨k̂_i, k̂_j⟩, and from whether segments are equal, or None where all are."""
         found = jnp.exp2(scores * self.scale - self.shift)
-        if i_segments is None:
-            return found
-        return jnp.where(i_segments[:, None] == j_segments[None, :], found, 0.0)
+        return found if are_equal is None else jnp.where(are_equal, found, jnp.float32(0))
+
+
+def _are_equal(i_segments: Any, j_segments: Any) -> Any:
+    return None if i_segments is None else i_segments[:, None] == j_segments[None, :]
 
 
 def of_tile(references: Any, name: str, *index: Any) -> Any:

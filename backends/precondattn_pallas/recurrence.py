@@ -7,7 +7,7 @@ float32. For half precision, factors in float32 are multiplied as tf32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.recurrence import Form
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
@@ -30,14 +31,22 @@ Masks = tuple[Any, Any, Any]
 """Of queries and keys, which count, and the keys' segments; None where all do, or there is one."""
 
 
-def _form(leaf: Any, dtype: Any, masks: Masks, interpret: bool) -> Chunkwise:
+FormOf = Callable[..., Form]
+"""(dtype of the inputs, dtype of q, k and v in the form, *, decays, interpret) → the form."""
+
+
+def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> Form:
+    return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
+
+
+def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) -> Form:
     """For inputs of a dtype."""
     is_query_side = isinstance(leaf, ConditionedQuery)
     decay = leaf.decay != "none" if is_query_side else leaf.offers.decay is not None
     # What has just been normalised, in float32, is not rounded again.
     operands = jnp.float32 if is_query_side else dtype
     decays = decay or masks[2] is not None
-    return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
+    return form_of(dtype, operands, decays=decays, interpret=interpret)
 
 
 def _frame(masks: Masks) -> Frame:
@@ -54,43 +63,54 @@ def _wide(x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
     }
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
     dtype = x["q"].dtype
     x = _wide(x, masks)
     state = leaf.zero_state(x) if state is None else state
-    out, final = leaf.run(state, x, _frame(masks), _form(leaf, dtype, masks, interpret))
+    out, final = leaf.run(state, x, _frame(masks), _form(form_of, leaf, dtype, masks, interpret))
     return out.astype(dtype), final
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_vjp(
-    leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks, cotangent: Any, d_state: Any
+    form_of: FormOf,
+    leaf: Any,
+    interpret: Any,
+    state: Any,
+    x: Any,
+    masks: Masks,
+    cotangent: Any,
+    d_state: Any,
 ) -> Any:
     dtypes = {name: array.dtype for name, array in x.items()}
     x = _wide(x, masks)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.zero_state(x) if d_state is None else d_state
-    form = _form(leaf, dtypes["q"], masks, interpret)
+    form = _form(form_of, leaf, dtypes["q"], masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
     found, d_past = leaf.run_vjp(state, x, _frame(masks), cotangent, d_state, form)
     return {name: found[name].astype(dtype) for name, dtype in dtypes.items()}, d_past
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _extended(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _extended(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
     """The output and the new state. An extension is differentiated by JAX, kernels can not be."""
-    return _run(leaf, interpret, state, x, masks)
+    return _run(form_of, leaf, interpret, state, x, masks)
 
 
-def _extended_forward(leaf: Any, interpret: bool, state: Any, x: Any, masks: Masks) -> Any:
-    return _run(leaf, interpret, state, x, masks), (state, x, masks)
+def _extended_forward(
+    form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks
+) -> Any:
+    return _run(form_of, leaf, interpret, state, x, masks), (state, x, masks)
 
 
-def _extended_backward(leaf: Any, interpret: bool, kept: Any, cotangents: Any) -> Any:
+def _extended_backward(
+    form_of: FormOf, leaf: Any, interpret: Any, kept: Any, cotangents: Any
+) -> Any:
     state, x, masks = kept
     d_out, d_final = cotangents
-    d_x, d_state = _run_vjp(leaf, interpret, state, x, masks, d_out, d_final)
+    d_x, d_state = _run_vjp(form_of, leaf, interpret, state, x, masks, d_out, d_final)
     return d_state, d_x, None
 
 
@@ -100,7 +120,9 @@ _extended.defvjp(_extended_forward, _extended_backward)
 class Recurrence:
     """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
 
-    def __init__(self, *, interpret: bool) -> None:
+    form_of: FormOf = staticmethod(on_a_gpu)
+
+    def __init__(self, *, interpret: Any) -> None:
         self.interpret = interpret
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -120,7 +142,7 @@ class Recurrence:
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         masks = frame.q_valid, frame.k_valid, frame.k_segment
-        return _run(leaf, self.interpret, None, dict(x), masks)[0], ()
+        return _run(self.form_of, leaf, self.interpret, None, dict(x), masks)[0], ()
 
     def backward(
         self,
@@ -132,7 +154,7 @@ class Recurrence:
         cotangent: Any,
     ) -> dict[str, Any]:
         masks = frame.q_valid, frame.k_valid, frame.k_segment
-        found = _run_vjp(leaf, self.interpret, None, dict(x), masks, cotangent, None)
+        found = _run_vjp(self.form_of, leaf, self.interpret, None, dict(x), masks, cotangent, None)
         gradients: dict[str, Any] = found[0]
         return gradients
 
@@ -141,7 +163,7 @@ class Recurrence:
     ) -> tuple[Any, Updates]:
         keys = leaf.program.calls[0].slot_keys()
         own = {slot: past[key] for slot, key in keys.items()}
-        out, state = _extended(leaf, self.interpret, own, dict(x), _new(frame, x))
+        out, state = _extended(self.form_of, leaf, self.interpret, own, dict(x), _new(frame, x))
         return out, {keys[slot]: Replace(value) for slot, value in state.items()}
 
     def step_backward(
@@ -158,7 +180,7 @@ class Recurrence:
             {slot: given[key] for slot, key in keys.items()} for given in (past, d_buffers)
         )
         gradients, d_past = _run_vjp(
-            leaf, self.interpret, own, dict(x), _new(frame, x), cotangent, d_own
+            self.form_of, leaf, self.interpret, own, dict(x), _new(frame, x), cotangent, d_own
         )
         return gradients, {keys[slot]: d_state for slot, d_state in d_past.items()}
 

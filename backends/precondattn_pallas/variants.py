@@ -1,4 +1,4 @@
-"""Every kernel as it is shipped, to be compiled where there is no GPU.
+"""Every kernel as it is shipped, to be compiled where there is no GPU, or TPU.
 
     python -m precondattn_conformance.kernels.pallas_compiler precondattn_pallas.variants …
 
@@ -17,7 +17,7 @@ import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
-from precondattn_pallas.backend import kernels_of
+from precondattn_pallas.backend import CUDA, kernels_of
 
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
@@ -29,6 +29,16 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 
+TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
+    ("lucid_solve[beta=true]", ("bfloat16",), ((256, 512), (256, 256), (128, 128), (64, 64))),
+    ("lucid_solve", ("float32",), ((256, 512), (256, 256), (128, 128), (64, 64))),
+    *(
+        (name, ("bfloat16", "float32"), ((256, 512), (256, 256), (128, 128), (64, 64)))
+        for name in ("gated_delta", "ssd")
+    ),
+)
+"""The same of a TPU's; widths are filled up to whole rows of 128 before."""
+
 STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
 TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
 WIDE_SPILLS = 1024
@@ -37,13 +47,12 @@ WIDE_SPILLS = 1024
 
 def variants(target: str) -> Iterator[Variant]:
     """Forward and backward of every mechanism in every configuration."""
-    if target == TPU:
-        return
-    for expression, dtypes, widths in CALLS:
+    device = TPU if target == TPU else CUDA
+    for expression, dtypes, widths in TPU_CALLS if target == TPU else CALLS:
         for dtype in dtypes:
             for d, e in widths:
-                yield from _of_call(expression, dtype, d, e)
-    for dtype, width in STEPS:
+                yield from _of_call(expression, dtype, d, e, device)
+    for dtype, width in () if target == TPU else STEPS:
         yield _of_step(dtype, width)
 
 
@@ -69,7 +78,7 @@ def _of_step(dtype: str, width: int) -> Variant:
     return Variant(f"lucid step {dtype} {width}", step, (past, x, valid), limit)
 
 
-def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
+def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
     sizes = {
         "b": BATCH,
@@ -83,7 +92,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int) -> Iterator[Variant]:
     }
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
-    kernels = kernels_of(leaf, interpret=False)
+    kernels = kernels_of(leaf, interpret=False, target=device)
 
     def forward(x: Any, frame: Any) -> Any:
         return kernels.forward(leaf, x, _frame(frame))

@@ -5,7 +5,9 @@ triton_memory       what they read and write there, and which program does
 triton_compiler     Triton kernels for a GPU that is not there: do they compile, and do they fit?
 triton_launches     what a package would launch, noted and not run, to be compiled
 pallas_compiler     Pallas kernels for GPUs and TPUs that are not there, by the same questions
+pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and memory that nobody wrote
+tpu_compiler        Pallas kernels for a TPU by its own compiler, where that is installed
 resources           what a compiled kernel takes of a multiprocessor, and whether it is too much
 
-None is imported before it is used, and Triton is needed only then.
+None is imported before it is used, and Triton or JAX is needed only then.
 """

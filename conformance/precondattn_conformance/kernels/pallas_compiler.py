@@ -6,7 +6,8 @@
 JAX as for such a device; every Pallas kernel in it becomes Triton's intermediate code, is compiled
 to machine code, and what it needs of a multiprocessor is read from the assembler, as
 `triton_compiler.py` does. For the target `tpu`, lowering is all there is: it shows blocks of a
-wrong shape and operations that a TPU has not, and nothing of what fits its memory.
+wrong shape and operations that a TPU has not, and nothing of what fits its memory:
+`tpu_compiler.py` shows that, where a TPU's compiler is installed.
 
 Kernels need explicit `compiler_params`, Triton's for a GPU. Later versions of JAX than 0.10 hand
 over machine code of the device that they find: this needs one that hands over Triton's code.

@@ -1,0 +1,85 @@
+"""The gradient of LUCID's keys on a TPU, in one pass over all pairs of blocks.
+
+    dk̂_a = −s Σ_b Φ_ab g_ab r_b k_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+
+which goes through the norm outside. The grid is (heads, blocks of a, blocks of b): the block of a
+stays where it is, and is added to, while the last axis goes over b.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.chunk_arrays import empty
+from precondattn_pallas.chunk_tiles import tokens_of
+from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.tpu.launch import SUBLANES, block, launch
+from precondattn_pallas.tpu.lucid_tiles import BLOCK, RECIPROCAL, phi_tile, row
+
+
+def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi) -> None:
+    """A block of Σ_b Φ_ab g_ab r_b k_b, one block of b after the other."""
+    a, b = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(b == 0)
+    def _() -> None:
+        out["d_keys"][...] = jnp.zeros_like(out["d_keys"])
+
+    dot, (i, j) = phi.products.dot, tokens_of(BLOCK)
+
+    def add(left: str, right: str, seen: Any) -> None:
+        keys, numbers = x["b_keys"][...], x["b_numbers"][...]
+        weights = phi_tile(phi, (x["a_keys"][...], x["a_numbers"][...]), (keys, numbers))
+        g = dot(x[f"a_{left}"][...], x[f"b_{right}"][...], right=True)
+        g = g if seen is None else jnp.where(seen, g, jnp.float32(0))
+        found = dot(g * weights * row(numbers, RECIPROCAL), keys)
+        out["d_keys"][...] = out["d_keys"][...] + found
+
+    @pl.when(b < a)
+    def _() -> None:
+        add("d_v", "y", None)
+
+    @pl.when(b > a)
+    def _() -> None:
+        add("y", "d_v", None)
+
+    @pl.when(a == b)
+    def _() -> None:
+        add("d_v", "y", j < i)
+        add("y", "d_v", j > i)
+
+
+def d_keys(phi: Phi, keys: Any, numbers: Any, y: Any, d_v: Any, *, interpret: Any) -> Any:
+    """Σ_b Φ_ab g_ab r_b k_b (m, T, d) in float32.
+
+    keys (m, T, d), numbers (m, blocks, 8, BLOCK), y and dv (m, T, e).
+    """
+    m, tokens, d = keys.shape
+    blocks = tokens // BLOCK
+    inputs = {}
+    for axis, side in ((1, "a"), (2, "b")):
+        for name, array in {"keys": keys, "y": y, "d_v": d_v}.items():
+            inputs[f"{side}_{name}"] = array, _rows(array.shape[2], axis)
+        inputs[f"{side}_numbers"] = numbers, _numbers(axis)
+    found = launch(
+        key_gradient,
+        (m, blocks, blocks),
+        inputs,
+        {"d_keys": (empty(m, tokens, d), _rows(d, 1))},
+        interpret=interpret,
+        phi=phi,
+    )
+    return found["d_keys"]
+
+
+def _rows(width: int, axis: int) -> pl.BlockSpec:
+    """By an axis of the grid."""
+    return block(None, BLOCK, width, at=lambda *program: (program[0], program[axis], 0))
+
+
+def _numbers(axis: int) -> pl.BlockSpec:
+    at = (None, None, SUBLANES, BLOCK)
+    return block(*at, at=lambda *program: (program[0], program[axis], 0, 0))

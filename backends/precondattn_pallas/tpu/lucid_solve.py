@@ -1,0 +1,156 @@
+"""LUCID's solve and its gradient on a TPU: from a user's arrays to launches.
+
+Keys go to the kernels as they are, by heads, with their norms beside them; right sides and
+solutions in float32. In memory stand these for T tokens of a key/value head, and nothing is T × T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from precondattn.frame import Frame
+from precondattn_pallas.lucid_arrays import (
+    by_heads,
+    by_tokens,
+    d_beta_of,
+    factor_of,
+    reciprocal_rms,
+    through_rms,
+)
+from precondattn_pallas.lucid_solve import LucidSolve
+from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.masks import runs_of, where_valid
+from precondattn_pallas.tpu.launch import in_lanes
+from precondattn_pallas.tpu.lucid_gradient import d_keys
+from precondattn_pallas.tpu.lucid_substitution import solve
+from precondattn_pallas.tpu.lucid_tiles import BLOCK
+from precondattn_pallas.tpu.products import products
+from precondattn_pallas.tpu.tiles import numbers_of
+
+LOG2_E = math.log2(math.e)
+
+
+class Plan(NamedTuple):
+    """What is known of a call before its values."""
+
+    eps: float | None
+    """In the norm of the keys; None where they are not normalised."""
+    has_beta: bool
+    scale: float
+    phi: Phi
+    interpret: Any
+
+
+def plan_of(leaf: Any, k: Any, *, interpret: Any) -> Plan:
+    scale, d = leaf._scale(k.shape[3]), k.shape[3]
+    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
+    eps = leaf.eps if leaf.normalize == "keys" else None
+    return Plan(eps, leaf.beta, scale, phi, interpret)
+
+
+class Given(NamedTuple):
+    """What both ways of a solve start from."""
+
+    keys: Any
+    """(m, T, d), in whole blocks"""
+    reciprocal: Any
+    """1 / rms (b, s, n)"""
+    numbers: Any
+    """(m, blocks, 8, BLOCK)"""
+
+
+def _given(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Given:
+    b, s, n, d = k.shape
+    tokens = -(-s // BLOCK) * BLOCK
+    keys = where_valid(valid, k)
+    reciprocal = reciprocal_rms(keys.astype(jnp.float32), plan.eps)
+    runs = jnp.zeros((b, s), jnp.int32) if segment is None else runs_of(segment)
+    rows = (
+        factor_of(beta, valid, k),
+        reciprocal,
+        jnp.broadcast_to(runs[:, :, None], (b, s, n)),
+    )
+    return Given(
+        by_heads(keys, tokens, in_lanes(d)),
+        reciprocal,
+        numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
+    )
+
+
+def _solve(plan: Plan, x: Given, right: Any, *, backward: bool) -> Any:
+    """Of the system or its transpose; right (b, s, n, e)."""
+    right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
+    return solve(
+        plan.phi,
+        x.keys,
+        x.numbers,
+        right,
+        has_beta=plan.has_beta,
+        backward=backward,
+        interpret=plan.interpret,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+    given = _given(plan, k, beta, valid, segment)
+    solved = _solve(plan, given, where_valid(valid, v), backward=False)
+    y = by_tokens(solved.values, v)
+    return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
+
+
+@partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
+) -> Any:
+    given = _given(plan, k, beta, valid, segment)
+    solved = _solve(plan, given, where_valid(valid, d_y), backward=True)
+    d_unit = d_keys(
+        plan.phi,
+        given.keys,
+        given.numbers,
+        by_heads(where_valid(valid, y), *solved.values.shape[1:]),
+        solved.values.astype(y.dtype),
+        interpret=plan.interpret,
+    )
+    d_unit = -plan.scale * by_tokens(d_unit, k.astype(jnp.float32))
+    found = {
+        "k": through_rms(d_unit, k, given.reciprocal, valid, plan.eps),
+        "v": by_tokens(solved.values, y),
+    }
+    if plan.has_beta:
+        found["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
+    return found
+
+
+class TpuLucidSolve(LucidSolve):
+    """Of the leaf `LucidSolve`."""
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        plan = plan_of(leaf, x["k"], interpret=self.interpret)
+        found: tuple[Any, tuple[Any, ...]] = _forward(
+            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
+        )
+        return found
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        plan = plan_of(leaf, x["k"], interpret=self.interpret)
+        (rho,) = residuals or (None,)
+        found: dict[str, Any] = _backward(
+            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
+        )
+        return found

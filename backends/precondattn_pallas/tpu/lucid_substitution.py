@@ -1,0 +1,142 @@
+"""LUCID's solve on a TPU: one kernel goes over the blocks of a sequence; Φ is never stored.
+
+Forward, from the first block I to the last, with R = v and N_I = (I + stril(Φ_II) diag(β_I))⁻¹,
+
+    ρ_I = N_I (R_I − Σ_{J<I} Φ_IJ y_J),    y_I = β_I ρ_I;
+
+backward, from the last to the first, with R = dy and N_I = (I + diag(β_I) stril(Φ_II))⁻¹,
+
+    X_I = N_Iᵀ (R_I − Σ_{J>I} Φ_IJ dv_J),    dv_I = β_I X_I,
+
+the same but for the order, since Φ is symmetric. The grid is (heads, blocks), the second in order.
+Rows that are solved lie in memory, from where a program copies a block of them, with their keys,
+while it works on the one before; its own it copies there before it ends. In VMEM are two blocks of
+each. N_I comes of recursive 2 × 2 block inversion (`chunk_inverse.py`): no entry of it is larger
+than 2, for β in [0, 2] and any keys.
+
+For T tokens of a head T² (d + e) FLOPs, and T² (d + e) / 128 numbers from memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from precondattn_pallas.chunk_arrays import empty
+from precondattn_pallas.chunk_inverse import unit_lower_inverse
+from precondattn_pallas.lucid_substitution import Solved
+from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch
+from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
+from precondattn_pallas.tpu.tiles import as_column
+
+COPIED = ("keys", "numbers", "values")
+"""Of a solved block, what a later one needs."""
+
+
+def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> None:
+    """y and ρ of a block, or dv and X."""
+    head, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
+    memory = {"keys": x["all_keys"], "numbers": x["all_numbers"], "values": out["values"]}
+    own = x["keys"][...], x["numbers"][...]
+    sides, solved = scratch["sides"], scratch["solved"]
+    sides[...] = x["right"][...]
+
+    def place(of: Any) -> Any:
+        return last - of if backward else of
+
+    def copies(of: Any) -> list[Any]:
+        """Of the block solved at step `of`, to one of two places."""
+        slot = lax.rem(of, jnp.int32(2))
+        rows = pl.ds(pl.multiple_of(place(of) * BLOCK, BLOCK), BLOCK)
+        found = []
+        for index, name in enumerate(COPIED):
+            source = memory[name].at[head, place(of) if name == "numbers" else rows]
+            arrived = scratch["arrived"].at[jnp.int32(index), slot]
+            found.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
+        return found
+
+    @pl.when(step > 0)
+    def _() -> None:
+        for copy in copies(jnp.int32(0)):
+            copy.start()
+
+    def correct(of: Any, _: Any) -> Any:
+        @pl.when(of + 1 < step)
+        def _() -> None:
+            for copy in copies(of + 1):
+                copy.start()
+
+        for copy in copies(of):
+            copy.wait()
+        slot = lax.rem(of, jnp.int32(2))
+        other = scratch["keys"][slot], scratch["numbers"][slot]
+        weights = phi_tile(phi, own, other)
+        sides[...] = sides[...] - phi.products.dot(weights, scratch["values"][slot])
+        return jnp.int32(0)
+
+    lax.fori_loop(jnp.int32(0), step, correct, jnp.int32(0))
+
+    factor = row(own[1], FACTOR)
+    column = as_column(factor)
+    system = phi_tile(phi, own, own) * (column if backward else factor)
+    inverse = unit_lower_inverse(phi.products, system)
+    before = phi.products.dot(inverse, sides[...], left=backward)
+    if "before_beta" in out:
+        out["before_beta"][...] = before
+    solved[...] = column * before
+    rows = pl.ds(pl.multiple_of(place(step) * BLOCK, BLOCK), BLOCK)
+    # Behind this, whoever comes next may read it.
+    pltpu.sync_copy(solved, out["values"].at[head, rows])
+
+
+def solve(
+    phi: Phi, keys: Any, numbers: Any, right: Any, *, has_beta: bool, backward: bool, interpret: Any
+) -> Solved:
+    """Of the system or its transpose, with `right` (m, T, e) in float32.
+
+    keys (m, T, d), numbers (m, blocks, 8, BLOCK). Without β the two solutions are one.
+    """
+    m, tokens, d = keys.shape
+    e, blocks = right.shape[2], tokens // BLOCK
+
+    def place(i: Any) -> Any:
+        return blocks - 1 - i if backward else i
+
+    def rows(array: Any) -> tuple[Any, Any]:
+        return array, block(None, BLOCK, array.shape[2], at=lambda h, i: (h, place(i), 0))
+
+    outputs = {"values": (empty(m, tokens, e), IN_MEMORY)}
+    if has_beta:
+        outputs["before_beta"] = rows(empty(m, tokens, e))
+    found = launch(
+        substitute,
+        (m, blocks),
+        {
+            "keys": rows(keys),
+            "numbers": (
+                numbers,
+                block(None, None, SUBLANES, BLOCK, at=lambda h, i: (h, place(i), 0, 0)),
+            ),
+            "right": rows(right),
+            "all_keys": (keys, IN_MEMORY),
+            "all_numbers": (numbers, IN_MEMORY),
+        },
+        outputs,
+        {
+            "keys": pltpu.VMEM((2, BLOCK, d), keys.dtype),
+            "numbers": pltpu.VMEM((2, SUBLANES, BLOCK), jnp.float32),
+            "values": pltpu.VMEM((2, BLOCK, e), jnp.float32),
+            "sides": pltpu.VMEM((BLOCK, e), jnp.float32),
+            "solved": pltpu.VMEM((BLOCK, e), jnp.float32),
+            "arrived": pltpu.SemaphoreType.DMA((len(COPIED), 2)),
+        },
+        interpret=interpret,
+        phi=phi,
+        backward=backward,
+    )
+    return Solved(found["values"], found.get("before_beta", found["values"]))

@@ -1,0 +1,34 @@
+"""Pieces of LUCID's matrix on a TPU.
+
+    Φ_ij = e^{s r_i r_j ⟨k_i, k_j⟩ − s d} ≤ 1,    r = 1 / rms(k),
+
+0 where i and j belong to different segments. Keys come as they are, and are normalised in the
+products: of keys in bfloat16 these are exact but for float32's rounding, at one product of the
+TPU's unit. What else a block has of its tokens are the rows of its numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.tpu.tiles import as_column
+
+BLOCK = 128
+"""Tokens."""
+
+FACTOR, RECIPROCAL, SEGMENT = 0, 1, 2
+"""Rows of a block's numbers: β or 0, r, and the index of the segment (exact up to 2²⁴)."""
+
+
+def phi_tile(phi: Phi, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
+    """Φ of two blocks, each of its keys (BLOCK, d) and its numbers (8, BLOCK)."""
+    (i_keys, i_numbers), (j_keys, j_numbers) = i, j
+    scores = phi.products.dot(i_keys, j_keys, right=True)
+    scores = scores * as_column(row(i_numbers, RECIPROCAL)) * row(j_numbers, RECIPROCAL)
+    return phi.weights(scores, as_column(row(i_numbers, SEGMENT)) == row(j_numbers, SEGMENT))
+
+
+def row(numbers: Any, which: int) -> Any:
+    """One of a block's numbers (8, BLOCK), as (1, BLOCK)."""
+    return numbers[which : which + 1, :]

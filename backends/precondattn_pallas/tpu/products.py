@@ -1,0 +1,65 @@
+"""How a TPU multiplies tiles: its unit takes factors in bfloat16, and sums in float32.
+
+A factor in float32 is a sum of such factors. For inputs in float32, float32's accuracy is asked of
+the compiler, at six products for one. For inputs in bfloat16, a factor in float32 is two terms,
+
+    a = a₁ + a₂ + O(2⁻¹⁶ a),    a b ≈ a₁ b₁ + a₁ b₂ + a₂ b₁,
+
+two products where the other factor is in bfloat16, and three where it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class TpuProducts(NamedTuple):
+    """How a kernel multiplies tiles; `precision.Products` is what a GPU does."""
+
+    half: bool
+    """Whether inputs are in bfloat16, so that 2⁻¹⁶ is accurate enough."""
+
+    def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
+        """a b in float32, with the left or the right factor transposed."""
+        dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
+        if not self.half and (a.dtype == jnp.float32 or b.dtype == jnp.float32):
+            return _dot(a.astype(jnp.float32), b.astype(jnp.float32), dimensions)
+        (a, *a_rest), (b, *b_rest) = _terms(a), _terms(b)
+        found = _dot(a, b, dimensions)
+        for rest in b_rest:
+            found = found + _dot(a, rest, dimensions)
+        for rest in a_rest:
+            found = found + _dot(rest, b, dimensions)
+        return found
+
+    @property
+    def exact(self) -> TpuProducts:
+        """The same of factors that lose nothing."""
+        return self._replace(half=False)
+
+
+def products(dtype: Any) -> TpuProducts:
+    """For inputs of this dtype."""
+    return TpuProducts(jnp.dtype(dtype).itemsize == 2)
+
+
+def _dot(a: Any, b: Any, dimensions: Any) -> Any:
+    # Said in full, since JAX's default for both is the user's to set.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _terms(a: Any) -> tuple[Any, ...]:
+    """In bfloat16: what is there, or two that float32 is nearly the sum of."""
+    if a.dtype == jnp.bfloat16:
+        return (a,)
+    # By bits: a compiler may take rounding there and back for no rounding at all.
+    bits = jax.lax.bitcast_convert_type(a, jnp.int32) & jnp.int32(-65536)
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (a - high).astype(jnp.bfloat16)
