@@ -23,8 +23,17 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
-RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
-"""Leaves made of recurrences with one decay, or none, for all of a state."""
+RECURRENT = (
+    pa.GatedDelta,
+    pa.Delta,
+    pa.SSD,
+    pa.Retention,
+    pa.Linear,
+    pa.GLA,
+    pa.GSA,
+    pa.ConditionedQuery,
+)
+"""Leaves made of recurrences."""
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""

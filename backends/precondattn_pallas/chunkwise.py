@@ -21,13 +21,21 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
-from precondattn_pallas import chunk_gradient, chunk_reads, chunk_states, delta_rule
+from precondattn_pallas import (
+    channel_recurrence,
+    chunk_gradient,
+    chunk_reads,
+    chunk_states,
+    delta_rule,
+)
 from precondattn_pallas.chunk_arrays import (
     padded_state,
     padded_values,
     plan_of,
     queries_of,
     rows_of,
+    unfilled_queries,
+    unfilled_state,
 )
 from precondattn_pallas.gate_sums import d_gates
 from precondattn_pallas.precision import Products
@@ -43,15 +51,19 @@ class Chunkwise:
         self.products, self.dtype, self.decays = products, dtype, decays
 
     def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.forward(self.products, self.dtype, x, state)
         plan = plan_of(self.products, self.dtype, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
             rows |= delta_rule.prepared(plan, rows)
         states, final, u = chunk_states.states(plan, rows, padded_state(state))
         o = chunk_reads.outputs(plan, rows, states, u)
-        return _of_queries(o, x, x.v.shape[3]), _of_state(final, state)
+        return unfilled_queries(o, x, x.v.shape[3]), unfilled_state(final, state)
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
         plan = plan_of(self.products, self.dtype, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
@@ -88,13 +100,13 @@ class Chunkwise:
         if x.beta is not None:
             d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
         stream = Stream(
-            _of_queries(of_queries["d_q"], x, x.k.shape[3]),
+            unfilled_queries(of_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
         )
-        return Gradients(stream, _of_state(d_start, d_final))
+        return Gradients(stream, unfilled_state(d_start, d_final))
 
     @staticmethod
     def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
@@ -105,15 +117,3 @@ class Chunkwise:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         done = [self.forward(stream, state) for stream, state in streams]
         return function(*(o for o, _ in done), *arrays), [final for _, final in done]
-
-
-def _of_queries(rows: Any, x: Stream, width: int) -> Any:
-    """(b m, r, T, w) as (b, m, t, r, width): those of the last t tokens."""
-    b, m, t, r, _ = x.q.shape
-    s = x.k.shape[2]
-    rows = jnp.swapaxes(rows[:, :, s - t : s, :width], 1, 2)
-    return rows.reshape(b, m, t, r, width)
-
-
-def _of_state(state: Any, like: Any) -> Any:
-    return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)

@@ -162,3 +162,10 @@ _declare(
     half={256: Configuration(64, 32, 4, 1)},
     full={256: Configuration(64, 32, 8, 1)},
 )
+# With a decay for each channel.
+for _kernel in ("channel_scores", "channel_read", "channel_gradient"):
+    _declare(
+        _kernel,
+        half={256: Configuration(64, 32, 4, 1)},
+        full={256: Configuration(64, 32, 4, 1)},
+    )

@@ -18,6 +18,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.gsa import GSA
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
@@ -32,11 +33,13 @@ Masks = tuple[Any, Any, Any]
 
 def _form(leaf: Any, dtype: Any, masks: Masks, interpret: bool) -> Chunkwise:
     """For inputs of a dtype."""
-    is_query_side = isinstance(leaf, ConditionedQuery)
-    decay = leaf.decay != "none" if is_query_side else leaf.offers.decay is not None
+    if isinstance(leaf, ConditionedQuery):
+        decays = leaf.decay != "none"
+    else:
+        decays = "g" in leaf.inputs or leaf.offers.decay is not None
+    decays = decays or masks[2] is not None
     # What has just been normalised, in float32, is not rounded again.
-    operands = jnp.float32 if is_query_side else dtype
-    decays = decay or masks[2] is not None
+    operands = jnp.float32 if isinstance(leaf, (ConditionedQuery, GSA)) else dtype
     return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
 
 
