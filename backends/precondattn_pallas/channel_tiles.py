@@ -6,11 +6,12 @@ D is a factor of every channel of a product and not of the product, and so pairs
 into squares in which it factors. Between two tiles, relative to the last token in front of the
 later one,
 
-    D_ijc = since_ic kept_c until_jc,    since_i = e^{g_1 + … + g_i},    until_j = e^{g_{j+1} + … + g_16}
+    D_ijc = since_ic between_c until_jc,    since_i = e^{g_1 + … + g_i},
+    until_j = e^{g_{j+1} + … + g_16}
 
-by the gates of the tokens' own tiles, with `kept` the totals of the tiles between. Within a tile,
-these are the squares of the second half of a block of tokens with the first, for blocks of 2, 4, 8
-and 16; relative to the middle of the block
+by the gates of the tokens' own tiles, and `between` by those of the tiles in between. Within a
+tile, these are the squares of the second half of a block of tokens with the first, for blocks of
+2, 4, 8 and 16; relative to the middle of the block
 
     D_ijc = f_ic f_jc,    f = e^{E g},
 
@@ -32,16 +33,6 @@ from precondattn_pallas.precision import Products
 TILE = 16
 
 
-class Gates(NamedTuple):
-    """Of a tile and a block of channels (16, w)."""
-
-    g: Any
-    since: Any
-    until: Any
-    total: Any
-    """since_16 (w)"""
-
-
 class Halving(NamedTuple):
     """Blocks of tokens, each with a second half and a first."""
 
@@ -53,10 +44,12 @@ class Halving(NamedTuple):
     """(16, 16): the token of the row is in the second half, that of the column in the first."""
 
 
-def gates_of(products: Products, g: Any) -> Gates:
-    since = jnp.exp(products.exact.dot(_until(), g))
-    until = jnp.exp(products.exact.dot(_behind(), g))
-    return Gates(g, since, until, jnp.exp(jnp.sum(g, axis=0)))
+def since_of(products: Products, g: Any) -> Any:
+    return jnp.exp(products.exact.dot(_until(), g))
+
+
+def until_of(products: Products, g: Any) -> Any:
+    return jnp.exp(products.exact.dot(_behind(), g))
 
 
 def d_gates_of(products: Products, since: Any, until: Any) -> Any:

@@ -156,12 +156,14 @@ class Grid(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.count * self.blocks, self.heads
 
-    def _place(self, array: Any, block: tuple[int | None, ...], *at: Any) -> Any:
-        """A block of an array of all heads, `at` numbers, the "chunk" or the "block"."""
+    def _place(self, array: Any, block: tuple[int | None, ...], *at: Any, together: int = 1) -> Any:
+        """A block of an array of all heads, `at` numbers, the "chunk" or the "block"; blocks are
+        of one chunk, or of some together."""
         by = self.heads // array.shape[0]
 
         def index(g: Any, h: Any) -> Any:
-            places = {"chunk": divide(g, self.blocks), "block": remainder(g, self.blocks)}
+            chunk, own = divide(g, self.blocks * together), remainder(g, self.blocks)
+            places = {"chunk": chunk, "block": own}
             return divide(h, by), *(places.get(place, place) for place in at)
 
         return array, pl.BlockSpec((None, *block), index)
@@ -170,6 +172,12 @@ class Grid(NamedTuple):
         """The chunk's rows of (m, T, w), or the program's own columns of them."""
         block = self.chunk, width or array.shape[2]
         return self._place(array, block, "chunk", "block" if width else 0)
+
+    def around(self, array: Any, chunks: int, width: int | None = None) -> Any:
+        """Those of so many chunks together, the program's own among them."""
+        rows = chunks * array.shape[1] // self.count
+        block, at = (rows, width or array.shape[2]), "block" if width else 0
+        return self._place(array, block, "chunk", at, together=chunks)
 
     def group(self, array: Any, width: int | None = None) -> Any:
         """The same of (m, r, T, w)."""
