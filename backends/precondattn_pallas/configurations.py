@@ -173,9 +173,14 @@ for _kernel in ("channel_states", "channel_gradients"):
             256: Configuration(32, 16, 8, 1),
         },
     )
-for _kernel in ("channel_scores", "channel_read", "channel_gradient"):
+_declare(
+    "channel_scores",
+    half={256: Configuration(16, 32, 4, 1)},
+    full={256: Configuration(16, 16, 4, 1)},
+)
+for _kernel in ("channel_read", "channel_gradient"):
     _declare(
         _kernel,
-        half={256: Configuration(16, 64, 4, 1)},
-        full={256: Configuration(16, 64, 4, 1)},
+        half={256: Configuration(16, 64, 8, 1)},
+        full={256: Configuration(16, 64, 8, 1)},
     )

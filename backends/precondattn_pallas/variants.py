@@ -26,7 +26,7 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("softmax", ("float32",), ((128, 128), (64, 64))),
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("gla", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
-    ("gsa", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
+    ("gsa", ("bfloat16", "float32"), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
