@@ -3,7 +3,8 @@
     U = M β (V − reading ∘ K S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`. Chunks are prepared all at once
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; where each channel has its own
+decay, as `channel_recurrence.py` has it. Chunks are prepared all at once
 (`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all at
 once (`chunk_reads.py`). The gradient makes the states anew, goes back over them, and has the rest
 of all chunks at once (`chunk_gradient.py`). XLA makes the factors of the gates, and the gradient of

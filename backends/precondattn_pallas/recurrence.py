@@ -38,7 +38,7 @@ def _form(leaf: Any, dtype: Any, masks: Masks, interpret: bool) -> Chunkwise:
     else:
         decays = "g" in leaf.inputs or leaf.offers.decay is not None
     decays = decays or masks[2] is not None
-    # What has just been normalised, in float32, is not rounded again.
+    # What has just been made in float32, rows of length 1 or a softmax, is not rounded again.
     operands = jnp.float32 if isinstance(leaf, (ConditionedQuery, GSA)) else dtype
     return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
 
@@ -101,7 +101,7 @@ _extended.defvjp(_extended_forward, _extended_backward)
 
 
 class Recurrence:
-    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
+    """Of leaves of the linear family, of GSA, and of CCQ's query."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
@@ -114,6 +114,8 @@ class Recurrence:
                 f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
                 f"found d={d}, e={e}"
             )
+        if "s" in shapes and shapes["s"][3] > WIDEST_KEYS:
+            return f"its recurrence takes at most {WIDEST_KEYS} slots; found {shapes['s'][3]}"
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence takes no empty arrays"
         heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
