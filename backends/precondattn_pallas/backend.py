@@ -1,8 +1,8 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences. Without a GPU kernels are interpreted
-by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and only when it
-is asked for by name.
+LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences. Without a GPU kernels are
+interpreted by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and
+only when it is asked for by name.
 """
 
 from __future__ import annotations
