@@ -29,13 +29,14 @@ command with one, is in [Checking kernels](kernels.md).
 
 NEVER = """\
 Nothing. The kernels of the backends `triton` and `pallas` have been run by an interpreter only, and
-those listed below have been compiled. Nothing is known of their speed.
+compiled for the targets below. Nothing is known of their speed.
 """
 
 COMPILED = """\
 ## Compiled ahead of time
 
-Registers of a thread, bytes that it spills to memory, and shared memory of a block.
+Registers of a thread, bytes that it spills to memory, and shared memory of a block. A kernel that
+several variants share stands under the first of them.
 """
 
 

@@ -105,3 +105,30 @@ def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
         assert str(gradients[name].dtype) == dtype
         gradient = filled(gradient, sides[name], 0.0)
         assert error(gradients[name], gradient) < 2 * bound, name
+
+
+def check_extension(kernels, leaf, x, cotangent, bound, **tiles):
+    """A step of float32 behind a state, and its gradient, against the definition in float64."""
+    rng = np.random.default_rng(1)
+    (b, t), slots = x["k"].shape[:2], leaf.program.calls[0].slot_keys()
+    shapes = {name: a.shape for name, a in leaf.zero_state(x).items()}
+    arrays = (x, *({name: rng.normal(size=shapes[name]) for name in slots} for _ in range(2)))
+    arrays = [{name: rounded(a, "float32") for name, a in of.items()} for of in arrays]
+    given, exact = ([{name: a[i] for name, a in of.items()} for of in arrays] for i in (0, 1))
+    frame = frame_of(t, t, b)
+    out, updates = leaf.step(exact[1], exact[0], frame)
+    gradients, d_past = leaf.step_backward(exact[1], exact[0], frame, cotangent, exact[2])
+
+    def run(x, past, d_new, d_out):
+        step = kernels.step(leaf, past, x, Frame(None, None))
+        return step, kernels.step_backward(leaf, past, x, Frame(None, None), d_out, d_new)
+
+    given[1:] = [{key: of[name] for name, key in slots.items()} for of in given[1:]]
+    with small_tiles(**tiles):
+        (found, new), (d_x, d_old) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
+    assert error(found, out) < bound
+    for name, key in slots.items():
+        assert error(new[key].value, updates[name].value) < bound, name
+        assert error(d_old[key], d_past[name]) < bound, name
+    for name, gradient in gradients.items():
+        assert error(d_x[name], gradient) < 2 * bound, name

@@ -73,6 +73,8 @@ QKV = {"q": (2, 20, 4, 8), "k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("softmax", {"v": (2, 20, 2, 136)}, "found 136"),
         ("softmax", {"q": (2, 0, 2, 8)}, "empty"),
         ("path", {}, "no kernels"),
+        ("gla", {"k": (2, 20, 2, 264)}, "d=264"),
+        ("gsa", {"s": (2, 20, 2, 300)}, "found 300"),
     ],
 )
 def test_it_says_what_it_does_not_take(mechanism, changes, reason):

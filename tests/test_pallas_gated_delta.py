@@ -8,13 +8,12 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn.frame import Frame
 from precondattn_pallas.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.chunk_tiles import pairs_of
 from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import Recurrence
-from tests.pallas_tiles import BOUNDS, check, error, frame_of, quick, rounded, small_tiles
+from tests.pallas_tiles import BOUNDS, check, check_extension, error, frame_of, rounded
 
 KERNELS = Recurrence(interpret=True)
 TILES = {
@@ -119,33 +118,5 @@ def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
 
 
 def test_an_extension_and_its_gradient():
-    leaf = pa.GatedDelta()
-    (key,) = leaf.program.calls[0].slot_keys().values()
-    x, cotangent = problem(leaf, 19, b=1)
-    rng = np.random.default_rng(1)
-    past = {"state": rng.normal(size=(1, 4, 12, 20))}
-    d_new = {"state": rng.normal(size=(1, 4, 12, 20))}
-    x, past, d_new = (
-        {name: rounded(a, "float32") for name, a in arrays.items()} for arrays in (x, past, d_new)
-    )
-    given, exact = (
-        [{name: a[i] for name, a in arrays.items()} for arrays in (x, past, d_new)] for i in (0, 1)
-    )
-    frame = frame_of(19, 19, 1)
-    out, updates = leaf.step(exact[1], exact[0], frame)
-    gradients, d_past = leaf.step_backward(exact[1], exact[0], frame, cotangent, exact[2])
-
-    def run(x, past, d_new, d_out):
-        frame = Frame(None, None)
-        step = KERNELS.step(leaf, past, x, frame)
-        return step, KERNELS.step_backward(leaf, past, x, frame, d_out, d_new)
-
-    given[1:] = [{key: array["state"]} for array in given[1:]]
-
-    with small_tiles(**TILES):
-        (found, new), (d_x, d_state) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
-    assert error(found, out) < 2e-5
-    assert error(new[key].value, updates["state"].value) < 2e-5
-    assert error(d_state[key], d_past["state"]) < 2e-5
-    for name, gradient in gradients.items():
-        assert error(d_x[name], gradient) < 4e-5, name
+    x, cotangent = problem(pa.GatedDelta(), 19, b=1)
+    check_extension(KERNELS, pa.GatedDelta(), x, cotangent, 2e-5, **TILES)

@@ -32,8 +32,17 @@ DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")
 INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
 """Of the environment: for which device the kernels are that a CPU interprets."""
 
-RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
-"""Leaves made of recurrences with one decay, or none, for all of a state."""
+RECURRENT = (
+    pa.GatedDelta,
+    pa.Delta,
+    pa.SSD,
+    pa.Retention,
+    pa.Linear,
+    pa.GLA,
+    pa.GSA,
+    pa.ConditionedQuery,
+)
+"""Leaves made of recurrences."""
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""

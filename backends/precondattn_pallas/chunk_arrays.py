@@ -70,10 +70,16 @@ def plan_of(products: Products, dtype: Any, d: int, e: int) -> Plan:
 
 
 def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
-    """Of a stream; q, k and v in a dtype."""
-    b, m, s, d = x.k.shape
+    """Of a stream with at most one gate for each token; q, k and v in a dtype."""
+    found = written_of(x.k, x.v, x.g if decays else None, x.beta, plan, dtype)
+    tokens, width = found["k"].shape[1:]
+    return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **found}
+
+
+def written_of(k: Any, v: Any, g: Any, beta: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
+    """All but q; gates (b, m, s, 1 or d, 1), and β, where there are any."""
+    b, m, s, d = k.shape
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
-    e = x.v.shape[3]
 
     def filled(array: Any, *widths: int) -> Any:
         """(b m, T, widths), with zeros behind the last token."""
@@ -82,14 +88,13 @@ def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any
         return jnp.pad(array, ((0, 0), *((0, size - has) for size, has in sizes)))
 
     found = {
-        "q": queries_of(x.q, s, tokens, width).astype(dtype),
-        "k": filled(x.k.astype(dtype), width),
-        "v": filled(x.v.astype(dtype), padded_values(e)),
+        "k": filled(k.astype(dtype), width),
+        "v": filled(v.astype(dtype), padded_values(v.shape[3])),
     }
-    if x.beta is not None:
-        found["beta"] = filled(x.beta.astype(jnp.float32))
-    if decays:
-        g = jnp.maximum(x.g[..., 0].astype(jnp.float32), LOWEST)
+    if beta is not None:
+        found["beta"] = filled(beta.astype(jnp.float32))
+    if g is not None:
+        g = jnp.maximum(g[..., 0].astype(jnp.float32), LOWEST)
         found["g"] = filled(g, width) if g.shape[3] > 1 else filled(g[..., 0])
         found |= factors_of(found["g"], plan.chunk)
     return found
@@ -115,7 +120,7 @@ def padded_state(state: Any) -> Any:
     return jnp.pad(state, ((0, 0), (0, padded_width(d) - d), (0, padded_values(e) - e)))
 
 
-def of_queries(rows: Any, x: Stream, width: int) -> Any:
+def unfilled_queries(rows: Any, x: Stream, width: int) -> Any:
     """(b m, r, T, w) as (b, m, t, r, width): those of the last t tokens."""
     b, m, t, r, _ = x.q.shape
     s = x.k.shape[2]
@@ -123,8 +128,8 @@ def of_queries(rows: Any, x: Stream, width: int) -> Any:
     return rows.reshape(b, m, t, r, width)
 
 
-def of_state(state: Any, like: Any) -> Any:
-    """(b m, d, e) padded as the state `like` (b, m, d, e)."""
+def unfilled_state(state: Any, like: Any) -> Any:
+    """(b m, d, e), filled up, as it is outside."""
     return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
 
 
@@ -151,12 +156,14 @@ class Grid(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.count * self.blocks, self.heads
 
-    def _place(self, array: Any, block: tuple[int | None, ...], *at: Any) -> Any:
-        """A block of an array of all heads, `at` numbers, the "chunk" or the "block"."""
+    def _place(self, array: Any, block: tuple[int | None, ...], *at: Any, together: int = 1) -> Any:
+        """A block of an array of all heads, `at` numbers, the "chunk" or the "block"; blocks are
+        of one chunk, or of some together."""
         by = self.heads // array.shape[0]
 
         def index(g: Any, h: Any) -> Any:
-            places = {"chunk": divide(g, self.blocks), "block": remainder(g, self.blocks)}
+            chunk, own = divide(g, self.blocks * together), remainder(g, self.blocks)
+            places = {"chunk": chunk, "block": own}
             return divide(h, by), *(places.get(place, place) for place in at)
 
         return array, pl.BlockSpec((None, *block), index)
@@ -165,6 +172,12 @@ class Grid(NamedTuple):
         """The chunk's rows of (m, T, w), or the program's own columns of them."""
         block = self.chunk, width or array.shape[2]
         return self._place(array, block, "chunk", "block" if width else 0)
+
+    def around(self, array: Any, chunks: int, width: int | None = None) -> Any:
+        """Those of so many chunks together, the program's own among them."""
+        rows = chunks * array.shape[1] // self.count
+        block, at = (rows, width or array.shape[2]), "block" if width else 0
+        return self._place(array, block, "chunk", at, together=chunks)
 
     def group(self, array: Any, width: int | None = None) -> Any:
         """The same of (m, r, T, w)."""
@@ -176,8 +189,9 @@ class Grid(NamedTuple):
         return self._place(array, (self.chunk,), "chunk")
 
     def those(self, x: Rows, *names: str) -> dict[str, Any]:
-        """The same of arrays by name, those that there are."""
-        return {name: self.numbers(x[name]) for name in names if name in x}
+        """The same of arrays by name, those that there are; or one for each of its channels."""
+        found = {name: x[name] for name in names if name in x}
+        return {n: self.numbers(a) if a.ndim == 2 else self.rows(a) for n, a in found.items()}
 
     def sums(self, array: Any) -> Any:
         """The same of (m, blocks, T), of the program's own block."""

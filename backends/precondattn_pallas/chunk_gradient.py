@@ -107,8 +107,7 @@ def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
 
     x has dA too, as d_scores; without it, of dQ only dO Sᵀ.
     """
-    m, r, tokens, d = x["q"].shape
-    e = d_o.shape[3]
+    (m, r, tokens, e), d = d_o.shape, states.shape[2]
     width = plan.block("chunk_query_gradient", d)
     grid = Grid(plan.chunk, tokens // plan.chunk, m * r, d // width)
     inputs = {"d_o": grid.rows(each_query(d_o)), "state": grid.state(states, rows=width)}

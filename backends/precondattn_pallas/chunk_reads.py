@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.chunk_arrays import Grid, Plan, Rows, each_query, empty
-from precondattn_pallas.chunk_tiles import every_block, scores_of
+from precondattn_pallas.chunk_tiles import every_block, faded, is_by_channel, scores_of
 from precondattn_pallas.precision import Products
 
 
@@ -21,11 +21,14 @@ def read(x: Any, out: Any, *, products: Products, block: int) -> None:
     """The outputs of one query of each token."""
     width = x["q"].shape[1]
 
+    by_channel = "reading" in x and is_by_channel(x, "reading")
+
     def add(c: Any, total: Any) -> Any:
-        return total + products.dot(x["q"][:, c], x["state"][c, :])
+        q = faded(x, "q", "reading", slice(None), c) if by_channel else x["q"][:, c]
+        return total + products.dot(q, x["state"][c, :])
 
     found = every_block(width, block, add, jnp.zeros(out["o"].shape, jnp.float32))
-    if "reading" in x:
+    if "reading" in x and not by_channel:
         found = found * x["reading"][...][:, None]
     scores = scores_of(products, x, block)
     out["o"][...] = found + products.dot(scores, x["u"][...])
@@ -50,11 +53,12 @@ def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
         "q": grid.rows(each_query(x["q"])),
         "state": grid.state(states, columns=width),
         "u": grid.rows(u, width),
+        **grid.those(x, "reading"),
     }
     if "scores" in x:
         inputs["scores"] = grid.rows(each_query(x["scores"]))
     else:
-        inputs |= {"k": grid.rows(x["k"]), **grid.those(x, "g", "reading")}
+        inputs |= {"k": grid.rows(x["k"]), **grid.those(x, "g")}
     found = plan.launch(
         read,
         "chunk_reads",

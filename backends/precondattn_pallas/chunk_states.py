@@ -65,6 +65,11 @@ def _kept(x: Any, index: Any, state: Any) -> Any:
     return state * x["total"][index, :][:, None] if "total" in x else state
 
 
+def _name(what: str, x: Rows) -> str:
+    """Of the configuration: factors of channels take more registers."""
+    return f"channel_{what}" if "g" in x and x["g"].ndim == 3 else f"chunk_{what}"
+
+
 def states(plan: Plan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
     """In front of every chunk (m, chunks, d, e), the last one (m, d, e), and U (m, T, e).
 
@@ -72,14 +77,15 @@ def states(plan: Plan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
     """
     m, d, e = start.shape
     count = x["k"].shape[1] // plan.chunk
-    way = Way(m, plan.block("chunk_states", e))
+    name = _name("states", x)
+    way = Way(m, plan.block(name, e))
     y = x.get("y", x["v"])
     outputs = {"states": way.columns(empty(m, count, d, e)), "final": way.columns(empty(m, d, e))}
     if "w" in x:
         outputs["u"] = way.columns(empty(*y.shape))
     found = plan.launch(
         carry_states,
-        "chunk_states",
+        name,
         way.shape(e),
         {
             **way.those(x, "k", "w", "writing", "total"),
@@ -97,10 +103,11 @@ def d_states(plan: Plan, x: Rows, d_o: Any, local: Any, end: Any) -> tuple[Any, 
     """Behind every chunk, in front of the first, and dU, from that behind the last."""
     m, d, e = end.shape
     count = x["k"].shape[1] // plan.chunk
-    way = Way(m, plan.block("chunk_gradients", e))
+    name = _name("gradients", x)
+    way = Way(m, plan.block(name, e))
     found = plan.launch(
         carry_gradients,
-        "chunk_gradients",
+        name,
         way.shape(e),
         {
             **way.those(x, "q", "k", "w", "reading", "writing", "total"),

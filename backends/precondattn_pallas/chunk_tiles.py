@@ -79,9 +79,16 @@ def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:
     return found * pairs_of(x, found.shape[0])
 
 
+def is_by_channel(x: Any, factor: str) -> bool:
+    return len(x[factor].shape) == 2
+
+
 def faded(x: Any, name: str, factor: str, *where: Any) -> Any:
-    """Rows of an input times the factor of their token, the last index but of columns."""
+    """Rows of an input times the factor of their token, the last index but of columns, or of each
+    of their channels."""
     rows = x[name][where]
     if factor not in x:
         return rows
+    if is_by_channel(x, factor):
+        return rows * x[factor][where[-2:]]
     return rows * x[factor][where[-2] if len(where) > 1 else ...][:, None]

@@ -3,7 +3,8 @@
     U = M β (V − reading ∘ K S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`. Chunks are prepared all at once
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; where each channel has its own
+decay, as `channel_recurrence.py` has it. Chunks are prepared all at once
 (`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all at
 once (`chunk_reads.py`). The gradient makes the states anew, goes back over them, and has the rest
 of all chunks at once (`chunk_gradient.py`). XLA makes the factors of the gates, and the gradient of
@@ -21,15 +22,21 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
-from precondattn_pallas import chunk_gradient, chunk_reads, chunk_states, delta_rule
+from precondattn_pallas import (
+    channel_recurrence,
+    chunk_gradient,
+    chunk_reads,
+    chunk_states,
+    delta_rule,
+)
 from precondattn_pallas.chunk_arrays import (
-    of_queries,
-    of_state,
     padded_state,
     padded_values,
     plan_of,
     queries_of,
     rows_of,
+    unfilled_queries,
+    unfilled_state,
 )
 from precondattn_pallas.gate_sums import d_gates
 from precondattn_pallas.precision import Products
@@ -45,15 +52,19 @@ class Chunkwise:
         self.products, self.dtype, self.decays = products, dtype, decays
 
     def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.forward(self.products, self.dtype, x, state)
         plan = plan_of(self.products, self.dtype, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
             rows |= delta_rule.prepared(plan, rows)
         states, final, u = chunk_states.states(plan, rows, padded_state(state))
         o = chunk_reads.outputs(plan, rows, states, u)
-        return of_queries(o, x, x.v.shape[3]), of_state(final, state)
+        return unfilled_queries(o, x, x.v.shape[3]), unfilled_state(final, state)
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
         plan = plan_of(self.products, self.dtype, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
@@ -90,13 +101,13 @@ class Chunkwise:
         if x.beta is not None:
             d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
         stream = Stream(
-            of_queries(by_queries["d_q"], x, x.k.shape[3]),
+            unfilled_queries(by_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
         )
-        return Gradients(stream, of_state(d_start, d_final))
+        return Gradients(stream, unfilled_state(d_start, d_final))
 
     @staticmethod
     def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:

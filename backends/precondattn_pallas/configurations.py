@@ -162,3 +162,25 @@ _declare(
     half={256: Configuration(64, 32, 4, 1)},
     full={256: Configuration(64, 32, 8, 1)},
 )
+# With a decay for each channel: tiles have 16 tokens.
+for _kernel in ("channel_states", "channel_gradients"):
+    _declare(
+        _kernel,
+        half={128: Configuration(64, 32, 8, 1), 256: Configuration(64, 16, 8, 1)},
+        full={
+            64: Configuration(64, 32, 8, 1),
+            128: Configuration(32, 16, 8, 1),
+            256: Configuration(32, 16, 8, 1),
+        },
+    )
+_declare(
+    "channel_scores",
+    half={256: Configuration(16, 32, 4, 1)},
+    full={256: Configuration(16, 16, 4, 1)},
+)
+for _kernel in ("channel_read", "channel_gradient"):
+    _declare(
+        _kernel,
+        half={256: Configuration(16, 64, 8, 1)},
+        full={256: Configuration(16, 64, 8, 1)},
+    )

@@ -18,6 +18,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.gsa import GSA
 from precondattn.spec.recurrence import Form
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.masks import where_valid
@@ -41,11 +42,13 @@ def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> For
 
 def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) -> Form:
     """For inputs of a dtype."""
-    is_query_side = isinstance(leaf, ConditionedQuery)
-    decay = leaf.decay != "none" if is_query_side else leaf.offers.decay is not None
-    # What has just been normalised, in float32, is not rounded again.
-    operands = jnp.float32 if is_query_side else dtype
-    decays = decay or masks[2] is not None
+    if isinstance(leaf, ConditionedQuery):
+        decays = leaf.decay != "none"
+    else:
+        decays = "g" in leaf.inputs or leaf.offers.decay is not None
+    decays = decays or masks[2] is not None
+    # What has just been made in float32, rows of length 1 or a softmax, is not rounded again.
+    operands = jnp.float32 if isinstance(leaf, (ConditionedQuery, GSA)) else dtype
     return form_of(dtype, operands, decays=decays, interpret=interpret)
 
 
@@ -118,7 +121,7 @@ _extended.defvjp(_extended_forward, _extended_backward)
 
 
 class Recurrence:
-    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
+    """Of leaves of the linear family, of GSA, and of CCQ's query."""
 
     form_of: FormOf = staticmethod(on_a_gpu)
 
@@ -133,6 +136,8 @@ class Recurrence:
                 f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
                 f"found d={d}, e={e}"
             )
+        if "s" in shapes and shapes["s"][3] > WIDEST_KEYS:
+            return f"its recurrence takes at most {WIDEST_KEYS} slots; found {shapes['s'][3]}"
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence takes no empty arrays"
         heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)

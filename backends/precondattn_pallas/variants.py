@@ -25,6 +25,8 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
+    ("gla", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
+    ("gsa", ("bfloat16", "float32"), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
@@ -40,7 +42,7 @@ TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] 
 """The same of a TPU's; widths are filled up to whole rows of 128 before."""
 
 STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
-TOKENS, HEADS, KEY_HEADS, BATCH = 4096, 16, 4, 2
+TOKENS, HEADS, KEY_HEADS, BATCH, SLOTS = 4096, 16, 4, 2, 64
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
 
@@ -89,6 +91,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterat
         "s": TOKENS,
         "d": d,
         "e": e,
+        "m": min(d, SLOTS),
     }
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from precondattn.spec.recurrence import Form, Gradients, Stream
-from precondattn_pallas.chunk_arrays import LOWEST, empty, of_queries, of_state, queries_of
+from precondattn_pallas.chunk_arrays import (
+    LOWEST,
+    empty,
+    queries_of,
+    unfilled_queries,
+    unfilled_state,
+)
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.tpu.chunk_backward import backward
 from precondattn_pallas.tpu.chunk_forward import BETA, GATE, forward
@@ -68,7 +74,7 @@ class TpuChunkwise(Chunkwise):
         given = self._given(x)
         outputs = {"o": (*given["q"].shape[:3], given["v"].shape[2])}
         found = self._forward(x, given, state, outputs)
-        return of_queries(found["o"], x, x.v.shape[3]), of_state(found["final"], state)
+        return unfilled_queries(found["o"], x, x.v.shape[3]), unfilled_state(found["final"], state)
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
         given = self._given(x)
@@ -96,13 +102,13 @@ class TpuChunkwise(Chunkwise):
             **self._constants(x),
         )
         stream = Stream(
-            of_queries(found["d_q"], x, x.k.shape[3]),
+            unfilled_queries(found["d_q"], x, x.k.shape[3]),
             _of_rows(found["d_k"], x.k),
             _of_rows(found["d_v"], x.v),
             _of_numbers(found["d_numbers"], GATE, x.g) if self.decays else jnp.zeros_like(x.g),
             None if x.beta is None else _of_numbers(found["d_numbers"], BETA, x.beta),
         )
-        return Gradients(stream, of_state(found["d_start"], d_final))
+        return Gradients(stream, unfilled_state(found["d_start"], d_final))
 
     def _forward(
         self, x: Stream, given: Mapping[str, Any], state: Any, outputs: Mapping[str, Any]

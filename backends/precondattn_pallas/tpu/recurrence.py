@@ -26,6 +26,8 @@ class TpuRecurrence(Recurrence):
         reason = super().refuses(leaf, request)
         if reason is not None:
             return reason
+        if isinstance(leaf, pa.GSA) or _has_channel_gates(leaf):
+            return f"its recurrence has one decay for all of a state on a TPU; found {leaf}"
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])
         d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
@@ -39,6 +41,12 @@ class TpuRecurrence(Recurrence):
                 f"{r} queries to a state, d={d} and e={e} are {found / (1 << 20):.1f} MiB"
             )
         return None
+
+
+def _has_channel_gates(leaf: Any) -> bool:
+    if isinstance(leaf, pa.ConditionedQuery):
+        return bool(leaf.decay == "channel")
+    return bool(leaf.offers.decay == "channel")
 
 
 def bytes_of(r: int, d: int, e: int) -> int:
