@@ -270,6 +270,8 @@ def request(verb="vjp", **shapes):
             "e=640",
         ),
         ("linear", {"k": (2, 20, 2, 264)}, "d=264"),
+        ("gla", {}, "one decay for all of a state on a TPU"),
+        ("gsa", {"s": (2, 20, 2, 4)}, "one decay for all of a state on a TPU"),
     ],
 )
 def test_it_says_what_it_does_not_take(mechanism, shapes, reason):

@@ -26,7 +26,7 @@ class TpuRecurrence(Recurrence):
         reason = super().refuses(leaf, request)
         if reason is not None:
             return reason
-        if isinstance(leaf, pa.GSA) or _has_channel_gates(leaf):
+        if isinstance(leaf, (pa.GLA, pa.GSA)):
             return f"its recurrence has one decay for all of a state on a TPU; found {leaf}"
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])
@@ -41,12 +41,6 @@ class TpuRecurrence(Recurrence):
                 f"{r} queries to a state, d={d} and e={e} are {found / (1 << 20):.1f} MiB"
             )
         return None
-
-
-def _has_channel_gates(leaf: Any) -> bool:
-    if isinstance(leaf, pa.ConditionedQuery):
-        return bool(leaf.decay == "channel")
-    return bool(leaf.offers.decay == "channel")
 
 
 def bytes_of(r: int, d: int, e: int) -> int:
