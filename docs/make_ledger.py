@@ -28,8 +28,8 @@ command with one, is in [Checking kernels](kernels.md).
 """
 
 NEVER = """\
-Nothing. The kernels of the backends `triton` and `pallas` have been run by an interpreter only, and
-compiled for the targets below. Nothing is known of their speed.
+Nothing. The kernels of the backends `triton` and `pallas` have been run by an interpreter only.
+Those that have been compiled are listed below. Nothing is known of their speed.
 """
 
 COMPILED = """\

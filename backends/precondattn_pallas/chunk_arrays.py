@@ -62,11 +62,11 @@ class Plan(NamedTuple):
         )
 
 
-def plan_of(products: Products, dtype: Any, d: int, e: int) -> Plan:
-    """Of rows of that dtype, and states of d x e."""
+def plan_of(products: Products, dtype: Any, d: int, e: int, states: str = "chunk_states") -> Plan:
+    """Of rows of that dtype, and states of d x e that the kernel `states` carries on."""
     half = products.tf32 or jnp.dtype(dtype).itemsize == 2
     width = max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
-    return Plan(products, configuration("chunk_states", width, half).rows, width, half)
+    return Plan(products, configuration(states, width, half).rows, width, half)
 
 
 def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:

@@ -167,15 +167,11 @@ for _kernel in ("channel_states", "channel_gradients"):
     _declare(
         _kernel,
         half={128: Configuration(64, 32, 8, 1), 256: Configuration(64, 16, 8, 1)},
-        full={
-            64: Configuration(64, 32, 8, 1),
-            128: Configuration(32, 16, 8, 1),
-            256: Configuration(32, 16, 8, 1),
-        },
+        full={256: Configuration(32, 16, 8, 1)},
     )
 _declare(
     "channel_scores",
-    half={256: Configuration(16, 32, 4, 1)},
+    half={256: Configuration(16, 16, 8, 1)},
     full={256: Configuration(16, 16, 4, 1)},
 )
 for _kernel in ("channel_read", "channel_gradient"):
