@@ -10,8 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
+
+try:
+    import ml_dtypes
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        "bfloat16 on a CPU needs ml_dtypes: pip install 'precondattn[kernels]'"
+    ) from missing
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT = 256

@@ -33,7 +33,7 @@ INSTRUMENTED = (
     "-ffp-contract=off",
     "-fsanitize=thread",
     *("--param", "tsan-instrument-func-entry-exit=0", "--param", "tsan-distinguish-volatile=1"),
-    "-fsanitize=bounds,integer-divide-by-zero,shift,signed-integer-overflow",
+    "-fsanitize=bounds,alignment,integer-divide-by-zero,shift,signed-integer-overflow",
 )
 OWN_OPTIONS = ("-D", "-I", "-U")
 OTHER_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
@@ -72,13 +72,15 @@ def build(
     whole = f'#include "cuda_on_cpu.h"\n# 1 "{source}"\n{code}\n'
     text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *given, "-"], whole)
     text = text.replace('"<stdin>"', f'"{source}"')  # In debugging information it comes back.
-    names = [*expressions, *(name for name in plain_kernels(text) if name not in expressions)]
+    translated = translate(text, source)
+    found = plain_kernels(text, source)
+    names = [*expressions, *(name for name in found if name not in expressions)]
     if not names:
         raise CompilationError(
             f'{source} has no kernel: name_expressions is empty, and nothing is extern "C"'
         )
     entries = "".join(ENTRY.format(number=i, name=name) for i, name in enumerate(names))
-    translated = f'{translate(text, source)}\n# 1 "name_expressions"\n{entries}'
+    translated += f'\n# 1 "name_expressions"\n{entries}'
     runtime = _runtime()
     key = _key(translated, runtime.name, *INSTRUMENTED)
 
@@ -90,6 +92,12 @@ def build(
         _run(["-shared", "-o", str(path), str(unit), str(runtime)])
 
     return Built(_cached(f"module-{key}.so", make), names)
+
+
+def cache_folder() -> Path:
+    """Of the user. It may be removed at any time."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "precondattn" / "cuda_simulator"
 
 
 def _own(options: Sequence[str]) -> list[str]:
@@ -147,8 +155,7 @@ def _key(*texts: str) -> str:
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
     """The file of that name; several processes may make it at once, and each finds a whole one."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "precondattn" / "cuda_simulator"
+    folder = cache_folder()
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ class CompilationError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """A fault of a kernel, with the line, the thread and the block. Arrays are left as they were."""
+    """A fault of a kernel, with the line, the thread and the block. Arrays stay as they were."""
 
 
 class OutOfBoundsError(KernelError, IndexError):

@@ -39,8 +39,9 @@ def translate(text: str, source: str) -> str:
     return GLOBAL.sub("", SHARED.sub(_declaration, text))
 
 
-def plain_kernels(text: str) -> list[str]:
+def plain_kernels(text: str, source: str) -> list[str]:
     """The names of kernels with C linkage, which need no name expression."""
+    text = "\n".join(code for _, code in _own_lines(text, source))
     in_block = re.search(r'extern\s+"C"\s*\{', text) is not None
     names = []
     for found in GLOBAL.finditer(text):
@@ -69,12 +70,13 @@ def _own_lines(text: str, source: str) -> Iterator[tuple[int, str]]:
 
 def _declaration(found: re.Match[str]) -> str:
     before, rest = found[0].partition("__shared__")[0], found[2]
+    rest, end = _without_markers(rest)
     is_dynamic = "extern" in before
     volatile = "volatile " if "volatile" in before else ""
     alignments = [given.strip() for given in ALIGNMENT.findall(rest)]
     parts = list(_parts(ALIGNMENT.sub(" ", rest)))
     first = DECLARATOR.match(parts[0].strip())
-    if first is None or not first[1].strip() or "=" in rest or "#" in rest:
+    if first is None or not first[1].strip() or "=" in rest:
         raise CompilationError(f"a declaration in shared memory is not understood: {found[0]}")
     kind = volatile + " ".join(first[1].split())
     declared = []
@@ -94,7 +96,23 @@ def _declaration(found: re.Match[str]) -> str:
             f"{name}_type& {name} = *({name}_type*)::simulated::shared_variable("
             f'&{name}_place, sizeof({name}_type), {least}, "{name}");'
         )
-    return " ".join(declared) + "\n" * found[0].count("\n")
+    return " ".join(declared) + end
+
+
+def _without_markers(text: str) -> tuple[str, str]:
+    """On one line, and what keeps the count of the lines right behind it.
+
+    The preprocessor marks where a macro of a system header begins and ends.
+    """
+    lines = text.split("\n")
+    marked = [i for i, line in enumerate(lines) if MARKER.match(line)]
+    if not marked:
+        return " ".join(lines), "\n" * (len(lines) - 1)
+    last = MARKER.match(lines[marked[-1]])
+    assert last is not None
+    number = int(last[1]) + len(lines) - 2 - marked[-1]
+    kept = " ".join(line for line in lines if not MARKER.match(line))
+    return kept, f'\n# {number} "{last[2]}"{last[3]}\n'
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -29,9 +29,11 @@
 #undef __noinline__
 #undef __launch_bounds__
 #undef __grid_constant__
+#undef __align__
 #define __host__
 #define __device__
 #define __constant__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)

@@ -14,15 +14,14 @@ __attribute__((const)) dim3 block_size();
 __attribute__((const)) dim3 grid_size();
 __attribute__((const)) unsigned lane();
 
-// A place in the source. Default arguments of this kind are those of the caller.
+// A place in the source.
 struct Site {
   const char* file;
   int line;
 };
-#define SIMULATED_HERE                        \
-  ::simulated::Site {                         \
-    __builtin_FILE(), __builtin_LINE()        \
-  }
+// As the last parameters of a function: where it is called.
+#define SIMULATED_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define SIMULATED_SITE (::simulated::Site{file, line})
 
 enum BarrierResult { NOTHING, COUNT, ALL, ANY };
 int barrier(BarrierResult what, int predicate, Site site);

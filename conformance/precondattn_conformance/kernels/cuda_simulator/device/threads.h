@@ -7,17 +7,17 @@
 #define gridDim (::simulated::grid_size())
 #define warpSize 32
 
-inline void __syncthreads(::simulated::Site site = SIMULATED_HERE) {
-  ::simulated::barrier(::simulated::NOTHING, 0, site);
+inline void __syncthreads(SIMULATED_CALLER) {
+  ::simulated::barrier(::simulated::NOTHING, 0, SIMULATED_SITE);
 }
-inline int __syncthreads_count(int predicate, ::simulated::Site site = SIMULATED_HERE) {
-  return ::simulated::barrier(::simulated::COUNT, predicate, site);
+inline int __syncthreads_count(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::COUNT, predicate, SIMULATED_SITE);
 }
-inline int __syncthreads_and(int predicate, ::simulated::Site site = SIMULATED_HERE) {
-  return ::simulated::barrier(::simulated::ALL, predicate, site);
+inline int __syncthreads_and(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::ALL, predicate, SIMULATED_SITE);
 }
-inline int __syncthreads_or(int predicate, ::simulated::Site site = SIMULATED_HERE) {
-  return ::simulated::barrier(::simulated::ANY, predicate, site);
+inline int __syncthreads_or(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::ANY, predicate, SIMULATED_SITE);
 }
 
 inline void __threadfence() { ::simulated::fence(); }
@@ -25,12 +25,13 @@ inline void __threadfence_system() { ::simulated::fence(); }
 // Between threads of a block, only barriers are taken to order memory.
 inline void __threadfence_block() {}
 
-[[noreturn]] inline void __trap(::simulated::Site site = SIMULATED_HERE) {
-  ::simulated::stop("__trap() is reached", site);
+[[noreturn]] inline void __trap(SIMULATED_CALLER) {
+  ::simulated::stop("__trap() is reached", SIMULATED_SITE);
 }
 #undef assert
 #define assert(condition) \
-  ((condition) ? (void)0 : ::simulated::stop("an assertion fails: " #condition, SIMULATED_HERE))
+  ((condition) ? (void)0 : ::simulated::stop("an assertion fails: " #condition, \
+                                              ::simulated::Site{__FILE__, __LINE__}))
 
 namespace simulated {
 inline void* copy(void* to, const void* from, size_t bytes) {

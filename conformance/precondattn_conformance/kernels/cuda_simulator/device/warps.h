@@ -41,63 +41,63 @@ T reduce(WarpOperation operation, unsigned mask, T value, Site site) {
 
 }  // namespace simulated
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, ::simulated::Site site = SIMULATED_HERE) {
-  ::simulated::exchange(::simulated::SYNCHRONIZE, mask, 0, 0, site);
+inline void __syncwarp(unsigned mask = 0xffffffffu, SIMULATED_CALLER) {
+  ::simulated::exchange(::simulated::SYNCHRONIZE, mask, 0, 0, SIMULATED_SITE);
 }
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-              ::simulated::Site site = SIMULATED_HERE) {
-  const int first = ::simulated::lane() & ~(::simulated::width_of(width, site) - 1);
-  return ::simulated::shuffle(mask, value, first + (source & (width - 1)), site);
+              SIMULATED_CALLER) {
+  const int first = ::simulated::lane() & ~(::simulated::width_of(width, SIMULATED_SITE) - 1);
+  return ::simulated::shuffle(mask, value, first + (source & (width - 1)), SIMULATED_SITE);
 }
 
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                 ::simulated::Site site = SIMULATED_HERE) {
+                 SIMULATED_CALLER) {
   const int lane = ::simulated::lane();
-  const bool inside = (lane & (::simulated::width_of(width, site) - 1)) >= (int)delta;
-  return ::simulated::shuffle(mask, value, inside ? lane - (int)delta : lane, site);
+  const bool inside = (lane & (::simulated::width_of(width, SIMULATED_SITE) - 1)) >= (int)delta;
+  return ::simulated::shuffle(mask, value, inside ? lane - (int)delta : lane, SIMULATED_SITE);
 }
 
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                   ::simulated::Site site = SIMULATED_HERE) {
+                   SIMULATED_CALLER) {
   const int lane = ::simulated::lane();
-  const bool inside = (lane & (::simulated::width_of(width, site) - 1)) + (int)delta < width;
-  return ::simulated::shuffle(mask, value, inside ? lane + (int)delta : lane, site);
+  const bool inside = (lane & (::simulated::width_of(width, SIMULATED_SITE) - 1)) + (int)delta < width;
+  return ::simulated::shuffle(mask, value, inside ? lane + (int)delta : lane, SIMULATED_SITE);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
-                  ::simulated::Site site = SIMULATED_HERE) {
+                  SIMULATED_CALLER) {
   const int lane = ::simulated::lane(), other = (lane ^ lanes) & 31;
   // Groups before one's own may be read, those behind it may not.
-  const bool inside = (other | (::simulated::width_of(width, site) - 1)) <= (lane | (width - 1));
-  return ::simulated::shuffle(mask, value, inside ? other : lane, site);
+  const bool inside = (other | (::simulated::width_of(width, SIMULATED_SITE) - 1)) <= (lane | (width - 1));
+  return ::simulated::shuffle(mask, value, inside ? other : lane, SIMULATED_SITE);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate,
-                              ::simulated::Site site = SIMULATED_HERE) {
-  return (unsigned)::simulated::exchange(::simulated::BALLOT, mask, predicate != 0, 0, site);
+                              SIMULATED_CALLER) {
+  return (unsigned)::simulated::exchange(::simulated::BALLOT, mask, predicate != 0, 0, SIMULATED_SITE);
 }
-inline int __any_sync(unsigned mask, int predicate, ::simulated::Site site = SIMULATED_HERE) {
-  return ::simulated::exchange(::simulated::BALLOT, mask, predicate != 0, 0, site) != 0;
+inline int __any_sync(unsigned mask, int predicate, SIMULATED_CALLER) {
+  return ::simulated::exchange(::simulated::BALLOT, mask, predicate != 0, 0, SIMULATED_SITE) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate, ::simulated::Site site = SIMULATED_HERE) {
-  return ::simulated::exchange(::simulated::BALLOT, mask, predicate == 0, 0, site) == 0;
+inline int __all_sync(unsigned mask, int predicate, SIMULATED_CALLER) {
+  return ::simulated::exchange(::simulated::BALLOT, mask, predicate == 0, 0, SIMULATED_SITE) == 0;
 }
 template <class T>
-unsigned __match_any_sync(unsigned mask, T value, ::simulated::Site site = SIMULATED_HERE) {
+unsigned __match_any_sync(unsigned mask, T value, SIMULATED_CALLER) {
   return (unsigned)::simulated::exchange(::simulated::MATCH, mask, ::simulated::as_bits(value), 0,
-                                         site);
+                                         SIMULATED_SITE);
 }
 
 #define SIMULATED_REDUCTION(name, operation)                                        \
   template <class T>                                                                \
   T __reduce_##name##_sync(unsigned mask, T value,                                  \
-                           ::simulated::Site site = SIMULATED_HERE) {               \
-    return ::simulated::reduce(::simulated::operation, mask, value, site);          \
+                           SIMULATED_CALLER) {               \
+    return ::simulated::reduce(::simulated::operation, mask, value, SIMULATED_SITE);          \
   }
 SIMULATED_REDUCTION(add, ADD)
 SIMULATED_REDUCTION(min, MINIMUM)

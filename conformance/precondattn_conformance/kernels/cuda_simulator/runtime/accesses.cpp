@@ -6,7 +6,7 @@
 namespace simulated {
 
 // A thread that waits for what another one does, without a barrier, waits for ever here.
-constexpr uint64_t PATIENCE = uint64_t(1) << 26;
+constexpr uint64_t PATIENCE = uint64_t(1) << 24;
 
 [[noreturn]] static void fail_outside(const Region& region, const char* address, size_t bytes,
                                       bool is_write, uint32_t code) {
@@ -32,7 +32,7 @@ constexpr uint64_t PATIENCE = uint64_t(1) << 26;
        place_of_code(code).c_str());
 }
 
-void check(const void* where_to, size_t bytes, bool is_write, Use use, bool is_aligned,
+void check(const void* where_to, size_t bytes, bool is_write, Use use,
            const void* caller) {
   if (launch.current < 0) return;  // While the module is loaded.
   const char* address = static_cast<const char*>(where_to);
@@ -50,12 +50,6 @@ void check(const void* where_to, size_t bytes, bool is_write, Use use, bool is_a
   }
   if (address < region->begin || address + bytes > region->end)
     fail_outside(*region, address, bytes, is_write, code);
-  if (is_aligned && reinterpret_cast<uintptr_t>(address) % bytes)
-    fail(FaultKind::OUT_OF_BOUNDS,
-         "%s %s %zu bytes at once at byte %ld of %s, whose address is no multiple of %zu, %s",
-         where(launch.current).c_str(), is_write ? "writes" : "reads", bytes,
-         (long)(address - region->begin), region->name.c_str(), bytes,
-         place_of_code(code).c_str());
   // What is volatile in global memory is meant to be seen by other blocks. In shared memory, a
   // warp without barriers once relied on it, and no longer can.
   const bool is_atomic = use == ATOMIC || (use == VOLATILE && !region->is_shared);
@@ -64,11 +58,11 @@ void check(const void* where_to, size_t bytes, bool is_write, Use use, bool is_a
 }
 
 void check_range(const void* address, size_t bytes, bool is_write) {
-  if (bytes) check(address, bytes, is_write, PLAIN, false, __builtin_return_address(0));
+  if (bytes) check(address, bytes, is_write, PLAIN, __builtin_return_address(0));
 }
 
 void atomic_read(const void* address, void* value, size_t bytes) {
-  check(address, bytes, true, ATOMIC, true, __builtin_return_address(0));
+  check(address, bytes, true, ATOMIC, __builtin_return_address(0));
   __builtin_memcpy(value, address, bytes);
 }
 
@@ -78,20 +72,20 @@ void atomic_write(void* address, const void* value, size_t bytes) {
 
 }  // namespace simulated
 
-#define HOOK(name, bytes, is_write, use, is_aligned)                                       \
+#define HOOK(name, bytes, is_write, use)                                       \
   extern "C" __attribute__((visibility("hidden"))) void __tsan_##name(void* address) {     \
-    simulated::check(address, bytes, is_write, simulated::use, is_aligned,                 \
+    simulated::check(address, bytes, is_write, simulated::use,                 \
                      __builtin_return_address(0));                                         \
   }
 #define HOOKS(bytes)                                                       \
-  HOOK(read##bytes, bytes, false, PLAIN, true)                             \
-  HOOK(write##bytes, bytes, true, PLAIN, true)                             \
-  HOOK(unaligned_read##bytes, bytes, false, PLAIN, false)                  \
-  HOOK(unaligned_write##bytes, bytes, true, PLAIN, false)                  \
-  HOOK(volatile_read##bytes, bytes, false, VOLATILE, true)                 \
-  HOOK(volatile_write##bytes, bytes, true, VOLATILE, true)                 \
-  HOOK(unaligned_volatile_read##bytes, bytes, false, VOLATILE, false)      \
-  HOOK(unaligned_volatile_write##bytes, bytes, true, VOLATILE, false)
+  HOOK(read##bytes, bytes, false, PLAIN)                             \
+  HOOK(write##bytes, bytes, true, PLAIN)                             \
+  HOOK(unaligned_read##bytes, bytes, false, PLAIN)                  \
+  HOOK(unaligned_write##bytes, bytes, true, PLAIN)                  \
+  HOOK(volatile_read##bytes, bytes, false, VOLATILE)                 \
+  HOOK(volatile_write##bytes, bytes, true, VOLATILE)                 \
+  HOOK(unaligned_volatile_read##bytes, bytes, false, VOLATILE)      \
+  HOOK(unaligned_volatile_write##bytes, bytes, true, VOLATILE)
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)
@@ -101,9 +95,9 @@ HOOKS(16)
 extern "C" {
 __attribute__((visibility("hidden"))) void __tsan_init() {}
 __attribute__((visibility("hidden"))) void __tsan_read_range(void* address, size_t bytes) {
-  simulated::check(address, bytes, false, simulated::PLAIN, false, __builtin_return_address(0));
+  simulated::check(address, bytes, false, simulated::PLAIN, __builtin_return_address(0));
 }
 __attribute__((visibility("hidden"))) void __tsan_write_range(void* address, size_t bytes) {
-  simulated::check(address, bytes, true, simulated::PLAIN, false, __builtin_return_address(0));
+  simulated::check(address, bytes, true, simulated::PLAIN, __builtin_return_address(0));
 }
 }

@@ -65,6 +65,11 @@ struct OutOfBounds {
   const Type* array;
   const Type* index;
 };
+struct Mismatch {
+  Place place;
+  const Type* type;
+  uint8_t log_alignment, kind;
+};
 
 [[noreturn]] void undefined(const void* data, simulated::FaultKind kind, const std::string& what) {
   const Place& at = *static_cast<const Place*>(data);
@@ -88,6 +93,15 @@ __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(OutOfBou
   undefined(data, simulated::FaultKind::OUT_OF_BOUNDS,
             "index " + std::to_string(value) + " is outside of an array of type " +
                 data->array->name);
+}
+// A vector is loaded and stored at once, at a multiple of its size.
+void __ubsan_handle_type_mismatch_v1(Mismatch* data, char* address) {
+  std::string what = std::string("a ") + data->type->name + " is used";
+  if (const simulated::Region* region = simulated::find_region(address))
+    what += " at byte " + std::to_string(address - region->begin) + " of " + region->name;
+  undefined(data, simulated::FaultKind::OUT_OF_BOUNDS,
+            what + ", whose address is no multiple of " +
+                std::to_string(1 << data->log_alignment));
 }
 void __ubsan_handle_add_overflow(void* data, uint64_t, uint64_t) { overflow(data); }
 void __ubsan_handle_sub_overflow(void* data, uint64_t, uint64_t) { overflow(data); }

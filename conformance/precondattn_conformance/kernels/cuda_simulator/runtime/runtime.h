@@ -134,7 +134,6 @@ void note(Region& region, const char* address, size_t bytes, bool is_write, bool
 
 // accesses.cpp
 enum Use { PLAIN, VOLATILE, ATOMIC };
-void check(const void* address, size_t bytes, bool is_write, Use use, bool is_aligned,
-           const void* code);
+void check(const void* address, size_t bytes, bool is_write, Use use, const void* code);
 
 }  // namespace simulated
