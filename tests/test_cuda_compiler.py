@@ -73,7 +73,7 @@ def test_a_kernel_without_a_template_is_found_by_its_name(everything):
         ("has no such file", "absent.cu"),
         ("has no such kernel", "product<float, 8, 8>"),
         ("has no such option", "--absent"),
-        ("static is too large", "too much shared data"),
+        ("static is too large", "65536 bytes of shared memory are declared, of 49152"),
     ],
 )
 def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):

@@ -15,7 +15,14 @@ extern "C" __global__ void __launch_bounds__(1024) spills(const float* x, float*
 }
 """
 UNKNOWN = "template <class T> __global__ void k(T* x) {\n  *x = INFINITY;\n}\n"
-LARGE = 'extern "C" __global__ void k(float* y) { __shared__ float x[16384]; y[0] = x[0]; }'
+LARGE = """
+extern "C" __global__ void k(float* y) {
+  __shared__ float x[16384];
+  for (int i = threadIdx.x; i < 16384; i += blockDim.x) x[i] = y[i];
+  __syncthreads();
+  y[threadIdx.x] = x[16383 - threadIdx.x];
+}
+"""
 
 
 def variants(target):

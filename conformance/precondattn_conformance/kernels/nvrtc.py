@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from precondattn_conformance.kernels.cuda_toolkit import nvrtc_library
 
+STATIC_LIMIT = 48 << 10
+"""Bytes of shared memory that a kernel may declare; more has to be dynamic."""
+
 
 class NvrtcError(RuntimeError):
     """What the compiler refuses, in its own words."""
@@ -53,7 +56,7 @@ def compile_kernel(
         status = library.nvrtcCompileProgram(program, len(flags), encoded)
         log = _log(program)
         if status:
-            raise NvrtcError(log.strip() or _reason(status))
+            raise NvrtcError(_with_too_large(log).strip() or _reason(status))
         lowered = ctypes.c_char_p()
         _require(
             library.nvrtcGetLoweredName(program, name_expression.encode(), ctypes.byref(lowered))
@@ -72,7 +75,11 @@ def version() -> str:
 
 @functools.cache
 def _library() -> Any:
-    library = ctypes.CDLL(str(nvrtc_library()))
+    path = nvrtc_library()
+    # It asks for this one by its name alone, which is enough once it is loaded.
+    for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):
+        ctypes.CDLL(str(part))
+    library = ctypes.CDLL(str(path))
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
     return library
 
@@ -92,6 +99,14 @@ def _log(program: ctypes.c_void_p) -> str:
     text = ctypes.create_string_buffer(size.value)
     _require(_library().nvrtcGetProgramLog(program, text))
     return text.value.decode(errors="replace")
+
+
+def _with_too_large(log: str) -> str:
+    """Some versions fail without a word when more shared memory is declared than there may be."""
+    sizes = [int(size) for size in re.findall(r"(\d+) bytes smem", log)]
+    if "error" not in log and max(sizes, default=0) > STATIC_LIMIT:
+        return f"{max(sizes)} bytes of shared memory are declared, of {STATIC_LIMIT}\n{log}"
+    return log
 
 
 def _of(lowered: str, log: str) -> Compiled:
