@@ -41,11 +41,13 @@ TYPES = {
     "float": np.float32,
     "double": np.float64,
 }
+PAIRS = {"__half": "__half2", "__nv_bfloat16": "__nv_bfloat162"}
 EXPRESSIONS = [
     *(f"transpose<{name}, 8>" for name in TYPES),
     *(f"product<{name}, 8>" for name in TYPES),
     *(f"total<{name}>" for name in TYPES),
-    *(f"arithmetic<{name}>" for name in ("__half", "__nv_bfloat16")),
+    *(f"arithmetic<{name}>" for name in PAIRS),
+    *(f"functions<{name}, {PAIRS[name]}>" for name in PAIRS),
 ]
 
 
@@ -185,6 +187,23 @@ def test_arithmetic_in_16_bits_rounds_to_the_nearest(kernels, name):
     np.testing.assert_array_equal(y.astype(np.float32), expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_functions_that_the_headers_have_for_a_gpu_only(kernels, name):
+    dtype = TYPES[name]
+    x, wide = normal(32, dtype=dtype), normal(32, seed=1)
+    wide[0] = np.nan
+    y, z = unwritten(3, 32, dtype=dtype), unwritten(3, 32)
+    kernels.get_function(f"functions<{name}, {PAIRS[name]}>")((1,), (32,), (x, wide, y, z))
+    exact, addend = x.astype(np.float64), wide.astype(dtype).astype(np.float64)
+    expected = [exact * exact + addend, np.exp(exact), exact * exact + exact]
+    expected[2] = expected[2].reshape(16, 2)[:, ::-1].ravel()
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(y.astype(np.float64), np.stack(expected), rtol=eps, atol=1e-6)
+    assert (z[0] == np.fmax(wide, 0)).all()  # Of a NaN and a number, the number.
+    np.testing.assert_array_equal(z[1], abs(wide))
+    np.testing.assert_allclose(z[2], np.where(np.isnan(wide), 1, np.exp(-(wide**2))), rtol=1e-6)
+
+
 def test_numbers_by_value(kernels):
     y = unwritten(7, dtype=np.float64)
     given = (np.int32(-3), np.uint32(2**32 - 1), -(2**40), np.float32(0.5), 0.1, True)
@@ -253,6 +272,7 @@ FAULTS = [
     ("misaligned", OutOfBoundsError, "float4. is used at byte 4 of .* no multiple of 16"),
     ("misaligned_in_shared", OutOfBoundsError, "float4. is used at byte 0 of row"),
     ("uninitialized", UninitializedError, "reads byte 252 of row"),
+    ("uninitialized_sum", UninitializedError, "reads byte 0 of sum"),
     ("left_from_another_block", UninitializedError, "no thread of the block has written"),
     ("mask_without_itself", SynchronizationError, "the mask 0x0000ffff does not name it"),
     ("mask_without_the_source", SynchronizationError, "lane .* mask 0x0000ffff does not name that"),

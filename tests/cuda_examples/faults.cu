@@ -141,6 +141,11 @@ FAULT uninitialized(const float* x, float* y, int n) {
   y[threadIdx.x] = row[threadIdx.x];  // here uninitialized
 }
 
+FAULT uninitialized_sum(const float* x, float* y, int n) {
+  __shared__ float sum;
+  atomicAdd(&sum, x[threadIdx.x]);  // here uninitialized_sum
+}
+
 // What the block before left in shared memory is not there.
 FAULT left_from_another_block(const float* x, float* y, int n) {
   __shared__ float row[64];

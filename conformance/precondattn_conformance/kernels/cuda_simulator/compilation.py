@@ -89,7 +89,7 @@ def build(
         unit = path.with_suffix(".o")
         _run(["-c", "-x", "c++-cpp-output", *flags, "-o", str(unit), "-"], translated)
         # Not the sanitizers' own libraries: the runtime has what they would be asked for.
-        _run(["-shared", "-o", str(path), str(unit), str(runtime)])
+        _run(["-shared", "-Wl,--no-undefined", "-o", str(path), str(unit), str(runtime)])
 
     return Built(_cached(f"module-{key}.so", make), names)
 

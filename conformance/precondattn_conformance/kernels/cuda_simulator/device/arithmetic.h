@@ -1,8 +1,25 @@
 // CUDA's functions of numbers that C++ has not. The fast ones are as exact here as the others.
 #pragma once
 
-using std::max;
-using std::min;
+namespace simulated {
+template <class A, class B>
+using Number = typename std::enable_if<std::is_arithmetic<A>::value && std::is_arithmetic<B>::value,
+                                       typename std::common_type<A, B>::type>::type;
+}
+
+// Of numbers of two kinds too; of a NaN and a number, the number.
+template <class A, class B>
+::simulated::Number<A, B> max(A a, B b) {
+  using T = ::simulated::Number<A, B>;
+  if constexpr (std::is_floating_point<T>::value) return fmax(T(a), T(b));
+  return T(a) < T(b) ? T(b) : T(a);
+}
+template <class A, class B>
+::simulated::Number<A, B> min(A a, B b) {
+  using T = ::simulated::Number<A, B>;
+  if constexpr (std::is_floating_point<T>::value) return fmin(T(a), T(b));
+  return T(b) < T(a) ? T(b) : T(a);
+}
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
@@ -14,6 +31,7 @@ inline float __log2f(float x) { return log2f(x); }
 inline float __log10f(float x) { return log10f(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
+#define __exp10f(x) exp10f(x)  // The C library keeps the name for itself.
 inline float __powf(float x, float y) { return powf(x, y); }
 inline float __fdividef(float x, float y) { return x / y; }
 

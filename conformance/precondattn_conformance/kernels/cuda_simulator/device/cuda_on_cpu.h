@@ -4,12 +4,14 @@
 // host rounds as a GPU does. `PRECONDATTN_SIMULATED` is defined, for kernels that choose plain C++
 // in place of tensor cores or PTX. `__shared__` declarations are rewritten before compilation.
 #pragma once
-#include <algorithm>
-#include <climits>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
+// Those of C++ that end in .h: abs, exp and isnan are global, and of float where x is.
+#include <limits.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #include <type_traits>
 
 #define PRECONDATTN_SIMULATED 1
@@ -45,4 +47,5 @@
 #include "warps.h"
 #include "atomics.h"
 #include "arithmetic.h"
+#include "half_arithmetic.h"
 #include "entry.h"

@@ -22,6 +22,7 @@ inline int __syncthreads_or(int predicate, SIMULATED_CALLER) {
 
 inline void __threadfence() { ::simulated::fence(); }
 inline void __threadfence_system() { ::simulated::fence(); }
+inline void __nanosleep(unsigned) {}
 // Between threads of a block, only barriers are taken to order memory.
 inline void __threadfence_block() {}
 

@@ -5,8 +5,7 @@ namespace simulated {
 
 template <class T>
 uint64_t as_bits(T value) {
-  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value,
-                "a warp exchanges values of at most 64 bits");
+  static_assert(sizeof(T) <= 8, "a warp exchanges values of at most 64 bits");
   uint64_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(T));
   return bits;
@@ -15,7 +14,7 @@ uint64_t as_bits(T value) {
 template <class T>
 T from_bits(uint64_t bits) {
   T value;
-  __builtin_memcpy(&value, &bits, sizeof(T));
+  __builtin_memcpy((void*)&value, &bits, sizeof(T));
   return value;
 }
 

@@ -49,7 +49,7 @@ void note(Region& region, const char* address, size_t bytes, bool is_write, bool
                    static_cast<uint16_t>(launch.current), is_atomic};
   for (size_t i = first; i <= last; ++i) {
     Shadow& shadow = region.shadow[i];
-    if (!is_write && region.is_shared && shadow.write.epoch < launch.block_epoch)
+    if ((!is_write || is_atomic) && region.is_shared && shadow.write.epoch < launch.block_epoch)
       fail(FaultKind::UNINITIALIZED,
            "%s reads byte %zu of %s, %s, which no thread of the block has written",
            where(launch.current).c_str(), i, region.name.c_str(), place_of_code(code).c_str());
