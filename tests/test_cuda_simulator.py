@@ -303,6 +303,13 @@ def test_a_planted_fault_is_found_at_its_line(faults, name, kind, says, order):
     assert np.isnan(y).all()  # Nothing of a launch that failed is kept.
 
 
+@pytest.mark.skipif(not compilation._takes_pattern(), reason="g++ before 12 can not")
+def test_a_local_variable_that_no_one_has_written_shows(faults):
+    y = unwritten(4)
+    faults.get_function("uninitialized_local")((1,), (4,), (normal(64), y, np.int32(64)))
+    assert (abs(y) > 1e30).all()
+
+
 def test_every_fault_is_tried():
     text = "\n".join(LINES)
     assert re.findall(r"(?m)^FAULT (\w+)\(", text) == [name for name, *_ in FAULTS]

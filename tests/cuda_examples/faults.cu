@@ -208,3 +208,10 @@ __device__ float deep(const float* x, int n) {
 }
 
 FAULT needs_much_stack(const float* x, float* y, int n) { y[threadIdx.x] = deep(x, n); }
+
+// No error, and no number that looks right.
+extern "C" __global__ void uninitialized_local(const float* x, float* y, int n) {
+  float sum;
+  for (int i = 0; i < n; ++i) sum += x[i];
+  y[threadIdx.x] = sum;
+}

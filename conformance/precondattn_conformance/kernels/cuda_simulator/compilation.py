@@ -35,6 +35,8 @@ INSTRUMENTED = (
     *("--param", "tsan-instrument-func-entry-exit=0", "--param", "tsan-distinguish-volatile=1"),
     "-fsanitize=bounds,alignment,integer-divide-by-zero,shift,signed-integer-overflow",
 )
+# What no one has written is then no number that looks right. Older compilers can not.
+PATTERN = "-ftrivial-auto-var-init=pattern"
 OWN_OPTIONS = ("-D", "-I", "-U")
 OTHER_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
 """NVRTC's options that are taken and change nothing here."""
@@ -82,10 +84,10 @@ def build(
     entries = "".join(ENTRY.format(number=i, name=name) for i, name in enumerate(names))
     translated += f'\n# 1 "name_expressions"\n{entries}'
     runtime = _runtime()
-    key = _key(translated, runtime.name, *INSTRUMENTED)
+    flags = [*COMMON, *INSTRUMENTED, *([PATTERN] if _takes_pattern() else [])]
+    key = _key(translated, runtime.name, *flags)
 
     def make(path: Path) -> None:
-        flags = [*COMMON, *INSTRUMENTED]
         unit = path.with_suffix(".o")
         _run(["-c", "-x", "c++-cpp-output", *flags, "-o", str(unit), "-"], translated)
         # Not the sanitizers' own libraries: the runtime has what they would be asked for.
@@ -137,6 +139,11 @@ def _compiler() -> tuple[str, str]:
         raise MissingToolError("g++ is needed to simulate CUDA kernels, and is not found")
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     return path, done.stdout
+
+
+@functools.cache
+def _takes_pattern() -> bool:
+    return int(_run(["-dumpversion"]).partition(".")[0]) >= 12
 
 
 def _run(arguments: Sequence[str], text: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 import threading
@@ -166,24 +167,27 @@ class SimulatedFunction:
             raise KINDS[int(kind)](f"{self.name}: {self._with_lines(text)}")
 
     def _with_lines(self, text: str) -> str:
-        return re.sub(r"<code ([0-9a-f]+)>", lambda found: self._line(int(found[1], 16)), text)
+        path = self._built.path
+        return re.sub(r"<code ([0-9a-f]+)>", lambda found: _line(path, int(found[1], 16)), text)
 
-    def _line(self, code: int) -> str:
-        """Of the instruction before that address, where the call was."""
-        command = ["addr2line", "-i", "-e", str(self._built.path), hex(code - 1)]
-        try:
-            found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError):
-            return f"code at {code:#x} (the line is known where addr2line is installed)"
-        # The innermost first: a function that was inlined, and then its callers.
-        foreign = (str(DEVICE), str(include_folder()))
-        frames = [line for line in found.split("\n") if line and not line.startswith(foreign)]
-        places = [
-            f"line {number[2]} of {Path(number[1]).name}"
-            for frame in frames
-            if (number := re.match(r"(.*):(\d+)", frame))
-        ]
-        return ", called from ".join(places) or f"code at {code:#x}"
+
+@functools.cache
+def _line(path: Path, code: int) -> str:
+    """Of the instruction before that address, where the call was."""
+    command = ["addr2line", "-i", "-e", str(path), hex(code - 1)]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return f"code at {code:#x} (the line is known where addr2line is installed)"
+    # The innermost first: a function that was inlined, and then its callers.
+    foreign = (str(DEVICE), str(include_folder()))
+    frames = [line for line in found.split("\n") if line and not line.startswith(foreign)]
+    places = [
+        f"line {number[2]} of {Path(number[1]).name}"
+        for frame in frames
+        if (number := re.match(r"(.*):(\d+)", frame))
+    ]
+    return ", called from ".join(places) or f"code at {code:#x}"
 
 
 def _size(name: str, size: Sequence[int], limits: tuple[int, int, int]) -> list[int]:
