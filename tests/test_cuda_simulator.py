@@ -147,6 +147,15 @@ def test_blocks_that_hand_over_behind_a_fence(kernels, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_wait_for_the_one_that_started_before(kernels, order):
+    x, y = normal(5, 48), unwritten(5, 48)
+    ticket, is_ready = np.zeros(1, np.uint32), np.zeros(5, np.uint32)
+    with checked(order):
+        kernels.get_function("chain")((5,), (48,), (x, y, ticket, is_ready))
+    np.testing.assert_allclose(y, x.cumsum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_every_thread_of_every_block_runs_once(kernels, order):
     y, count = np.full((2 * 3 * 2, 4 * 3 * 2), -1, np.int32), np.zeros(1, np.int32)
     with checked(order):

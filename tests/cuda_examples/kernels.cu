@@ -110,6 +110,27 @@ extern "C" __global__ void grid_total(const float* x, float* of_blocks, unsigned
   }
 }
 
+// Running sums: a block waits for the one before it, by tickets in the order in which they start.
+extern "C" __global__ void chain(const float* x, float* y, unsigned* ticket,
+                                 volatile unsigned* is_ready) {
+  __shared__ unsigned block;
+  if (threadIdx.x == 0) block = atomicAdd(ticket, 1u);
+  __syncthreads();
+  if (block > 0 && threadIdx.x == 0) {
+    while (!is_ready[block - 1]) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
+  const int i = block * blockDim.x + threadIdx.x;
+  y[i] = x[i] + (block > 0 ? y[i - blockDim.x] : 0.0f);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_ready[block] = 1;
+  }
+}
+
 // Each thread says where it is, and adds itself up.
 extern "C" __global__ void places(int* y, int* count) {
   const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
