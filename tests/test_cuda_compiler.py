@@ -69,6 +69,7 @@ def test_a_kernel_without_a_template_is_found_by_its_name(everything):
     ("name", "failure"),
     [
         ("spills", "bytes (at most 0)"),
+        ("too many registers", "registers for 1024 threads, of 65536"),
         ("has no such name", 'kernel.cu(2): error: identifier "INFINITY" is undefined'),
         ("has no such file", "absent.cu"),
         ("has no such kernel", "product<float, 8, 8>"),
@@ -88,6 +89,7 @@ def test_limits_are_those_of_the_variant_and_the_target(everything):
     variants = everything[1]
     assert variants["may spill", "sm_80"]["failures"] == []
     assert variants["may spill", "sm_80"]["spilt_bytes"] > 0
+    assert variants["few threads", "sm_80"]["failures"] == []
     assert variants["is given it", "sm_80"]["failures"] == []
     assert variants["dynamic", "sm_80"]["failures"] == []
     assert variants["dynamic", "sm_80"]["shared_bytes"] == 99 << 10

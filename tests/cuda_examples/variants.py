@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(1024) spills(const float* x, float*
   for (int i = 0; i < 128; ++i) y[i * blockDim.x + threadIdx.x] = kept[127 - i] * kept[i];
 }
 """
+WIDE = SPILLS.replace("__launch_bounds__(1024)", "")
 UNKNOWN = "template <class T> __global__ void k(T* x) {\n  *x = INFINITY;\n}\n"
 LARGE = """
 extern "C" __global__ void k(float* y) {
@@ -33,6 +34,8 @@ def variants(target):
     yield Variant("grid total", KERNELS, "grid_total")
     yield Variant("spills", SPILLS, "spills")
     yield Variant("may spill", SPILLS, "spills", spill_limit=2048)
+    yield Variant("too many registers", WIDE, "spills", threads=1024)
+    yield Variant("few threads", WIDE, "spills", threads=128)
     yield Variant("has no such name", UNKNOWN, "k<float>")
     yield Variant("has no such file", KERNELS.with_name("absent.cu"), "k")
     yield Variant("has no such kernel", KERNELS, "product<float, 8, 8>")

@@ -32,6 +32,9 @@ from precondattn_conformance.kernels.resources import SHARED_LIMITS, Resources, 
 
 TARGETS = tuple(target for target in SHARED_LIMITS if target.startswith("sm_"))
 
+REGISTERS = 65536
+"""Of a multiprocessor, and so of a block."""
+
 
 class Variant(NamedTuple):
     """One way in which a kernel is shipped."""
@@ -48,6 +51,8 @@ class Variant(NamedTuple):
     """What a launch asks for, beside what the kernel declares."""
     spill_limit: int = 0
     """Bytes that a thread may spill."""
+    threads: int = 0
+    """Of a block, if registers for so many are to be held to what there are."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
@@ -79,6 +84,13 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     found.registers, found.spilt_bytes = compiled.registers, compiled.spilt_bytes
     found.shared_bytes = compiled.shared_bytes + variant.dynamic_shared_bytes
     judge(found, variant.spill_limit)
+    # A warp gets registers in eights for each thread; a launch that needs more fails.
+    needed = -(-found.registers // 8) * 8 * (-(-variant.threads // 32) * 32)
+    if needed > REGISTERS:
+        found.failures.append(
+            f"needs {needed} registers for {variant.threads} threads, of {REGISTERS}: "
+            "__launch_bounds__ holds the compiler to fewer"
+        )
     return found
 
 
@@ -155,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.list:
             print("\n".join(dict.fromkeys(variant.name for variant, _ in asked)))
             return 0
-        nvrtc.version(), include_folder()
+        nvrtc.version()
+        include_folder()
     except (ValueError, MissingToolError) as error:
         parser.error(str(error))
     found = []

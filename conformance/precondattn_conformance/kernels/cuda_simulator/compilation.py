@@ -124,11 +124,12 @@ def _runtime() -> Path:
     sources = sorted(RUNTIME.glob("*.cpp"))
     texts = [path.read_text() for path in (*sources, RUNTIME / "runtime.h", DEVICE / "interface.h")]
 
+    flags = [*COMMON, "-O2", *_includes(), "-r", "-nostdlib"]
+
     def make(path: Path) -> None:
-        flags = [*COMMON, "-O2", *_includes(), "-r", "-nostdlib"]
         _run([*flags, "-o", str(path), *map(str, sources)])
 
-    return _cached(f"runtime-{_key(*texts, str(include_folder()))}.o", make)
+    return _cached(f"runtime-{_key(*texts, *flags)}.o", make)
 
 
 @functools.cache
