@@ -333,6 +333,56 @@ def test_behind_a_fault_all_is_as_before(faults, kernels):
         assert turns(kernels, None) == list(range(12))
 
 
+NEEDED = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);")
+
+
+@pytest.fixture(scope="module")
+def weakened():
+    """The examples, each of whose barriers and fences can be left out."""
+    text, count = (EXAMPLES / "kernels.cu").read_text(), iter(range(100))
+    text = NEEDED.sub(lambda found: f"if (left_out != {next(count)}) {found[0]}", text)
+    switch = 'static int left_out;\nextern "C" __global__ void leave_out(int i) { left_out = i; }\n'
+    names = ["transpose<float, 8>", "product<float, 8>", "total<float>"]
+    return SimulatedModule(switch + text, names, [f"-I{EXAMPLES}"])
+
+
+def failing(module, i, order):
+    """The examples that fail without the barrier or fence of that number."""
+    module.get_function("leave_out")((1,), (1,), (np.int32(i),))
+    number, ticket = np.int32, np.zeros(1, np.uint32)
+    launches = [
+        ("transpose<float, 8>", 2, (8, 8), (normal(9, 10), normal(10, 9), number(9), number(10))),
+        (
+            "product<float, 8>",
+            2,
+            (8, 8),
+            (normal(9, 17), normal(17, 10), unwritten(9, 10), *map(number, (9, 17, 10))),
+        ),
+        ("total<float>", 1, (128,), (normal(200), unwritten(1), number(200))),
+        ("running_sum", 1, (32,), (normal(32), unwritten(32))),
+        ("grid_total", 5, (32,), (normal(40), unwritten(5), ticket, unwritten(1))),
+        ("chain", 5, (48,), (normal(240), unwritten(240), ticket.copy(), np.zeros(5, np.uint32))),
+    ]
+    failed = []
+    for name, blocks, block, args in launches:
+        grid = (blocks, 2) if len(block) == 2 else (blocks,)
+        try:
+            with checked(order):
+                module.get_function(name)(grid, block, args, shared_mem=16)
+        except (RaceError, UninitializedError) as error:
+            failed.append(str(error).partition(":")[0])
+    return failed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_barrier_and_no_fence_can_be_left_out(weakened, order):
+    count = len(NEEDED.findall((EXAMPLES / "kernels.cu").read_text()))
+    assert count == 14
+    assert failing(weakened, -1, order) == []
+    for i in range(count):
+        assert len(failing(weakened, i, order)) == 1, i
+
+
 # What can not be launched, or built.
 
 

@@ -53,7 +53,7 @@ void check(const void* where_to, size_t bytes, bool is_write, Use use,
   // What is volatile in global memory is meant to be seen by other blocks. In shared memory, a
   // warp without barriers once relied on it, and no longer can.
   const bool is_atomic = use == ATOMIC || (use == VOLATILE && !region->is_shared);
-  if (is_atomic && !region->is_shared) launch.has_acquired = true;
+  if (is_atomic && !region->is_shared) launch.blocks.back().has_read_atomically = true;
   note(*region, address, bytes, is_write, is_atomic, code);
 }
 

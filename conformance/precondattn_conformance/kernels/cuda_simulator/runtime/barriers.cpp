@@ -42,9 +42,4 @@ void release_barrier() {
   }
 }
 
-void fence() {
-  launch.block_fences.back() = launch.epoch;
-  launch.has_acquired = true;
-}
-
 }  // namespace simulated

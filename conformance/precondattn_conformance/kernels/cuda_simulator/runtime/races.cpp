@@ -1,23 +1,14 @@
 // Two threads use the same element, one of them writes, and nothing orders the two.
 //
-// In a block a barrier orders, and in a warp __syncwarp does, as vector clocks tell. Between blocks
-// a fence behind the first use does, when the other block has read atomically or fenced before its
-// own. So races are found in whatever order the threads run.
-#include <algorithm>
-
+// In a block a barrier orders, and in a warp __syncwarp does, as vector clocks tell; between blocks
+// fences do. So races are found in whatever order the threads run.
 #include "runtime.h"
 
 namespace simulated {
 
-static int block_of(const Access& access) {
-  const auto& epochs = launch.block_epochs;
-  return int(std::upper_bound(epochs.begin(), epochs.end(), access.epoch) - epochs.begin()) - 1;
-}
-
 static bool is_before(const Access& access, bool is_shared) {
   if (access.epoch < launch.block_epoch) {  // Another block's, or none.
-    if (is_shared || access.epoch == 0) return true;
-    return launch.has_acquired && launch.block_fences[block_of(access)] >= access.epoch;
+    return is_shared || access.epoch == 0 || is_handed_over(access);
   }
   if (access.epoch < launch.epoch || access.thread == launch.current) return true;
   const Thread& me = launch.all[launch.current];
@@ -30,7 +21,7 @@ static bool is_before(const Access& access, bool is_shared) {
   const bool is_other_block = access.epoch < launch.block_epoch;
   const std::string other = is_other_block
                                 ? "a thread of another block, number " +
-                                      std::to_string(block_of(access)) + " to run,"
+                                      std::to_string(block_number(access)) + " to run,"
                                 : who(access.thread);
   const char* unit = region.granule == 1 ? "byte" : "element";
   fail(FaultKind::RACE, "%s %s %s %zu of %s, %s, which %s has %s, %s, with no %s between them",

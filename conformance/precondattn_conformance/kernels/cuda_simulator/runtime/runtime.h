@@ -3,6 +3,7 @@
 #include <csetjmp>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <ucontext.h>
 #include <vector>
@@ -39,12 +40,29 @@ struct Thread {
   uint64_t received;
   // By lane, what of its memory is known here: all up to that clock.
   uint32_t clock[WARP];
+  // When it first fenced behind an atomic access of the block.
+  uint32_t acquired_epoch, acquired_clock;
+};
+
+// A thread's last fence: when, and what it knew then.
+struct Fence {
+  uint32_t epoch;
+  uint32_t clock[WARP];
+};
+
+// A block that has run, or runs: what others may know of it.
+struct Block {
+  uint32_t first_epoch;
+  uint32_t last_fence;
+  uint32_t first_acquired;
+  bool has_read_atomically;
+  std::map<int, Fence> fences;  // By thread.
 };
 
 // An access to memory, as it is remembered.
 struct Access {
   uint32_t epoch;  // The launch's, which barriers and blocks advance; 0 is none.
-  uint32_t clock;  // The thread's, which __syncwarp advances.
+  uint32_t clock;  // The thread's, which __syncwarp and fences advance.
   uint32_t code;   // The offset of the instruction in the module.
   uint16_t thread;
   bool is_atomic;
@@ -66,7 +84,6 @@ struct Region {
   size_t granule;  // Bytes to a shadow.
   Shadow* shadow;
   size_t shadow_bytes;
-  SharedVariable* variable;
 };
 
 // An array of the call, as Python hands it over.
@@ -92,10 +109,8 @@ struct Launch {
   size_t shared_limit = 0;
   size_t shared_bytes = 0;
   uint32_t epoch = 0;
-  uint32_t block_epoch = 0;               // The first one of the block.
-  std::vector<uint32_t> block_epochs;     // By block, in the order in which they run.
-  std::vector<uint32_t> block_fences;     // The epoch of the last fence.
-  bool has_acquired = false;              // Has the block read atomically, or fenced?
+  uint32_t block_epoch = 0;   // The first one of the block.
+  std::vector<Block> blocks;  // In the order in which they run.
   void (*kernel)(void**) = nullptr;
   void** arguments = nullptr;
   FaultKind fault = FaultKind::OTHER;
@@ -127,6 +142,10 @@ void end_regions(bool copies_back, const Array* arrays, int count);
 Region* find_region(const char* address);
 bool is_of_module(const char* address);
 uint32_t code_of(const void* address);
+
+// fences.cpp
+int block_number(const Access& access);     // In the order in which they run.
+bool is_handed_over(const Access& access);  // From another block to this thread.
 
 // races.cpp
 void note(Region& region, const char* address, size_t bytes, bool is_write, bool is_atomic,

@@ -61,9 +61,7 @@ static void arrange(std::vector<int>& order, int kind) {
 
 static void run_block(std::vector<int>& order, int kind) {
   launch.block_epoch = ++launch.epoch;
-  launch.block_epochs.push_back(launch.epoch);
-  launch.block_fences.push_back(0);
-  launch.has_acquired = false;
+  launch.blocks.push_back(Block{launch.epoch, 0, 0, false, {}});
   begin_block_of_regions();
   for (int i = 0; i < launch.threads; ++i) {
     Thread& thread = launch.all[i];
@@ -72,6 +70,7 @@ static void run_block(std::vector<int>& order, int kind) {
     thread.predicate = 0;
     memset(thread.clock, 0, sizeof thread.clock);
     thread.clock[i % WARP] = 1;
+    thread.acquired_epoch = 0;
   }
   for (;;) {
     arrange(order, kind);
@@ -180,8 +179,7 @@ extern "C" __attribute__((visibility("default"))) int simulated_launch(
   launch.shared_limit = shared_limit;
   launch.shared_bytes = 0;
   launch.epoch = 0;
-  launch.block_epochs.clear();
-  launch.block_fences.clear();
+  launch.blocks.clear();
   launch.kernel = kernel;
   launch.arguments = arguments;
   watch_signals(true);
