@@ -7,7 +7,11 @@ triton_launches     what a package would launch, noted and not run, to be compil
 pallas_compiler     Pallas kernels for GPUs and TPUs that are not there, by the same questions
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and memory that nobody wrote
 tpu_compiler        Pallas kernels for a TPU by its own compiler, where that is installed
+cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is watched
+cuda_compiler       CUDA kernels for a GPU that is not there, as CuPy compiles them
+cuda_toolkit        where CUDA's headers and its compiler are
+nvrtc               that compiler, called as a library
 resources           what a compiled kernel takes of a multiprocessor, and whether it is too much
 
-None is imported before it is used, and Triton or JAX is needed only then.
+None is imported before it is used, and what it needs is needed only then.
 """

@@ -1,0 +1,157 @@
+"""What a kernel is called with: NumPy arrays for pointers, NumPy scalars by value.
+
+As strict as a GPU would have it: a kernel that takes `int` and is given eight bytes reads four.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+try:
+    import ml_dtypes
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        "bfloat16 on a CPU needs ml_dtypes: pip install 'precondattn[kernels]'"
+    ) from missing
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ALIGNMENT = 256
+"""Of an array that is no view, on a GPU."""
+
+
+class Parameter(NamedTuple):
+    """Of a kernel: a value, or a pointer to such values."""
+
+    is_pointer: bool
+    is_constant: bool
+    letter: str
+    size: int
+
+    def __str__(self) -> str:
+        words = {"f": "floating-point", "b": "bfloat16", "i": "signed", "u": "unsigned"}
+        if self.letter == "v":
+            kind = "void"
+        elif self.letter == "x":
+            kind = f"a structure of {self.size} bytes"
+        elif self.letter == "t":
+            kind = "bool"
+        else:
+            kind = f"{words[self.letter]} of {8 * self.size} bits"
+        return f"a pointer to {kind}" if self.is_pointer else kind
+
+    def takes(self, dtype: np.dtype[Any]) -> bool:
+        if self.letter == "b":
+            return dtype == BFLOAT16
+        if self.letter == "x":
+            return self.is_pointer or dtype.itemsize == self.size
+        if self.is_pointer and (self.letter == "v" or (self.letter, self.size) == ("u", 1)):
+            return True  # Bytes are cast to something else in the kernel.
+        kinds = {"f": "f", "i": "i", "u": "u", "t": "b"}
+        return dtype.kind == kinds[self.letter] and dtype.itemsize == self.size
+
+
+def parameters(signature: str) -> list[Parameter]:
+    """Of "*cf4 *f4 i4": const float*, float*, int."""
+    found = []
+    for word in signature.split():
+        parts = re.fullmatch(r"(\*?)(c?)(\w)(\d+)", word)
+        assert parts is not None, word
+        found.append(Parameter(bool(parts[1]), bool(parts[2]), parts[3], int(parts[4])))
+    return found
+
+
+class Array(ctypes.Structure):
+    """`Array` of runtime.h."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("granule", ctypes.c_size_t),
+        ("alignment", ctypes.c_size_t),
+        ("name", ctypes.c_char * 128),
+    )
+
+
+class Arguments:
+    """Of one launch, as the runtime takes them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the argument, what the kernel takes and what was found.
+    """
+
+    def __init__(self, kernel: str, wanted: Sequence[Parameter], args: Sequence[Any]) -> None:
+        if len(args) != len(wanted):
+            raise TypeError(f"{kernel} takes {len(wanted)} arguments, and args has {len(args)}")
+        self._kept: list[Any] = []
+        arrays: list[tuple[int, Any]] = []
+        for i, (parameter, value) in enumerate(zip(wanted, args, strict=True)):
+            if parameter.is_pointer:
+                self._kept.append(ctypes.c_void_p(None))
+                if value is not None:
+                    _require_array(f"args[{i}] of {kernel}", parameter, value)
+                    arrays.append((i, value))
+            else:
+                data = _by_value(f"args[{i}] of {kernel}", parameter, value)
+                self._kept.append(ctypes.create_string_buffer(data, len(data)))
+        self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._kept))
+        self._place(arrays)
+
+    def _place(self, arrays: Sequence[tuple[int, Any]]) -> None:
+        """Arrays that share memory share it in the kernel too."""
+        extents = sorted((*np.lib.array_utils.byte_bounds(x), i, x) for i, x in arrays)
+        groups: list[list[Any]] = []
+        places, offsets = [], []
+        for low, high, i, x in extents:
+            high = high if x.size else low
+            name = f"args[{i}], {x.dtype} of shape {x.shape}"
+            if groups and low < groups[-1][1]:
+                group = groups[-1]
+                group[1] = max(group[1], high)
+                group[2] = min(group[2], x.itemsize)
+                group[4] += f", and {name}"
+            else:
+                base = x
+                while isinstance(base.base, np.ndarray):
+                    base = base.base
+                shift = low - np.lib.array_utils.byte_bounds(base)[0]
+                groups.append([low, high, x.itemsize, shift % ALIGNMENT, name])
+            places += [i, len(groups) - 1]
+            # Of a view that runs backwards, the pointer is that of its first element.
+            offsets.append(x.__array_interface__["data"][0] - groups[-1][0])
+        self.arrays = (Array * len(groups))()
+        for group, array in zip(groups, self.arrays, strict=True):
+            array.memory, array.bytes = group[0], group[1] - group[0]
+            array.granule, array.alignment = group[2], group[3]
+            array.name = group[4].encode()[:127]
+        self.places = (ctypes.c_int * len(places))(*places)
+        self.offsets = (ctypes.c_size_t * len(offsets))(*offsets)
+
+
+def _require_array(name: str, parameter: Parameter, value: Any) -> None:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name} has to be an array for {parameter}, not {type(value).__name__}")
+    if not parameter.takes(value.dtype):
+        raise TypeError(f"{name} is {parameter}, and the array has {value.dtype}")
+    if not parameter.is_constant and not value.flags.writeable:
+        raise ValueError(f"{name} may be written by the kernel, and the array is read-only")
+
+
+def _by_value(name: str, parameter: Parameter, value: Any) -> bytes:
+    # Python's own numbers are those that CuPy makes of them.
+    if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
+        value = np.asarray(value)[()]
+    if not isinstance(value, np.generic):
+        raise TypeError(f"{name} has to be a number for {parameter}, not {type(value).__name__}")
+    if not parameter.takes(value.dtype):
+        raise TypeError(
+            f"{name} is {parameter}, and a value of {value.dtype} is given: pass a NumPy scalar "
+            "of the kernel's type"
+        )
+    return value.tobytes()

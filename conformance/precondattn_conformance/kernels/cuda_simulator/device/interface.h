@@ -1,0 +1,50 @@
+// What a simulated kernel asks of the runtime. Kernels are instrumented, the runtime is not.
+#pragma once
+#include <vector_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace simulated {
+
+// Constant for as long as a frame of a kernel lives: one thread runs on one stack.
+__attribute__((const)) uint3 thread_index();
+__attribute__((const)) uint3 block_index();
+__attribute__((const)) dim3 block_size();
+__attribute__((const)) dim3 grid_size();
+__attribute__((const)) unsigned lane();
+
+// A place in the source.
+struct Site {
+  const char* file;
+  int line;
+};
+// As the last parameters of a function: where it is called.
+#define SIMULATED_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define SIMULATED_SITE (::simulated::Site{file, line})
+
+enum BarrierResult { NOTHING, COUNT, ALL, ANY };
+int barrier(BarrierResult what, int predicate, Site site);
+
+enum WarpOperation { SYNCHRONIZE, SHUFFLE, BALLOT, MATCH, ADD, MINIMUM, MAXIMUM, AND, OR, XOR };
+// All lanes of the mask exchange a value of 64 bits. A shuffle gets that of the lane `source`,
+// the others get what the operation makes of all of them.
+uint64_t exchange(WarpOperation operation, unsigned mask, uint64_t value, int source, Site site);
+
+// One static variable in shared memory. Its memory is found when a block first comes by.
+struct SharedVariable {
+  void* memory;
+  unsigned launch;
+};
+void* shared_variable(SharedVariable* variable, size_t bytes, size_t alignment, const char* name);
+void* dynamic_shared_memory(size_t alignment);
+
+void fence();
+// Between these two no other thread runs: what an atomic operation reads, and what it leaves.
+void atomic_read(const void* address, void* value, size_t bytes);
+void atomic_write(void* address, const void* value, size_t bytes);
+// For what the compiler does not instrument: memcpy, memset.
+void check_range(const void* address, size_t bytes, bool is_write);
+[[noreturn]] void stop(const char* why, Site site);
+
+}  // namespace simulated

@@ -1,0 +1,49 @@
+// Where a thread is, and barriers of its block.
+#pragma once
+
+#define threadIdx (::simulated::thread_index())
+#define blockIdx (::simulated::block_index())
+#define blockDim (::simulated::block_size())
+#define gridDim (::simulated::grid_size())
+#define warpSize 32
+
+inline void __syncthreads(SIMULATED_CALLER) {
+  ::simulated::barrier(::simulated::NOTHING, 0, SIMULATED_SITE);
+}
+inline int __syncthreads_count(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::COUNT, predicate, SIMULATED_SITE);
+}
+inline int __syncthreads_and(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::ALL, predicate, SIMULATED_SITE);
+}
+inline int __syncthreads_or(int predicate, SIMULATED_CALLER) {
+  return ::simulated::barrier(::simulated::ANY, predicate, SIMULATED_SITE);
+}
+
+inline void __threadfence() { ::simulated::fence(); }
+inline void __threadfence_system() { ::simulated::fence(); }
+inline void __nanosleep(unsigned) {}
+// Between threads of a block, only barriers are taken to order memory.
+inline void __threadfence_block() {}
+
+[[noreturn]] inline void __trap(SIMULATED_CALLER) {
+  ::simulated::stop("__trap() is reached", SIMULATED_SITE);
+}
+#undef assert
+#define assert(condition) \
+  ((condition) ? (void)0 : ::simulated::stop("an assertion fails: " #condition, \
+                                              ::simulated::Site{__FILE__, __LINE__}))
+
+namespace simulated {
+inline void* copy(void* to, const void* from, size_t bytes) {
+  check_range(from, bytes, false);
+  check_range(to, bytes, true);
+  return ::memcpy(to, from, bytes);
+}
+inline void* fill(void* to, int value, size_t bytes) {
+  check_range(to, bytes, true);
+  return ::memset(to, value, bytes);
+}
+}  // namespace simulated
+#define memcpy(to, from, bytes) ::simulated::copy(to, from, bytes)
+#define memset(to, value, bytes) ::simulated::fill(to, value, bytes)

@@ -1,0 +1,158 @@
+// The state of a launch. One kernel runs at a time; Python holds a lock.
+#pragma once
+#include <csetjmp>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+
+#include "../device/interface.h"
+
+namespace simulated {
+
+constexpr int WARP = 32;
+constexpr size_t STACK = size_t(128) << 10;  // Of a thread.
+
+enum class FaultKind { OTHER, OUT_OF_BOUNDS, RACE, UNINITIALIZED, SYNCHRONIZATION };
+
+enum class State { READY, AT_BARRIER, IN_WARP, DONE };
+
+// A CUDA thread: a stack of its own, and what it waits for.
+struct Thread {
+  State state;
+  bool is_started;
+  uint3 index;
+  char* stack;  // Its lowest byte; a page below it can not be touched.
+  ucontext_t start;
+  jmp_buf place;
+  Site site;
+  // At a barrier.
+  BarrierResult wanted;
+  int predicate;
+  int result;
+  // In a warp.
+  WarpOperation operation;
+  unsigned mask;
+  int source;
+  uint64_t value;
+  uint64_t received;
+  // By lane, what of its memory is known here: all up to that clock.
+  uint32_t clock[WARP];
+  // When it first fenced behind an atomic access of the block.
+  uint32_t acquired_epoch, acquired_clock;
+};
+
+// A thread's last fence: when, and what it knew then.
+struct Fence {
+  uint32_t epoch;
+  uint32_t clock[WARP];
+};
+
+// A block that has run, or runs: what others may know of it.
+struct Block {
+  uint32_t first_epoch;
+  uint32_t last_fence;
+  uint32_t first_acquired;
+  bool has_read_atomically;
+  std::map<int, Fence> fences;  // By thread.
+};
+
+// An access to memory, as it is remembered.
+struct Access {
+  uint32_t epoch;  // The launch's, which barriers and blocks advance; 0 is none.
+  uint32_t clock;  // The thread's, which __syncwarp and fences advance.
+  uint32_t code;   // The offset of the instruction in the module.
+  uint16_t thread;
+  bool is_atomic;
+};
+
+// Of an element: the last write, and the last reads of two threads.
+struct Shadow {
+  Access write, read, other_read;
+};
+
+// Memory that a kernel may use: an array of the call, or a variable in shared memory.
+struct Region {
+  std::string name;
+  bool is_shared;
+  char* begin;
+  char* end;
+  char* first;  // Of the address space that is kept free around it.
+  char* last;
+  size_t granule;  // Bytes to a shadow.
+  Shadow* shadow;
+  size_t shadow_bytes;
+};
+
+// An array of the call, as Python hands it over.
+struct Array {
+  char* memory;
+  size_t bytes;
+  size_t granule;
+  size_t alignment;  // The address modulo 256 that it has on a GPU.
+  char name[128];
+};
+
+struct Launch {
+  unsigned number = 0;
+  dim3 grid, block;
+  int threads = 0;
+  uint3 block_at{};
+  int current = -1;  // The thread that runs; -1 is none.
+  uint64_t accesses = 0;  // Of the thread that runs, since it was resumed.
+  jmp_buf scheduler, end;
+  std::vector<Thread> all;
+  std::vector<Region> regions;
+  size_t dynamic_bytes = 0;
+  size_t shared_limit = 0;
+  size_t shared_bytes = 0;
+  uint32_t epoch = 0;
+  uint32_t block_epoch = 0;   // The first one of the block.
+  std::vector<Block> blocks;  // In the order in which they run.
+  void (*kernel)(void**) = nullptr;
+  void** arguments = nullptr;
+  FaultKind fault = FaultKind::OTHER;
+  std::string message;
+};
+extern Launch launch;
+
+// Ends the launch. In the format, %s takes what place() and who() give.
+[[noreturn]] void fail(FaultKind kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
+std::string place(Site site);
+std::string place_of_code(uint32_t code);  // Python finds the line.
+std::string who(int thread);
+std::string where(int thread);  // Thread and block.
+
+// threads.cpp
+void wait(State state, Site site);  // Until another thread, or all, let this one go on.
+
+// warps.cpp
+bool release_warps();
+[[noreturn]] void fail_in_warp();  // Nothing moves, and some thread waits for its warp.
+
+// barriers.cpp
+void release_barrier();
+
+// regions.cpp
+void begin_regions(const Array* arrays, int count);
+void begin_block_of_regions();
+void end_regions(bool copies_back, const Array* arrays, int count);
+Region* find_region(const char* address);
+bool is_of_module(const char* address);
+uint32_t code_of(const void* address);
+
+// fences.cpp
+int block_number(const Access& access);     // In the order in which they run.
+bool is_handed_over(const Access& access);  // From another block to this thread.
+
+// races.cpp
+void note(Region& region, const char* address, size_t bytes, bool is_write, bool is_atomic,
+          uint32_t code);
+
+// accesses.cpp
+enum Use { PLAIN, VOLATILE, ATOMIC };
+void check(const void* address, size_t bytes, bool is_write, Use use, const void* code);
+
+}  // namespace simulated

@@ -1,0 +1,59 @@
+"""Where the parts of CUDA are that need no GPU: its headers, and its compiler as a library.
+
+They come as wheels, with the extra `kernels`, or with a toolkit that `CUDA_PATH` names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+INSTALL = "pip install 'precondattn[kernels]', or set CUDA_PATH to a CUDA toolkit"
+
+
+class MissingToolError(RuntimeError):
+    """What is needed here is not installed; says what, and how to install it."""
+
+
+@functools.cache
+def include_folder() -> Path:
+    """The folder of `cuda_fp16.h`.
+
+    Raises
+    ------
+    MissingToolError
+    """
+    for folder in _folders("include"):
+        if (folder / "cuda_fp16.h").is_file():
+            return folder
+    raise MissingToolError(f"CUDA's headers are needed, and cuda_fp16.h is not found: {INSTALL}")
+
+
+@functools.cache
+def nvrtc_library() -> Path:
+    """The newest `libnvrtc.so` that is found first.
+
+    Raises
+    ------
+    MissingToolError
+    """
+    for name in ("lib", "lib64"):
+        for folder in _folders(name):
+            found = sorted(folder.glob("libnvrtc.so*"))
+            if found:
+                return found[-1]
+    raise MissingToolError(f"NVRTC is needed, and libnvrtc.so is not found: {INSTALL}")
+
+
+def _folders(name: str) -> Iterator[Path]:
+    # The wheels share the namespace `nvidia`: a folder for each in CUDA 12, and one for all in 13.
+    wheels = importlib.util.find_spec("nvidia")
+    for place in (wheels.submodule_search_locations or ()) if wheels else ():
+        yield from sorted(Path(place).glob(f"*/{name}"))
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if variable in os.environ:
+            yield Path(os.environ[variable]) / name
+    yield Path("/usr/local/cuda") / name

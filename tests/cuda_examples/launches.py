@@ -1,0 +1,71 @@
+"""What the tests of the simulator share: the examples, built once, and arrays for them."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+
+import ml_dtypes
+
+from precondattn_conformance.kernels import cuda_toolkit
+from precondattn_conformance.kernels.cuda_simulator import (
+    MissingToolError,
+    SimulatedModule,
+    checked,
+)
+
+try:
+    cuda_toolkit.include_folder()
+except MissingToolError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+if shutil.which("g++") is None:
+    pytest.skip("g++ is not installed", allow_module_level=True)
+
+EXAMPLES = Path(__file__).parent
+ORDERS = [None, "reverse", 0, 1]
+TYPES = {
+    "__half": np.float16,
+    "__nv_bfloat16": ml_dtypes.bfloat16,
+    "float": np.float32,
+    "double": np.float64,
+}
+PAIRS = {"__half": "__half2", "__nv_bfloat16": "__nv_bfloat162"}
+EXPRESSIONS = [
+    *(f"transpose<{name}, 8>" for name in TYPES),
+    *(f"product<{name}, 8>" for name in TYPES),
+    *(f"total<{name}>" for name in TYPES),
+    *(f"arithmetic<{name}>" for name in PAIRS),
+    *(f"functions<{name}, {PAIRS[name]}>" for name in PAIRS),
+]
+
+
+@functools.cache
+def kernels():
+    """Those that are right."""
+    return SimulatedModule(EXAMPLES / "kernels.cu", EXPRESSIONS)
+
+
+@functools.cache
+def faults():
+    """Those that are wrong."""
+    return SimulatedModule(EXAMPLES / "faults.cu")
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def unwritten(*shape, dtype=np.float32):
+    return np.full(shape, np.nan, dtype)
+
+
+def turns(order):
+    """The numbers of the threads of three blocks, in the order in which they run."""
+    y = np.full(12, -1, np.int32)
+    with checked(order):
+        kernels().get_function("turns")((3,), (4,), (y, np.zeros(1, np.int32)))
+    return y.tolist()
