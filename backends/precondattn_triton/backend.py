@@ -136,6 +136,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.laser import Laser
 
         return Laser()
+    if type(mechanism) is pa.Path:
+        from precondattn_triton.path import Path
+
+        return Path()
     return None
 
 

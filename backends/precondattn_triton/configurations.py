@@ -173,3 +173,42 @@ _declare(
     half={512: Configuration(16, 1, 4, 1)},
     full={512: Configuration(16, 1, 4, 1)},
 )
+_declare(
+    "path_chunks",
+    half={128: Configuration(64, 0, 4, 1), 256: Configuration(32, 0, 4, 1)},
+    full={64: Configuration(32, 0, 4, 1), 256: Configuration(16, 0, 4, 1)},
+)
+_declare(
+    "path_forward",
+    half={
+        64: Configuration(64, 0, 4, 2),
+        128: Configuration(64, 0, 8, 2),
+        512: Configuration(64, 0, 8, 1),
+    },
+    full={64: Configuration(32, 0, 4, 1), 512: Configuration(16, 0, 4, 1)},
+)
+_declare(
+    "path_carry",
+    half={512: Configuration(64, 0, 8, 1)},
+    full={512: Configuration(16, 0, 4, 1)},
+)
+_declare(
+    "path_query_gradient",
+    half={512: Configuration(64, 0, 8, 1)},
+    full={512: Configuration(16, 0, 8, 1)},
+)
+_declare(
+    "path_key_gradient",
+    half={512: Configuration(64, 32, 8, 1)},
+    full={512: Configuration(16, 16, 8, 1)},
+)
+_declare(
+    "path_reflections",
+    half={512: Configuration(0, 32, 8, 1)},
+    full={512: Configuration(0, 16, 8, 1)},
+)
+_declare(
+    "path_own_gradient",
+    half={512: Configuration(0, 0, 8, 1)},
+    full={512: Configuration(0, 0, 8, 1)},
+)

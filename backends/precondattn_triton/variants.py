@@ -29,10 +29,15 @@ CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], .
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
+    (
+        "path",
+        (torch.bfloat16, torch.float32),
+        ((256, 512), (256, 256), (128, 128), (64, 64)),
+    ),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 TOKENS, HEADS, BATCH = 4096, 16, 2
-CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW")
+CUT = ("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW")
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10240
 """Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
