@@ -20,6 +20,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -119,11 +120,7 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 def _kernels(mechanism: Any) -> Any:
     """What computes a leaf or group; None where nothing does."""
     if len(mechanism.program.calls) > 1:
-        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
-            return None
-        from precondattn_triton.lucid_step import LucidStep
-
-        return LucidStep()
+        return _group_kernels([*map(type, mechanism.program.leaves)])
     if type(mechanism) is pa.UnitRows:
         from precondattn_triton.unit_rows import UnitRows
 
@@ -140,6 +137,19 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.path import Path
 
         return Path()
+    return None
+
+
+def _group_kernels(leaves: list[type]) -> Any:
+    """What computes several calls in one go, by their leaves."""
+    if leaves == [pa.LucidSolve, pa.Softmax]:
+        from precondattn_triton.lucid_step import LucidStep
+
+        return LucidStep()
+    if leaves == [pa.Softmax, pa.Softmax, Difference]:
+        from precondattn_triton.differential import Differential
+
+        return Differential()
     return None
 
 

@@ -175,8 +175,8 @@ _declare(
 )
 _declare(
     "path_chunks",
-    half={128: Configuration(64, 0, 4, 1), 256: Configuration(32, 0, 4, 1)},
-    full={64: Configuration(32, 0, 4, 1), 256: Configuration(16, 0, 4, 1)},
+    half={128: Configuration(64, 64, 8, 1), 256: Configuration(32, 64, 4, 1)},
+    full={64: Configuration(32, 32, 4, 1), 256: Configuration(16, 32, 4, 1)},
 )
 _declare(
     "path_forward",
@@ -208,7 +208,44 @@ _declare(
     full={512: Configuration(0, 16, 8, 1)},
 )
 _declare(
-    "path_own_gradient",
-    half={512: Configuration(0, 0, 8, 1)},
-    full={512: Configuration(0, 0, 8, 1)},
+    "path_own_scores",
+    half={512: Configuration(32, 0, 8, 1)},
+    full={512: Configuration(16, 0, 4, 1)},
+)
+_declare(
+    "path_gather",
+    half={512: Configuration(64, 128, 4, 1)},
+    full={512: Configuration(16, 64, 4, 1)},
+)
+_declare(
+    "differential_forward",
+    half={
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(64, 32, 8, 1),
+        512: Configuration(32, 32, 8, 1),
+    },
+    full={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 32, 8, 1),
+        512: Configuration(16, 16, 8, 1),
+    },
+)
+_declare(
+    "differential_query_gradient",
+    half={
+        64: Configuration(64, 64, 8, 2),
+        128: Configuration(64, 32, 8, 2),
+        512: Configuration(32, 32, 8, 1),
+    },
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
+_declare(
+    "differential_key_gradient",
+    half={
+        64: Configuration(64, 64, 8, 2),
+        128: Configuration(64, 32, 8, 2),
+        512: Configuration(32, 16, 8, 1),
+    },
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )

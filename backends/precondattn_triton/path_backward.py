@@ -3,7 +3,8 @@
 Queries come in groups of a few chunks: they are carried to the first chunk, and come back with
 their gradients (`path_carry.py`), from which keys, values and reflections get theirs
 (`path_key_gradient.py`). Memory grows with the tokens times the chunks of a group, and not with
-the tokens' square. Then every chunk goes back from what it is made of (`path_chunks.py`),
+the tokens' square. Scores within chunks follow (`path_own.py`), and then every chunk goes back to
+what it is made of (`path_chunks.py`),
 
     K̃ = k − (Z R)ᵀ w:         dk += dK̃,    dw −= Z R dK̃,    d(Z R) −= w dK̃ᵀ
     P = I − wᵀ U:              dU −= w F,    dw −= U Fᵀ
@@ -24,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from precondattn_triton import path_carry, path_key_gradient
+from precondattn_triton import path_carry, path_key_gradient, path_own
 from precondattn_triton.path_chunks import Chunks
 from precondattn_triton.precision import padded_width, product_precision
 from precondattn_triton.softmax_tiles import row_products
@@ -78,8 +79,7 @@ def path_backward(
     d_sum = row_products(d_out, full, log_total, masks.q_valid)
     w, keys, u, zr, _ = chunks
     width, widths = w.shape[2], {"PADDED_D": w.shape[2], "PADDED_E": padded_width(e)}
-    d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    own_y = w.new_empty((b, h, t, width))
+    own_y = w.new_empty((b, h, t, width), dtype=torch.float32)
     d_keys = w.new_zeros(w.shape, dtype=torch.float32)
     d_v = w.new_zeros((b * n, tokens, widths["PADDED_E"]), dtype=torch.float32)
     d_whole = d_keys.new_zeros((b * n * count, width, width))
@@ -100,9 +100,10 @@ def path_backward(
         )  # fmt: skip
         tuned = configured("path_query_gradient", q, v)
         path_carry.come_back[(triton.cdiv(rows, tuned.rows) * b * h,)](
-            carried, k, v, w, keys, u, zr, d_out, log_total, d_sum, returned, own_y, d_q,
-            *masks, *sizes, *group, tokens, last, *k.stride(), *v.stride(), *d_out.stride(),
-            **seen, ROWS=tuned.rows, **common, num_warps=tuned.warps, num_stages=tuned.stages,
+            carried, v, w, keys, u, d_out, log_total, d_sum, returned, own_y,
+            *masks, *sizes, *group, tokens, last, *v.stride(), *d_out.stride(),
+            HAS_WINDOW=window is not None, E=e, **widths, ROWS=tuned.rows, **common,
+            num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         tuned = configured("path_key_gradient", q, v)
         tile = min(tuned.rows, size)
@@ -120,15 +121,33 @@ def path_backward(
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
 
-    d_k, d_w, d_u = (torch.empty_like(d_keys) for _ in range(3))
-    d_zr = d_keys.new_empty(zr.shape)
-    tuned = configured("path_own_gradient", q, v)
-    path_key_gradient.own[(count * b * n,)](
-        q, k, v, w, u, zr, d_out, log_total, d_sum, own_y, d_k, d_v, d_w, d_u, d_zr,
+    d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    a, d_s, own_b, d_own_b = (w.new_empty((b, h, t, size)) for _ in range(4))
+    tuned = configured("path_own_scores", q, v)
+    tile = min(tuned.rows, size)
+    path_own.scores[(count * size // tile * b * h,)](
+        q, k, v, w, u, zr, d_out, log_total, d_sum, own_y, d_q, a, d_s, own_b, d_own_b,
         *masks, *sizes, t, s, h, n, tokens,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
-        **seen, **common, num_warps=tuned.warps, num_stages=tuned.stages,
+        **seen, ROWS=tile, **common, num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
+    d_k, d_w, d_u = (torch.empty_like(d_keys) for _ in range(3))
+    d_zr = d_keys.new_empty(zr.shape)
+    tuned = configured("path_gather", q, v)
+    for left, right, found, sign in (
+        (a, d_out, d_v, 1.0),
+        (d_s, q, d_k, 1.0),
+        (d_own_b, q, d_w, 1.0),
+        (own_b, own_y.transpose(1, 2), d_u, -1.0),
+        (own_b, d_s.transpose(1, 2), d_zr, -1.0),
+    ):
+        part = min(found.shape[2], tuned.columns)
+        path_own.gather[(count * found.shape[2] // part * b * n,)](
+            left, right, found, masks.q_valid, sign, t, s, h, n, tokens, *right.stride(),
+            IS_SUM=found is d_v, WIDTH=right.shape[3], PADDED=found.shape[2], PART=part,
+            ROWS=min(tuned.rows, size), **common,
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
     d_k, d_w, d_beta = _through_chunks(
         x, chunks, masks, _OfChunks(d_k, d_w, d_u, d_zr, d_keys, d_whole)
     )

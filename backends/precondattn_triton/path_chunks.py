@@ -11,8 +11,8 @@ no mask here: of two tokens of one, all that stand between belong to it, too.
 
 One program makes a chunk of a key/value head: 2 C² d products for each of G, R, U and K̃, and
 (4/3) C³ log C for M, whose entries are at most 2 in size for unit w and β in [0, 2]. Everything is
-kept by rows, (b n, T, ·), with T the tokens filled up to whole chunks: tokens that are not there, or
-do not count, have w = 0 and β = 0, and reflect nothing.
+kept by rows, (b n, T, ·), with T the tokens filled up to whole chunks: tokens that are not there,
+or do not count, have w = 0 and β = 0, and reflect nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from precondattn_triton.configurations import Configuration
 from precondattn_triton.precision import exact, padded_width, product_precision
 from precondattn_triton.tiles import (
     Masks,
+    addresses,
     configured,
     factor_dtype,
     is_token,
-    load_tile,
     place,
 )
 from precondattn_triton.triangular_inverse import unit_lower_inverse
@@ -82,7 +82,8 @@ def _chunks(
     s, n,
     k_batch, k_token, k_head, k_channel, w_batch, w_token, w_head, w_channel,
     beta_batch, beta_token, beta_head,
-    D: tl.constexpr, PADDED_D: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunks = tl.cdiv(s, CHUNK)
@@ -90,33 +91,42 @@ def _chunks(
     start = chunk * CHUNK
     tokens = start + tl.arange(0, CHUNK)
     is_there = is_token(k_valid, batch, tokens, s)
-    k_tile = load_tile(
-        k + batch * k_batch + head * k_head, tokens, is_there, k_token, k_channel, D, PADDED_D
-    )
-    w_tile = load_tile(
-        w + batch * w_batch + head * w_head, tokens, is_there, w_token, w_channel, D, PADDED_D
-    )
+    k += batch * k_batch + head * k_head
+    w += batch * w_batch + head * w_head
     at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
     strength = tl.load(at, mask=is_there, other=0.0).to(tl.float32)[:, None]
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
 
-    overlap = tl.dot(w_tile, tl.trans(w_tile), input_precision=PRECISION)
+    # A few channels at a time, read anew where they are needed again.
+    overlap = tl.zeros((CHUNK, CHUNK), tl.float32)
+    behind = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first in range(0, PADDED_D, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        mask = is_there[:, None] & (channels < D)[None, :]
+        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
+        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
+        overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
+        behind = tl.dot(w_part, tl.trans(k_part), behind, input_precision=PRECISION)
     found = unit_lower_inverse(tl.where(j < i, strength * overlap, 0.0), LEVELS, EXACT)
-    behind = tl.dot(w_tile, tl.trans(k_tile), input_precision=PRECISION)
     behind = tl.where(j < i, strength * behind, 0.0)
-    through = tl.dot(found, behind, input_precision=EXACT)
-    directions = w_tile.to(tl.float32)
-    moved = tl.dot(found, strength * directions, input_precision=EXACT)
-    carried = k_tile.to(tl.float32)
-    carried -= tl.dot(tl.trans(through), directions, input_precision=EXACT)
+    through = tl.dot(found, behind, input_precision=PRECISION)
 
     own, count = batch * n + head, chunks * CHUNK
-    keep_rows(w_out, own, count, start, w_tile)
-    keep_rows(keys, own, count, start, carried)
-    keep_rows(u, own, count, start, moved)
     keep_rows(zr, own, count, start, through)
     if inverse is not None:
         keep_rows(inverse, own, count, start, found)
+    for first in range(0, PADDED_D, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        mask = is_there[:, None] & (channels < D)[None, :]
+        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
+        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
+        its = (own * count + tokens)[:, None] * PADDED_D + channels[None, :]
+        tl.store(w_out + its, w_part.to(w_out.dtype.element_ty))
+        directions = w_part.to(tl.float32)
+        moved = tl.dot(found, strength * directions, input_precision=PRECISION)
+        tl.store(u + its, moved.to(u.dtype.element_ty))
+        carried = tl.dot(tl.trans(through), directions, input_precision=PRECISION)
+        tl.store(keys + its, (k_part.to(tl.float32) - carried).to(keys.dtype.element_ty))
 
 
 def path_chunks(
@@ -135,7 +145,8 @@ def path_chunks(
     found = Chunks(w_out, keys, u, zr, inverse)
     _chunks[(count * b * n,)](
         k, w, beta, masks.k_valid, *found, s, n, *k.stride(), *w.stride(), *beta.stride(),
-        D=d, PADDED_D=width, CHUNK=size, LEVELS=size.bit_length() - 1,
+        D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
+        CHUNK=size, LEVELS=size.bit_length() - 1,
         PRECISION=product_precision(k.dtype), EXACT=exact(),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
@@ -143,5 +154,5 @@ def path_chunks(
 
 
 def chunking(k: torch.Tensor) -> Configuration:
-    """How keys like these are cut into chunks: by their width alone."""
+    """How keys like these are cut into chunks of `rows`, `columns` channels at a time."""
     return configured("path_chunks", k, k)

@@ -1,19 +1,14 @@
-"""What queries leave at PaTH's chunks: gradients of v, K̃, P, and of a chunk's own products.
+"""What the queries behind PaTH's chunks leave there: gradients of v, K̃ and P = I − wᵀ U.
 
-For queries behind chunk c, as it sees them, x, and with y the gradient of what it hands on
-(`path_carry.py`),
+With a query x as chunk c sees it, and y the gradient of what it hands on (`path_carry.py`),
 
-    past           dv += Aᵀ do,    dK̃ += dSᵀ x        tiles of a chunk's keys × kv heads
-    reflections    F += xᵀ y                            parts of channels × chunks × kv heads
+    past           dv += Aᵀ do,    dK̃ += dSᵀ x    tiles of keys × kv heads
+    reflections    F += xᵀ y                        parts of channels × chunks × kv heads
 
-a group of queries at a time, added to what the groups before have left in memory. F is the gradient
-of P = I − wᵀ U. For queries within the chunk, once, with B = tril(q wᵀ),
-
-    own            dv += Aᵀ do,    dk = dSᵀ q,    d(Z R) = −Bᵀ dS,    dU = −Bᵀ y,
-                   dw = dBᵀ q,     dB = −tril(dS (Z R)ᵀ + y Uᵀ)
-
-A program goes over the query heads of its group: nothing is added from two programs, and the result
-is the same every time. Products a head, in units of t² / 2: past 2 d + 2 e, reflections d² / C.
+a group of queries at a time, added to what the groups before have left in memory; F is the gradient
+of P. A program goes over the query heads of its group: nothing is added from two programs, and the
+result is the same every time. Grids are as above, times sequences. Products a head, in units of t² / 2: past 2 d + 2 e, reflections
+d² / C.
 """
 
 from __future__ import annotations
@@ -22,9 +17,9 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.path_chunks import keep_rows, rows_of
-from precondattn_triton.path_forward import own_scores, path_visible
+from precondattn_triton.path_forward import path_visible
 from precondattn_triton.softmax_tiles import load_logs
-from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place, store_tile
+from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place
 
 
 @triton.jit
@@ -116,73 +111,3 @@ def reflections(
             y = tl.load(at, mask=is_query[:, None], other=0.0)
             acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
     tl.store(at_acc, acc)
-
-
-@triton.jit
-def own(
-    q, k, v, w, u, zr, d_out, log_total, d_sum, own_y, d_k, d_v, d_w, d_u, d_zr,
-    q_valid, k_valid, q_segment, k_segment,
-    scale, window, t, s, h, n, tokens,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
-    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    chunk, batch, kv = place(tl.cdiv(s, CHUNK), n)
-    head_of = batch * n + kv
-    begin = chunk * CHUNK
-    columns = begin + tl.arange(0, CHUNK)
-    is_key = is_token(k_valid, batch, columns, s)
-    FACTOR: tl.constexpr = w.dtype.element_ty
-    k += batch * k_batch + kv * k_head
-    v += batch * v_batch + kv * v_head
-    k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
-    values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-    w_tile = rows_of(w, head_of, tokens, begin, CHUNK, PADDED_D)
-    u_tile = rows_of(u, head_of, tokens, begin, CHUNK, PADDED_D)
-    zr_tile = rows_of(zr, head_of, tokens, begin, CHUNK, CHUNK)
-
-    value_acc = rows_of(d_v, head_of, tokens, begin, CHUNK, PADDED_E)
-    key_acc = tl.zeros((CHUNK, PADDED_D), tl.float32)
-    w_acc = tl.zeros((CHUNK, PADDED_D), tl.float32)
-    u_acc = tl.zeros((CHUNK, PADDED_D), tl.float32)
-    zr_acc = tl.zeros((CHUNK, CHUNK), tl.float32)
-    past_keys = s - t
-    rows = columns - past_keys
-    is_behind = columns[None, :] <= columns[:, None]
-    for member in range(0, h // n):
-        head = kv * (h // n) + member
-        at = (batch * h + head) * t
-        is_row = (rows >= 0) & is_token(q_valid, batch, tl.maximum(rows, 0), t)
-        logs = load_logs(log_total, at, rows, is_row)
-        is_row = is_row & (logs < float("inf"))
-        sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
-        q_start, g_start = q + batch * q_batch + head * q_head, d_out + batch * g_batch
-        x = load_tile(q_start, rows, is_row, q_token, q_channel, D, PADDED_D).to(FACTOR)
-        d_o = load_tile(g_start + head * g_head, rows, is_row, g_token, g_channel, E, PADDED_E).to(
-            FACTOR
-        )
-        y = load_tile(own_y + at * PADDED_D, rows, is_row, PADDED_D, 1, PADDED_D, PADDED_D)
-        scores, b = own_scores(x, k_tile, w_tile, zr_tile, is_behind, PRECISION)
-        seen = path_visible(
-            tl.maximum(rows, 0)[:, None], columns[None, :], is_key[None, :], batch, t, s,
-            q_segment, k_segment, window, HAS_WINDOW,
-        )  # fmt: skip
-        scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
-        a = tl.exp2(scores - logs[:, None])
-        value_acc = tl.dot(tl.trans(a.to(FACTOR)), d_o, value_acc, input_precision=PRECISION)
-        d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-        d_scores = (a * (d_a - sums[:, None]) * scale).to(FACTOR)
-        key_acc = tl.dot(tl.trans(d_scores), x, key_acc, input_precision=PRECISION)
-        zr_acc -= tl.dot(tl.trans(b), d_scores, input_precision=PRECISION)
-        u_acc -= tl.dot(tl.trans(b), y, input_precision=PRECISION)
-        d_b = tl.dot(d_scores, tl.trans(zr_tile), input_precision=PRECISION)
-        d_b += tl.dot(y, tl.trans(u_tile), input_precision=PRECISION)
-        d_b = tl.where(is_behind, d_b, 0.0).to(FACTOR)
-        w_acc -= tl.dot(tl.trans(d_b), x, input_precision=PRECISION)
-    keep_rows(d_v, head_of, tokens, begin, value_acc)
-    keep_rows(d_k, head_of, tokens, begin, key_acc)
-    keep_rows(d_w, head_of, tokens, begin, w_acc)
-    keep_rows(d_u, head_of, tokens, begin, u_acc)
-    keep_rows(d_zr, head_of, tokens, begin, zr_acc)

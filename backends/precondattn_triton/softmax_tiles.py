@@ -9,8 +9,8 @@ Backward, with D = rowsum(do ∘ o),
 
     A = e^{S − λ},    dV = Aᵀ do,    dS = A ∘ (do Vᵀ − D).
 
-l sums P as rounded for the product, so that acc / l is a mean. A row that sees nothing has o = 0 and
-λ = ∞, so that all of its weights vanish.
+l sums P as rounded for the product, so that acc / l is a mean. A row that sees nothing has o = 0
+and λ = ∞, so that all of its weights vanish.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ By recursive 2×2 block inversion. Where the diagonal blocks of w rows are inver
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    X ← X − X (L ∘ lower left) X,
 
-for all pairs of blocks at once, from w = 1 up to the tile. Doubling the Neumann series instead would
-lose every digit on keys that nearly coincide.
+for all pairs of blocks at once, from w = 1 up to the tile. Doubling the Neumann series instead
+would lose every digit on keys that nearly coincide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def unit_lower_inverse(system, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """Of L (SIZE, SIZE), SIZE = 2^LEVELS, of which nothing on or above the diagonal is looked at."""
+    """Of L (2^LEVELS, 2^LEVELS); what stands on or above the diagonal is not looked at."""
     SIZE: tl.constexpr = system.shape[0]
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     # Of pairs of rows, where A and B are 1.
