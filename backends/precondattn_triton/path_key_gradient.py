@@ -7,8 +7,8 @@ With a query x as chunk c sees it, and y the gradient of what it hands on (`path
 
 a group of queries at a time, added to what the groups before have left in memory; F is the gradient
 of P. A program goes over the query heads of its group: nothing is added from two programs, and the
-result is the same every time. Grids are as above, times sequences. Products a head, in units of t² / 2: past 2 d + 2 e, reflections
-d² / C.
+result is the same every time. Grids are as above, times sequences. Products a head, in units of
+t² / 2: past 2 d + 2 e, reflections d² / C.
 """
 
 from __future__ import annotations

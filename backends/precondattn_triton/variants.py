@@ -86,8 +86,9 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
 def _way(launch: Launch) -> str:
     """What tells a kernel's launches of one call from each other."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
-    tile = launch.arguments.get("TILE")
-    return (" backward" if is_backward else "") + (f" tile {tile}" if tile else "")
+    sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
+    cut = "".join(f" {name} {size}" for name, size in sizes if size)
+    return (" backward" if is_backward else "") + cut
 
 
 def _launches(
