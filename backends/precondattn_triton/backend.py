@@ -1,8 +1,9 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, and rows of unit norm; softmax around them is PyTorch's own, by the backend
-`torch`. Where Triton interprets its kernels, on a machine without a GPU, they are for checking and
-not for use: the backend then takes arrays on a CPU, and only when it is asked for by name.
+LUCID's solve, LASER, PaTH, differential attention, and rows of unit norm; softmax around them is
+PyTorch's own, by the backend `torch`. Where Triton interprets its kernels, on a machine without a
+GPU, they are for checking and not for use: the backend then takes arrays on a CPU, and only when it
+is asked for by name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def is_interpreting() -> bool:
 
 
 class Triton(Backend):
-    """LUCID and LASER on a GPU."""
+    """LUCID, LASER, PaTH and differential attention on a GPU."""
 
     name = "triton"
     libraries = frozenset({"torch"})

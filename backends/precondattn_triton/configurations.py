@@ -183,10 +183,14 @@ _declare(
     half={
         64: Configuration(64, 0, 4, 2),
         128: Configuration(64, 0, 8, 2),
-        256: Configuration(64, 0, 8, 1),
+        256: Configuration(32, 0, 8, 1),
         512: Configuration(32, 0, 8, 1),
     },
-    full={64: Configuration(32, 0, 4, 1), 512: Configuration(16, 0, 8, 1)},
+    full={
+        64: Configuration(32, 0, 4, 1),
+        128: Configuration(16, 0, 8, 1),
+        512: Configuration(16, 0, 16, 1),
+    },
 )
 _declare(
     "path_carry",
@@ -196,7 +200,7 @@ _declare(
 _declare(
     "path_query_gradient",
     half={128: Configuration(64, 0, 8, 1), 512: Configuration(32, 0, 8, 1)},
-    full={512: Configuration(16, 0, 8, 1)},
+    full={64: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
 )
 _declare(
     "path_key_gradient",
@@ -211,7 +215,7 @@ _declare(
 _declare(
     "path_own_scores",
     half={512: Configuration(32, 0, 8, 1)},
-    full={512: Configuration(16, 0, 4, 1)},
+    full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
 )
 _declare(
     "path_gather",
@@ -221,7 +225,6 @@ _declare(
 _declare(
     "differential_forward",
     half={
-        64: Configuration(128, 64, 8, 2),
         128: Configuration(64, 64, 8, 2),
         256: Configuration(64, 32, 8, 1),
         512: Configuration(32, 32, 8, 1),
@@ -234,19 +237,11 @@ _declare(
 )
 _declare(
     "differential_query_gradient",
-    half={
-        64: Configuration(64, 64, 8, 2),
-        128: Configuration(64, 32, 8, 2),
-        512: Configuration(32, 32, 8, 1),
-    },
+    half={128: Configuration(64, 32, 8, 2), 512: Configuration(32, 32, 8, 1)},
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )
 _declare(
     "differential_key_gradient",
-    half={
-        64: Configuration(64, 64, 8, 2),
-        128: Configuration(64, 32, 8, 2),
-        512: Configuration(32, 16, 8, 1),
-    },
+    half={128: Configuration(64, 32, 8, 2), 512: Configuration(32, 16, 8, 1)},
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )

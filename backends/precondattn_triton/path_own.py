@@ -78,12 +78,16 @@ def scores(
     store_tile(b_out + at * CHUNK, rows, is_there, CHUNK, b, CHUNK)
 
     y = load_tile(own_y + at * PADDED_D, rows, is_there, PADDED_D, 1, PADDED_D, PADDED_D)
+    # Read again, rather than kept in registers in between.
+    zr_tile = rows_of(zr, own, tokens, begin, CHUNK, CHUNK)
     d_b = tl.dot(d_s, tl.trans(zr_tile), input_precision=PRECISION)
     u_tile = rows_of(u, own, tokens, begin, CHUNK, PADDED_D)
     d_b += tl.dot(y.to(FACTOR), tl.trans(u_tile), input_precision=PRECISION)
     d_b = tl.where(is_behind, -d_b, 0.0).to(FACTOR)
     store_tile(d_b_out + at * CHUNK, rows, is_there, CHUNK, d_b, CHUNK)
+    w_tile = rows_of(w, own, tokens, begin, CHUNK, PADDED_D)
     y = tl.dot(d_b, w_tile, y, input_precision=PRECISION)
+    k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
     y = tl.dot(d_s, k_tile, y, input_precision=PRECISION)
     store_tile(d_q + (batch * t * h + head) * D, rows, is_there, h * D, y, D)
 

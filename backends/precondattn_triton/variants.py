@@ -70,7 +70,8 @@ def variants(target: str) -> Iterator[Variant]:
                     constants = tuple(launch.arguments.get(name) for name in CUT)
                     options = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
-                    cut = (launch.function.__name__, dtype, constants, options, is_wide)
+                    function = launch.function.module, launch.function.__name__
+                    cut = (function, dtype, constants, options, is_wide)
                     if cut not in seen:
                         seen.add(cut)
                         yield _variant(launch, mechanism, dtype, d, e)
