@@ -223,6 +223,11 @@ _declare(
     full={512: Configuration(16, 64, 4, 1)},
 )
 _declare(
+    "path_decode",
+    half={256: Configuration(0, 32, 4, 2)},
+    full={128: Configuration(0, 32, 4, 2), 256: Configuration(0, 32, 8, 1)},
+)
+_declare(
     "differential_forward",
     half={
         128: Configuration(64, 64, 8, 2),

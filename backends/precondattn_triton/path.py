@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_triton.path_backward import Inputs, path_backward
 from precondattn_triton.path_chunks import path_chunks
 from precondattn_triton.path_forward import path_forward
+from precondattn_triton.path_step import path_step, refuses_step
 from precondattn_triton.tiles import masks_of
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
@@ -29,8 +31,6 @@ class Path:
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """Why not; None where the kernels do this call."""
-        if request.verb not in ("forward", "vjp"):
-            return "has no kernel for PaTH that extends a cache"
         if leaf.read != MEAN:
             return "has kernels for PaTH whose values are read as a mean, not for LASER around it"
         for option, is_used in (
@@ -42,6 +42,8 @@ class Path:
         shapes = dict(request.shapes)
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
             return "its kernels for PaTH take no empty arrays"
+        if request.verb == "extend":
+            return refuses_step(shapes)
         if shapes["q"][1] > shapes["k"][1]:
             return "its kernels for PaTH take no more queries than keys"
         for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", WIDEST_VALUE)):
@@ -92,6 +94,18 @@ class Path:
         for name in ("k", "v", "w", "beta"):
             found[name] = _tokens(getattr(d, name), x[name])
         return found
+
+    def step(
+        self,
+        leaf: Any,
+        past: Tensors,
+        x: Tensors,
+        frame: Frame,
+    ) -> tuple[torch.Tensor, Updates]:
+        """The output for one new token, and the updates of the cache's buffers."""
+        keys = leaf.program.calls[0].slot_keys()
+        out, updates = path_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
+        return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         """What `forward` gives as residuals."""
