@@ -214,8 +214,8 @@ _declare(
 )
 _declare(
     "path_own_scores",
-    half={512: Configuration(32, 0, 8, 1)},
-    full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
+    half={512: Configuration(32, 64, 4, 1)},
+    full={512: Configuration(16, 32, 4, 1)},
 )
 _declare(
     "path_gather",
@@ -247,6 +247,10 @@ _declare(
 )
 _declare(
     "differential_key_gradient",
-    half={128: Configuration(64, 32, 8, 2), 512: Configuration(32, 16, 8, 1)},
+    half={
+        64: Configuration(64, 32, 8, 2),
+        128: Configuration(32, 32, 8, 1),
+        512: Configuration(32, 16, 8, 1),
+    },
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )

@@ -129,7 +129,8 @@ def path_backward(
         q, k, v, w, u, zr, d_out, log_total, d_sum, own_y, d_q, a, d_s, own_b, d_own_b,
         *masks, *sizes, t, s, h, n, tokens,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
-        **seen, ROWS=tile, **common, num_warps=tuned.warps, num_stages=tuned.stages,
+        **seen, CHANNELS=tuned.columns, ROWS=tile, **common,
+        num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     d_k, d_w, d_u = (torch.empty_like(d_keys) for _ in range(3))
     d_zr = d_keys.new_empty(zr.shape)

@@ -21,9 +21,20 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.path_chunks import rows_of
-from precondattn_triton.path_forward import own_scores, path_visible
+from precondattn_triton.path_forward import path_visible
 from precondattn_triton.softmax_tiles import load_logs
 from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place, store_tile
+
+
+@triton.jit
+def part_of(
+    start, tokens, is_there, token_stride, first, channel_stride,
+    WIDTH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Channels `first` … of tokens (tokens, PART); 0 where one is not there."""
+    channels = first + tl.arange(0, PART)
+    at = addresses(start, tokens, token_stride, channels, channel_stride)
+    return tl.load(at, mask=is_there[:, None] & (channels < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -34,12 +45,11 @@ def scores(
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = place(tl.cdiv(s, CHUNK) * (CHUNK // ROWS), h)
     kv = head // (h // n)
-    own = batch * n + kv
     begin = tile * ROWS // CHUNK * CHUNK
     positions = tile * ROWS + tl.arange(0, ROWS)
     rows = positions - (s - t)
@@ -50,46 +60,65 @@ def scores(
     is_row = is_row & (logs < float("inf"))
     sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
     FACTOR: tl.constexpr = w.dtype.element_ty
-    q_start, g_start = q + batch * q_batch + head * q_head, d_out + batch * g_batch
-    x = load_tile(q_start, rows, is_row, q_token, q_channel, D, PADDED_D).to(FACTOR)
     columns = begin + tl.arange(0, CHUNK)
     is_key = is_token(k_valid, batch, columns, s)
+    every = columns >= 0
+    q += batch * q_batch + head * q_head
     k += batch * k_batch + kv * k_head
     v += batch * v_batch + kv * v_head
-    k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
-    w_tile = rows_of(w, own, tokens, begin, CHUNK, PADDED_D)
-    zr_tile = rows_of(zr, own, tokens, begin, CHUNK, CHUNK)
+    w += (batch * n + kv) * tokens * PADDED_D
+    u += (batch * n + kv) * tokens * PADDED_D
+    d_out += batch * g_batch + head * g_head
+    y_in = own_y + at * PADDED_D
+
+    # A few channels at a time, read anew where they are needed again.
+    own_s = tl.zeros((ROWS, CHUNK), tl.float32)
+    b = tl.zeros((ROWS, CHUNK), tl.float32)
+    D_PART: tl.constexpr = CHANNELS if CHANNELS < PADDED_D else PADDED_D
+    for first in range(0, PADDED_D, D_PART):
+        x = part_of(q, rows, is_row, q_token, first, q_channel, D, D_PART).to(FACTOR)
+        its = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
+        own_s = tl.dot(x, tl.trans(its), own_s, input_precision=PRECISION)
+        its = part_of(w, columns, every, PADDED_D, first, 1, PADDED_D, D_PART)
+        b = tl.dot(x, tl.trans(its), b, input_precision=PRECISION)
     is_behind = columns[None, :] <= positions[:, None]
-    own_s, b = own_scores(x, k_tile, w_tile, zr_tile, is_behind, PRECISION)
+    left = tl.where(is_behind, b, 0.0).to(FACTOR)
+    zr_tile = rows_of(zr, batch * n + kv, tokens, begin, CHUNK, CHUNK)
+    own_s -= tl.dot(left, zr_tile, input_precision=PRECISION)
     seen = path_visible(
         tl.maximum(rows, 0)[:, None], columns[None, :], is_key[None, :], batch, t, s,
         q_segment, k_segment, window, HAS_WINDOW,
     )  # fmt: skip
     own_s = tl.where(seen, own_s * (scale * LOG2_E), float("-inf"))
     a = tl.exp2(own_s - logs[:, None])
-    values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-    d_o = load_tile(g_start + head * g_head, rows, is_row, g_token, g_channel, E, PADDED_E).to(
-        FACTOR
-    )
-    d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
+    d_a = tl.zeros((ROWS, CHUNK), tl.float32)
+    E_PART: tl.constexpr = CHANNELS if CHANNELS < PADDED_E else PADDED_E
+    for first in range(0, PADDED_E, E_PART):
+        d_o = part_of(d_out, rows, is_row, g_token, first, g_channel, E, E_PART).to(FACTOR)
+        its = part_of(v, columns, is_key, v_token, first, v_channel, E, E_PART).to(FACTOR)
+        d_a = tl.dot(d_o, tl.trans(its), d_a, input_precision=PRECISION)
     d_s = (a * (d_a - sums[:, None]) * scale).to(FACTOR)
+    d_b = tl.dot(d_s, tl.trans(zr_tile), input_precision=PRECISION)
+    for first in range(0, PADDED_D, D_PART):
+        y = part_of(y_in, rows, is_there, PADDED_D, first, 1, PADDED_D, D_PART).to(FACTOR)
+        its = part_of(u, columns, every, PADDED_D, first, 1, PADDED_D, D_PART)
+        d_b = tl.dot(y, tl.trans(its), d_b, input_precision=PRECISION)
+    d_left = tl.where(is_behind, -d_b, 0.0).to(FACTOR)
     store_tile(a_out + at * CHUNK, rows, is_there, CHUNK, a, CHUNK)
     store_tile(d_s_out + at * CHUNK, rows, is_there, CHUNK, d_s, CHUNK)
-    store_tile(b_out + at * CHUNK, rows, is_there, CHUNK, b, CHUNK)
-
-    y = load_tile(own_y + at * PADDED_D, rows, is_there, PADDED_D, 1, PADDED_D, PADDED_D)
-    # Read again, rather than kept in registers in between.
-    zr_tile = rows_of(zr, own, tokens, begin, CHUNK, CHUNK)
-    d_b = tl.dot(d_s, tl.trans(zr_tile), input_precision=PRECISION)
-    u_tile = rows_of(u, own, tokens, begin, CHUNK, PADDED_D)
-    d_b += tl.dot(y.to(FACTOR), tl.trans(u_tile), input_precision=PRECISION)
-    d_b = tl.where(is_behind, -d_b, 0.0).to(FACTOR)
-    store_tile(d_b_out + at * CHUNK, rows, is_there, CHUNK, d_b, CHUNK)
-    w_tile = rows_of(w, own, tokens, begin, CHUNK, PADDED_D)
-    y = tl.dot(d_b, w_tile, y, input_precision=PRECISION)
-    k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
-    y = tl.dot(d_s, k_tile, y, input_precision=PRECISION)
-    store_tile(d_q + (batch * t * h + head) * D, rows, is_there, h * D, y, D)
+    store_tile(b_out + at * CHUNK, rows, is_there, CHUNK, left, CHUNK)
+    store_tile(d_b_out + at * CHUNK, rows, is_there, CHUNK, d_left, CHUNK)
+    d_q += (batch * t * h + head) * D
+    for first in range(0, PADDED_D, D_PART):
+        y = part_of(y_in, rows, is_there, PADDED_D, first, 1, PADDED_D, D_PART)
+        its = part_of(w, columns, every, PADDED_D, first, 1, PADDED_D, D_PART)
+        y = tl.dot(d_left, its, y, input_precision=PRECISION)
+        its = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
+        y = tl.dot(d_s, its, y, input_precision=PRECISION)
+        channels = first + tl.arange(0, D_PART)
+        mask = is_there[:, None] & (channels < D)[None, :]
+        at_y = addresses(d_q, rows, h * D, channels, 1)
+        tl.store(at_y, y.to(d_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
