@@ -230,7 +230,6 @@ def test_what_the_kernels_take():
         (pa.Path(bias=True), {}, "a bias"),
         (pa.Path(forget="scaled"), {}, "a forget gate"),
         (pa.Laser(pa.Path()), {}, "not for LASER"),
-        (pa.Path(), {"verb": "extend"}, "extends a cache"),
         (pa.Path(), {"d": 264}, "keys of width 256 at most; found 264"),
         (pa.Path(), {"e": 520}, "values of width 512 at most; found 520"),
         (pa.Path(), {"t": 9}, "more queries than keys"),

@@ -44,7 +44,10 @@ CALLS: Shipped = (
 )
 """Full calls, with their gradients."""
 
-STEPS: Shipped = (("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),)
+STEPS: Shipped = (
+    ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+)
 """Extensions of a cache by one token."""
 
 TOKENS, HEADS, BATCH = 4096, 16, 2
