@@ -161,16 +161,16 @@ def _key_gradient(
                 queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
                 q_segment, k_segment, CAUSAL,
             )  # fmt: skip
-            d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
             s1 = tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION) * (scale * LOG2_E)
             a1 = tl.exp2(tl.where(seen, s1 - logs1[None, :], float("-inf")))
-            d_s1 = (a1 * (d_a - sums1[None, :])).to(FACTOR)
-            acc1 = tl.dot(d_s1, q1_tile.to(FACTOR), acc1, input_precision=PRECISION)
             s2 = tl.dot(k2_tile, tl.trans(q2_tile), input_precision=PRECISION) * (scale * LOG2_E)
             a2 = tl.exp2(tl.where(seen, s2 - logs2[None, :], float("-inf"))) * weight[None, :]
+            value_acc = tl.dot((a1 - a2).to(FACTOR), d_o, value_acc, input_precision=PRECISION)
+            d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
+            d_s1 = (a1 * (d_a - sums1[None, :])).to(FACTOR)
+            acc1 = tl.dot(d_s1, q1_tile.to(FACTOR), acc1, input_precision=PRECISION)
             d_s2 = (a2 * (d_a - sums2[None, :])).to(FACTOR)
             acc2 = tl.dot(d_s2, q2_tile.to(FACTOR), acc2, input_precision=PRECISION)
-            value_acc = tl.dot((a1 - a2).to(FACTOR), d_o, value_acc, input_precision=PRECISION)
     head_start = batch * s * n + kv
     store_tile(d_k1 + head_start * D, keys, keys < s, n * D, acc1 * scale, D)
     store_tile(d_k2 + head_start * D, keys, keys < s, n * D, -acc2 * scale, D)

@@ -98,6 +98,8 @@ def come_back(
         start = chunk * CHUNK
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
+        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
         is_behind = (position >= start + CHUNK) & (rows < group_end)
         skip = (base + chunk) * group_rows * PADDED_D
         x = load_tile(x_in + skip, local, is_behind, PADDED_D, 1, PADDED_D, PADDED_D)
@@ -110,8 +112,6 @@ def come_back(
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         a = tl.exp2(scores - logs[:, None])
-        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
         d_scores = a * (d_a - sums[:, None]) * scale
         d_scores = tl.where(is_behind[:, None], d_scores, 0.0).to(FACTOR)
         factor = y.to(FACTOR)
