@@ -2,7 +2,7 @@
 
 Queries come in groups of a few chunks: they are carried to the first chunk, and come back with
 their gradients (`path_carry.py`), from which keys, values and reflections get theirs
-(`path_key_gradient.py`). Memory grows with the tokens times the chunks of a group, and not with
+(`path_key_gradient.py`). Memory grows with the tokens times the queries of a group, and not with
 the tokens' square. Scores within chunks follow (`path_own.py`), and then every chunk goes back to
 what it is made of (`path_chunks.py`),
 
@@ -33,6 +33,9 @@ from precondattn_triton.tiles import Masks, configured
 
 GROUP = 4
 """Chunks of queries that are carried together; X and Y are each so many times the queries' size."""
+
+GROUP_TOKENS = 8192
+"""Queries of all heads that are carried together at least: fewer leave processors without work."""
 
 REFLECTION_ELEMENTS = 16384
 """Of F that one program adds up."""
@@ -87,7 +90,7 @@ def path_backward(
     common = {"CHUNK": size, "PRECISION": product_precision(v.dtype)}
     sizes = scale, window or 0
 
-    for start, end in _groups(t, s, size):
+    for start, end in _groups(t, s, size, b * h):
         rows, last = end - start, triton.cdiv(end + s - t, size)
         carried = w.new_empty((b, h, last, rows, width))
         returned = torch.empty_like(carried)
@@ -155,11 +158,12 @@ def path_backward(
     return Gradients(d_q, d_k, d_v, d_w, d_beta)
 
 
-def _groups(t: int, s: int, size: int) -> list[tuple[int, int]]:
+def _groups(t: int, s: int, size: int, heads: int) -> list[tuple[int, int]]:
     """Queries that are carried together: they end where a chunk does, or with the call."""
     past, found, start = s - t, [], 0
+    group = size * max(GROUP, triton.cdiv(GROUP_TOKENS, heads * size))
     while start < t:
-        end = min((start + past) // size * size + GROUP * size - past, t)
+        end = min((start + past) // size * size + group - past, t)
         found.append((start, end))
         start = end
     return found
