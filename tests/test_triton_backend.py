@@ -33,6 +33,9 @@ TAKEN = (
     "laser",
     "laser(softmax[causal=false])",
     "lucid(laser)",
+    "path",
+    "path[window=3]",
+    "differential",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
@@ -79,7 +82,8 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("lucid_solve", {"v": (2, 20, 2, 520)}, "e=520"),
         ("lucid_solve", {"v": (0, 20, 2, 8)}, "empty"),
         ("lucid_solve", {"verb": "extend"}, "no step"),
-        ("path", {}, "no kernels"),
+        ("gla", {"g": (2, 20, 2, 8)}, "no kernels"),
+        ("path", {"q": (2, 20, 2, 8), "verb": "extend"}, "one token"),
         ("unit_rows[axis=channel]", {"o": (2, 20, 2, 8)}, "channels"),
         ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),
     ],

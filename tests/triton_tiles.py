@@ -19,6 +19,18 @@ SMALL = {
     "laser_exact_forward": Configuration(16, 1),
     "laser_exact_query_gradient": Configuration(16, 1),
     "laser_exact_key_gradient": Configuration(16, 1),
+    "path_chunks": Configuration(16, 16),
+    "path_forward": Configuration(16, 0),
+    "path_carry": Configuration(16, 0),
+    "path_query_gradient": Configuration(16, 0),
+    "path_key_gradient": Configuration(16, 16),
+    "path_reflections": Configuration(0, 16),
+    "path_own_scores": Configuration(16, 16),
+    "path_decode": Configuration(0, 16),
+    "path_gather": Configuration(16, 16),
+    "differential_forward": Configuration(16, 16),
+    "differential_query_gradient": Configuration(16, 16),
+    "differential_key_gradient": Configuration(16, 16),
 }
 
 

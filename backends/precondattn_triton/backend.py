@@ -1,8 +1,9 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, and rows of unit norm; softmax around them is PyTorch's own, by the backend
-`torch`. Where Triton interprets its kernels, on a machine without a GPU, they are for checking and
-not for use: the backend then takes arrays on a CPU, and only when it is asked for by name.
+LUCID's solve, LASER, PaTH, differential attention, and rows of unit norm; softmax around them is
+PyTorch's own, by the backend `torch`. Where Triton interprets its kernels, on a machine without a
+GPU, they are for checking and not for use: the backend then takes arrays on a CPU, and only when it
+is asked for by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ def is_interpreting() -> bool:
 
 
 class Triton(Backend):
-    """LUCID and LASER on a GPU."""
+    """LUCID, LASER, PaTH and differential attention on a GPU."""
 
     name = "triton"
     libraries = frozenset({"torch"})
@@ -119,11 +121,7 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 def _kernels(mechanism: Any) -> Any:
     """What computes a leaf or group; None where nothing does."""
     if len(mechanism.program.calls) > 1:
-        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
-            return None
-        from precondattn_triton.lucid_step import LucidStep
-
-        return LucidStep()
+        return _group_kernels([*map(type, mechanism.program.leaves)])
     if type(mechanism) is pa.UnitRows:
         from precondattn_triton.unit_rows import UnitRows
 
@@ -136,6 +134,23 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.laser import Laser
 
         return Laser()
+    if type(mechanism) is pa.Path:
+        from precondattn_triton.path import Path
+
+        return Path()
+    return None
+
+
+def _group_kernels(leaves: list[type]) -> Any:
+    """What computes several calls in one go, by their leaves."""
+    if leaves == [pa.LucidSolve, pa.Softmax]:
+        from precondattn_triton.lucid_step import LucidStep
+
+        return LucidStep()
+    if leaves == [pa.Softmax, pa.Softmax, Difference]:
+        from precondattn_triton.differential import Differential
+
+        return Differential()
     return None
 
 

@@ -173,3 +173,84 @@ _declare(
     half={512: Configuration(16, 1, 4, 1)},
     full={512: Configuration(16, 1, 4, 1)},
 )
+_declare(
+    "path_chunks",
+    half={256: Configuration(32, 64, 4, 1)},
+    full={256: Configuration(16, 32, 4, 1)},
+)
+_declare(
+    "path_forward",
+    half={
+        64: Configuration(64, 0, 4, 2),
+        128: Configuration(64, 0, 8, 2),
+        256: Configuration(32, 0, 8, 1),
+        512: Configuration(32, 0, 8, 1),
+    },
+    full={
+        64: Configuration(32, 0, 4, 1),
+        128: Configuration(16, 0, 8, 1),
+        512: Configuration(16, 0, 16, 1),
+    },
+)
+_declare(
+    "path_carry",
+    half={512: Configuration(64, 0, 8, 1)},
+    full={512: Configuration(16, 0, 4, 1)},
+)
+_declare(
+    "path_query_gradient",
+    half={128: Configuration(64, 0, 8, 1), 512: Configuration(32, 0, 8, 1)},
+    full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
+)
+_declare(
+    "path_key_gradient",
+    half={512: Configuration(32, 32, 8, 1)},
+    full={512: Configuration(16, 16, 8, 1)},
+)
+_declare(
+    "path_reflections",
+    half={256: Configuration(0, 32, 8, 1)},
+    full={256: Configuration(0, 16, 8, 1)},
+)
+_declare(
+    "path_own_scores",
+    half={512: Configuration(32, 64, 4, 1)},
+    full={512: Configuration(16, 32, 4, 1)},
+)
+_declare(
+    "path_gather",
+    half={512: Configuration(32, 128, 4, 1)},
+    full={512: Configuration(16, 64, 4, 1)},
+)
+_declare(
+    "path_decode",
+    half={256: Configuration(0, 32, 4, 2)},
+    full={128: Configuration(0, 32, 4, 2), 256: Configuration(0, 32, 8, 1)},
+)
+_declare(
+    "differential_forward",
+    half={
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(64, 32, 8, 1),
+        512: Configuration(32, 32, 8, 1),
+    },
+    full={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 32, 8, 1),
+        512: Configuration(16, 16, 8, 1),
+    },
+)
+_declare(
+    "differential_query_gradient",
+    half={128: Configuration(64, 32, 8, 2), 512: Configuration(32, 32, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
+_declare(
+    "differential_key_gradient",
+    half={
+        64: Configuration(64, 32, 8, 2),
+        128: Configuration(32, 32, 8, 1),
+        512: Configuration(32, 16, 8, 1),
+    },
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)

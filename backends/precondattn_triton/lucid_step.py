@@ -60,11 +60,11 @@ class LucidStep:
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
         b, _, h, d = q.shape
         n, e = v.shape[2:]
-        count, past_valid, new_valid = _filled(frame, keys.shape[1])
+        count, past_valid, new_valid = filled(frame, keys.shape[1])
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         cut = configuration("lucid_decode", max(widths), q.dtype.itemsize == 2, q)
-        splits, per_split = _splits(q, count, b * n, cut.columns)
+        splits, per_split = splits_of(q, count, b * n, cut.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
         scale, key_scale = softmax._scale(d) * LOG2_E, solve._scale(d) * LOG2_E
@@ -101,7 +101,7 @@ class LucidStep:
         return out, updates
 
 
-def _filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
+def filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
     """How many slots to look at, and which of them and which new tokens count, a byte each."""
     if isinstance(frame, FrameOfAlike):
         return frame.held, None, None
@@ -111,7 +111,7 @@ def _filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | N
     return capacity, valid[:, :capacity], valid[:, capacity:]
 
 
-def _splits(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
+def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
     """How many programs share a head's tokens, and how many each takes: whole tiles."""
     processors = 4
     if like.is_cuda:

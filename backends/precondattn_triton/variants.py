@@ -19,20 +19,39 @@ from precondattn_conformance.kernels.triton_launches import Launch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
 from precondattn_triton.precision import compiling_for
 
-CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...] = (
+Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...]
+"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+
+CALLS: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
-    ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("unit_rows", (torch.bfloat16,), ((256, 512),)),
     (
         "laser",
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
+    (
+        "differential",
+        (torch.bfloat16, torch.float32),
+        ((256, 512), (256, 256), (128, 128), (64, 64)),
+    ),
+    (
+        "path",
+        (torch.bfloat16, torch.float32),
+        ((256, 512), (256, 256), (128, 128), (64, 64)),
+    ),
 )
-"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+"""Full calls, with their gradients."""
+
+STEPS: Shipped = (
+    ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+)
+"""Extensions of a cache by one token."""
+
 TOKENS, HEADS, BATCH = 4096, 16, 2
-CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW")
+CUT = ("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART")
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10240
 """Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
@@ -42,18 +61,20 @@ def variants(target: str) -> Iterator[Variant]:
     """Every kernel in every configuration: at its widest, and at the widest of 128."""
     seen = set()
     is_amd = target.startswith("gfx")
-    for mechanism, dtypes, widths in CALLS:
+    shipped = [*((*call, False) for call in CALLS), *((*call, True) for call in STEPS)]
+    for mechanism, dtypes, widths, is_step in shipped:
         for dtype in dtypes:
             for d, e in widths:
                 if is_amd and max(d, e) > WIDEST_ON_AMD:
                     continue
                 with compiling_for(amd=is_amd):
-                    launches = _launches(mechanism, dtype, d, e)
+                    launches = _launches(mechanism, dtype, d, e, is_step)
                 for launch in launches:
                     constants = tuple(launch.arguments.get(name) for name in CUT)
                     options = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
-                    cut = (launch.function.__name__, dtype, constants, options, is_wide)
+                    function = launch.function.module, launch.function.__name__
+                    cut = (function, dtype, constants, options, is_wide)
                     if cut not in seen:
                         seen.add(cut)
                         yield _variant(launch, mechanism, dtype, d, e)
@@ -69,21 +90,24 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
 def _way(launch: Launch) -> str:
     """What tells a kernel's launches of one call from each other."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
-    tile = launch.arguments.get("TILE")
-    return (" backward" if is_backward else "") + (f" tile {tile}" if tile else "")
+    sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
+    cut = "".join(f" {name} {size}" for name, size in sizes if size)
+    return (" backward" if is_backward else "") + cut
 
 
-def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launch]:
+def _launches(
+    expression: str, dtype: torch.dtype, d: int, e: int, is_step: bool = False
+) -> list[Launch]:
     mechanism = pa.parse(expression)
-    steps = len(mechanism.program.calls) > 1
-    piece = Group(group_of(expression)) if steps else mechanism.program.leaves[0]
-    inputs = piece.inputs.extending() if steps else piece.inputs
+    is_group = len(mechanism.program.calls) > 1
+    piece = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
+    inputs = piece.inputs.extending() if is_step else piece.inputs
     sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "c": TOKENS, "d": d, "e": e}
-    sizes |= {"t": 1, "s": 1} if steps else {"t": TOKENS, "s": TOKENS}
+    sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
     with recorded() as launches:
-        if steps:
+        if is_step:
             past = {
                 key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
                 for key, (slot, pattern) in piece.program.slots.items()

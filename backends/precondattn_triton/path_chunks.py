@@ -1,0 +1,158 @@
+"""Chunks of PaTH's reflections: H_t = I − β_t w_t w_tᵀ, C tokens at a time.
+
+Within a chunk, with G = stril(w wᵀ) and R = stril(w kᵀ),
+
+    M = (I + diag(β) G)⁻¹,    Z = M diag(β),    U = Z w,    K̃ = k − (Z R)ᵀ w.
+
+A query x that comes from behind the chunk scores its keys by x K̃ᵀ, and goes on to what is in front
+of it as x − (x wᵀ) U: all of the chunk's reflections, one after the other. A query within the chunk
+has B = tril(x wᵀ) in place of x wᵀ, the scores x kᵀ − B Z R, and goes on as x − B U. Segments need
+no mask here: of two tokens of one, all that stand between belong to it, too.
+
+One program makes a chunk of a key/value head: 2 C² d products for each of G, R, U and K̃, and
+(4/3) C³ log C for M, whose entries are at most 2 in size for unit w and β in [0, 2]. Everything is
+kept by rows, (b n, T, ·), with T the tokens filled up to whole chunks: tokens that are not there,
+or do not count, have w = 0 and β = 0, and reflect nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.precision import exact, padded_width, product_precision
+from precondattn_triton.tiles import (
+    Masks,
+    addresses,
+    configured,
+    factor_dtype,
+    is_token,
+    place,
+)
+from precondattn_triton.triangular_inverse import unit_lower_inverse
+
+
+class Chunks(NamedTuple):
+    """Of all chunks; w, K̃ and U padded to a tile's width, all but M as factors of products."""
+
+    w: torch.Tensor
+    """(b n, T, D)"""
+    keys: torch.Tensor
+    """K̃ (b n, T, D)"""
+    u: torch.Tensor
+    """(b n, T, D)"""
+    zr: torch.Tensor
+    """Z R (b n, T, C)"""
+    inverse: torch.Tensor | None
+    """M (b n, T, C), float32, where it is asked for"""
+
+    @property
+    def size(self) -> int:
+        """C"""
+        return int(self.zr.shape[2])
+
+    @property
+    def count(self) -> int:
+        return int(self.zr.shape[1]) // self.size
+
+
+@triton.jit
+def rows_of(array, head, tokens, start, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows `start` … of a head of (heads, tokens, WIDTH), which are all there."""
+    rows = head * tokens + start + tl.arange(0, COUNT)
+    return tl.load(array + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+
+
+@triton.jit
+def keep_rows(array, head, tokens, start, tile):
+    """A tile into rows `start` … of a head of (heads, tokens, its width)."""
+    WIDTH: tl.constexpr = tile.shape[1]
+    rows = head * tokens + start + tl.arange(0, tile.shape[0])
+    at = array + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, tile.to(array.dtype.element_ty))
+
+
+@triton.jit
+def _chunks(
+    k, w, beta, k_valid, w_out, keys, u, zr, inverse,
+    s, n,
+    k_batch, k_token, k_head, k_channel, w_batch, w_token, w_head, w_channel,
+    beta_batch, beta_token, beta_head,
+    D: tl.constexpr, PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    chunks = tl.cdiv(s, CHUNK)
+    chunk, batch, head = place(chunks, n)
+    start = chunk * CHUNK
+    tokens = start + tl.arange(0, CHUNK)
+    is_there = is_token(k_valid, batch, tokens, s)
+    k += batch * k_batch + head * k_head
+    w += batch * w_batch + head * w_head
+    at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
+    strength = tl.load(at, mask=is_there, other=0.0).to(tl.float32)[:, None]
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+
+    # A few channels at a time, read anew where they are needed again.
+    overlap = tl.zeros((CHUNK, CHUNK), tl.float32)
+    behind = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first in range(0, PADDED_D, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        mask = is_there[:, None] & (channels < D)[None, :]
+        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
+        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
+        overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
+        behind = tl.dot(w_part, tl.trans(k_part), behind, input_precision=PRECISION)
+    found = unit_lower_inverse(tl.where(j < i, strength * overlap, 0.0), LEVELS, EXACT)
+    behind = tl.where(j < i, strength * behind, 0.0)
+    through = tl.dot(found, behind, input_precision=PRECISION)
+
+    own, count = batch * n + head, chunks * CHUNK
+    keep_rows(zr, own, count, start, through)
+    if inverse is not None:
+        keep_rows(inverse, own, count, start, found)
+    for first in range(0, PADDED_D, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        mask = is_there[:, None] & (channels < D)[None, :]
+        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
+        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
+        its = (own * count + tokens)[:, None] * PADDED_D + channels[None, :]
+        tl.store(w_out + its, w_part.to(w_out.dtype.element_ty))
+        directions = w_part.to(tl.float32)
+        moved = tl.dot(found, strength * directions, input_precision=PRECISION)
+        tl.store(u + its, moved.to(u.dtype.element_ty))
+        carried = tl.dot(tl.trans(through), directions, input_precision=PRECISION)
+        tl.store(keys + its, (k_part.to(tl.float32) - carried).to(keys.dtype.element_ty))
+
+
+def path_chunks(
+    k: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, masks: Masks, *, with_inverse: bool
+) -> Chunks:
+    """Of k and w (b, s, n, d) and β (b, s, n)."""
+    b, s, n, d = k.shape
+    tuned = chunking(k)
+    size, width = tuned.rows, padded_width(d)
+    count = triton.cdiv(s, size)
+    shape = b * n, count * size
+    dtype = factor_dtype(k.dtype)
+    w_out, keys, u = (k.new_empty((*shape, width), dtype=dtype) for _ in range(3))
+    zr = k.new_empty((*shape, size), dtype=dtype)
+    inverse = torch.empty_like(zr, dtype=torch.float32) if with_inverse else None
+    found = Chunks(w_out, keys, u, zr, inverse)
+    _chunks[(count * b * n,)](
+        k, w, beta, masks.k_valid, *found, s, n, *k.stride(), *w.stride(), *beta.stride(),
+        D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
+        CHUNK=size, LEVELS=size.bit_length() - 1,
+        PRECISION=product_precision(k.dtype), EXACT=exact(),
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    return found
+
+
+def chunking(k: torch.Tensor) -> Configuration:
+    """How keys like these are cut into chunks of `rows`, `columns` channels at a time."""
+    return configured("path_chunks", k, k)

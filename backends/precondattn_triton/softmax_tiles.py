@@ -1,0 +1,90 @@
+"""Softmax over tiles of scores, forward with a running maximum and backward from λ.
+
+Forward, for scores S of a tile in units of log 2, −∞ where hidden:
+
+    m' = max(m, max S),    P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),
+    acc ← acc 2^{m − m'} + P V,    o = acc / l,    λ = m log 2 + log l.
+
+Backward, with D = rowsum(do ∘ o),
+
+    A = e^{S − λ},    dV = Aᵀ do,    dS = A ∘ (do Vᵀ − D).
+
+l sums P as rounded for the product, so that acc / l is a mean. A row that sees nothing has o = 0
+and λ = ∞, so that all of its weights vanish.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn_triton.precision import padded_width
+from precondattn_triton.tiles import LOG2_E, is_token, load_tile, place
+
+ELEMENTS = 4096
+"""Of a tile of `_row_products`."""
+
+
+@triton.jit
+def with_tile(largest, total, acc, scores, values, PRECISION: tl.constexpr):
+    """m, l and acc after one more tile."""
+    higher = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(largest - base)
+    p = tl.exp2(scores - base[:, None]).to(values.dtype)
+    total = total * shrink + tl.sum(p.to(tl.float32), 1)
+    acc = tl.dot(p, values, acc * shrink[:, None], input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def mean_and_log(largest, total, acc, is_row):
+    """o and λ of rows that are there."""
+    some = is_row & (total > 0)
+    divisor = tl.where(some, total, 1.0)
+    o = tl.where(some[:, None], acc / divisor[:, None], 0.0)
+    logs = tl.where(some, largest / LOG2_E + tl.log(divisor), float("inf"))
+    return o, logs
+
+
+@triton.jit
+def load_logs(log_total, start, rows, is_row):
+    """λ in units of log 2, ∞ for rows that are not there."""
+    return tl.load(log_total + start + rows, mask=is_row, other=float("inf")) * LOG2_E
+
+
+@triton.jit
+def _row_products(
+    d_out, full, log_total, q_valid, d_sum,
+    t, h,
+    g_batch, g_token, g_head, g_channel,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    at = (batch * h + head) * t + rows
+    some = tl.load(log_total + at, mask=is_row, other=float("inf")) < float("inf")
+    d_o = load_tile(
+        d_out + batch * g_batch + head * g_head, rows, some, g_token, g_channel, E, PADDED_E
+    ).to(tl.float32)
+    o = load_tile(full + (batch * t * h + head) * E, rows, some, h * E, 1, E, PADDED_E)
+    tl.store(d_sum + at, tl.sum(d_o * o.to(tl.float32), 1), mask=rows < t)
+
+
+def row_products(
+    d_out: torch.Tensor,
+    full: torch.Tensor,
+    log_total: torch.Tensor,
+    q_valid: torch.Tensor | None,
+) -> torch.Tensor:
+    """D (b, h, t), of do and o (b, t, h, e), o in memory in that order; 0 where nothing is seen."""
+    b, t, h, e = full.shape
+    d_sum = torch.empty_like(log_total)
+    rows = max(ELEMENTS // padded_width(e), 16)
+    _row_products[(triton.cdiv(t, rows) * b * h,)](
+        d_out, full, log_total, q_valid, d_sum, t, h, *d_out.stride(),
+        E=e, PADDED_E=padded_width(e), ROWS=rows,
+    )  # fmt: skip
+    return d_sum
