@@ -29,6 +29,16 @@ WIDEST_ON_AMD = 64
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""
 
+RECURRENT = (
+    pa.GatedDelta,
+    pa.Delta,
+    pa.SSD,
+    pa.Retention,
+    pa.Linear,
+    pa.ConditionedQuery,
+)
+"""By the leaf's own class: a subclass may mean something else."""
+
 
 def is_interpreting() -> bool:
     """Whether kernels are run by Triton's interpreter, on a CPU."""
@@ -84,6 +94,21 @@ class Triton(Backend):
             found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
             return found
 
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        with _on_device(inputs):
+            found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
+                mechanism, past, inputs, frame, cotangent, d_buffers
+            )
+            return found
+
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
@@ -132,6 +157,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.lucid_solve import LucidSolve
 
         return LucidSolve()
+    if type(mechanism) in RECURRENT:
+        from precondattn_triton.recurrence import Recurrence
+
+        return Recurrence()
     if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
         from precondattn_triton.laser import Laser
 

@@ -2,14 +2,13 @@
 
     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward.
 
-By recursive 2×2 block inversion. Where the diagonal blocks of w rows are inverted and stand in X,
+By recursive 2×2 block inversion (`triangular_inverse.py`): `invert_blocks` does so up to a tile, in
+registers. `left_factors` and `right_factors` go on from there to a super-block,
 
-    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    X ← X − X (L ∘ lower left) X,
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 
-for all pairs of blocks at once: `invert_blocks` does so from w = 1 up to a tile, in registers.
-`left_factors` and `right_factors` go on from there to a super-block, C A⁻¹ first. No entry of such
-an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits hold them; doubling the
-Neumann series instead would lose every digit on keys that nearly coincide.
+C A⁻¹ first. No entry of such an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits
+hold them.
 
 A super-block's inverse is kept by rows, (m, T, S), with 0 above its diagonal to begin with: that is
 read within the tiles on it, whose blocks may be smaller than they are.
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.lucid_tiles import column_of, load_rows, weights
+from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 CHANNELS = tl.constexpr(32)
 """Of keys, that are multiplied at once: both tiles are read anew for every product."""
@@ -85,14 +85,8 @@ def invert_blocks(
         keys, factor, segments, head, tokens, start, start,
         scale, shift, TILE, WIDTH, BY_ROW, HAS_SEGMENTS, PRECISION,
     )  # fmt: skip
+    found = unit_lower_inverse(system, TILE, LEVELS, EXACT)
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    # Of pairs of rows, where A and B are 1.
-    found = tl.where(i == j, 1.0, 0.0) - tl.where((j % 2 == 0) & (i == j + 1), system, 0.0)
-    for level in range(1, LEVELS):
-        i_block, j_block = i >> level, j >> level
-        is_lower_left = (j_block % 2 == 0) & (i_block == j_block + 1)
-        left = tl.dot(found, tl.where(is_lower_left, system, 0.0), input_precision=EXACT)
-        found -= tl.dot(left, found, input_precision=EXACT)
     rows = head * tokens + start + i
     at = inverse + rows * SUPER + column_of(start, TILE, SUPER) + j
     tl.store(at, found.to(inverse.dtype.element_ty))

@@ -29,10 +29,12 @@ CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], .
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
+    ("gated_delta", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
+    ("linear", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 TOKENS, HEADS, BATCH = 4096, 16, 2
-CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW")
+CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW", "CHUNK", "KEYS", "BLOCK")
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10240
 """Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
@@ -78,7 +80,7 @@ def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launc
     steps = len(mechanism.program.calls) > 1
     piece = Group(group_of(expression)) if steps else mechanism.program.leaves[0]
     inputs = piece.inputs.extending() if steps else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "c": TOKENS, "d": d, "e": e}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS, "d": d, "e": e}
     sizes |= {"t": 1, "s": 1} if steps else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
