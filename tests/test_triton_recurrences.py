@@ -22,6 +22,8 @@ TILES = {
 }
 """Chunks of 16 tokens, blocks of 16 channels."""
 
+CHANNEL_TILES = {name: Configuration(32, 16) for name in TILES}
+
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BACKENDS = ("triton", "torch")
 
@@ -113,6 +115,31 @@ def test_contracted_queries_by_the_same_kernels():
     check(layer, problem(layer, 17), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("layer", "t", "dtype"),
+    [
+        ("gla", 33, torch.float32),
+        ("gla", 16, torch.bfloat16),
+        ("gsa", 17, torch.float32),
+        ("gsa", 15, torch.float16),
+    ],
+)
+def test_gates_of_channels(layer, t, dtype):
+    """Chunks of two sub-chunks, so that pairs cross their border; channels in two blocks."""
+    layer = pa.parse(layer)
+    check(layer, problem(layer, t, d=20, e=8), dtype, tiles=CHANNEL_TILES)
+
+
+@pytest.mark.parametrize("layer", ["gla", "gsa"])
+def test_gates_of_channels_that_keep_all_beside_those_that_keep_nothing(layer):
+    """The pairs of a chunk of four sub-chunks, of which two lie between others."""
+    layer = pa.parse(layer)
+    x = problem(layer, 64, d=8, e=8, heads=(1, 1), gates="extreme")
+    tiles = {name: Configuration(64, 16) for name in TILES}
+    segments = torch.tensor([[0] * 37 + [1] * 27])
+    check(layer, x, tiles=tiles, segment_ids=segments)
+
+
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens():
     layer = pa.Retention()
     x = problem(layer, 18, s=18)
@@ -153,6 +180,8 @@ def states_of(layer, x, dtype):
         ("gated_delta", (0, 1, 18, 19)),
         ("ssd", (0, 16, 17)),
         ("ccq(gated_delta)", (0, 5, 6)),
+        ("gla", (0, 1, 17)),
+        ("gsa", (0, 16, 17)),
     ],
 )
 def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
@@ -185,7 +214,7 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", ["gated_delta", "linear"])
+@pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "gsa"])
 def test_a_token_reads_and_writes_the_state_once(layer, dtype):
     """Several queries to a state, several blocks of values, a gate of nothing."""
     layer = pa.parse(layer)
@@ -244,6 +273,7 @@ def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
         ("gated_delta", {"k": (2, 20, 2, 264)}, "d=264"),
         ("gated_delta", {"v": (2, 20, 2, 520)}, "e=520"),
         ("gated_delta", {"v": (0, 20, 2, 8)}, "empty"),
+        ("gsa", {"s": (2, 20, 2, 257)}, "m=257"),
         ("linear", {"q": (40000, 20, 2, 8)}, "65535 heads"),
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
     ],

@@ -35,6 +35,8 @@ RECURRENT = (
     pa.SSD,
     pa.Retention,
     pa.Linear,
+    pa.GLA,
+    pa.GSA,
     pa.ConditionedQuery,
 )
 """By the leaf's own class: a subclass may mean something else."""

@@ -23,6 +23,28 @@ def strides(name: str, array: Tensor, axes: str) -> dict[str, int]:
     }
 
 
+def strides_if(name: str, array: Tensor | None, axes: str) -> dict[str, int]:
+    """The same, 0 where there is no such array."""
+    return {f"{name}_{axis}": 0 for axis in axes} if array is None else strides(name, array, axes)
+
+
+def decay_of(x: Stream) -> str:
+    """What has a gate of its own, besides every token.
+
+    Raises
+    ------
+    ValueError
+        where it is every number of the state, or, by the delta rule, every row or column.
+    """
+    rows, columns = x.g.shape[3:]
+    if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
+        raise ValueError(
+            "the chunkwise form has one decay for each head, or, where values are added, one for "
+            f"each key or each value channel; found {rows} x {columns} decays"
+        )
+    return "keys" if rows > 1 else "values" if columns > 1 else "head"
+
+
 def padded_values(e: int) -> int:
     """The width of values in whole blocks."""
     block = min(padded_width(e), WIDEST_BLOCK)
@@ -36,12 +58,24 @@ class Call:
     names that stand in the kernels.
     """
 
-    def __init__(self, x: Stream, state: Tensor, scale: float, precision: str, half: bool) -> None:
+    def __init__(
+        self,
+        x: Stream,
+        state: Tensor,
+        decays: bool,
+        scale: float,
+        precision: str,
+        half: bool,
+    ) -> None:
         b, m, d, e = state.shape
         s, (t, r) = x.k.shape[2], x.q.shape[2:4]
         self.b, self.m, self.s, self.t, self.r, self.d, self.e = b, m, s, t, r, d, e
         self.half, self.like = half, x.k
         self.width, self.step = padded_width(d), padded_values(e)
+        self.decay = decay_of(x) if decays else "none"
+        self.is_by_channel = self.decay in ("keys", "values")
+        self.gate_step = self.step if self.decay == "values" else self.width
+        """The width of gates in scratch, where channels have their own."""
         self.widest = max(self.width, min(padded_width(e), 2 * WIDEST_BLOCK))
         self.chunk = self.cut("chunk_states").rows
         self.count = -(-s // self.chunk)
@@ -68,6 +102,8 @@ class Call:
             "CHUNK": self.chunk,
             "WIDTH": self.width,
             "STEP": self.step,
+            "GATE_STEP": self.gate_step,
+            "DECAY": self.decay,
             "PRECISION": precision,
         }
 
@@ -82,6 +118,14 @@ class Call:
     def values(self, kernel: str) -> int:
         """Value channels that a kernel has at once."""
         return min(self.cut(kernel).columns, self.step, WIDEST_BLOCK)
+
+    def both(self, kernel: str) -> int:
+        """Channels of either that a kernel has at once."""
+        return min(self.keys(kernel), self.values(kernel))
+
+    def gate_block(self, kernel: str) -> int:
+        """Channels with gates that a kernel has at once."""
+        return self.values(kernel) if self.decay == "values" else self.keys(kernel)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.like.device)

@@ -110,6 +110,7 @@ def d_queries(
     d_o,
     reading,
     d_scores,
+    own_q,
     states,
     d_q,
     read,
@@ -142,11 +143,14 @@ def d_queries(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """KEYS channels of `d_q` (b, t, m, r, d), of one query of each token.
 
-    With gates, `read` (m r, blocks, T) gets the sums of Q with dQ from the state.
+    With gates, `read` (m r, blocks, T) gets the sums of Q with dQ from the state; where each key
+    channel has its gate, `read` (m r, T, WIDTH) gets the products, and what comes from within the
+    chunk is given as `own_q` (m r, T, WIDTH).
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     query = tl.program_id(1).to(tl.int64)
@@ -158,20 +162,29 @@ def d_queries(
     found = tl.zeros((CHUNK, KEYS), tl.float32)
     for c in range(0, STEP, BLOCK):
         cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+        if DECAY == "values":
+            cotangent = cotangent * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, first, KEYS, BLOCK, c, STEP)
         found += product(cotangent, tl.trans(state), PRECISION)
     found *= scale
     place = tl.arange(0, CHUNK)
-    if reading is not None:
+    if DECAY == "head":
         found *= tl.load(reading + head * tokens + start + place)[:, None]
         q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
         own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
         sums = tl.sum(found * own.to(tl.float32), axis=1)
         tl.store(read + (query * BLOCKS + block) * tokens + start + place, sums)
-    pairs = load_rows(d_scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-    found += product(pairs, keys, PRECISION)
+    if DECAY == "keys":
+        found *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
+        own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+        store_rows(read, query, tokens, start, first, found * own.to(tl.float32), WIDTH)
+        found += load_rows(own_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
+    else:
+        pairs = load_rows(d_scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+        found += product(pairs, keys, PRECISION)
     d_q += ((head // heads * t * heads + head % heads) * queries + row) * d
     store_tokens(d_q, start - s + t, first, t, d, heads * queries * d, found)
 
@@ -186,6 +199,7 @@ def d_keys_of(
     reading,
     writing,
     d_scores,
+    own_k,
     d_right,
     d_keys,
     states,
@@ -222,13 +236,15 @@ def d_keys_of(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """KEYS channels of `d_k` (b, s, m, d).
 
     With gates, `written` (m, blocks, T) gets the sums of K with dK from the state behind, and
     `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; by the delta rule, `from_keys` (m,
-    blocks, T) gets those of K with reading ∘ X Sᵀ.
+    blocks, T) gets those of K with reading ∘ X Sᵀ. Where each key channel has its gate, `written`
+    (m, T, WIDTH) gets the products, and what comes from within the chunk is `own_k` (m, T, WIDTH).
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     head = tl.program_id(1).to(tl.int64)
@@ -247,9 +263,12 @@ def d_keys_of(
             own = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
         else:
             own = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        if DECAY == "values":
+            own = own * load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
         found += product(own, tl.trans(d_state), PRECISION)
         state = load_rows(states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
-        both += tl.sum(state * d_state, axis=1)
+        if DECAY == "head" or DECAY == "keys":
+            both += tl.sum(state * d_state, axis=1)
         if d_right is not None:
             right = load_rows(d_right, head, tokens, start, CHUNK, BLOCK, c, STEP)
             from_state += product(right, tl.trans(state), PRECISION)
@@ -257,15 +276,22 @@ def d_keys_of(
     numbers = head * tokens + start + place
     sums = (head * BLOCKS + block) * tokens + start + place
     keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-    if reading is not None:
+    if DECAY == "head" or DECAY == "keys":
+        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), both)
+    if DECAY == "head":
         found *= tl.load(writing + numbers)[:, None]
         from_state *= tl.load(reading + numbers)[:, None]
         tl.store(written + sums, tl.sum(found * keys.to(tl.float32), axis=1))
-        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), both)
-    for row in range(queries):
-        pairs = load_rows(d_scores, head * queries + row, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        own = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-        found += product(tl.trans(pairs), own, PRECISION)
+    if DECAY == "keys":
+        found *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        store_rows(written, head, tokens, start, first, found * keys.to(tl.float32), WIDTH)
+        found += load_rows(own_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+    else:
+        for row in range(queries):
+            at = head * queries + row
+            pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+            own = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+            found += product(tl.trans(pairs), own, PRECISION)
     if d_right is not None:
         tl.store(from_keys + sums, tl.sum(from_state * keys.to(tl.float32), axis=1))
         found -= tl.load(strength + numbers)[:, None] * from_state

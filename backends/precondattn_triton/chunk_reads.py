@@ -30,6 +30,8 @@ def read(
     u,
     gates,
     reading,
+    scores,
+    own_o,
     states,
     o,
     heads,
@@ -61,35 +63,52 @@ def read(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`o` (b, t, m, r, e): the outputs of one query of each token."""
-    head, row = tl.program_id(1).to(tl.int64) // queries, tl.program_id(1) % queries
+    """`o` (b, t, m, r, e): the outputs of one query of each token.
+
+    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK); where each
+    value channel has, what is read within the chunk comes as `own_o` (m r, T, STEP).
+    """
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
     start = chunk * CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
     k = head_of(k, head, heads, k_b, k_m, k_group)
     found = tl.zeros((CHUNK, BLOCK), tl.float32)
-    scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+    pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, WIDTH, KEYS):
         own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+        if DECAY == "none" or DECAY == "head":
+            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+            pairs += product(own, tl.trans(keys), PRECISION)
+        if DECAY == "keys":
+            own = own * load_rows(reading, head, tokens, start, CHUNK, KEYS, c, WIDTH)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         found += product(own, state, PRECISION)
-        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-        scores += product(own, tl.trans(keys), PRECISION)
-    at = head * tokens + start
-    if gates is not None:
-        found *= tl.load(reading + at + tl.arange(0, CHUNK))[:, None]
-    scores *= pairs_of(gates, at, CHUNK, False)
-    if u is not None:
-        written = load_rows(u, head, tokens, start, CHUNK, BLOCK, first, STEP)
+    found *= scale
+    if DECAY == "values":
+        found *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        found += load_rows(own_o, query, tokens, start, CHUNK, BLOCK, first, STEP)
     else:
-        v = head_of(v, head, heads, v_b, v_m, v_group)
-        written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-    found += product(scores, written, PRECISION)
+        at = head * tokens + start
+        if DECAY == "head":
+            found *= tl.load(reading + at + tl.arange(0, CHUNK))[:, None]
+        if DECAY == "keys":
+            pairs = load_rows(scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        else:
+            pairs *= pairs_of(gates, at, CHUNK, False) * scale
+        if u is not None:
+            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        else:
+            v = head_of(v, head, heads, v_b, v_m, v_group)
+            written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
+        found += product(pairs, written, PRECISION)
     o += ((head // heads * t * heads + head % heads) * queries + row) * e
-    store_tokens(o, start - s + t, first, t, e, heads * queries * e, found * scale)
+    store_tokens(o, start - s + t, first, t, e, heads * queries * e, found)
 
 
 @triton.jit
@@ -98,6 +117,7 @@ def read_back(
     k,
     d_o,
     gates,
+    scores,
     local,
     heads,
     queries,
@@ -128,24 +148,35 @@ def read_back(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`local` (m, T, STEP) gets A, of all queries of a state."""
+    """`local` (m, T, STEP) gets A, of all queries of a state.
+
+    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK).
+    """
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
     start = chunk * CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
-    pairs = pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+    fading = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if DECAY != "keys":
+        fading = pairs_of(gates, head * tokens + start, CHUNK, False) * scale
     found = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
-        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, WIDTH, KEYS):
-            own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-            scores += product(own, tl.trans(keys), PRECISION)
+        if DECAY == "keys":
+            at = head * queries + row
+            pairs = load_rows(scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        else:
+            pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for c in range(0, WIDTH, KEYS):
+                own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+                keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+                pairs += product(own, tl.trans(keys), PRECISION)
+            pairs *= fading
         outputs = d_o + row * o_r
         cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
-        found += product(tl.trans(scores * pairs), cotangent, PRECISION)
+        found += product(tl.trans(pairs), cotangent, PRECISION)
     store_rows(local, head, tokens, start, first, found, STEP)

@@ -23,6 +23,23 @@ from precondattn_triton.tiles import load_tokens
 
 
 @triton.jit
+def kept_of(
+    total, chunk, first,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """What a chunk keeps of a block of the state: a number, or one for each row or column."""
+    if DECAY == "head":
+        kept = tl.load(total + chunk)
+    elif DECAY == "keys":
+        kept = tl.load(total + chunk * WIDTH + tl.arange(0, WIDTH))[:, None]
+    elif DECAY == "values":
+        kept = tl.load(total + chunk * STEP + first + tl.arange(0, BLOCK))[None, :]
+    else:
+        kept = 1.0
+    return kept
+
+
+@triton.jit
 def carry_states(
     k,
     v,
@@ -53,6 +70,7 @@ def carry_states(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`states` (m, chunks, WIDTH, STEP) gets the state in front of every chunk, `final` the last.
@@ -78,11 +96,16 @@ def carry_states(
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-        if total is not None:
+        keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        at_chunk = head * count + index
+        state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
+        if DECAY == "head":
             fading = tl.load(writing + head * tokens + start + tl.arange(0, CHUNK))
             written = written * fading[:, None]
-            state *= tl.load(total + head * count + index)
-        keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        if DECAY == "keys":
+            keys = keys * load_rows(writing, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+        if DECAY == "values":
+            written = written * load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
         state += product(tl.trans(keys), written, PRECISION)
     tl.store(final + at, state, mask=inside)
 
@@ -91,6 +114,7 @@ def carry_states(
 def carry_gradients(
     q,
     k,
+    v,
     w,
     d_o,
     local,
@@ -98,9 +122,13 @@ def carry_gradients(
     writing,
     total,
     d_final,
+    states,
     d_states,
     d_u,
     d_initial,
+    read,
+    written,
+    overlap,
     heads,
     queries,
     s,
@@ -120,6 +148,11 @@ def carry_gradients(
     k_s,
     k_d,
     k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
     o_b,
     o_m,
     o_t,
@@ -129,17 +162,21 @@ def carry_gradients(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`d_states` (m, chunks, WIDTH, STEP) gets the gradient of the state behind every chunk.
 
     `d_initial` (m, d, e) gets that of the first, and `d_u` (m, T, STEP) that of U.
+    Where each value channel has its gate, `read` (m r, T, STEP), `written` (m, T, STEP) and
+    `overlap` (m, chunks, STEP) get sums of the gates' gradient.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
+    v = head_of(v, head, heads, v_b, v_m, v_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     at = (head * d + key[:, None]) * e + channel[None, :]
@@ -150,21 +187,37 @@ def carry_gradients(
         start = index * CHUNK
         numbers = head * tokens + start + tl.arange(0, CHUNK)
         store_rows(d_states, head * count + index, WIDTH, 0, first, d_state, STEP)
+        at_chunk = head * count + index
         keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        if DECAY == "keys":
+            keys = keys * load_rows(writing, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         found = product(keys, d_state, PRECISION)
-        if total is not None:
+        if DECAY == "head":
             found *= tl.load(writing + numbers)[:, None]
-            d_state *= tl.load(total + head * count + index)
+        if DECAY == "values":
+            state = load_rows(states, at_chunk, WIDTH, 0, WIDTH, BLOCK, first, STEP)
+            both = tl.sum(state * d_state, axis=0)
+            tl.store(overlap + at_chunk * STEP + channel, both)
+            found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            values = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
+            store_rows(written, head, tokens, start, first, found * values, STEP)
+        d_state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         found += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
         store_rows(d_u, head, tokens, start, first, found, STEP)
         for row in range(queries):
             own = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
             outputs = d_o + row * o_r
-            read = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
-            read = read * scale
-            if total is not None:
-                read *= tl.load(reading + numbers)[:, None]
-            d_state += product(tl.trans(own), read, PRECISION)
+            cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
+            cotangent = cotangent * scale
+            if DECAY == "head":
+                cotangent *= tl.load(reading + numbers)[:, None]
+            if DECAY == "keys":
+                own = own * load_rows(reading, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            if DECAY == "values":
+                cotangent *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
+                sums = product(own, state, PRECISION) * cotangent
+                store_rows(read, head * queries + row, tokens, start, first, sums, STEP)
+            d_state += product(tl.trans(own), cotangent, PRECISION)
         if w is not None:
             own = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             d_state -= product(tl.trans(own), found, PRECISION)

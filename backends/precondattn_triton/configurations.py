@@ -206,6 +206,21 @@ for _kernel in ("chunk_inverse", "delta_keys", "chunk_key_gradient"):
         full={256: Configuration(64, 32, 8, 1)},
     )
 _declare(
+    "channel_scores",
+    half={256: Configuration(64, 64, 4, 1)},
+    full={256: Configuration(64, 64, 4, 1)},
+)
+_declare(
+    "channel_gradient",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+_declare(
+    "channel_gates",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+_declare(
     "gate_sums", half={256: Configuration(64, 0, 2, 1)}, full={256: Configuration(64, 0, 2, 1)}
 )
 _declare(

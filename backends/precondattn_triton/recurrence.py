@@ -19,6 +19,7 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.gsa import GSA
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
     LinearFamily,
@@ -47,6 +48,8 @@ def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
     dtype = x["q"].dtype
     if isinstance(leaf, ConditionedQuery):
         decays = leaf.decay != "none"
+    elif isinstance(leaf, GSA):
+        decays = True
     else:
         decays = leaf.offers.decay is not None
     return Chunkwise(
@@ -112,11 +115,14 @@ def _run_vjp(
 
 
 class Recurrence:
-    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
+    """Of the linear family, gated slot attention, and CCQ's query."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        slots = shapes["s"][3] if isinstance(leaf, GSA) else 0
+        if slots > WIDEST_KEYS:
+            return f"its recurrence takes at most {WIDEST_KEYS} slots; found m={slots}"
         if d > WIDEST_KEYS or e > WIDEST_VALUES:
             return (
                 f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "

@@ -14,6 +14,7 @@ import torch
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.group import Group, group_of
+from precondattn.spec.stateful import Stateful
 from precondattn_conformance.kernels.triton_compiler import Variant
 from precondattn_conformance.kernels.triton_launches import Launch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
@@ -31,10 +32,15 @@ CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], .
     ),
     ("gated_delta", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
     ("linear", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
+    ("gla", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("gsa", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
-TOKENS, HEADS, BATCH = 4096, 16, 2
-CUT = ("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW", "CHUNK", "KEYS", "BLOCK")
+TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
+CUT = (
+    *("ROWS", "COLUMNS", "TILE", "STEP", "BACKWARD", "BY_ROW"),
+    *("CHUNK", "KEYS", "BLOCK", "DECAY", "GATE_STEP"),
+)
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10240
 """Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
@@ -72,7 +78,11 @@ def _way(launch: Launch) -> str:
     """What tells a kernel's launches of one call from each other."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
     tile = launch.arguments.get("TILE")
-    return (" backward" if is_backward else "") + (f" tile {tile}" if tile else "")
+    decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
+    told = (" backward" if is_backward else "") + (f" tile {tile}" if tile else "")
+    if decay is not None:
+        told += f" decay of {decay}"
+    return told + (f" width {gated}" if gated else "")
 
 
 def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launch]:
@@ -80,7 +90,8 @@ def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launc
     steps = len(mechanism.program.calls) > 1
     piece = Group(group_of(expression)) if steps else mechanism.program.leaves[0]
     inputs = piece.inputs.extending() if steps else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS, "d": d, "e": e}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
+    sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": 1, "s": 1} if steps else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
@@ -97,6 +108,9 @@ def _launches(expression: str, dtype: torch.dtype, d: int, e: int) -> list[Launc
         frame = Frame(position, position)
         out, residuals = backend.forward(piece, x, frame)
         backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
+        if isinstance(piece, Stateful):
+            last = {name: array[:, -1:] for name, array in x.items()}
+            backend.forward(piece, last, Frame(position[:, -1:], position[:, -1:]))
     return launches
 
 
