@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.chunk_tiles import store_rows
+from precondattn_triton.chunk_tiles import head_of, store_rows
 from precondattn_triton.gate_sums import LOWEST
 from precondattn_triton.lucid_tiles import load_rows
 from precondattn_triton.tiles import load_tokens
@@ -54,6 +54,42 @@ def load_channel_factors(
     store_rows(writing, head, tokens, start, first, tl.exp(until), GATE_STEP)
     at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + first + tl.arange(0, BLOCK)
     tl.store(total + at, tl.exp(tl.sum(own, axis=0)))
+
+
+@triton.jit
+def fade(
+    x,
+    factors,
+    faded,
+    heads,
+    queries,
+    tokens,
+    count,
+    missing,
+    width,
+    x_b,
+    x_m,
+    x_t,
+    x_r,
+    x_c,
+    x_group,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+):
+    """`faded` (m r, T, w) gets reading ∘ Q or writing ∘ K, of the factors (m, T, w).
+
+    x (b, m, count, r, w) has the last tokens; `missing` are in front of them.
+    """
+    BLOCKS: tl.constexpr = GATE_STEP // BLOCK
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    start = tl.program_id(0) // BLOCKS * CHUNK
+    x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
+    own = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
+    own = own * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    store_rows(faded, query, tokens, start, first, own, GATE_STEP)
 
 
 @triton.jit

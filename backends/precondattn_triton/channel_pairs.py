@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from precondattn_triton import channel_decay, chunk_gradient
+from precondattn_triton import channel_decay, channel_gates, chunk_gradient
 from precondattn_triton.chunk_arrays import Call, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
@@ -78,6 +78,29 @@ def _gradient(
         BLOCK=block,
     )
     return d_x, d_y, d_gates
+
+
+def faded(call: Call, x: tuple[str, str], factors: str) -> Tensor:
+    """reading ∘ Q or writing ∘ K (m r, T, w), of gates of key channels."""
+    is_key = x is KEY
+    rows = call.b * call.m * (1 if is_key else call.r)
+    found = call.empty(rows, call.tokens, call.gate_step)
+    block = call.gate_block("channel_gates")
+    given = _as(call, *x, "x", "bmtc" if is_key else "bmtrc")
+    call.launch(
+        channel_gates.fade,
+        "channel_gates",
+        (call.count * call.gate_step // block, rows),
+        **{"x_r": 0} | given,
+        factors=call.known[factors],
+        faded=found,
+        queries=1 if is_key else call.r,
+        count=call.s if is_key else call.t,
+        missing=0 if is_key else call.s - call.t,
+        width=call.d,
+        BLOCK=block,
+    )
+    return found
 
 
 def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:

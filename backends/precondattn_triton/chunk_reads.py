@@ -30,6 +30,7 @@ def read(
     u,
     gates,
     reading,
+    faded_q,
     scores,
     own_o,
     states,
@@ -68,8 +69,9 @@ def read(
 ):
     """`o` (b, t, m, r, e): the outputs of one query of each token.
 
-    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK); where each
-    value channel has, what is read within the chunk comes as `own_o` (m r, T, STEP).
+    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK), and
+    reading ∘ Q as `faded_q` (m r, T, WIDTH); where each value channel has, what is read within the
+    chunk comes as `own_o` (m r, T, STEP).
     """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
@@ -80,12 +82,13 @@ def read(
     found = tl.zeros((CHUNK, BLOCK), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, WIDTH, KEYS):
-        own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+        if DECAY == "keys":
+            own = load_rows(faded_q, query, tokens, start, CHUNK, KEYS, c, WIDTH)
+        else:
+            own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
         if DECAY == "none" or DECAY == "head":
             keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
             pairs += product(own, tl.trans(keys), PRECISION)
-        if DECAY == "keys":
-            own = own * load_rows(reading, head, tokens, start, CHUNK, KEYS, c, WIDTH)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         found += product(own, state, PRECISION)

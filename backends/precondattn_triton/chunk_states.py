@@ -46,6 +46,7 @@ def carry_states(
     y,
     w,
     u,
+    faded_k,
     writing,
     total,
     initial,
@@ -75,7 +76,8 @@ def carry_states(
 ):
     """`states` (m, chunks, WIDTH, STEP) gets the state in front of every chunk, `final` the last.
 
-    `initial` and `final` are (m, d, e). By the delta rule `u` (m, T, STEP) gets U.
+    `initial` and `final` are (m, d, e). By the delta rule `u` (m, T, STEP) gets U. Where
+    each key channel has its gate, writing ∘ K comes as `faded_k` (m, T, WIDTH).
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
@@ -96,16 +98,17 @@ def carry_states(
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-        keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
         at_chunk = head * count + index
         state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         if DECAY == "head":
             fading = tl.load(writing + head * tokens + start + tl.arange(0, CHUNK))
             written = written * fading[:, None]
-        if DECAY == "keys":
-            keys = keys * load_rows(writing, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         if DECAY == "values":
             written = written * load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        if DECAY == "keys":
+            keys = load_rows(faded_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+        else:
+            keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
         state += product(tl.trans(keys), written, PRECISION)
     tl.store(final + at, state, mask=inside)
 
@@ -118,6 +121,8 @@ def carry_gradients(
     w,
     d_o,
     local,
+    faded_q,
+    faded_k,
     reading,
     writing,
     total,
@@ -168,6 +173,8 @@ def carry_gradients(
     """`d_states` (m, chunks, WIDTH, STEP) gets the gradient of the state behind every chunk.
 
     `d_initial` (m, d, e) gets that of the first, and `d_u` (m, T, STEP) that of U.
+    Where each key channel has its gate, reading ∘ Q (m r, T, WIDTH) and writing ∘ K (m, T, WIDTH)
+    come as `faded_q` and `faded_k`.
     Where each value channel has its gate, `read` (m r, T, STEP), `written` (m, T, STEP) and
     `overlap` (m, chunks, STEP) get sums of the gates' gradient.
     """
@@ -179,18 +186,19 @@ def carry_gradients(
     v = head_of(v, head, heads, v_b, v_m, v_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
-    at = (head * d + key[:, None]) * e + channel[None, :]
+    ends = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
-    d_state = tl.load(d_final + at, mask=inside, other=0.0)
+    d_state = tl.load(d_final + ends, mask=inside, other=0.0)
     for step in range(count):
         index = count - 1 - step
         start = index * CHUNK
         numbers = head * tokens + start + tl.arange(0, CHUNK)
         store_rows(d_states, head * count + index, WIDTH, 0, first, d_state, STEP)
         at_chunk = head * count + index
-        keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
         if DECAY == "keys":
-            keys = keys * load_rows(writing, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            keys = load_rows(faded_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+        else:
+            keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
         found = product(keys, d_state, PRECISION)
         if DECAY == "head":
             found *= tl.load(writing + numbers)[:, None]
@@ -205,14 +213,16 @@ def carry_gradients(
         found += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
         store_rows(d_u, head, tokens, start, first, found, STEP)
         for row in range(queries):
-            own = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
+            if DECAY == "keys":
+                at = head * queries + row
+                own = load_rows(faded_q, at, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            else:
+                own = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
             outputs = d_o + row * o_r
             cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
             cotangent = cotangent * scale
             if DECAY == "head":
                 cotangent *= tl.load(reading + numbers)[:, None]
-            if DECAY == "keys":
-                own = own * load_rows(reading, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             if DECAY == "values":
                 cotangent *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
                 sums = product(own, state, PRECISION) * cotangent
@@ -221,4 +231,4 @@ def carry_gradients(
         if w is not None:
             own = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             d_state -= product(tl.trans(own), found, PRECISION)
-    tl.store(d_initial + at, d_state, mask=inside)
+    tl.store(d_initial + ends, d_state, mask=inside)

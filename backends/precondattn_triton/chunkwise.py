@@ -33,7 +33,7 @@ from precondattn_triton import (
     gate_sums,
     recurrent_step,
 )
-from precondattn_triton.channel_pairs import scores_of_queries, values_of_pairs
+from precondattn_triton.channel_pairs import KEY, QUERY, faded, scores_of_queries, values_of_pairs
 from precondattn_triton.chunk_arrays import Call, strides, strides_if
 from precondattn_triton.chunkwise_gradient import gradients
 from precondattn_triton.precision import exact
@@ -121,7 +121,11 @@ def prepare(call: Call, x: Stream) -> None:
         _prepare_channels(call, x)
     elif call.decay == "head" or x.beta is not None:
         _prepare_numbers(call, x)
-    call.known["scores"] = scores_of_queries(call) if call.decay == "keys" else None
+    call.known |= dict.fromkeys(("scores", "faded_q", "faded_k"))
+    if call.decay == "keys":
+        call.known["scores"] = scores_of_queries(call)
+        call.known["faded_q"] = faded(call, QUERY, "reading")
+        call.known["faded_k"] = faded(call, KEY, "writing")
     if x.beta is None:
         return
     call.known["inverse"] = call.empty(heads, tokens, call.chunk)
