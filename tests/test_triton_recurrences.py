@@ -18,7 +18,7 @@ from tests.triton_tiles import error, small_tiles
 TILES = {
     key.kernel: Configuration(16, 16)
     for key in UNTUNED
-    if key.kernel.startswith(("chunk_", "delta_", "gate_", "recurrent_", "channel_"))
+    if key.kernel.startswith(("chunk_", "delta_", "gate_", "recurrent_", "channel_", "value_"))
 }
 """Chunks of 16 tokens, blocks of 16 channels."""
 
@@ -28,11 +28,11 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BACKENDS = ("triton", "torch")
 
 
-def problem(layer, t, d=12, e=20, b=1, heads=(1, 2), keys="random", gates="random", s=None):
+def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), keys="random", gates="random"):
     """Inputs; heads of keys, and of what has a state or of queries."""
     torch.manual_seed(t)
     n, m = heads
-    sizes = {"b": b, "t": t, "s": s or t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": 5}
+    sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": 5}
     if getattr(layer, "heads", "n") == "u":
         sizes["h"] = n
     x = {name: torch.randn(pattern.shape(sizes)) for name, pattern in layer.inputs.items()}
@@ -80,7 +80,7 @@ def check(layer, x, dtype=torch.float32, bound=None, tiles=TILES, **masks):
 
 @pytest.mark.parametrize(
     ("t", "dtype", "d", "e"),
-    [(33, torch.float32, 12, 20), (31, torch.bfloat16, 40, 72), (1, torch.float16, 8, 8)],
+    [(33, torch.float32, 20, 40), (31, torch.bfloat16, 12, 20), (1, torch.float16, 8, 8)],
 )
 def test_tokens_one_off_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e), dtype)
@@ -120,14 +120,14 @@ def test_contracted_queries_by_the_same_kernels():
     [
         ("gla", 33, torch.float32),
         ("gla", 16, torch.bfloat16),
-        ("gsa", 17, torch.float32),
-        ("gsa", 15, torch.float16),
+        ("gsa", 33, torch.float16),
     ],
 )
 def test_gates_of_channels(layer, t, dtype):
     """Chunks of two sub-chunks, so that pairs cross their border; channels in two blocks."""
     layer = pa.parse(layer)
-    check(layer, problem(layer, t, d=20, e=8), dtype, tiles=CHANNEL_TILES)
+    heads = (1, 2) if t == 33 else (1, 1)
+    check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=CHANNEL_TILES)
 
 
 @pytest.mark.parametrize("layer", ["gla", "gsa"])
@@ -140,14 +140,15 @@ def test_gates_of_channels_that_keep_all_beside_those_that_keep_nothing(layer):
     check(layer, x, tiles=tiles, segment_ids=segments)
 
 
-def test_fewer_queries_than_keys_are_those_of_the_last_tokens():
-    layer = pa.Retention()
-    x = problem(layer, 18, s=18)
+@pytest.mark.parametrize("layer", ["retention", "gla", "gsa"])
+def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
+    layer = pa.parse(layer)
+    x = problem(layer, 18, heads=(1, 1))
     check(layer, x | {"q": x["q"][:, 7:]})
 
 
 def test_inputs_with_strides_of_their_own():
-    x = problem(pa.GatedDelta(), 17)
+    x = problem(pa.GatedDelta(), 19)
     for name, array in x.items():
         axes = [*reversed(range(array.ndim))]
         x[name] = array.permute(axes).contiguous().permute(axes)
@@ -164,7 +165,7 @@ def test_padding_and_segments_are_not_looked_at():
         array[1, 3:] = torch.nan
     check(pa.GatedDelta(), x, lengths=lengths)
     hidden = torch.arange(20)[None] % 3 != 1
-    check(pa.GatedDelta(), problem(pa.GatedDelta(), 20), key_mask=hidden)
+    check(pa.GatedDelta(), problem(pa.GatedDelta(), 20, heads=(1, 1)), key_mask=hidden)
 
 
 def states_of(layer, x, dtype):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.chunk_tiles import head_of, store_rows
+from precondattn_triton.chunk_tiles import head_of, product, store_rows
 from precondattn_triton.gate_sums import LOWEST
 from precondattn_triton.lucid_tiles import load_rows
 from precondattn_triton.tiles import load_tokens
@@ -90,6 +90,93 @@ def fade(
     own = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
     own = own * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
     store_rows(faded, query, tokens, start, first, own, GATE_STEP)
+
+
+@triton.jit
+def sums_of_values(
+    q,
+    k,
+    v,
+    d_o,
+    reading,
+    writing,
+    states,
+    d_states,
+    read,
+    written,
+    overlap,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of gates of value channels, the sums that their gradient needs.
+
+    `read` (m r, T, STEP) gets s reading ∘ Q S ∘ dO, `written` (m, T, STEP) writing ∘ K dS ∘ V, and
+    `overlap` (m, chunks, STEP) Σ S ∘ dS over key channels.
+    """
+    BLOCKS: tl.constexpr = STEP // BLOCK
+    head = tl.program_id(1).to(tl.int64)
+    chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
+    start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
+    q = head_of(q, head, heads, q_b, q_m, q_group)
+    k = head_of(k, head, heads, k_b, k_m, k_group)
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    found = tl.zeros((CHUNK, BLOCK), tl.float32)
+    both = tl.zeros((BLOCK,), tl.float32)
+    for c in range(0, WIDTH, KEYS):
+        state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+        d_state = load_rows(d_states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+        both += tl.sum(state * d_state, axis=0)
+        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        found += product(keys, d_state, PRECISION)
+    tl.store(overlap + at * STEP + first + tl.arange(0, BLOCK), both)
+    found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+    found *= load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK).to(tl.float32)
+    store_rows(written, head, tokens, start, first, found, STEP)
+    for row in range(queries):
+        found = tl.zeros((CHUNK, BLOCK), tl.float32)
+        for c in range(0, WIDTH, KEYS):
+            state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+            own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            found += product(own, state, PRECISION)
+        found *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP) * scale
+        outputs = d_o + row * o_r
+        cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
+        found *= cotangent.to(tl.float32)
+        store_rows(read, head * queries + row, tokens, start, first, found, STEP)
 
 
 @triton.jit

@@ -117,7 +117,6 @@ def carry_states(
 def carry_gradients(
     q,
     k,
-    v,
     w,
     d_o,
     local,
@@ -127,13 +126,9 @@ def carry_gradients(
     writing,
     total,
     d_final,
-    states,
     d_states,
     d_u,
     d_initial,
-    read,
-    written,
-    overlap,
     heads,
     queries,
     s,
@@ -153,11 +148,6 @@ def carry_gradients(
     k_s,
     k_d,
     k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
     o_b,
     o_m,
     o_t,
@@ -175,15 +165,12 @@ def carry_gradients(
     `d_initial` (m, d, e) gets that of the first, and `d_u` (m, T, STEP) that of U.
     Where each key channel has its gate, reading ∘ Q (m r, T, WIDTH) and writing ∘ K (m, T, WIDTH)
     come as `faded_q` and `faded_k`.
-    Where each value channel has its gate, `read` (m r, T, STEP), `written` (m, T, STEP) and
-    `overlap` (m, chunks, STEP) get sums of the gates' gradient.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     ends = (head * d + key[:, None]) * e + channel[None, :]
@@ -203,12 +190,7 @@ def carry_gradients(
         if DECAY == "head":
             found *= tl.load(writing + numbers)[:, None]
         if DECAY == "values":
-            state = load_rows(states, at_chunk, WIDTH, 0, WIDTH, BLOCK, first, STEP)
-            both = tl.sum(state * d_state, axis=0)
-            tl.store(overlap + at_chunk * STEP + channel, both)
             found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
-            values = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-            store_rows(written, head, tokens, start, first, found * values, STEP)
         d_state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         found += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
         store_rows(d_u, head, tokens, start, first, found, STEP)
@@ -225,8 +207,6 @@ def carry_gradients(
                 cotangent *= tl.load(reading + numbers)[:, None]
             if DECAY == "values":
                 cotangent *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
-                sums = product(own, state, PRECISION) * cotangent
-                store_rows(read, head * queries + row, tokens, start, first, sums, STEP)
             d_state += product(tl.trans(own), cotangent, PRECISION)
         if w is not None:
             own = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)

@@ -92,10 +92,6 @@ def _carry_back(call: Call, d_final: Tensor) -> Tensor:
     d_initial = call.empty(call.b, call.m, call.d, call.e)
     call.known["d_states"] = torch.empty_like(call.known["states"])
     call.known["d_u"] = torch.empty_like(call.known["local"])
-    if call.decay == "values":
-        call.known["read"] = call.empty(heads * call.r, call.tokens, call.step)
-        call.known["written"] = call.empty(heads, call.tokens, call.step)
-        call.known["overlap"] = call.empty(heads, call.count, call.step)
     values = call.values("chunk_gradients")
     call.launch(
         chunk_states.carry_gradients,
@@ -197,6 +193,18 @@ def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
 
 def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
     """The gradient of the gates, as they came."""
+    if call.decay == "values":
+        heads, values = call.b * call.m, call.values("value_sums")
+        call.known["read"] = call.empty(heads * call.r, call.tokens, call.step)
+        call.known["written"] = call.empty(heads, call.tokens, call.step)
+        call.known["overlap"] = call.empty(heads, call.count, call.step)
+        call.launch(
+            channel_gates.sums_of_values,
+            "value_sums",
+            (call.count * call.step // values, heads),
+            KEYS=call.keys("value_sums"),
+            BLOCK=values,
+        )
     width = x.g.flatten(3).shape[3]
     d_g = call.empty(call.b * call.m, call.s, width)
     block = call.gate_block("channel_gates")

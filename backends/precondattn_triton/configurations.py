@@ -189,7 +189,6 @@ _declare(
     half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
     full={
         64: Configuration(64, 16, 8, 1),
-        128: Configuration(32, 16, 4, 1),
         256: Configuration(32, 16, 8, 1),
     },
 )
@@ -199,12 +198,17 @@ for _kernel in ("delta_prepare", "chunk_reads", "chunk_scores_gradient", "chunk_
         half={256: Configuration(64, 64, 8, 1)},
         full={256: Configuration(64, 32, 8, 1)},
     )
-for _kernel in ("chunk_inverse", "delta_keys", "chunk_key_gradient"):
+for _kernel in ("chunk_inverse", "delta_keys", "value_sums"):
     _declare(
         _kernel,
         half={256: Configuration(64, 32, 8, 1)},
         full={256: Configuration(64, 32, 8, 1)},
     )
+_declare(
+    "chunk_key_gradient",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={64: Configuration(64, 16, 8, 1), 256: Configuration(64, 32, 8, 1)},
+)
 _declare(
     "channel_scores",
     half={256: Configuration(64, 64, 4, 1)},
@@ -213,7 +217,7 @@ _declare(
 _declare(
     "channel_gradient",
     half={256: Configuration(64, 32, 4, 1)},
-    full={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 16, 4, 1)},
 )
 _declare(
     "channel_gates",

@@ -30,10 +30,12 @@ CALLS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], .
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
-    ("gated_delta", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
-    ("linear", (torch.bfloat16, torch.float32), ((256, 512), (128, 128), (64, 64))),
-    ("gla", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
-    ("gsa", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
+    ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
+    ("linear", (torch.bfloat16, torch.float32), ((128, 128),)),
+    ("gla", (torch.bfloat16,), ((128, 128),)),
+    ("gla", (torch.float32,), ((256, 512), (128, 128))),
+    ("gsa", (torch.bfloat16, torch.float32), ((128, 128),)),
 )
 """Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
