@@ -33,6 +33,7 @@ TAKEN = (
     "laser",
     "laser(softmax[causal=false])",
     "lucid(laser)",
+    "gated_delta",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"

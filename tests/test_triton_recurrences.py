@@ -11,18 +11,12 @@ import torch
 import precondattn as pa
 from precondattn.backend import Request
 from precondattn_triton import Triton
-from precondattn_triton.configurations import UNTUNED, Configuration
+from precondattn_triton.configurations import Configuration
 from tests.triton_examples import pieces
-from tests.triton_tiles import error, small_tiles
+from tests.triton_tiles import RECURRENT, error, small_tiles
 
-TILES = {
-    key.kernel: Configuration(16, 16)
-    for key in UNTUNED
-    if key.kernel.startswith(("chunk_", "delta_", "gate_", "recurrent_", "channel_", "value_"))
-}
-"""Chunks of 16 tokens, blocks of 16 channels."""
-
-CHANNEL_TILES = {name: Configuration(32, 16) for name in TILES}
+TWO_SUB_CHUNKS = dict.fromkeys(RECURRENT, Configuration(32, 16))
+FOUR_SUB_CHUNKS = dict.fromkeys(RECURRENT, Configuration(64, 16))
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BACKENDS = ("triton", "torch")
@@ -62,13 +56,13 @@ def doubled(arrays):
     return {name: array.double() for name, array in arrays.items()}
 
 
-def check(layer, x, dtype=torch.float32, bound=None, tiles=TILES, **masks):
+def check(layer, x, dtype=torch.float32, bound=None, tiles=None, **masks):
     """Output and gradients, against the definition in double precision."""
     x = {name: array.to(dtype) for name, array in x.items()}
     expected, pullback = layer.vjp(**doubled(x), **masks, backend="reference")
     d_out = torch.randn(expected.shape).to(dtype)
     gradients = pullback(d_out.double())
-    with small_tiles(**tiles):
+    with small_tiles(**(tiles or {})):
         out, pullback = layer.vjp(**x, **masks, backend=BACKENDS)
         found = pullback(d_out)
     bound = bound or BOUNDS[dtype]
@@ -127,7 +121,7 @@ def test_gates_of_channels(layer, t, dtype):
     """Chunks of two sub-chunks, so that pairs cross their border; channels in two blocks."""
     layer = pa.parse(layer)
     heads = (1, 2) if t == 33 else (1, 1)
-    check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=CHANNEL_TILES)
+    check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=TWO_SUB_CHUNKS)
 
 
 @pytest.mark.parametrize("layer", ["gla", "gsa"])
@@ -135,9 +129,8 @@ def test_gates_of_channels_that_keep_all_beside_those_that_keep_nothing(layer):
     """The pairs of a chunk of four sub-chunks, of which two lie between others."""
     layer = pa.parse(layer)
     x = problem(layer, 64, d=8, e=8, heads=(1, 1), gates="extreme")
-    tiles = {name: Configuration(64, 16) for name in TILES}
     segments = torch.tensor([[0] * 37 + [1] * 27])
-    check(layer, x, tiles=tiles, segment_ids=segments)
+    check(layer, x, tiles=FOUR_SUB_CHUNKS, segment_ids=segments)
 
 
 @pytest.mark.parametrize("layer", ["retention", "gla", "gsa"])
@@ -196,7 +189,7 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
     expected, d_first = pullback(d_out.double(), doubled(d_last))
 
     cache, outs, pullbacks = first, [], []
-    with small_tiles(**TILES):
+    with small_tiles():
         for start, stop in pairwise(cuts):
             part = {name: a[:, start:stop] for name, a in x.items()}
             piece, cache, back = layer.extend_vjp(cache, **part, backend=BACKENDS)
@@ -225,7 +218,7 @@ def test_a_token_reads_and_writes_the_state_once(layer, dtype):
     cache = states_of(layer, x, torch.float32)
     exact = cache._replace(store=doubled(cache.store))
     expected, last = layer.extend(exact, **doubled(x), backend="reference")
-    with small_tiles(**TILES):
+    with small_tiles():
         out, new = layer.extend(cache, **x, backend=BACKENDS)
     assert error(out, expected) < BOUNDS[dtype]
     for name, state in last.store.items():
@@ -238,7 +231,7 @@ def test_an_extension_of_sequences_of_unequal_lengths():
     x = problem(layer, 18, b=2, heads=(1, 1))
     cache, lengths = states_of(layer, x, torch.float32), torch.tensor([18, 0])
     expected, last = layer.extend(cache, **x, lengths=lengths, backend="reference")
-    with small_tiles(**TILES):
+    with small_tiles():
         out, new = layer.extend(cache, **x, lengths=lengths, backend="triton")
     assert error(out, expected) < 1e-6
     for name, state in last.store.items():

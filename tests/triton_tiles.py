@@ -5,7 +5,16 @@ from contextlib import contextmanager
 import torch
 
 from precondattn_conformance.kernels.triton_interpreter import checked
-from precondattn_triton.configurations import Configuration, forced
+from precondattn_triton.configurations import UNTUNED, Configuration, forced
+
+RECURRENT = tuple(
+    dict.fromkeys(
+        key.kernel
+        for key in UNTUNED
+        if key.kernel.startswith(("channel_", "chunk_", "delta_", "gate_", "recurrent_", "value_"))
+    )
+)
+"""Of a recurrence in chunks, which have to have as many tokens in all of them."""
 
 SMALL = {
     "lucid_inverse": Configuration(16, 32),
@@ -19,6 +28,7 @@ SMALL = {
     "laser_exact_forward": Configuration(16, 1),
     "laser_exact_query_gradient": Configuration(16, 1),
     "laser_exact_key_gradient": Configuration(16, 1),
+    **dict.fromkeys(RECURRENT, Configuration(16, 16)),
 }
 
 

@@ -1,8 +1,9 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, and rows of unit norm; softmax around them is PyTorch's own, by the backend
-`torch`. Where Triton interprets its kernels, on a machine without a GPU, they are for checking and
-not for use: the backend then takes arrays on a CPU, and only when it is asked for by name.
+LUCID's solve, LASER, rows of unit norm, and leaves with a state: the linear family, the delta rule,
+gated slot attention, CCQ's query. Softmax around them is PyTorch's own, by the backend `torch`.
+Where Triton interprets its kernels, on a machine without a GPU, they are for checking and not for
+use: the backend then takes arrays on a CPU, and only when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def is_interpreting() -> bool:
 
 
 class Triton(Backend):
-    """LUCID and LASER on a GPU."""
+    """LUCID, LASER and recurrences on a GPU."""
 
     name = "triton"
     libraries = frozenset({"torch"})
