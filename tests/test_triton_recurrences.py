@@ -124,11 +124,13 @@ def test_gates_of_channels(layer, t, dtype):
     check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=TWO_SUB_CHUNKS)
 
 
-@pytest.mark.parametrize("layer", ["gla", "gsa"])
-def test_gates_of_channels_that_keep_all_beside_those_that_keep_nothing(layer):
-    """The pairs of a chunk of four sub-chunks, of which two lie between others."""
+@pytest.mark.parametrize(
+    ("layer", "gates"), [("gla", "random"), ("gla", "extreme"), ("gsa", "extreme")]
+)
+def test_four_sub_chunks_of_which_two_lie_between_others(layer, gates):
+    """Gates of channels that keep all stand beside those that keep nothing, or all keep some."""
     layer = pa.parse(layer)
-    x = problem(layer, 64, d=8, e=8, heads=(1, 1), gates="extreme")
+    x = problem(layer, 64, d=8, heads=(1, 1), gates=gates)
     segments = torch.tensor([[0] * 37 + [1] * 27])
     check(layer, x, tiles=FOUR_SUB_CHUNKS, segment_ids=segments)
 
@@ -215,6 +217,8 @@ def test_a_token_reads_and_writes_the_state_once(layer, dtype):
     x = {name: a.to(dtype) for name, a in problem(layer, 1, e=40, heads=(2, 4), b=2).items()}
     if "g" in x:
         x["g"][:, :, 0] = -1e4
+    if "beta" in x:
+        x["beta"][:] = 0.7
     cache = states_of(layer, x, torch.float32)
     exact = cache._replace(store=doubled(cache.store))
     expected, last = layer.extend(exact, **doubled(x), backend="reference")

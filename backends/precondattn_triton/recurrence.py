@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from precondattn.backend import ArraySpec, Request
@@ -44,18 +45,21 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
 
 
-def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
-    dtype = x["q"].dtype
+def _decays(leaf: Any, frame: Frame) -> bool:
+    """Whether there are gates, if only those that forget other segments."""
     if isinstance(leaf, ConditionedQuery):
         decays = leaf.decay != "none"
-    elif isinstance(leaf, GSA):
-        decays = True
     else:
-        decays = leaf.offers.decay is not None
+        decays = isinstance(leaf, GSA) or leaf.offers.decay is not None
+    return decays or frame.k_segment is not None
+
+
+def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
+    dtype = x["q"].dtype
     return Chunkwise(
         product_precision(dtype),
         half=dtype.itemsize == 2,
-        decays=decays or frame.k_segment is not None,
+        decays=_decays(leaf, frame),
         scale=leaf._scale(x["q"].shape[3]) if _is_plain(leaf) else 1.0,
     )
 
@@ -65,15 +69,20 @@ def _stream(leaf: Any, x: Tensors, frame: Frame) -> Stream:
     m = leaf.state_heads(x)
     q = x["q"]
     q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)
-    # A decay asks of the keys how many they are, and in which dtype it is to be.
-    small = {**x, "k": x["k"][..., :1].float()}
-    if "g" in x:
-        small["g"] = x["g"].float()
+    if _decays(leaf, frame):
+        # A decay asks of the keys how many they are, and in which dtype it is to be.
+        small = {**x, "k": x["k"][..., :1].float()}
+        if "g" in x:
+            small["g"] = x["g"].float()
+        g = forget_other_segments(leaf.log_decay(small, frame), frame)
+    else:
+        b, s = x["k"].shape[:2]
+        g = torch.zeros((), device=q.device).expand(b, m, s, 1, 1)
     return Stream(
         q,
         where_valid(swap_time_and_heads(x["k"]), frame),
         swap_time_and_heads(x["v"]),
-        forget_other_segments(leaf.log_decay(small, frame), frame),
+        g,
         swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
     )
 
