@@ -186,7 +186,7 @@ _declare(
 )
 _declare(
     "chunk_gradients",
-    half={128: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
+    half={256: Configuration(64, 32, 8, 1)},
     full={
         64: Configuration(64, 16, 8, 1),
         256: Configuration(32, 16, 8, 1),
