@@ -211,8 +211,8 @@ _declare(
 )
 _declare(
     "channel_scores",
-    half={256: Configuration(64, 64, 4, 1)},
-    full={256: Configuration(64, 64, 4, 1)},
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
 )
 _declare(
     "channel_gradient",

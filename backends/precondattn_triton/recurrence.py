@@ -3,7 +3,7 @@
 What is one recurrence of its inputs has them read where they lie, in the call's dtype. What a leaf
 makes of its inputs first (a norm, a softmax, a column of ones) is made in float32 by PyTorch, and
 not rounded again. States, gates and β are in float32. For half precision, factors in float32 are
-multiplied as tf32.
+multiplied as tf32, but where outputs are divided by a sum that may cancel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from precondattn.spec.linear_family import (
 )
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.chunkwise import Chunkwise
-from precondattn_triton.precision import product_precision
+from precondattn_triton.precision import exact, product_precision
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 MOST_HEADS = 65535
@@ -56,8 +56,10 @@ def _decays(leaf: Any, frame: Frame) -> bool:
 
 def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
     dtype = x["q"].dtype
+    # A sum of weights that may cancel is divided by.
+    divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
     return Chunkwise(
-        product_precision(dtype),
+        exact() if divides else product_precision(dtype),
         half=dtype.itemsize == 2,
         decays=_decays(leaf, frame),
         scale=leaf._scale(x["q"].shape[3]) if _is_plain(leaf) else 1.0,
