@@ -5,7 +5,16 @@ from contextlib import contextmanager
 import torch
 
 from precondattn_conformance.kernels.triton_interpreter import checked
-from precondattn_triton.configurations import Configuration, forced
+from precondattn_triton.configurations import UNTUNED, Configuration, forced
+
+RECURRENT = tuple(
+    dict.fromkeys(
+        key.kernel
+        for key in UNTUNED
+        if key.kernel.startswith(("channel_", "chunk_", "delta_", "gate_", "recurrent_", "value_"))
+    )
+)
+"""Of a recurrence in chunks, which have to have as many tokens in all of them."""
 
 SMALL = {
     "lucid_inverse": Configuration(16, 32),
@@ -31,6 +40,7 @@ SMALL = {
     "differential_forward": Configuration(16, 16),
     "differential_query_gradient": Configuration(16, 16),
     "differential_key_gradient": Configuration(16, 16),
+    **dict.fromkeys(RECURRENT, Configuration(16, 16)),
 }
 
 

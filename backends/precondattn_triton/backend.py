@@ -1,9 +1,10 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, PaTH, differential attention, and rows of unit norm; softmax around them is
-PyTorch's own, by the backend `torch`. Where Triton interprets its kernels, on a machine without a
-GPU, they are for checking and not for use: the backend then takes arrays on a CPU, and only when it
-is asked for by name.
+LUCID's solve, LASER, PaTH, differential attention, rows of unit norm, and leaves with a state: the
+linear family, the delta rule, gated slot attention, CCQ's query. Softmax around them is PyTorch's
+own, by the backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they
+are for checking and not for use: the backend then takes arrays on a CPU, and only when it is asked
+for by name.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ WIDEST_ON_AMD = 64
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that answers a verb."""
 
+RECURRENT = (
+    pa.GatedDelta,
+    pa.Delta,
+    pa.SSD,
+    pa.Retention,
+    pa.Linear,
+    pa.GLA,
+    pa.GSA,
+    pa.ConditionedQuery,
+)
+"""By the leaf's own class: a subclass may mean something else."""
+
 
 def is_interpreting() -> bool:
     """Whether kernels are run by Triton's interpreter, on a CPU."""
@@ -38,7 +51,7 @@ def is_interpreting() -> bool:
 
 
 class Triton(Backend):
-    """LUCID, LASER, PaTH and differential attention on a GPU."""
+    """LUCID, LASER, PaTH, differential attention and recurrences on a GPU."""
 
     name = "triton"
     libraries = frozenset({"torch"})
@@ -86,6 +99,21 @@ class Triton(Backend):
             found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
             return found
 
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        with _on_device(inputs):
+            found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
+                mechanism, past, inputs, frame, cotangent, d_buffers
+            )
+            return found
+
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
@@ -130,6 +158,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.lucid_solve import LucidSolve
 
         return LucidSolve()
+    if type(mechanism) in RECURRENT:
+        from precondattn_triton.recurrence import Recurrence
+
+        return Recurrence()
     if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
         from precondattn_triton.laser import Laser
 

@@ -254,3 +254,62 @@ _declare(
     },
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )
+
+# Of a recurrence, all kernels have as many rows: the tokens of a chunk.
+_declare(
+    "chunk_states",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(32, 16, 4, 1),
+        256: Configuration(32, 16, 8, 1),
+    },
+)
+_declare(
+    "chunk_gradients",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={
+        64: Configuration(64, 16, 8, 1),
+        256: Configuration(32, 16, 8, 1),
+    },
+)
+for _kernel in ("delta_prepare", "chunk_reads", "chunk_scores_gradient", "chunk_query_gradient"):
+    _declare(
+        _kernel,
+        half={256: Configuration(64, 64, 8, 1)},
+        full={256: Configuration(64, 32, 8, 1)},
+    )
+for _kernel in ("chunk_inverse", "delta_keys", "value_sums"):
+    _declare(
+        _kernel,
+        half={256: Configuration(64, 32, 8, 1)},
+        full={256: Configuration(64, 32, 8, 1)},
+    )
+_declare(
+    "chunk_key_gradient",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={64: Configuration(64, 16, 8, 1), 256: Configuration(64, 32, 8, 1)},
+)
+_declare(
+    "channel_scores",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+_declare(
+    "channel_gradient",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 16, 4, 1)},
+)
+_declare(
+    "channel_gates",
+    half={256: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+_declare(
+    "gate_sums", half={256: Configuration(64, 0, 2, 1)}, full={256: Configuration(64, 0, 2, 1)}
+)
+_declare(
+    "recurrent_step",
+    half={256: Configuration(1, 32, 4, 1)},
+    full={256: Configuration(1, 32, 4, 1)},
+)

@@ -13,26 +13,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.lucid_tiles import load_rows, phi
-
-
-@triton.jit
-def load_tokens(
-    array,
-    start,
-    first,
-    s,
-    width,
-    array_s,
-    array_e,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Some tokens and channels of one head of a user's array, 0 beyond its ends."""
-    token = start + tl.arange(0, ROWS).to(tl.int64)
-    channel = first + tl.arange(0, WIDTH).to(tl.int64)
-    inside = (token < s)[:, None] & (channel < width)[None, :]
-    at = token[:, None] * array_s + channel[None, :] * array_e
-    return tl.load(array + at, mask=inside, other=0.0)
+from precondattn_triton.tiles import load_tokens
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward.
 
-By recursive 2×2 block inversion: `invert_blocks` inverts tiles, in registers
-(`triangular_inverse.py`), and `left_factors` and `right_factors` go on from there to a super-block,
+By recursive 2×2 block inversion (`triangular_inverse.py`): `invert_blocks` does so up to a tile, in
+registers. `left_factors` and `right_factors` go on from there to a super-block,
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 
@@ -85,8 +85,8 @@ def invert_blocks(
         keys, factor, segments, head, tokens, start, start,
         scale, shift, TILE, WIDTH, BY_ROW, HAS_SEGMENTS, PRECISION,
     )  # fmt: skip
+    found = unit_lower_inverse(system, TILE, LEVELS, EXACT)
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    found = unit_lower_inverse(system, LEVELS, EXACT)
     rows = head * tokens + start + i
     at = inverse + rows * SUPER + column_of(start, TILE, SUPER) + j
     tl.store(at, found.to(inverse.dtype.element_ty))

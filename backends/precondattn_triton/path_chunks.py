@@ -107,7 +107,7 @@ def _chunks(
         k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
         overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
         behind = tl.dot(w_part, tl.trans(k_part), behind, input_precision=PRECISION)
-    found = unit_lower_inverse(tl.where(j < i, strength * overlap, 0.0), LEVELS, EXACT)
+    found = unit_lower_inverse(strength * overlap, CHUNK, LEVELS, EXACT)
     behind = tl.where(j < i, strength * behind, 0.0)
     through = tl.dot(found, behind, input_precision=PRECISION)
 

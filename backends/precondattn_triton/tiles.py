@@ -87,6 +87,27 @@ def store_tile(start, tokens, is_there, token_stride, tile, WIDTH: tl.constexpr)
     tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def load_tokens(
+    array,
+    start,
+    first,
+    count,
+    width,
+    token_stride,
+    channel_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Some tokens and channels of one head of a user's array, 0 beyond its ends, on both sides."""
+    token = start + tl.arange(0, ROWS).to(tl.int64)
+    channel = first + tl.arange(0, WIDTH).to(tl.int64)
+    there = (token >= 0) & (token < count)
+    inside = there[:, None] & (channel < width)[None, :]
+    at = token[:, None] * token_stride + channel[None, :] * channel_stride
+    return tl.load(array + at, mask=inside, other=0.0)
+
+
 class Masks(NamedTuple):
     """What a frame hides, as kernels read it; None where nothing is hidden so."""
 

@@ -14,6 +14,7 @@ import torch
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.group import Group, group_of
+from precondattn.spec.stateful import Stateful
 from precondattn_conformance.kernels.triton_compiler import Variant
 from precondattn_conformance.kernels.triton_launches import Launch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
@@ -41,8 +42,14 @@ CALLS: Shipped = (
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
+    ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
+    ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
+    ("linear", (torch.bfloat16, torch.float32), ((128, 128),)),
+    ("gla", (torch.bfloat16,), ((128, 128),)),
+    ("gla", (torch.float32,), ((256, 512), (128, 128))),
+    ("gsa", (torch.bfloat16, torch.float32), ((128, 128),)),
 )
-"""Full calls, with their gradients."""
+"""Full calls, with their gradients; what is narrower has the same tiles."""
 
 STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
@@ -50,8 +57,11 @@ STEPS: Shipped = (
 )
 """Extensions of a cache by one token."""
 
-TOKENS, HEADS, BATCH = 4096, 16, 2
-CUT = ("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART")
+TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
+CUT = (
+    *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP"),
+)
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10240
 """Bytes that a thread may spill where rows are wider than 128: those of float32 by 512 do."""
@@ -90,9 +100,14 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
 def _way(launch: Launch) -> str:
     """What tells a kernel's launches of one call from each other."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
+    decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
     sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
-    cut = "".join(f" {name} {size}" for name, size in sizes if size)
-    return (" backward" if is_backward else "") + cut
+    told = (" backward" if is_backward else "") + "".join(
+        f" {n} {size}" for n, size in sizes if size
+    )
+    if decay is not None:
+        told += f" decay of {decay}"
+    return told + (f" width {gated}" if gated else "")
 
 
 def _launches(
@@ -102,7 +117,8 @@ def _launches(
     is_group = len(mechanism.program.calls) > 1
     piece = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
     inputs = piece.inputs.extending() if is_step else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "c": TOKENS, "d": d, "e": e}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
+    sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
@@ -119,6 +135,9 @@ def _launches(
         frame = Frame(position, position)
         out, residuals = backend.forward(piece, x, frame)
         backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
+        if isinstance(piece, Stateful):
+            last = {name: array[:, -1:] for name, array in x.items()}
+            backend.forward(piece, last, Frame(position[:, -1:], position[:, -1:]))
     return launches
 
 
