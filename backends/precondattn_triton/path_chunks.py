@@ -95,7 +95,6 @@ def _chunks(
     w += batch * w_batch + head * w_head
     at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
     strength = tl.load(at, mask=is_there, other=0.0).to(tl.float32)[:, None]
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
 
     # A few channels at a time, read anew where they are needed again.
     overlap = tl.zeros((CHUNK, CHUNK), tl.float32)
