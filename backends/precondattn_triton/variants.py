@@ -36,11 +36,8 @@ CALLS: Shipped = (
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
-    (
-        "path",
-        (torch.bfloat16, torch.float32),
-        ((256, 512), (256, 256), (128, 128), (64, 64)),
-    ),
+    ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
+    ("path", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
 )
 """Full calls, with their gradients."""
 
