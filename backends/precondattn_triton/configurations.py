@@ -214,7 +214,7 @@ _declare(
 )
 _declare(
     "path_own_scores",
-    half={512: Configuration(32, 64, 4, 1)},
+    half={512: Configuration(32, 32, 4, 1)},
     full={512: Configuration(16, 32, 4, 1)},
 )
 _declare(
@@ -247,11 +247,7 @@ _declare(
 )
 _declare(
     "differential_key_gradient",
-    half={
-        64: Configuration(64, 32, 8, 2),
-        128: Configuration(32, 32, 8, 1),
-        512: Configuration(32, 16, 8, 1),
-    },
+    half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )
 

@@ -21,7 +21,9 @@ from precondattn_triton.path_forward import path_forward
 from precondattn_triton.path_step import path_step, refuses_step
 from precondattn_triton.tiles import masks_of
 
-WIDEST_KEY, WIDEST_VALUE = 256, 512
+WIDEST_KEY = 256
+WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
+"""What fits the registers of a multiprocessor. Factors in float32 take three times their own."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -46,11 +48,12 @@ class Path:
             return refuses_step(shapes)
         if shapes["q"][1] > shapes["k"][1]:
             return "its kernels for PaTH take no more queries than keys"
-        for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", WIDEST_VALUE)):
+        widest_value = WIDEST_VALUE[request.dtype]
+        for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", widest_value)):
             if shapes[name][3] > widest:
                 return (
-                    f"has kernels for PaTH with {what} of width {widest} at most; found "
-                    f"{shapes[name][3]}"
+                    f"has kernels for PaTH in {request.dtype} with {what} of width {widest} at most; "
+                    f"found {shapes[name][3]}"
                 )
         return None
 

@@ -107,6 +107,7 @@ def _chunks(
         overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
         behind = tl.dot(w_part, tl.trans(k_part), behind, input_precision=PRECISION)
     found = unit_lower_inverse(strength * overlap, CHUNK, LEVELS, EXACT)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     behind = tl.where(j < i, strength * behind, 0.0)
     through = tl.dot(found, behind, input_precision=PRECISION)
 

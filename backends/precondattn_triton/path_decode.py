@@ -111,8 +111,7 @@ def flushed(
     channel, key_channel = tl.arange(0, WIDTH), tl.arange(0, KEY_WIDTH)
     length = tl.load(lengths + b)
     end = length - length % flush
-    at = (head * ROWS + row)[:, None] * KEY_WIDTH + key_channel[None, :]
-    x = tl.load(x_in + at)
+    x = tl.load(x_in + (head * ROWS + row)[:, None] * KEY_WIDTH + key_channel[None, :])
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

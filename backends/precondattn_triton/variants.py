@@ -37,11 +37,8 @@ CALLS: Shipped = (
         (torch.bfloat16, torch.float32),
         ((256, 512), (256, 256), (128, 128), (64, 64)),
     ),
-    (
-        "path",
-        (torch.bfloat16, torch.float32),
-        ((256, 512), (256, 256), (128, 128), (64, 64)),
-    ),
+    ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
+    ("path", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("linear", (torch.bfloat16, torch.float32), ((128, 128),)),
