@@ -120,7 +120,7 @@ def come_back(
         d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
         d_b = tl.where(is_behind[:, None], d_b, 0.0).to(FACTOR)
         w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
-        y -= tl.dot(d_b, w_tile, input_precision=PRECISION)
+        y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
         # Read again, rather than kept in registers in between.
         carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
         y = tl.dot(d_scores, carried, y, input_precision=PRECISION)
