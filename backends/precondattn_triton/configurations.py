@@ -189,7 +189,7 @@ _declare(
     full={
         64: Configuration(32, 0, 4, 1),
         128: Configuration(16, 0, 8, 1),
-        512: Configuration(16, 0, 16, 1),
+        512: Configuration(16, 0, 8, 1),
     },
 )
 _declare(

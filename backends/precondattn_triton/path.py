@@ -52,8 +52,8 @@ class Path:
         for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", widest_value)):
             if shapes[name][3] > widest:
                 return (
-                    f"has kernels for PaTH in {request.dtype} with {what} of width {widest} at most; "
-                    f"found {shapes[name][3]}"
+                    f"has kernels for PaTH in {request.dtype} with {what} of width {widest} at "
+                    f"most; found {shapes[name][3]}"
                 )
         return None
 

@@ -85,9 +85,7 @@ def come_back(
     is_row = is_row & (logs < float("inf"))
     sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
     FACTOR: tl.constexpr = keys.dtype.element_ty
-    d_o = load_tile(
-        d_out + batch * g_batch + head * g_head, rows, is_row, g_token, g_channel, E, PADDED_E
-    ).to(FACTOR)
+    d_out += batch * g_batch + head * g_head
     v += batch * v_batch + kv * v_head
     base = (batch * h + head) * chunks
 
@@ -99,6 +97,8 @@ def come_back(
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        # Read every time, rather than kept in registers.
+        d_o = load_tile(d_out, rows, is_row, g_token, g_channel, E, PADDED_E).to(FACTOR)
         d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
         is_behind = (position >= start + CHUNK) & (rows < group_end)
         skip = (base + chunk) * group_rows * PADDED_D
@@ -120,7 +120,7 @@ def come_back(
         d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
         d_b = tl.where(is_behind[:, None], d_b, 0.0).to(FACTOR)
         w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
-        y -= tl.dot(d_b, w_tile, input_precision=PRECISION)
+        y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
         # Read again, rather than kept in registers in between.
         carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
         y = tl.dot(d_scores, carried, y, input_precision=PRECISION)
