@@ -248,7 +248,7 @@ _declare(
 _declare(
     "differential_key_gradient",
     half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+    full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 
 # Of a recurrence, all kernels have as many rows: the tokens of a chunk.

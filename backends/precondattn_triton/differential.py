@@ -23,7 +23,9 @@ from precondattn_triton.differential_forward import Maps, differential_forward
 from precondattn_triton.softmax_tiles import row_products
 from precondattn_triton.tiles import masks_of
 
-WIDEST_KEY, WIDEST_VALUE = 256, 512
+WIDEST_KEY = 256
+WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
+"""Tiles of wider values in float32 do not fit the shared memory of every GPU."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -81,11 +83,12 @@ class Differential:
         q, k, v = (shapes[name] for name in (own.q1, own.k1, own.v))
         if 0 in q + k + v:
             return "its kernels for differential attention take no empty arrays"
-        for what, width, widest in (("keys", k[3], WIDEST_KEY), ("values", v[3], WIDEST_VALUE)):
+        widest_value = WIDEST_VALUE[request.dtype]
+        for what, width, widest in (("keys", k[3], WIDEST_KEY), ("values", v[3], widest_value)):
             if width > widest:
                 return (
-                    f"has kernels for differential attention with {what} of width {widest} at "
-                    f"most; found {width}"
+                    f"has kernels for differential attention in {request.dtype} with {what} of "
+                    f"width {widest} at most; found {width}"
                 )
         return None
 

@@ -96,12 +96,19 @@ def come_back(
         start = chunk * CHUNK
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
+        is_behind = (position >= start + CHUNK) & (rows < group_end)
+        skip = (base + chunk) * group_rows * PADDED_D
+        factor = y.to(FACTOR)
+        store_tile(y_out + skip, local, local < group_rows, PADDED_D, factor, PADDED_D)
+        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
+        d_b = tl.where(is_behind[:, None], d_b, 0.0).to(FACTOR)
+        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         # Read every time, rather than kept in registers.
         d_o = load_tile(d_out, rows, is_row, g_token, g_channel, E, PADDED_E).to(FACTOR)
         d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-        is_behind = (position >= start + CHUNK) & (rows < group_end)
-        skip = (base + chunk) * group_rows * PADDED_D
         x = load_tile(x_in + skip, local, is_behind, PADDED_D, 1, PADDED_D, PADDED_D)
         carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
         scores = tl.dot(x, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
@@ -114,13 +121,6 @@ def come_back(
         a = tl.exp2(scores - logs[:, None])
         d_scores = a * (d_a - sums[:, None]) * scale
         d_scores = tl.where(is_behind[:, None], d_scores, 0.0).to(FACTOR)
-        factor = y.to(FACTOR)
-        store_tile(y_out + skip, local, local < group_rows, PADDED_D, factor, PADDED_D)
-        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
-        d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
-        d_b = tl.where(is_behind[:, None], d_b, 0.0).to(FACTOR)
-        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
-        y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
         # Read again, rather than kept in registers in between.
         carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
         y = tl.dot(d_scores, carried, y, input_precision=PRECISION)
