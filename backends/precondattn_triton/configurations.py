@@ -199,7 +199,7 @@ _declare(
 )
 _declare(
     "path_query_gradient",
-    half={128: Configuration(64, 0, 8, 1), 512: Configuration(32, 0, 8, 1)},
+    half={64: Configuration(64, 0, 8, 1), 512: Configuration(32, 0, 8, 1)},
     full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
 )
 _declare(
