@@ -13,10 +13,12 @@ device=$(python -c 'import torch; print(torch.cuda.get_device_name())')
 name=$(echo "$device" | tr 'A-Z -' 'a-z__')
 export XLA_PYTHON_CLIENT_PREALLOCATE=false  # Or JAX leaves PyTorch nothing.
 mechanisms=(lucid_solve 'lucid_solve[beta=true]' lucid 'lucid[beta=true]' laser 'laser(softmax[causal=false])'
-    'lucid(laser)' unit_rows row_normalized)
+    'lucid(laser)' unit_rows row_normalized path 'path[flush=64]' differential linear retention ssd gla gsa
+    delta gated_delta 'ccq(gated_delta)')
 options=(--device cuda --library torch --backend triton --backend torch)
 for mechanism in "${mechanisms[@]}"; do options+=(--mechanism "$mechanism"); done
-of_jax=(lucid_solve 'lucid_solve[beta=true]' lucid softmax laser gated_delta delta ssd retention 'ccq(gated_delta)')
+of_jax=(lucid_solve 'lucid_solve[beta=true]' lucid softmax laser linear retention ssd gla gsa delta gated_delta
+    'ccq(gated_delta)')
 jax_options=(--device cuda --library jax --backend pallas --backend jax)
 for mechanism in "${of_jax[@]}"; do jax_options+=(--mechanism "$mechanism"); done
 
@@ -46,6 +48,20 @@ run --mechanism lucid --work forward --work forward_backward \
     --sizes b=2,t=8192,h=16,n=2,d=128 --save "$folder/${name}_triton_gqa.json"
 run --mechanism lucid --work decode \
     --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_triton_decoding.json"
+# Beside flash-linear-attention, where it is installed.
+family=()
+for mechanism in gated_delta delta gla gsa retention path; do family+=(--mechanism "$mechanism"); done
+of_family=()
+for d in 64 128 256; do
+    for bt in 4,2048 4,8192 1,16384; do of_family+=(--sizes "b=${bt%,*},t=${bt#*,},h=16,n=16,d=$d"); done
+done
+run "${family[@]}" --work forward --work forward_backward "${of_family[@]}" \
+    --save "$folder/${name}_triton_linear.json"
+run --mechanism 'ccq(gated_delta)' --mechanism 'ccq(gla)' --work forward --work forward_backward \
+    --sizes b=1,t=4096,h=8,n=8,d=256,e=512 --sizes b=1,t=8192,h=8,n=8,d=256,e=512 \
+    --save "$folder/${name}_triton_ccq.json"
+run --mechanism gated_delta --mechanism path --work decode \
+    --sizes b=8,t=32768,h=16,n=16,d=128 --save "$folder/${name}_triton_linear_decoding.json"
 run --mechanism lucid --mechanism laser --work memory \
     --sizes b=1,t=32768,h=16,n=16,d=128 --save "$folder/${name}_triton_memory.json"
 
