@@ -22,10 +22,7 @@ from precondattn_triton.differential_backward import differential_backward
 from precondattn_triton.differential_forward import Maps, differential_forward
 from precondattn_triton.softmax_tiles import row_products
 from precondattn_triton.tiles import masks_of
-
-WIDEST_KEY = 256
-WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
-"""Tiles of wider values in float32 do not fit the shared memory of every GPU."""
+from precondattn_triton.widths import refuses_widths
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -83,14 +80,7 @@ class Differential:
         q, k, v = (shapes[name] for name in (own.q1, own.k1, own.v))
         if 0 in q + k + v:
             return "its kernels for differential attention take no empty arrays"
-        widest_value = WIDEST_VALUE[request.dtype]
-        for what, width, widest in (("keys", k[3], WIDEST_KEY), ("values", v[3], widest_value)):
-            if width > widest:
-                return (
-                    f"has kernels for differential attention in {request.dtype} with {what} of "
-                    f"width {widest} at most; found {width}"
-                )
-        return None
+        return refuses_widths("differential attention", request.dtype, k[3], v[3])
 
     def forward(
         self, group: Any, x: Tensors, frame: Frame

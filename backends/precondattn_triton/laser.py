@@ -17,10 +17,7 @@ from precondattn.spec.metric import DOT
 from precondattn_triton.laser_backward import laser_backward
 from precondattn_triton.laser_forward import Spread, laser_forward, spread
 from precondattn_triton.tiles import masks_of
-
-WIDEST_KEY = 256
-WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
-"""What fits the registers of a multiprocessor. Factors in float32 take three times their own."""
+from precondattn_triton.widths import limits
 
 STEP = 4
 """Widths are multiples of it: rows of 16-bit numbers then begin at multiples of 8 bytes."""
@@ -47,9 +44,8 @@ class Laser:
         ):
             if is_used:
                 return f"has no kernel for LASER with {option}"
-        widest_value = WIDEST_VALUE[request.dtype]
-        for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", widest_value)):
-            width = shapes[name][3]
+        widths = limits(request.dtype, shapes["k"][3], shapes["v"][3])
+        for what, width, widest in widths:
             if width > widest or width % STEP:
                 return (
                     f"has kernels for LASER in {request.dtype} with {what} whose width is a "

@@ -20,10 +20,7 @@ from precondattn_triton.path_chunks import path_chunks
 from precondattn_triton.path_forward import path_forward
 from precondattn_triton.path_step import path_step, refuses_step
 from precondattn_triton.tiles import masks_of
-
-WIDEST_KEY = 256
-WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
-"""What fits the registers of a multiprocessor. Factors in float32 take three times their own."""
+from precondattn_triton.widths import refuses_widths
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -48,14 +45,7 @@ class Path:
             return refuses_step(shapes)
         if shapes["q"][1] > shapes["k"][1]:
             return "its kernels for PaTH take no more queries than keys"
-        widest_value = WIDEST_VALUE[request.dtype]
-        for name, what, widest in (("k", "keys", WIDEST_KEY), ("v", "values", widest_value)):
-            if shapes[name][3] > widest:
-                return (
-                    f"has kernels for PaTH in {request.dtype} with {what} of width {widest} at "
-                    f"most; found {shapes[name][3]}"
-                )
-        return None
+        return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(
         self, leaf: Any, x: Tensors, frame: Frame
