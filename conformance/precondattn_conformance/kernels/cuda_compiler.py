@@ -10,11 +10,9 @@ failure.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import multiprocessing
-import os
 import platform
 import sys
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from precondattn_conformance.kernels import nvrtc
+from precondattn_conformance.kernels.compiler_arguments import parsed
 from precondattn_conformance.kernels.cuda_toolkit import MissingToolError, include_folder
 from precondattn_conformance.kernels.resources import SHARED_LIMITS, Resources, judge, line
 
@@ -143,18 +142,7 @@ def report(found: Sequence[Resources]) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 when one of them fails."""
-    parser = argparse.ArgumentParser(description="Compile a package's CUDA kernels.")
-    parser.add_argument("module", help="the module whose variants(target) are compiled")
-    parser.add_argument("--target", action="append", default=[], choices=TARGETS)
-    parser.add_argument("--match", default="", help="only variants whose name has this in it")
-    parser.add_argument("--list", action="store_true", help="the variants' names, and no more")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--save", type=Path, help="a JSON file for the report")
-    given = parser.parse_args(arguments)
-    if given.jobs < 1:
-        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
-    if not given.target:
-        parser.error("--target is needed: sm_80, sm_90 …")
+    parser, given = parsed("CUDA", TARGETS, "sm_80, sm_90", arguments)
     try:
         asked = [
             (variant, target)

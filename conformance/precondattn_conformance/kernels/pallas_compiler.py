@@ -15,11 +15,9 @@ over machine code of the device that they find: this needs one that hands over T
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precondattn_conformance.kernels.compiler_arguments import parsed
 from precondattn_conformance.kernels.resources import (
     SHARED_LIMITS,
     Resources,
@@ -228,18 +227,7 @@ def _compile_alone(kernel: Kernel, target: str) -> Resources:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each kernel, and return 1 when one of them fails."""
-    parser = argparse.ArgumentParser(description="Compile a package's Pallas kernels.")
-    parser.add_argument("module", help="the module whose variants(target) are compiled")
-    parser.add_argument("--target", action="append", default=[], choices=TARGETS)
-    parser.add_argument("--match", default="", help="only variants whose name has this in it")
-    parser.add_argument("--list", action="store_true", help="the variants' names, and no more")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--save", type=Path, help="a JSON file for the report")
-    given = parser.parse_args(arguments)
-    if given.jobs < 1:
-        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
-    if not given.target:
-        parser.error("--target is needed: sm_90, tpu …")
+    parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
     try:
         asked = [
             (variant, target)

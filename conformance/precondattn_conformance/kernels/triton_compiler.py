@@ -12,21 +12,19 @@ It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from precondattn_conformance.kernels.compiler_arguments import parsed
 from precondattn_conformance.kernels.resources import (
     SHARED_LIMITS,
     Resources,
@@ -162,20 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 when one of them fails."""
     import triton
 
-    parser = argparse.ArgumentParser(description="Compile a package's Triton kernels.")
-    parser.add_argument("module", help="the module whose variants(target) are compiled")
-    parser.add_argument("--target", action="append", default=[], choices=SHARED_LIMITS)
-    parser.add_argument("--match", default="", help="only variants whose name has this in it")
-    parser.add_argument("--list", action="store_true", help="the variants' names, and no more")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--save", type=Path, help="a JSON file for the report")
-    given = parser.parse_args(arguments)
+    parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
-    if given.jobs < 1:
-        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
-    if not given.target:
-        parser.error("--target is needed: sm_90, gfx942 …")
     try:
         asked = [
             (name, target)
