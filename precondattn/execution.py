@@ -212,8 +212,9 @@ def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) 
 def _in_call_dtype(array: Array, call: BoundCall) -> Array:
     if dtype_name(array) == call.dtype:
         return array
-    xp = namespace(array)
-    return xp.astype(array, getattr(xp, call.dtype))
+    # The inputs' own: not every namespace has a name for bfloat16.
+    dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == call.dtype)
+    return namespace(array).astype(array, dtype)
 
 
 def _sum(a: Array, b: Array) -> Array:

@@ -1,0 +1,155 @@
+"""From a kernel's name and its arguments to a launch.
+
+    launch("unit_rows", "unit_rows<float>", (rows,), 128, (o, y, 96, 64, 1e-6))
+
+Arrays go as pointers, and None as the null pointer; whole numbers are `int`, others `float`, or what
+a NumPy scalar says. CuPy compiles a kernel at its first launch on a device, keeps it in its own cache
+on disk, and raises what the driver says of a launch. On a machine without a GPU, kernels run in
+the simulator of the conformance suite, on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from precondattn_cupy.sources import FOLDER, source
+
+CPP_TYPES = {
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+STATIC_LIMIT = 48 << 10
+"""Bytes of dynamic shared memory that a kernel may have without asking."""
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+SIMULATE = "PRECONDATTN_CUPY_SIMULATE"
+"""Of the environment: 1 to run kernels in the simulator, on NumPy arrays."""
+
+
+class Launch(NamedTuple):
+    """What was launched, for who wants to know."""
+
+    file: str
+    kernel: str
+    """The name expression: "unit_rows<float>"."""
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+
+
+def is_simulated() -> bool:
+    """Whether kernels run on this machine's CPU."""
+    return os.environ.get(SIMULATE, "0") not in ("", "0")
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches inside are noted, and not run."""
+    found: list[Launch] = []
+    before = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(before)
+
+
+def cpp_type(array: Any) -> str:
+    """Of an array's numbers."""
+    return CPP_TYPES[str(array.dtype)]
+
+
+def launch(
+    file: str,
+    kernel: str,
+    grid: Sequence[int],
+    threads: int,
+    arguments: Sequence[Any],
+    shared_bytes: int = 0,
+) -> None:
+    """Run a kernel of `file`.cu on the current device and stream.
+
+    Raises
+    ------
+    ValueError
+        where the grid is larger than a GPU takes, or a number than its parameter.
+    MemoryError
+        where the device has less shared memory for a block.
+    """
+    if any(
+        not 0 < size <= limit for size, limit in zip(grid, GRID_LIMITS[: len(grid)], strict=True)
+    ):
+        raise ValueError(f"{kernel}: a grid has from 1 to {GRID_LIMITS} blocks, not {tuple(grid)}")
+    simulated = is_simulated()
+    values = tuple(_value(kernel, given, simulated) for given in arguments)
+    noted = _recorded.get()
+    if noted is not None:
+        noted.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
+        return
+    if simulated:
+        function = _simulated(file, kernel)
+    else:
+        device = _device()
+        if shared_bytes > (limit := _shared_limit(device)):
+            raise MemoryError(
+                f"{kernel}: needs {shared_bytes} bytes of shared memory for a block; "
+                f"device {device} has {limit}"
+            )
+        function = _compiled(file, kernel, device)
+    if shared_bytes > max(STATIC_LIMIT, function.max_dynamic_shared_size_bytes):
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    function(tuple(grid), (threads,), values, shared_mem=shared_bytes)
+
+
+def _value(kernel: str, given: Any, simulated: bool) -> Any:
+    if given is None:
+        return None if simulated else np.uint64(0)
+    if isinstance(given, np.generic):
+        return given
+    if isinstance(given, (bool, int)):
+        if not -(2**31) <= given < 2**31:
+            raise ValueError(f"{kernel}: takes numbers of 32 bits, not {given}")
+        return np.int32(given)
+    return np.float32(given) if isinstance(given, float) else given
+
+
+@functools.cache
+def _compiled(file: str, kernel: str, device: int) -> Any:
+    """A module has one kernel: what is not called is not compiled."""
+    import cupy
+
+    module = cupy.RawModule(
+        code=source(file), options=("-std=c++17",), name_expressions=(kernel,), backend="nvrtc"
+    )
+    return module.get_function(kernel)
+
+
+@functools.cache
+def _simulated(file: str, kernel: str) -> Any:
+    from precondattn_conformance.kernels.cuda_simulator import SimulatedModule
+
+    return SimulatedModule(FOLDER / f"{file}.cu", [kernel]).get_function(kernel)
+
+
+def _device() -> int:
+    import cupy
+
+    return int(cupy.cuda.Device().id)
+
+
+@functools.cache
+def _shared_limit(device: int) -> int:
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    return int(attributes["MaxSharedMemoryPerBlockOptin"])

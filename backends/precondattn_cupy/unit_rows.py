@@ -1,0 +1,71 @@
+"""Rows of unit length, and the gradient, by `cuda/unit_rows.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from precondattn.arrays import Array, namespace
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.layout import in_one_piece
+
+WARPS = 4
+"""Of a block; each has a row."""
+
+
+class UnitRows:
+    """Of the leaf `UnitRows`."""
+
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if leaf.axis != "token":
+            return "its rows are those of tokens, not of channels"
+        if 0 in dict(request.shapes)["o"]:
+            return "takes no empty arrays"
+        return None
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, tuple[Array, ...]]:
+        o = in_one_piece(x["o"])
+        y = namespace(o).empty_like(o)
+        _launch(f"unit_rows<{cpp_type(o)}>", o, (o, y), leaf.eps)
+        return y, ()
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> dict[str, Array]:
+        o, d_y = in_one_piece(x["o"]), in_one_piece(cotangent)
+        d_o = namespace(o).empty_like(o)
+        detach = str(bool(leaf.detach)).lower()
+        _launch(f"unit_rows_vjp<{cpp_type(o)}, {detach}>", o, (o, d_y, d_o), leaf.eps)
+        return {"o": d_o}
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        """New tokens know nothing of old ones."""
+        return self.forward(leaf, x, frame)[0], {}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return ()
+
+
+def _launch(kernel: str, o: Array, arrays: tuple[Array, ...], eps: float) -> None:
+    width = o.shape[-1]
+    rows = o.size // width
+    least = np.float64(eps) if o.dtype == np.float64 else np.float32(eps)
+    arguments = (*arrays, rows, width, least)
+    launch("unit_rows", kernel, (-(-rows // WARPS),), 32 * WARPS, arguments)

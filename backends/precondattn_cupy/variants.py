@@ -1,0 +1,104 @@
+"""Every kernel as it is shipped, to be compiled where there is no GPU.
+
+    python -m precondattn_conformance.kernels.cuda_compiler precondattn_cupy.variants …
+
+The backend's own launching code runs, and its launches are noted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import precondattn as pa
+from precondattn.frame import Frame
+from precondattn.group import Group, group_of
+from precondattn_conformance.kernels.cuda_compiler import Variant
+from precondattn_cupy.backend import Cupy
+from precondattn_cupy.launch import SIMULATE, Launch, recorded
+from precondattn_cupy.sources import source
+
+HALF, ALL = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
+Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]
+"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+
+CALLS: Shipped = (
+    ("unit_rows", (*ALL, "float64"), ((64, 64),)),
+    ("unit_rows[detach=false]", (*ALL, "float64"), ((64, 64),)),
+)
+"""Full calls, with their gradients."""
+
+STEPS: Shipped = ()
+"""Extensions of a cache by one token."""
+
+TOKENS, HEADS, BATCH, SLOTS = 128, 2, 1, 64
+WIDE_SPILLS = 0
+"""Bytes that a thread may spill where rows are wider than 128."""
+
+
+def variants(target: str) -> Iterator[Variant]:
+    """Every instance of every kernel, once."""
+    seen = set()
+    for is_step, shipped in ((False, CALLS), (True, STEPS)):
+        for mechanism, dtypes, widths in shipped:
+            for dtype in dtypes:
+                for d, e in widths:
+                    for launch in launches(mechanism, dtype, d, e, is_step):
+                        if launch.kernel not in seen:
+                            seen.add(launch.kernel)
+                            yield _variant(launch, WIDE_SPILLS if max(d, e) > 128 else 0)
+
+
+def _variant(launch: Launch, spill_limit: int) -> Variant:
+    return Variant(
+        launch.kernel,
+        source(launch.file),
+        launch.kernel,
+        dynamic_shared_bytes=launch.shared_bytes,
+        spill_limit=spill_limit,
+        threads=launch.threads,
+    )
+
+
+def launches(expression: str, dtype: str, d: int, e: int, is_step: bool = False) -> list[Launch]:
+    """What a call with its gradient, or a step, launches."""
+    mechanism = pa.parse(expression)
+    is_group = len(mechanism.program.calls) > 1
+    piece: Any = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
+    inputs = piece.inputs.extending() if is_step else piece.inputs
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
+    sizes |= {"d": d, "e": e, "m": SLOTS}
+    sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
+    x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
+    backend = Cupy()
+    before = os.environ.get(SIMULATE)
+    os.environ[SIMULATE] = "1"
+    try:
+        with recorded() as found:
+            if is_step:
+                past = {
+                    key: _zeros(pattern.shape(sizes), "float32" if slot.wide else dtype)
+                    for key, (slot, pattern) in piece.program.slots.items()
+                }
+                new = np.full((BATCH, 1), TOKENS)
+                slots = np.arange(TOKENS + 1)[None]
+                backend.step(piece, past, x, Frame(new, slots, None, slots <= TOKENS))
+            else:
+                position = np.arange(TOKENS)[None]
+                frame = Frame(position, position)
+                out, residuals = backend.forward(piece, x, frame)
+                backend.backward(piece, x, frame, out, residuals, np.zeros_like(out))
+    finally:
+        if before is None:
+            del os.environ[SIMULATE]
+        else:
+            os.environ[SIMULATE] = before
+    return found
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> Any:
+    return np.zeros(shape, getattr(ml_dtypes, dtype, None) or dtype)
