@@ -131,6 +131,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.unit_rows import UnitRows
 
         return UnitRows()
+    if type(mechanism) is pa.LucidSolve:
+        from precondattn_cupy.lucid_solve import LucidSolve
+
+        return LucidSolve()
     return None
 
 
