@@ -6,7 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import lucid_solve
+from precondattn_cupy import lucid_solve, lucid_step
 from precondattn_cupy.configurations import Configuration, forced
 from tests.cupy_kernels import DTYPES, ORDERS
 
@@ -15,6 +15,7 @@ SMALL = {
     "lucid_inverse": Configuration(16, 32),
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
+    "lucid_decode": Configuration(16, 16),
 }
 
 
@@ -24,6 +25,7 @@ def unwritten_is_nan(monkeypatch):
         return np.full(shape, np.nan, like.dtype if dtype is None else dtype)
 
     monkeypatch.setattr(lucid_solve, "empty", empty)
+    monkeypatch.setattr(lucid_step, "empty", empty)
 
 
 def problem(
@@ -82,7 +84,7 @@ def check(leaf, x, d_y, frame, dtype="float32", bound=None, order=None, **tiles)
     y = filled(leaf.forward(exact, frame)[0], frame, 0)
     expected = leaf.backward(exact, frame, y, (), d_exact)
     given = {name: filled(a, frame, np.nan) for name, a in given.items()}
-    before = {name: a.copy() for name, a in given.items()}
+    before = {name: a.tobytes() for name, a in given.items()}
     found, residuals, gradients = run(
         leaf, given, filled(d_given, frame, np.nan), frame, order, **tiles
     )
@@ -93,7 +95,7 @@ def check(leaf, x, d_y, frame, dtype="float32", bound=None, order=None, **tiles)
     for name, gradient in expected.items():
         assert gradients[name].dtype == given[name].dtype
         assert error(gradients[name], filled(gradient, frame, 0)) < 2 * bound, name
-        np.testing.assert_array_equal(given[name], before[name])
+        assert given[name].tobytes() == before[name]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -225,3 +227,100 @@ def test_the_order_of_threads_does_not_matter():
     for others in results[1:]:
         for one, other in zip(results[0], others, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+# ---- One token at a time --------------------------------------------------------------------
+
+
+def sequences(t, h, n, d, e, dtype="float32", beta=False, b=2):
+    rng = np.random.default_rng(t)
+    x = {
+        name: rng.normal(size=(b, t, *size)) for name, size in zip("qkv", ((h, d), (n, d), (n, e)))
+    }
+    x["k"] = 0.3 * x["k"] + x["k"][:, :1]
+    if beta:
+        x["lucid_beta"] = 2 * rng.random((b, t, n))
+    return {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
+
+
+def at(x, start, stop):
+    return {name: a[:, start:stop] for name, a in x.items()}
+
+
+DECODED = {
+    "float32": (4, 2, 12, 20, False),
+    "float16": (3, 1, 16, 32, True),
+    "bfloat16": (2, 2, 16, 32, False),
+}
+
+
+@pytest.mark.parametrize("dtype", DECODED)
+def test_decoding_behind_a_cache(dtype):
+    """Capacities of whole and of broken 16 bytes; caches that end within a tile, and at one."""
+    h, n, d, e, beta = DECODED[dtype]
+    x, m = sequences(37, h, n, d, e, dtype, beta), pa.Lucid(beta=beta)
+    expected = m(**{name: a.astype(np.float64) for name, a in x.items()}, backend="reference")
+    for capacity, first in ((40, 31), (37, 0)):
+        cache = m.init_cache(**x, capacity=capacity)
+        if first:
+            _, cache = m.extend(cache, **at(x, 0, first), backend="portable")
+        for i in range(first, first + 4):
+            with forced(**SMALL), checked(i):
+                out, cache = m.extend(cache, **at(x, i, i + 1), backend="cupy")
+            assert out.dtype == x["v"].dtype
+            assert error(out[:, 0], expected[:, i]) < {**BOUNDS, "bfloat16": 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("options", [{"eps": 0.0}, {"normalize": "queries_and_keys"}])
+def test_decoding_with_other_norms(options):
+    x, m = sequences(20, 4, 2, 12, 20), pa.Lucid(**options)
+    x["k"][:, ::3] = 0
+    check_a_step(m, x, 18)
+
+
+def test_decoding_with_a_tile_of_many_query_heads():
+    """Two warps, of which the second has the key."""
+    check_a_step(pa.Lucid(), sequences(20, 19, 1, 12, 20), 18)
+
+
+def test_decoding_wide_rows():
+    check_a_step(pa.Lucid(scale=0.1), sequences(35, 2, 1, 100, 132, "bfloat16"), 34, 2e-2)
+
+
+def check_a_step(m, x, held, bound=2e-5, **options):
+    """One step against the reference's, by `options` that differ from step to step."""
+    wide = {name: a.astype(np.float64) for name, a in x.items()}
+    exact, cache = (
+        m.init_cache(**a, capacity=40, key_mask="key_mask" in options) for a in (wide, x)
+    )
+    before, now = ({name: o[i] for name, o in options.items()} for i in (0, 1))
+    _, exact = m.extend(exact, **at(wide, 0, held), **before, backend="reference")
+    _, cache = m.extend(cache, **at(x, 0, held), **before, backend="portable")
+    expected, exact = m.extend(exact, **at(wide, held, held + 1), **now, backend="reference")
+    new = at(x, held, held + 1)
+    how = {**now, "backend": ("cupy", "portable")}
+    assert "cupy" in m.explain(**new, **how, cache=cache).backends
+    with forced(**SMALL), checked():
+        found, cache = m.extend(cache, **new, **how)
+    assert error(found, expected) < bound
+    np.testing.assert_array_equal(cache.length, exact.length)
+    for name, buffer in exact.store.items():
+        # What is hidden may be anything, or 0.
+        both = np.isfinite(cache.store[name]) & np.isfinite(buffer)
+        assert error(np.where(both, cache.store[name], 0), np.where(both, buffer, 0)) < bound, name
+
+
+def test_decoding_sequences_of_unequal_lengths():
+    """One sequence begins with the step, and one has no new token."""
+    x = sequences(21, 2, 2, 12, 20, b=3)
+    check_a_step(pa.Lucid(), x, 20, lengths=(np.asarray([20, 0, 7]), np.asarray([1, 1, 0])))
+
+
+def test_decoding_with_keys_that_are_hidden():
+    """Whatever they are; a query whose own key is hidden sees those before it."""
+    x = sequences(21, 2, 2, 12, 20, b=3, beta=True)
+    masks = np.random.default_rng(0).random((3, 20)) < 0.6, np.asarray([[True], [False], [True]])
+    masks[0][2] = False
+    hidden = ~np.concatenate(masks, axis=1)
+    x["k"][hidden] = x["v"][hidden] = x["lucid_beta"][hidden] = np.nan
+    check_a_step(pa.Lucid(beta=True), x, 20, key_mask=masks)

@@ -126,7 +126,7 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 def _kernels(mechanism: Any) -> Any:
     """What computes a leaf or group, by its own class; None where nothing does."""
     if len(mechanism.program.calls) > 1:
-        return None
+        return _group_kernels([*map(type, mechanism.program.leaves)])
     if type(mechanism) is pa.UnitRows:
         from precondattn_cupy.unit_rows import UnitRows
 
@@ -135,6 +135,15 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.lucid_solve import LucidSolve
 
         return LucidSolve()
+    return None
+
+
+def _group_kernels(leaves: list[type]) -> Any:
+    """What computes several calls in one go, by their leaves."""
+    if leaves == [pa.LucidSolve, pa.Softmax]:
+        from precondattn_cupy.lucid_step import LucidStep
+
+        return LucidStep()
     return None
 
 

@@ -98,3 +98,8 @@ declare(
     half={128: Configuration(64, 32), 256: Configuration(32, 16)},
     full={128: Configuration(64, 16), 256: Configuration(32, 16)},
 )
+declare(
+    "lucid_decode",
+    half={256: Configuration(16, 32)},
+    full={256: Configuration(16, 16)},
+)

@@ -34,7 +34,9 @@ CALLS: Shipped = (
 )
 """Full calls, with their gradients."""
 
-STEPS: Shipped = ()
+STEPS: Shipped = (
+    ("lucid[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
+)
 """Extensions of a cache by one token."""
 
 TOKENS, HEADS, BATCH, SLOTS = 1024, 2, 1, 64
