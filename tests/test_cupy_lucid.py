@@ -235,7 +235,8 @@ def test_the_order_of_threads_does_not_matter():
 def sequences(t, h, n, d, e, dtype="float32", beta=False, b=2):
     rng = np.random.default_rng(t)
     x = {
-        name: rng.normal(size=(b, t, *size)) for name, size in zip("qkv", ((h, d), (n, d), (n, e)))
+        name: rng.normal(size=(b, t, *size))
+        for name, size in {"q": (h, d), "k": (n, d), "v": (n, e)}.items()
     }
     x["k"] = 0.3 * x["k"] + x["k"][:, :1]
     if beta:
