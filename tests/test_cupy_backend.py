@@ -1,5 +1,7 @@
 """The CuPy backend in dispatch: what it takes, what it refuses, and that it conforms."""
 
+from tests import cupy_kernels  # noqa: F401  # isort: skip
+
 import numpy as np
 import pytest
 

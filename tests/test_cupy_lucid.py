@@ -1,5 +1,7 @@
 """LUCID's CUDA kernels against the definition, in the simulator."""
 
+from tests import cupy_kernels  # noqa: F401  # isort: skip
+
 import numpy as np
 import pytest
 

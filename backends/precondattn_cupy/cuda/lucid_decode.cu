@@ -70,13 +70,13 @@ __device__ __forceinline__ int filled(const int* counts, long long b, int count,
 // (m, splits, g + 1) m and Σ e^{S − m}. The grid is (splits, m). q (b, g n, d), k (b, n, d), keys (b, n,
 // d, c), solved (b, n, e, c), rms (b, n, c) or null, `valid` (b, c) or null.
 template <class T, int ROWS, int TOKENS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS, 1)
-    lucid_read(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ keys,
-               const T* __restrict__ solved, const float* __restrict__ rms,
-               const unsigned char* __restrict__ valid, const int* __restrict__ counts,
-               float* __restrict__ totals, float* __restrict__ maxima, float* __restrict__ sums,
-               int count, int capacity, int per_split, int heads, int group, int key_width,
-               int width, float eps, float scale, float key_scale, float shift, bool by_16) {
+__global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ keys,
+    const T* __restrict__ solved, const float* __restrict__ rms,
+    const unsigned char* __restrict__ valid, const int* __restrict__ counts,
+    float* __restrict__ totals, float* __restrict__ maxima, float* __restrict__ sums, int count,
+    int capacity, int per_split, int heads, int group, int key_width, int width, float eps,
+    float scale, float key_scale, float shift, bool by_16) {
   constexpr int ROW_STEP = KEY_WIDTH + gap<T>(), STEP = TOKENS + gap<T>(), THREADS = 2 * ROWS;
   constexpr bool IS_HALF = sizeof(T) == 2;
   extern __shared__ __align__(16) unsigned char memory[];

@@ -14,12 +14,11 @@
 
 // A tile of dk (b, s, n, d), from y and dv (b, s, n, e); the grid is (T / ROWS, m).
 template <class T, class OPERAND, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH, bool NORMALIZE>
-__global__ void __launch_bounds__(2 * ROWS, 1)
-    lucid_key_gradient(const OPERAND* __restrict__ keys, const float* __restrict__ reciprocal,
-                       const int* __restrict__ segments, const unsigned char* __restrict__ valid,
-                       const T* __restrict__ y, const T* __restrict__ d_v, T* __restrict__ d_k,
-                       int s, int heads, int tokens, int key_width, int width, float scale,
-                       float shift, float score_scale, bool by_16) {
+__global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
+    const OPERAND* __restrict__ keys, const float* __restrict__ reciprocal,
+    const int* __restrict__ segments, const unsigned char* __restrict__ valid,
+    const T* __restrict__ y, const T* __restrict__ d_v, T* __restrict__ d_k, int s, int heads,
+    int tokens, int key_width, int width, float scale, float shift, float score_scale, bool by_16) {
   constexpr int KEY_STEP = step_of<OPERAND, KEY_WIDTH>(), STEP = step_of<T, WIDTH>();
   constexpr int PHI_STEP = step_of<OPERAND, COLUMNS>();
   constexpr bool SCALED = sizeof(OPERAND) == 2;

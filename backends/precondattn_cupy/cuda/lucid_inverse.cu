@@ -64,10 +64,9 @@ __device__ __forceinline__ void invert_larger(float* inverse, float* strict) {
 // A pair of tiles of a super-block, `low` and the one `apart` behind it: Lᵀ, or, of a tile and itself,
 // N. The grid is (T / TILE · S / TILE, m).
 template <class T, int TILE, int KEY_WIDTH, bool BY_ROW>
-__global__ void __launch_bounds__(2 * TILE, 1)
-    lucid_systems(const T* __restrict__ keys, const float* __restrict__ factor,
-                  const int* __restrict__ segments, T* __restrict__ inverse, int s, int heads,
-                  int tokens, int super, float scale, float shift) {
+__global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
+    const T* __restrict__ keys, const float* __restrict__ factor, const int* __restrict__ segments,
+    T* __restrict__ inverse, int s, int heads, int tokens, int super, float scale, float shift) {
   constexpr int KEY_STEP = step_of<T, KEY_WIDTH>(), STEP = step_of<float, TILE>();
   extern __shared__ __align__(16) unsigned char memory[];
   const int tiles = super / TILE, low = blockIdx.x / tiles * TILE, apart = blockIdx.x % tiles;
@@ -122,8 +121,8 @@ __global__ void __launch_bounds__(2 * TILE, 1)
 // −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of columns of it. The grid is
 // (pairs · half / TILE, m); shared memory has (half + 2 TILE) rows of a tile.
 template <class T, int TILE>
-__global__ void __launch_bounds__(2 * TILE, 1)
-    lucid_join(T* __restrict__ inverse, int tokens, int super, int half) {
+__global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
+    T* __restrict__ inverse, int tokens, int super, int half) {
   constexpr int STEP = step_of<T, TILE>();
   extern __shared__ __align__(16) unsigned char memory[];
   T *left = reinterpret_cast<T*>(memory), *right = left + TILE * STEP, *middle = right + TILE * STEP;

@@ -21,12 +21,12 @@
 // (m, step). With a β, `rho` (b, s, n, e) gets ρ forward; backward it is read, and `d_factor`
 // (chunks, m, T) gets the channels' part of dβ = X · ρ.
 template <class T, class OPERAND, int TILE, int WIDTH, bool BACKWARD>
-__global__ void __launch_bounds__(2 * TILE, 1)
-    lucid_apply(const OPERAND* __restrict__ inverse, const float* __restrict__ factor,
-                const unsigned char* __restrict__ valid, const float* __restrict__ right,
-                OPERAND* __restrict__ solved, float* __restrict__ sizes, T* __restrict__ rho,
-                T* __restrict__ out, float* __restrict__ d_factor, int s, int heads, int tokens,
-                int super, int start, int width, int step) {
+__global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
+    const OPERAND* __restrict__ inverse, const float* __restrict__ factor,
+    const unsigned char* __restrict__ valid, const float* __restrict__ right,
+    OPERAND* __restrict__ solved, float* __restrict__ sizes, T* __restrict__ rho,
+    T* __restrict__ out, float* __restrict__ d_factor, int s, int heads, int tokens, int super,
+    int start, int width, int step) {
   constexpr int BLOCK_STEP = step_of<OPERAND, TILE>(), SIDE_STEP = step_of<OPERAND, WIDTH>();
   constexpr bool SCALED = sizeof(OPERAND) == 2;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -110,11 +110,11 @@ __global__ void __launch_bounds__(2 * TILE, 1)
 // R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for a tile of rows and channels, the
 // first of which begins at `first_row`. The grid is (tiles, m, chunks).
 template <class OPERAND, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS, 2)
-    lucid_update(const OPERAND* __restrict__ keys, const int* __restrict__ segments,
-                 const OPERAND* __restrict__ solved, const float* __restrict__ sizes,
-                 float* __restrict__ right, int s, int heads, int tokens, int super, int start,
-                 int first_row, int step, float scale, float shift) {
+__global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(
+    const OPERAND* __restrict__ keys, const int* __restrict__ segments,
+    const OPERAND* __restrict__ solved, const float* __restrict__ sizes, float* __restrict__ right,
+    int s, int heads, int tokens, int super, int start, int first_row, int step, float scale,
+    float shift) {
   constexpr int KEY_STEP = step_of<OPERAND, KEY_WIDTH>(), STEP = step_of<OPERAND, WIDTH>();
   constexpr int PHI_STEP = step_of<OPERAND, COLUMNS>();
   extern __shared__ __align__(16) unsigned char memory[];
