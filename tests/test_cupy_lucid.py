@@ -22,12 +22,14 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
+def unwritten_is_nan_and_splits_are_many(monkeypatch):
     def empty(like, shape, dtype=None):
         return np.full(shape, np.nan, like.dtype if dtype is None else dtype)
 
     monkeypatch.setattr(lucid_solve, "empty", empty)
     monkeypatch.setattr(lucid_step, "empty", empty)
+    # As many as give every tile of a cache to a block of its own.
+    monkeypatch.setattr(lucid_step, "_processors", lambda: 6)
 
 
 def problem(

@@ -100,6 +100,6 @@ declare(
 )
 declare(
     "lucid_decode",
-    half={256: Configuration(16, 32)},
+    half={128: Configuration(16, 32), 256: Configuration(16, 16)},
     full={256: Configuration(16, 16)},
 )

@@ -112,8 +112,9 @@ class LucidStep:
             (h // n, b * n),
             FINISHING_THREADS,
             (
-                q, k, v, beta, seen.is_query, seen.is_key, totals, maxima, sums, out, y, own_rms,
-                splits, n, d, e, width, solve.eps, scale,
+                q, k, v, beta, seen.is_query, seen.is_key, seen.counts, totals, maxima, sums, out,
+                y, own_rms, seen.count, capacity, per_split, splits, n, d, e, width, solve.eps,
+                scale,
             ),
         )  # fmt: skip
         updates: dict[str, Any] = {

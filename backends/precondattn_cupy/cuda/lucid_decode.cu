@@ -20,7 +20,8 @@ __device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, 
                                            int capacity, int first, int end, bool by_16,
                                            const unsigned char* __restrict__ valid) {
   constexpr int PART = 16 / sizeof(T), PARTS = TOKENS / PART, STEP = TOKENS + gap<T>();
-  constexpr int CHANNELS = THREADS / PARTS, COUNT = WIDTH / CHANNELS, AT_ONCE = COUNT < 8 ? COUNT : 8;
+  constexpr int CHANNELS = THREADS / PARTS, COUNT = WIDTH / CHANNELS;
+  constexpr int AT_ONCE = COUNT < 8 ? COUNT : 8;
   static_assert(THREADS % PARTS == 0 && WIDTH % (CHANNELS * AT_ONCE) == 0, "threads have equal parts");
   const int column = threadIdx.x % PARTS * PART, own = threadIdx.x / PARTS;
   unsigned seen = 0;
@@ -66,9 +67,10 @@ __device__ __forceinline__ int filled(const int* counts, long long b, int count,
   return counts == nullptr ? count : min(counts[b], capacity);
 }
 
-// One split of one key/value head: `totals` (m, splits, g + 1, WIDTH) gets a and r, `maxima` and `sums`
-// (m, splits, g + 1) m and Σ e^{S − m}. The grid is (splits, m). q (b, g n, d), k (b, n, d), keys (b, n,
-// d, c), solved (b, n, e, c), rms (b, n, c) or null, `valid` (b, c) or null.
+// One split of one key/value head, unless nothing of it is filled; the grid is (splits, m). `totals` (m,
+// splits, g + 1, WIDTH) gets a and r, `maxima` and `sums` (m, splits, g + 1) m and Σ e^{S − m}. q (b,
+// g n, d), k (b, n, d), keys (b, n, d, c), solved (b, n, e, c), rms (b, n, c) or null, `valid` (b, c) or
+// null.
 template <class T, int ROWS, int TOKENS, int KEY_WIDTH, int WIDTH>
 __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ keys,
@@ -88,6 +90,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
   // 1 / rms of a slot, or −1 if it does not count.
   float* one_by_rms = reinterpret_cast<float*>(value_tile + (WIDTH + (IS_HALF ? 2 : 1) * ROWS) * STEP);
   const long long head = blockIdx.y, b = head / heads;
+  const int start = blockIdx.x * per_split;
+  const int end = min(start + per_split, filled(counts, b, count, capacity));
+  if (start >= end) return;
   q += head * group * key_width;
   k += head * key_width;
   keys += head * key_width * capacity;
@@ -113,8 +118,6 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
     own = square > 0.0f ? 1.0f / sqrtf(square) : 1.0f;
   }
 
-  const int start = blockIdx.x * per_split;
-  const int end = min(start + per_split, filled(counts, b, count, capacity));
   Product<WIDTH> total;
   total.clear();
   float largest[2], sum[2] = {0.0f, 0.0f};
@@ -208,45 +211,47 @@ __global__ void lucid_finish(const T* __restrict__ q, const T* __restrict__ k,
                              const T* __restrict__ v, const T* __restrict__ beta,
                              const unsigned char* __restrict__ is_query,
                              const unsigned char* __restrict__ is_key,
-                             const float* __restrict__ totals, const float* __restrict__ maxima,
-                             const float* __restrict__ sums, T* __restrict__ out,
-                             T* __restrict__ solved, float* __restrict__ own_rms, int splits,
-                             int heads, int key_width, int width, int step, float eps,
+                             const int* __restrict__ counts, const float* __restrict__ totals,
+                             const float* __restrict__ maxima, const float* __restrict__ sums,
+                             T* __restrict__ out, T* __restrict__ solved,
+                             float* __restrict__ own_rms, int count, int capacity, int per_split,
+                             int splits, int heads, int key_width, int width, int step, float eps,
                              float scale) {
   const int group = gridDim.x, row = blockIdx.x, lane = threadIdx.x % 32;
   const long long head = blockIdx.y, b = head / heads;
-  const bool asks = is_query == nullptr || is_query[b], counts = is_key == nullptr || is_key[b];
+  const bool asks = is_query == nullptr || is_query[b], answers = is_key == nullptr || is_key[b];
   q += (head * group + row) * key_width;
   k += head * key_width;
   v += head * width;
   const long long first = head * splits * (group + 1);
+  const int used = (filled(counts, b, count, capacity) + per_split - 1) / per_split;
 
   float own = 0.0f, square = 0.0f;
   for (int i = lane; i < key_width; i += 32) {
-    const float x = counts ? wide(k[i]) : 0.0f;
+    const float x = answers ? wide(k[i]) : 0.0f;
     own += (asks ? wide(q[i]) : 0.0f) * x;
     square += x * x;
   }
-  own = counts ? sum_of_warp(own) * scale : -INFINITE;
+  own = answers ? sum_of_warp(own) * scale : -INFINITE;
   square = sum_of_warp(square) / key_width + eps;
   if (own_rms != nullptr && row == 0 && threadIdx.x == 0)
     own_rms[head] = square > 0.0f ? sqrtf(square) : 1.0f;
 
   float largest = own;
-  for (int split = 0; split < splits; ++split)
+  for (int split = 0; split < used; ++split)
     largest = fmaxf(largest, maxima[first + split * (group + 1) + row]);
   const float base = largest == -INFINITE ? 0.0f : largest;
   const float added = exp2f(own - base), factor = beta == nullptr ? 1.0f : wide(beta[head]);
   for (int channel = threadIdx.x; channel < width; channel += blockDim.x) {
     float read = 0.0f, attended = 0.0f, weight = added;
-    for (int split = 0; split < splits; ++split) {
+    for (int split = 0; split < used; ++split) {
       const long long part = first + split * (group + 1);
       const float kept = exp2f(maxima[part + row] - base);
       read += totals[(part + group) * step + channel];
       attended += totals[(part + row) * step + channel] * kept;
       weight += sums[part + row] * kept;
     }
-    const float y = counts ? factor * (wide(v[channel]) - read) : 0.0f;
+    const float y = answers ? factor * (wide(v[channel]) - read) : 0.0f;
     const float o = weight > 0.0f ? (attended + added * y) / weight : 0.0f;
     out[(head * group + row) * width + channel] = narrow<T>(asks ? o : 0.0f);
     if (row == 0) solved[head * width + channel] = narrow<T>(y);

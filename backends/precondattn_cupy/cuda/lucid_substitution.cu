@@ -14,6 +14,10 @@
 #include "lucid_tiles.cuh"
 #include "warps.cuh"
 
+__device__ __forceinline__ float4 four(const float* x) {
+  return *reinterpret_cast<const float4*>(x);
+}
+
 // A tile of rows of the super-block that begins at `start`, and some channels; the grid is (tiles of
 // the super-block, m, chunks).
 //
@@ -40,20 +44,26 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   inverse += head * tokens * super;
 
   if constexpr (SCALED) {
-    // Threads that have the same channel leave what they found beside one another.
+    // Threads that have the same channels leave what they found beside one another.
     float* largest = reinterpret_cast<float*>(block);
-    const int parts = blockDim.x > WIDTH ? blockDim.x / WIDTH : 1;
-    for (int at = threadIdx.x; at < parts * WIDTH; at += blockDim.x) {
-      float found = 0.0f;
-      for (int token = start + at / WIDTH; token < end; token += parts)
-        found = fmaxf(found, fabsf(right[(long long)token * step + at % WIDTH]));
-      largest[at] = found;
+    const int parts = blockDim.x / (WIDTH / 4), part = threadIdx.x / (WIDTH / 4);
+    if (part < parts) {
+      float found[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
+      for (int token = start + part; token < end; token += parts) {
+        const float4 x = four(right + (long long)token * step + threadIdx.x % (WIDTH / 4) * 4);
+        found[0] = fmaxf(found[0], fabsf(x.x));
+        found[1] = fmaxf(found[1], fabsf(x.y));
+        found[2] = fmaxf(found[2], fabsf(x.z));
+        found[3] = fmaxf(found[3], fabsf(x.w));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest[threadIdx.x * 4 + i] = found[i];
     }
     __syncthreads();
     for (int channel = threadIdx.x; channel < WIDTH; channel += blockDim.x) {
-      float found = largest[channel];
-      for (int part = 1; part < parts; ++part)
-        found = fmaxf(found, largest[part * WIDTH + channel]);
+      float found = 0.0f;
+      for (int i = 0; i < parts; ++i) found = fmaxf(found, largest[i * WIDTH + channel]);
       size[channel] = power_above(found);
       if (blockIdx.x == 0) sizes[head * step + first + channel] = size[channel];
     }
@@ -66,11 +76,15 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   for (int other = low; other < high; other += TILE) {
     const int at_row = BACKWARD ? other : own, at_column = (BACKWARD ? own : other) - start;
     copy_tile<TILE, TILE>(block, inverse + (long long)at_row * super + at_column, super);
-    for (int at = threadIdx.x; at < TILE * WIDTH; at += blockDim.x) {
-      const int channel = at % WIDTH;
-      float x = right[(long long)(other + at / WIDTH) * step + channel];
-      if constexpr (SCALED) x *= one_by_power(size[channel]);
-      sides[at / WIDTH * SIDE_STEP + channel] = narrow<OPERAND>(x);
+    for (int at = threadIdx.x; at < TILE * WIDTH / 4; at += blockDim.x) {
+      const int token = at / (WIDTH / 4), channel = at % (WIDTH / 4) * 4;
+      const float4 x = four(right + (long long)(other + token) * step + channel);
+      const float found[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float by = SCALED ? one_by_power(size[channel + i]) : 1.0f;
+        sides[token * SIDE_STEP + channel + i] = narrow<OPERAND>(found[i] * by);
+      }
     }
     __syncthreads();
     add_product<BACKWARD, false, WIDTH, TILE>(total, BACKWARD ? block + row : block + row * BLOCK_STEP,
