@@ -19,6 +19,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +33,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Rows of unit norm on a GPU."""
+    """Softmax attention and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
@@ -131,6 +132,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.unit_rows import UnitRows
 
         return UnitRows()
+    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
+        from precondattn_cupy.softmax import Softmax
+
+        return Softmax()
     return None
 
 
