@@ -1,86 +1,18 @@
 """Softmax attention's CUDA kernels against the definition, in the simulator."""
 
-from tests.cupy_kernels import DTYPES, ORDERS, TOLERANCES, error  # isort: skip  # It may skip.
+from tests.cupy_kernels import ORDERS, TOLERANCES  # isort: skip  # It may skip.
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.backend import ArraySpec, Request
-from precondattn.frame import full_frame
-from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import attention, layout, softmax
-from precondattn_cupy.configurations import Configuration, forced
+from precondattn.backend import Request
+from precondattn_cupy import softmax
+from precondattn_cupy.configurations import Configuration
+from tests.cupy_attention import TILES, check, found, problem, unwritten_is_nan, with_nan
 
-KERNELS = ("softmax_forward", "softmax_query_gradient", "softmax_key_gradient")
-SMALL = dict.fromkeys(KERNELS, Configuration(16, 16))
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
-    def empty(like, shape, dtype=None):
-        found = np.empty(shape, like.dtype if dtype is None else dtype)
-        found.fill(-1 if found.dtype.kind in "iu" else np.nan)
-        return found
-
-    for module in (layout, attention, softmax):
-        monkeypatch.setattr(module, "empty", empty)
-
-
-def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=16, dtype="float32", spread=1.0):
-    """Inputs and a cotangent."""
-    s = s or t
-    rng = np.random.default_rng(t)
-
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(DTYPES[dtype])
-
-    x = {"q": normal(b, t, h, d), "k": normal(b, s, n, d), "v": normal(b, s, n, e)}
-    return x, normal(b, t, h, e)
-
-
-def found(x, d_out, *, leaf=None, order=None, tiles=SMALL, **masks):
-    """Output and gradients of the kernels."""
-    leaf = pa.Softmax() if leaf is None else leaf
-    frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
-    kernels = softmax.Softmax()
-    with forced(**tiles), checked(order):
-        out, residuals = kernels.forward(leaf, x, frame)
-        gradients = kernels.backward(leaf, x, frame, out, residuals, d_out)
-    specs = {name: ArraySpec(a.shape, str(a.dtype)) for name, a in x.items()}
-    shapes = tuple(ArraySpec(r.shape, str(r.dtype)) for r in residuals)
-    assert shapes == kernels.residual_shapes(leaf, specs)
-    return {"out": out, **gradients}
-
-
-def expected(x, d_out, *, leaf=None, **masks):
-    """Those of the definition, in float64."""
-    leaf = pa.Softmax() if leaf is None else leaf
-    x = {name: a.astype(np.float64) for name, a in x.items()}
-    with pa.use_backend("reference"):
-        out, pullback = leaf.vjp(**x, **masks)
-        return {"out": out, **pullback(d_out.astype(np.float64))}
-
-
-def check(x, d_out, *, bound=None, **options):
-    """The kernels agree with the definition, and write to none of the inputs."""
-    bound = bound or TOLERANCES[str(x["v"].dtype)]
-    before = {name: a.tobytes() for name, a in x.items()}
-    ours = found(x, d_out, **options)
-    for kept in ("tiles", "order"):
-        options.pop(kept, None)
-    for name, wanted in expected(x, d_out, **options).items():
-        assert ours[name].dtype == x["v"].dtype
-        assert error(ours[name], wanted) < bound, name
-    for name, array in x.items():
-        assert array.tobytes() == before[name]
-    return ours
-
-
-def with_nan(array, hidden):
-    """NaN at hidden tokens (b, t)."""
-    return np.where(hidden[:, :, None, None], np.asarray(np.nan, array.dtype), array)
-
+__all__ = ["unwritten_is_nan"]
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 CAUSAL = (pa.Softmax(), pa.Softmax(causal=False))
 
@@ -126,7 +58,7 @@ def test_padding_may_hold_nan(dtype, leaf):
     hidden = np.arange(33) >= lengths[:, None]
     x = {name: with_nan(a, hidden) for name, a in x.items()}
     ours = check(x, with_nan(d_out, hidden), leaf=leaf, lengths=lengths)
-    assert all((array[hidden] == 0).all() for array in ours.values())
+    assert all((ours[name][hidden] == 0).all() for name in ("out", *x))
 
 
 @pytest.mark.parametrize("leaf", CAUSAL)
@@ -179,7 +111,7 @@ def test_shipped_tiles_compute_the_same():
 def test_tiles_of_queries_and_keys_may_differ():
     high, wide = Configuration(32, 16), Configuration(16, 32)
     for leaf in (*CAUSAL, pa.Softmax(window=40)):
-        tiles = dict(zip(KERNELS, (high, wide, high), strict=True))
+        tiles = dict(zip(TILES[:3], (high, wide, high), strict=True))
         check(*problem(70, b=1, h=1), tiles=tiles, leaf=leaf)
 
 
@@ -190,8 +122,8 @@ def test_parts_of_channels():
 def test_the_same_bits_every_time():
     x, d_out = problem(33, h=4, n=2)
     first, second = (found(x, d_out, order=order) for order in ("reverse", 3))
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, second[name])
+    for name in ("out", *x):
+        np.testing.assert_array_equal(first[name], second[name])
 
 
 def test_inputs_of_any_strides():

@@ -54,6 +54,11 @@ class Values(NamedTuple):
     def parts(self) -> int:
         return 1 if self.rest is None else 2
 
+    @property
+    def cpp_type(self) -> str:
+        """Two parts are of bfloat16, as whatever the array says that they lie in."""
+        return cpp_type(self.array) if self.rest is None else "__nv_bfloat16"
+
 
 class Call(NamedTuple):
     """What forward and backward have in common. Arrays lie in one piece."""
@@ -175,7 +180,7 @@ def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configura
     width = max(widths[0], padded_width(call.v.array.shape[3]))
     tile = configuration(f"softmax_{kernel}", width, call.q.dtype.itemsize == 2)
     numbers = call.v.parts, tile.rows, tile.columns, *widths
-    arguments = cpp_type(call.q), cpp_type(call.v.array), *map(str, numbers)
+    arguments = cpp_type(call.q), call.v.cpp_type, *map(str, numbers)
     return tile, f"softmax_{kernel}<{', '.join(arguments)}>"
 
 

@@ -19,6 +19,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
 
@@ -33,7 +34,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Softmax attention and rows of unit norm on a GPU."""
+    """Softmax attention, LASER and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
@@ -136,6 +137,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.softmax import Softmax
 
         return Softmax()
+    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
+        from precondattn_cupy.laser import Laser
+
+        return Laser()
     return None
 
 

@@ -30,6 +30,8 @@ CALLS: Shipped = (
     ("unit_rows", (*ALL, "float64"), ((64, 64),)),
     ("unit_rows[detach=false]", (*ALL, "float64"), ((64, 64),)),
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (256, 512))),
+    ("laser", HALF, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
+    ("laser", ("float32",), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Full calls, with their gradients."""
 

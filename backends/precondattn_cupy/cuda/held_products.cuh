@@ -92,3 +92,14 @@ __device__ __forceinline__ void add_held_product(Product<COLUMNS>& c, const Prod
 #endif
   plain_held_product<B_TRANSPOSED, COLUMNS, DEPTH>(c, a, b, b_step);
 }
+
+// C += A B, with A of two parts where its numbers are of 16 bits; A is used up.
+template <int COLUMNS, int DEPTH, class T>
+__device__ __forceinline__ void add_exact_product(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
+                                                  int b_step) {
+  add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
+  if (sizeof(T) == 2) {
+    keep_rest<T>(a);
+    add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
+  }
+}

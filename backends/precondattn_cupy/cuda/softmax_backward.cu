@@ -60,19 +60,8 @@ __device__ __forceinline__ void add_product_of_parts(Product<COLUMNS>& c, const 
   }
 }
 
-// C += A B, with A of two parts where its numbers are of 16 bits; A is used up.
-template <int COLUMNS, int DEPTH, class T>
-__device__ __forceinline__ void add_exact_product(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
-                                                  int b_step) {
-  add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
-  if (sizeof(T) == 2) {
-    keep_rest<T>(a);
-    add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
-  }
-}
-
 template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS) softmax_query_gradient(
+__global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
     const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
     const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
     const F* __restrict__ d_o_rest, const float* __restrict__ log_total,
@@ -161,7 +150,7 @@ __global__ void __launch_bounds__(2 * ROWS) softmax_query_gradient(
 
 // All transposed: keys × queries. dv goes to `d_v`, or, as it is, to `d_v_full`.
 template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS) softmax_key_gradient(
+__global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
     const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
     const F* __restrict__ d_o_rest, const float* __restrict__ log_total,

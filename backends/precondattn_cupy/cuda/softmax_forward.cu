@@ -18,7 +18,7 @@
 #include "tiles.cuh"
 
 template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS)
+__global__ void __launch_bounds__(2 * ROWS, 1)
     softmax_forward(const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
                     const F* __restrict__ v_rest, const int* __restrict__ is_chosen,
                     T* __restrict__ out, float* __restrict__ full, float* __restrict__ log_total,
