@@ -9,7 +9,7 @@ import precondattn as pa
 from precondattn.backend import ArraySpec
 from precondattn.frame import full_frame
 from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import attention, laser, layout, softmax
+from precondattn_cupy import attention, laser, layout, softmax, softmax_step
 from precondattn_cupy.configurations import Configuration, forced
 
 TILES = (
@@ -30,7 +30,7 @@ def unwritten_is_nan(monkeypatch):
         found.fill(-1 if found.dtype.kind in "iu" else np.nan)
         return found
 
-    for module in (layout, attention, softmax, laser):
+    for module in (layout, attention, softmax, softmax_step, laser):
         monkeypatch.setattr(module, "empty", empty)
 
 

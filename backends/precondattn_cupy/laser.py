@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_cupy import laser_exact
 from precondattn_cupy.attention import (
@@ -25,6 +26,7 @@ from precondattn_cupy.attention import (
 from precondattn_cupy.launch import cpp_type, is_simulated, launch
 from precondattn_cupy.layout import empty, in_one_piece, masks_of
 from precondattn_cupy.softmax import as_dtype, inputs_of
+from precondattn_cupy.softmax_step import refusal_of_step, step
 from precondattn_portable.read_log_mean_exp import RANGE
 
 SEGMENT = 256
@@ -50,6 +52,8 @@ class Laser:
     """Of `Softmax` that reads in exponential space."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.verb == "extend":
+            return refusal_of_step(leaf, request)
         width = dict(request.shapes)["v"][3]
         if request.dtype == "float16" and width > WIDEST_OF_TWO:
             return (
@@ -89,6 +93,11 @@ class Laser:
         _close_backward(call, v, known, full, log_total, d_out, found)
         laser_exact.backward(call, v, full, log_total, d_out, found)
         return {name: as_dtype(d, x[name].dtype) for name, d in found.items()}
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        return step(leaf, past, x, frame)
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape

@@ -12,6 +12,7 @@ from typing import Any
 
 from precondattn.arrays import Array
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_cupy.attention import (
     Values,
@@ -23,12 +24,15 @@ from precondattn_cupy.attention import (
     row_products,
 )
 from precondattn_cupy.layout import empty, in_one_piece
+from precondattn_cupy.softmax_step import refusal_of_step, step
 
 
 class Softmax:
     """Of `Softmax` that reads means."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.verb == "extend":
+            return refusal_of_step(leaf, request)
         return refusal("attention", leaf, request)
 
     def forward(
@@ -59,6 +63,11 @@ class Softmax:
         key_gradient(call, Values(d_out), log_total, d_sum, d_k, d_v, None)
         found = {"q": d_q, "k": d_k, "v": d_v}
         return {name: as_dtype(d, x[name].dtype) for name, d in found.items()}
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        return step(leaf, past, x, frame)
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape

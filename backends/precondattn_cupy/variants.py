@@ -35,7 +35,10 @@ CALLS: Shipped = (
 )
 """Full calls, with their gradients."""
 
-STEPS: Shipped = ()
+STEPS: Shipped = (
+    ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
+    ("laser", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
+)
 """Extensions of a cache by one token."""
 
 TOKENS, HEADS, BATCH, SLOTS = 128, 2, 1, 64

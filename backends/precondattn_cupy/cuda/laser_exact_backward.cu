@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
         load_channels<QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query, t,
                                e - part, sight.q_valid);
         __syncthreads();
+#pragma unroll 2
         for (int c = 0; c < CHANNELS; ++c) {
 #pragma unroll
           for (int r = 0; r < 16; ++r) {
@@ -181,6 +182,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
       store_scores<true, COLUMNS, KEY_WIDTH>(scores, k_tile + 16 * warp() * KEY_STEP, q_tile,
                                              KEY_STEP, sight, log_scale, row, start, run, runs,
                                              nothing, log_of);
+#pragma unroll 2
       for (int i = 0; i < COLUMNS; ++i) {
         const float o = o_tile[i * WIDE + lane()], d_of = d_tile[i * WIDE + lane()];
 #pragma unroll

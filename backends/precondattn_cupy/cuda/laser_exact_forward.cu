@@ -68,11 +68,13 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
       const float own_score = lane() < COLUMNS ? scores[r * STEP + lane()] : -INFINITE;
       const float m = fmaxf(largest[r], max_of_warp(own_score));
       float high = highest[r];
+#pragma unroll 4
       for (int j = 0; j < COLUMNS; ++j)
         high = fmaxf(high, scores[r * STEP + j] + v_tile[j * WIDE + lane()] * LOG2_E);
       const float m_base = m == -INFINITE ? 0.0f : m, base = high == -INFINITE ? 0.0f : high;
       total[r] = total[r] * exp2f(largest[r] - m_base) + sum_of_warp(exp2f(own_score - m_base));
       float sum = acc[r] * exp2f(highest[r] - base);
+#pragma unroll 4
       for (int j = 0; j < COLUMNS; ++j)
         sum += exp2f(scores[r * STEP + j] + v_tile[j * WIDE + lane()] * LOG2_E - base);
       largest[r] = m, highest[r] = high, acc[r] = sum;

@@ -1,19 +1,18 @@
-// Softmax attention, forward, in tiles of scores with a running maximum m.
+// Softmax attention, forward, in tiles of scores with a running maximum m (running_softmax.cuh).
 //
-//     S = s q kᵀ,    P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),    acc ← acc 2^{m − m'} + P v,
-//     o = acc / l,    λ = m + log₂ l,
+//     S = s q kᵀ,    P = 2^{S − m},    l = rowsum(P),    o = P v / l,    λ = m + log₂ l,
 //
 // with s in units of log 2. A block has ROWS queries of one head, 16 for each warp, and WIDTH channels
 // of the values. In shared memory are its queries and a tile of keys and values; in registers acc and
-// the tile's scores, which become P, and never leave. l sums P as it is rounded for the product, so
-// that o is a mean. A query that sees nothing has o = 0 and λ = ∞: its weights vanish.
+// the tile's scores, which become P, and never leave. A query that sees nothing has o = 0 and λ = ∞:
+// its weights vanish.
 //
 // Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs a
 // head, half of them where causal; keys and values are read once for every tile of queries.
 //
 // Values may have another type than queries, and be the sum of two arrays (`v` and `v_rest`), as the
 // exponentials of LASER are. `is_chosen` (b, n) then says of which heads they are; others end at once.
-#include "held_products.cuh"
+#include "running_softmax.cuh"
 #include "sight.cuh"
 #include "tiles.cuh"
 
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   const int row = first + 16 * warp() + row_of(0);
   const int q_run[2] = {sight.run_of_query(row), sight.run_of_query(row + 8)};
 
-  float largest[2] = {-INFINITE, -INFINITE}, total[2] = {0.0f, 0.0f};
+  RunningSoftmax running;
   Product<WIDTH> acc;
   acc.clear();
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
@@ -72,7 +71,6 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
     p.clear();
     add_product<false, true, COLUMNS, KEY_WIDTH>(p, own, KEY_STEP, k_tile, KEY_STEP);
     const bool is_open = sight.sees_all(first, ROWS, start, COLUMNS);
-    float higher[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
@@ -81,29 +79,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
         const bool is_seen = is_open || (runs[column] == q_run[i / 2] &&
                                          sight.is_near(row + 8 * (i / 2), start + column));
         p.x[j][i] = is_seen ? p.x[j][i] * scale : -INFINITE;
-        higher[i / 2] = fmaxf(higher[i / 2], p.x[j][i]);
       }
-    float base[2], shrink[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      higher[i] = max_of_four(higher[i]);
-      base[i] = higher[i] == -INFINITE ? 0.0f : higher[i];
-      shrink[i] = exp2f(largest[i] - base[i]);
-      total[i] *= shrink[i];
-      largest[i] = higher[i];
-    }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float found = exp2f(p.x[j][i] - base[i / 2]);
-        p.x[j][i] = PARTS > 1 ? found : rounded<F>(found);
-        total[i / 2] += p.x[j][i];
-      }
-#pragma unroll
-    for (int j = 0; j < WIDTH / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc.x[j][i] *= shrink[i / 2];
+    running.weigh<F, PARTS == 1>(p, acc);
     add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
     if (PARTS > 1) {
       add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile + COLUMNS * STEP, STEP);
@@ -112,13 +89,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
     }
   }
 
+  running.close();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    total[i] = sum_of_four(total[i]);
     const int token = row + 8 * i;
     if (token < t && part == 0 && lane() % 4 == 0)
-      log_total[((long long)batch * h + head) * t + token] =
-          total[i] > 0.0f ? largest[i] + log2f(total[i]) : INFINITE;
+      log_total[((long long)batch * h + head) * t + token] = running.log_total(i, INFINITE);
   }
 #pragma unroll
   for (int j = 0; j < WIDTH / 8; ++j)
@@ -126,7 +102,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
     for (int i = 0; i < 4; ++i) {
       const int token = row + 8 * (i / 2), at = channel + column_of(j, i);
       if (token >= t || at >= e) continue;
-      const float o = total[i / 2] > 0.0f ? acc.x[j][i] / total[i / 2] : 0.0f;
+      const float o = running.mean(i / 2, acc.x[j][i]);
       const long long to = (q_head + (long long)token * h) * e + at;
       if (out) out[to] = narrow<T>(o);
       if (full) full[to] = o;
