@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, of the kernels of the backends `triton` and `pallas`.
+# Everything that only a GPU can show, of the kernels of the backends `triton`, `pallas` and `cupy`.
 #
 #     bash conformance/on_a_gpu.sh [FOLDER]
 #
@@ -22,16 +22,24 @@ of_jax=(lucid_solve 'lucid_solve[beta=true]' lucid softmax laser linear retentio
 jax_options=(--device cuda --library jax --backend pallas --backend jax)
 for mechanism in "${of_jax[@]}"; do jax_options+=(--mechanism "$mechanism"); done
 
+of_cupy=(lucid_solve 'lucid_solve[beta=true]' lucid softmax laser 'lucid(laser)' unit_rows row_normalized
+    delta gated_delta 'ccq(gated_delta)')
+cupy_options=(--device cuda --library cupy --backend cupy --backend portable)
+for mechanism in "${of_cupy[@]}"; do cupy_options+=(--mechanism "$mechanism"); done
+
 echo "== conformance on $device"
 for dtype in float32 bfloat16 float16; do
     precondattn conformance "${options[@]}" --level full --dtype "$dtype"
     precondattn conformance "${jax_options[@]}" --level full --dtype "$dtype"
+    precondattn conformance "${cupy_options[@]}" --level full --dtype "$dtype"
 done
 
 echo "== the smoke set under compute-sanitizer"
 for tool in memcheck racecheck; do
     compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 \
         precondattn conformance "${options[@]}" --level smoke
+    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 \
+        precondattn conformance "${cupy_options[@]}" --level smoke
 done
 
 echo "== benchmarks"
@@ -73,3 +81,14 @@ run_jax --dtype bfloat16 --mechanism gated_delta --mechanism 'ccq(gated_delta)' 
     --save "$folder/${name}_pallas_gated_delta.json"
 run_jax --dtype bfloat16 --mechanism lucid --work decode \
     --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_pallas_decoding.json"
+
+# Beside the portable backend on CuPy arrays, and beside the same in PyTorch, which is Triton's there.
+run_cupy() { precondattn bench --device cuda --library cupy --backend cupy,portable "$@"; }
+for dtype in bfloat16 float32; do
+    run_cupy --dtype "$dtype" --mechanism softmax --mechanism lucid --mechanism laser \
+        --mechanism row_normalized --mechanism gated_delta --mechanism 'ccq(gated_delta)' \
+        --work forward --work forward_backward --sizes b=2,t=4096,h=16,n=16,d=128 \
+        --save "$folder/${name}_cupy_${dtype}.json"
+done
+run_cupy --dtype bfloat16 --mechanism lucid --work decode \
+    --sizes b=8,t=32768,h=16,n=2,d=128 --save "$folder/${name}_cupy_decoding.json"

@@ -28,8 +28,9 @@ command with one, is in [Checking kernels](kernels.md).
 """
 
 NEVER = """\
-Nothing. The kernels of the backends `triton` and `pallas` have been run by an interpreter only.
-Those that have been compiled are listed below. Nothing is known of their speed.
+Nothing. Kernels of the backends `triton` and `pallas` have been run by an interpreter only, those
+of `cupy` by a simulator. Those that have been compiled are listed below. Nothing is known of their
+speed.
 """
 
 COMPILED = """\
@@ -38,6 +39,10 @@ COMPILED = """\
 Registers of a thread, bytes that it spills to memory, and shared memory of a block. A kernel that
 several variants share stands under the first of them.
 """
+
+
+KERNELS = {"triton", "pallas", "cupy"}
+"""Backends that have some."""
 
 
 def main() -> None:
@@ -63,7 +68,7 @@ def _run(records: list[Record]) -> str:
         f"| {row.mechanism} | {row.work} | {row.dtype} | {row.device} | {record.date} |"
         for record in records
         for row in record.rows
-        if {"triton", "pallas"} & {*row.backends} and row.device.startswith("cuda") and row.seconds
+        if KERNELS & {*row.backends} and row.device.startswith("cuda") and row.seconds
     ]
     if not lines:
         return NEVER
@@ -81,14 +86,15 @@ def _compiled(report: dict[str, Any]) -> str:
             "; ".join(f.splitlines()[0] for f in v["failures"]) or text
         )
     source = f", from JAX {report['jax']}" if "jax" in report else ""
+    compiler = f"Triton {report['triton']}" if "triton" in report else f"NVRTC {report['nvrtc']}"
     lines = [
-        f"\nWith Triton {report['triton']}{source}.\n",
+        f"\nWith {compiler}{source}.\n",
         "| kernel | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
     ]
     for name, by_target in found.items():
         cells = (by_target.get(target, "–") for target in targets)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

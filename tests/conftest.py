@@ -34,6 +34,7 @@ jax.config.update("jax_enable_x64", True)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton has to be imported after this.
+    os.environ.setdefault("PRECONDATTN_CUPY_SIMULATE", "1")
 
 
 OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "mamba2")
@@ -50,7 +51,7 @@ def oracle(request):
         yield
 
 
-OUR_BACKENDS = ("jax", "pallas", "portable", "torch", "triton")
+OUR_BACKENDS = ("cupy", "jax", "pallas", "portable", "torch", "triton")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What tests of the CuPy backend share: kernels in the simulator, small tiles, and NumPy's dtypes."""
+"""What tests of the CuPy backend share: kernels in the simulator, and NumPy's dtypes."""
 
 import os
 import shutil

@@ -30,7 +30,7 @@ def test_without_an_entry_point_only_the_reference_is_there(afresh):
 
 def test_the_backends_of_this_repository_come_by_their_entry_points():
     names = [backend.name for backend in discover().backends]
-    assert names == ["pallas", "triton", "jax", "portable", "torch", "reference"]
+    assert names == ["cupy", "pallas", "triton", "jax", "portable", "torch", "reference"]
 
 
 @pytest.mark.parametrize("expression", ["lucid", "lucid(laser)", "lucid[eps=0]"])

@@ -262,7 +262,7 @@ def test_its_lists_of_cases_are_empty(tmp_path):
         ("lambda", "a word of Python"),
         ("triton", "the backend name 'triton' is taken"),
         ("reference", "the backend name 'reference' is taken"),
-        ("cupy", "would hide the module 'cupy'"),
+        ("numpy", "would hide the module 'numpy'"),
         ("json", "would hide the module 'json'"),
         ("array-api-compat", "would hide the module 'array_api_compat'"),
     ],

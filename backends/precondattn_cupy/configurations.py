@@ -1,8 +1,8 @@
 """Tiles of every kernel: data. Whatever the tiles, a kernel computes the same.
 
-A kernel asks with the larger of its widths of keys and values, padded, and whether its products are
-of 16 bits. What stands here was chosen to compile for compute capability 8.0 and above without spills
-up to 128 channels; nothing was measured.
+A kernel asks with the larger of its widths of keys and values, padded, and whether its products
+are of 16 bits. What stands here was chosen to compile for compute capability 8.0 and above without
+spills up to 128 channels; nothing was measured.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     launch("unit_rows", "unit_rows<float>", (rows,), 128, (o, y, 96, 64, 1e-6))
 
-Arrays go as pointers, and None as the null pointer; whole numbers are `int`, others `float`, or what
-a NumPy scalar says. CuPy compiles a kernel at its first launch on a device, keeps it in its own cache
-on disk, and raises what the driver says of a launch. On a machine without a GPU, kernels run in
-the simulator of the conformance suite, on NumPy arrays.
+Arrays go as pointers, and None as the null pointer; whole numbers are `int`, others `float`, or
+what a NumPy scalar says. CuPy compiles a kernel at its first launch on a device, keeps it in its
+own cache on disk, and raises what the driver says of a launch. On a machine without a GPU, kernels
+run in the simulator of the conformance suite, on NumPy arrays.
 """
 
 from __future__ import annotations

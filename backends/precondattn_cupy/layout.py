@@ -1,4 +1,4 @@
-"""How arrays lie for kernels: in C order, beginning at a multiple of 16 bytes; and masks as bytes."""
+"""How arrays lie for kernels: in C order, from a multiple of 16 bytes on; and masks as bytes."""
 
 from __future__ import annotations
 

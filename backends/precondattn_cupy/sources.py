@@ -1,7 +1,7 @@
 """The CUDA sources, with what they include written out.
 
-NVRTC keeps what it has compiled by the text that it was given. What stands in a header of ours would
-not be part of that text, and a change of it would go unnoticed.
+CuPy keeps what it has compiled by the text that it was given. What stands in a header of ours
+would not be part of that text, and a change of it would go unnoticed.
 """
 
 from __future__ import annotations

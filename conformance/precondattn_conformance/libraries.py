@@ -191,6 +191,7 @@ class Jax(Library):
 class CuPy(Library):
     name = "cupy"
     module = "cupy"
+    dtypes = WIDE + HALF
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -206,6 +207,8 @@ class CuPy(Library):
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         import cupy
 
+        if dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401  NumPy knows the name from it.
         return cupy.asarray(super().array(values, dtype))
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
