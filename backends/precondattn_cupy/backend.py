@@ -19,6 +19,8 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +34,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Rows of unit norm on a GPU."""
+    """Softmax attention, LASER and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
@@ -135,6 +137,14 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.lucid_solve import LucidSolve
 
         return LucidSolve()
+    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
+        from precondattn_cupy.softmax import Softmax
+
+        return Softmax()
+    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
+        from precondattn_cupy.laser import Laser
+
+        return Laser()
     return None
 
 

@@ -31,11 +31,16 @@ CALLS: Shipped = (
     ("unit_rows[detach=false]", (*ALL, "float64"), ((64, 64),)),
     ("lucid_solve[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
     ("lucid_solve[normalize=given,beta=true]", HALF, ((64, 64), (128, 128), (256, 128))),
+    ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (256, 512))),
+    ("laser", HALF, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
+    ("laser", ("float32",), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Full calls, with their gradients."""
 
 STEPS: Shipped = (
     ("lucid[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
+    ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
+    ("laser", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
 )
 """Extensions of a cache by one token."""
 

@@ -57,6 +57,7 @@ __device__ __forceinline__ void plain_product(Product<COLUMNS>& c, const T* a, i
   }
 }
 
+// On tensor cores. In the simulator, which has none, a test gives the two instructions instead.
 #ifndef PRECONDATTN_SIMULATED
 
 // Four 8 × 8 matrices of 16-bit numbers; lane l says where row l % 8 of matrix l / 8 begins.
@@ -94,6 +95,10 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&c)[4], const uns
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+#endif
+
+#if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
+
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void tensor_product(Product<COLUMNS>& c, const T* a, int a_step,
                                                const T* b, int b_step) {
@@ -123,7 +128,7 @@ template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void add_product(Product<COLUMNS>& c, const T* a, int a_step, const T* b,
                                             int b_step) {
   static_assert(COLUMNS % 16 == 0 && DEPTH % 16 == 0, "tiles are made of 16 by 16");
-#ifndef PRECONDATTN_SIMULATED
+#if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
   if constexpr (sizeof(T) == 2) {
     tensor_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
     return;

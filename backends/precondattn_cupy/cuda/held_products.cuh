@@ -1,0 +1,105 @@
+// Products whose left factor a warp holds in registers, as an earlier product has left it.
+//
+//     C += A B,    A (16, DEPTH) held,  B (DEPTH, COLUMNS) in shared memory,  C (16, COLUMNS)
+//
+// Where tensor cores leave a number of a product, there they look for it in a factor: A is rounded to
+// the numbers of B, and nothing moves. What rounding takes from A, `keep_rest` leaves behind, for
+// a second product where one has too few digits.
+#pragma once
+
+#include "products.cuh"
+#include "warps.cuh"
+
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  return wide(narrow<T>(x));
+}
+
+template <class T, int COLUMNS>
+__device__ __forceinline__ void keep_rest(Product<COLUMNS>& a) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[j][i] -= rounded<T>(a.x[j][i]);
+}
+
+// A number of A lies in one of the four lanes of its row, from which it is fetched.
+template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
+__device__ __forceinline__ void plain_held_product(Product<COLUMNS>& c, const Product<DEPTH>& a,
+                                                   const T* b, int b_step) {
+#pragma unroll
+  for (int k = 0; k < DEPTH; ++k) {
+    const int from = lane() / 4 * 4 + k % 8 / 2;
+    const float upper = __shfl_sync(ALL_LANES, rounded<T>(a.x[k / 8][k % 2]), from);
+    const float lower = __shfl_sync(ALL_LANES, rounded<T>(a.x[k / 8][k % 2 + 2]), from);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      const int n = column_of(j, 0);
+      const float left = wide(B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n]);
+      const float right = wide(B_TRANSPOSED ? b[(n + 1) * b_step + k] : b[k * b_step + n + 1]);
+      c.x[j][0] += upper * left;
+      c.x[j][1] += upper * right;
+      c.x[j][2] += lower * left;
+      c.x[j][3] += lower * right;
+    }
+  }
+}
+
+#if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
+
+// Two numbers in a register, the first in its lower half.
+template <class T>
+__device__ __forceinline__ unsigned both_narrow(float first, float second) {
+  union {
+    T x[2];
+    unsigned both;
+  } pair = {{narrow<T>(first), narrow<T>(second)}};
+  return pair.both;
+}
+
+template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
+__device__ __forceinline__ void tensor_held_product(Product<COLUMNS>& c, const Product<DEPTH>& a,
+                                                    const T* b, int b_step) {
+  const int row = lane() % 8, second = lane() / 8 % 2 * 8, third = lane() / 16 * 8;
+#pragma unroll
+  for (int k = 0; k < DEPTH; k += 16) {
+    const float(&near)[4] = a.x[k / 8];
+    const float(&far)[4] = a.x[k / 8 + 1];
+    const unsigned left[4] = {both_narrow<T>(near[0], near[1]), both_narrow<T>(near[2], near[3]),
+                              both_narrow<T>(far[0], far[1]), both_narrow<T>(far[2], far[3])};
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 16) {
+      unsigned right[4];
+      load_matrices<!B_TRANSPOSED>(right, B_TRANSPOSED ? b + (n + row + third) * b_step + k + second
+                                                       : b + (k + row + second) * b_step + n + third);
+      multiply<T>(c.x[n / 8], left, right[0], right[1]);
+      multiply<T>(c.x[n / 8 + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+#endif
+
+template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
+__device__ __forceinline__ void add_held_product(Product<COLUMNS>& c, const Product<DEPTH>& a,
+                                                 const T* b, int b_step) {
+  static_assert(COLUMNS % 16 == 0 && DEPTH % 16 == 0, "tiles are made of 16 by 16");
+#if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
+  if constexpr (sizeof(T) == 2) {
+    tensor_held_product<B_TRANSPOSED, COLUMNS, DEPTH>(c, a, b, b_step);
+    return;
+  }
+#endif
+  plain_held_product<B_TRANSPOSED, COLUMNS, DEPTH>(c, a, b, b_step);
+}
+
+// C += A B, with A of two parts where its numbers are of 16 bits; A is used up.
+template <int COLUMNS, int DEPTH, class T>
+__device__ __forceinline__ void add_exact_product(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
+                                                  int b_step) {
+  add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
+  if (sizeof(T) == 2) {
+    keep_rest<T>(a);
+    add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
+  }
+}

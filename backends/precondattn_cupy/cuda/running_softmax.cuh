@@ -1,0 +1,61 @@
+// Softmax over tiles of scores, with a running maximum m, for the 16 rows of a warp.
+//
+//     P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),    acc ← acc 2^{m − m'}  (+ P v)
+//
+// l sums P as it is rounded for the product with v, so that acc / l is a mean. A lane has a part of two
+// rows: `close` adds l over the four lanes of a row, when all tiles are through.
+#pragma once
+
+#include "held_products.cuh"
+
+struct RunningSoftmax {
+  float largest[2], total[2];
+
+  __device__ __forceinline__ RunningSoftmax() {
+    largest[0] = largest[1] = -INFINITE;
+    total[0] = total[1] = 0.0f;
+  }
+
+  // From S, −∞ where hidden, to P, rounded to F or not at all; and acc as it fits P.
+  template <class F, bool IS_ROUNDED, int COLUMNS, int WIDTH>
+  __device__ __forceinline__ void weigh(Product<COLUMNS>& p, Product<WIDTH>& acc) {
+    float base[2], shrink[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float higher = largest[i];
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j)
+        higher = fmaxf(higher, fmaxf(p.x[j][2 * i], p.x[j][2 * i + 1]));
+      higher = max_of_four(higher);
+      base[i] = higher == -INFINITE ? 0.0f : higher;
+      shrink[i] = exp2f(largest[i] - base[i]);
+      total[i] *= shrink[i];
+      largest[i] = higher;
+    }
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float found = exp2f(p.x[j][i] - base[i / 2]);
+        p.x[j][i] = IS_ROUNDED ? rounded<F>(found) : found;
+        total[i / 2] += p.x[j][i];
+      }
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc.x[j][i] *= shrink[i / 2];
+  }
+
+  __device__ __forceinline__ void close() {
+    total[0] = sum_of_four(total[0]);
+    total[1] = sum_of_four(total[1]);
+  }
+
+  // λ in units of log 2, and the mean; `nothing` and 0 where no key was seen.
+  __device__ __forceinline__ float log_total(int i, float nothing) const {
+    return total[i] > 0.0f ? largest[i] + log2f(total[i]) : nothing;
+  }
+  __device__ __forceinline__ float mean(int i, float acc) const {
+    return total[i] > 0.0f ? acc / total[i] : 0.0f;
+  }
+};

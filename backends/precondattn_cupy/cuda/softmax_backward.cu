@@ -1,0 +1,261 @@
+// Softmax attention, backward, from λ.
+//
+//     A = 2^{S − λ},    D_i = do_i · o_i,    dS = A ∘ (do vᵀ − D),
+//     dq = scale dS k,    dk = scale dSᵀ q,    dv = Aᵀ do,    S = scale log₂ e q kᵀ.
+//
+// Three kernels, and their grids:
+//
+//     row_products              D                 8 queries of a head × heads × sequences
+//     softmax_query_gradient    dq                tiles of queries × parts of channels, heads, …
+//     softmax_key_gradient      dk and dv         tiles of keys × parts of channels, kv heads, …
+//
+// A block of the last two has ROWS tokens, 16 for each warp, whole in shared memory beside a tile of
+// the others; scores and their gradients stay in registers. It has a part of the channels of what it
+// makes, and a block of the key gradient goes over all query heads that read its keys: nothing is added
+// by two blocks, and the result is the same every time.
+//
+// dS is multiplied as the sum of two numbers of 16 bits: where keys are alike, its sums cancel, and one
+// would have too few digits. v and do may be sums of two arrays as well, as in softmax_forward.cu.
+#include "held_products.cuh"
+#include "sight.cuh"
+#include "tiles.cuh"
+
+// A warp has a row. Nothing is read of a query that sees nothing.
+template <class T>
+__global__ void row_products(const T* __restrict__ d_o, const float* __restrict__ o,
+                             const float* __restrict__ log_total, float* __restrict__ d_sum, int t,
+                             int h, int e) {
+  const int token = blockIdx.x * (blockDim.x / 32) + warp();
+  if (token >= t) return;
+  const long long at = ((long long)blockIdx.z * h + blockIdx.y) * t + token;
+  const long long row = (((long long)blockIdx.z * t + token) * h + blockIdx.y) * e;
+  float found = 0.0f;
+  if (log_total[at] < INFINITE)
+    for (int i = lane(); i < e; i += 32) found += wide(d_o[row + i]) * o[row + i];
+  found = sum_of_warp(found);
+  if (lane() == 0) d_sum[at] = found;
+}
+
+// Tokens of an array that is the sum of PARTS others, each a tile of its own.
+template <int PARTS, int ROWS, int WIDTH, class F>
+__device__ __forceinline__ void load_parts(F* tile, const F* __restrict__ x,
+                                           const F* __restrict__ rest, long long step, int first,
+                                           int count, int width, const unsigned char* valid) {
+  const bool by_16 = width * sizeof(F) % 16 == 0;
+  load_tile<ROWS, WIDTH>(tile, WIDTH + gap<F>(), x, step, first, count, width, by_16, valid);
+  if (PARTS > 1)
+    load_tile<ROWS, WIDTH>(tile + ROWS * (WIDTH + gap<F>()), WIDTH + gap<F>(), rest, step, first,
+                           count, width, by_16, valid);
+}
+
+// C += A Bᵀ of such tiles, of whose parts the smallest product is left out.
+template <int PARTS, int ROWS, int COLUMNS, int WIDTH, class F>
+__device__ __forceinline__ void add_product_of_parts(Product<COLUMNS>& c, const F* a, const F* b) {
+  constexpr int STEP = WIDTH + gap<F>();
+  a += 16 * warp() * STEP;
+  add_product<false, true, COLUMNS, WIDTH>(c, a, STEP, b, STEP);
+  if (PARTS > 1) {
+    add_product<false, true, COLUMNS, WIDTH>(c, a + ROWS * STEP, STEP, b, STEP);
+    add_product<false, true, COLUMNS, WIDTH>(c, a, STEP, b + COLUMNS * STEP, STEP);
+  }
+}
+
+template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
+    const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
+    const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
+    const F* __restrict__ d_o_rest, const float* __restrict__ log_total,
+    const float* __restrict__ d_sum, T* __restrict__ d_q, const unsigned char* __restrict__ q_valid,
+    const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
+    const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
+    int d, int e, int behind, int ahead) {
+  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
+  constexpr int OWN = KEY_WIDTH < 128 ? KEY_WIDTH : 128;
+  const int parts = (d + OWN - 1) / OWN, tiles = (t + ROWS - 1) / ROWS;
+  const int channel = blockIdx.x % parts * OWN, head = blockIdx.y, batch = blockIdx.z;
+  const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
+  if (is_chosen && !is_chosen[batch * n + kv]) return;
+  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = keys_of(sight, first, ROWS);
+
+  extern __shared__ __align__(16) unsigned char memory[];
+  T* q_tile = reinterpret_cast<T*>(memory);
+  T* k_tile = q_tile + ROWS * KEY_STEP;
+  F* d_o_tile = reinterpret_cast<F*>(k_tile + COLUMNS * KEY_STEP);
+  F* v_tile = d_o_tile + PARTS * ROWS * STEP;
+  int* runs = reinterpret_cast<int*>(v_tile + PARTS * COLUMNS * STEP);
+
+  const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
+  k += k_head * d;
+  v += k_head * e;
+  if (PARTS > 1) v_rest += k_head * e;
+  if (PARTS > 1) d_o_rest += q_head * e;
+  const bool by_16 = d * sizeof(T) % 16 == 0;
+  load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
+                             sight.q_valid);
+  load_parts<PARTS, ROWS, WIDTH>(d_o_tile, d_o + q_head * e, d_o_rest, (long long)h * e, first, t,
+                                 e, sight.q_valid);
+  const int row = first + 16 * warp() + row_of(0);
+  int run[2];
+  float log_of[2], sum_of[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = row + 8 * i;
+    const long long at = ((long long)batch * h + head) * t + token;
+    run[i] = sight.run_of_query(token);
+    log_of[i] = token < t ? log_total[at] : INFINITE;
+    sum_of[i] = token < t ? d_sum[at] : 0.0f;
+  }
+
+  Product<OWN> acc;
+  acc.clear();
+  for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
+    __syncthreads();
+    load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, by_16,
+                                  sight.k_valid);
+    load_parts<PARTS, COLUMNS, WIDTH>(v_tile, v, v_rest, (long long)n * e, start, s, e,
+                                      sight.k_valid);
+    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = sight.run_of_key(start + j);
+    __syncthreads();
+
+    Product<COLUMNS> p, d_a;
+    p.clear();
+    d_a.clear();
+    add_product<false, true, COLUMNS, KEY_WIDTH>(p, q_tile + 16 * warp() * KEY_STEP, KEY_STEP,
+                                                 k_tile, KEY_STEP);
+    add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, d_o_tile, v_tile);
+    const bool is_open = sight.sees_all(first, ROWS, start, COLUMNS);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = column_of(j, i);
+        const bool is_seen = is_open || (runs[column] == run[i / 2] &&
+                                         sight.is_near(row + 8 * (i / 2), start + column));
+        const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[i / 2]) : 0.0f;
+        p.x[j][i] = a * (d_a.x[j][i] - sum_of[i / 2]);
+      }
+    add_exact_product<OWN, COLUMNS>(acc, p, k_tile + channel, KEY_STEP);
+  }
+
+#pragma unroll
+  for (int j = 0; j < OWN / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = row + 8 * (i / 2), at = channel + column_of(j, i);
+      if (token < t && at < d)
+        d_q[(q_head + (long long)token * h) * d + at] = narrow<T>(acc.x[j][i] * scale);
+    }
+}
+
+// All transposed: keys × queries. dv goes to `d_v`, or, as it is, to `d_v_full`.
+template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
+    const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
+    const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
+    const F* __restrict__ d_o_rest, const float* __restrict__ log_total,
+    const float* __restrict__ d_sum, T* __restrict__ d_k, T* __restrict__ d_v,
+    float* __restrict__ d_v_full, const unsigned char* __restrict__ q_valid,
+    const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
+    const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
+    int d, int e, int behind, int ahead) {
+  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
+  constexpr int OWN_KEY = KEY_WIDTH < 128 ? KEY_WIDTH : 128, OWN = WIDTH < 128 ? WIDTH : 128;
+  const int parts = max((d + OWN_KEY - 1) / OWN_KEY, (e + OWN - 1) / OWN);
+  const int part = blockIdx.x % parts, kv = blockIdx.y, batch = blockIdx.z;
+  const int first = blockIdx.x / parts * ROWS, group = h / n;
+  if (is_chosen && !is_chosen[batch * n + kv]) return;
+  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = queries_of(sight, first, ROWS);
+
+  extern __shared__ __align__(16) unsigned char memory[];
+  T* k_tile = reinterpret_cast<T*>(memory);
+  T* q_tile = k_tile + ROWS * KEY_STEP;
+  F* v_tile = reinterpret_cast<F*>(q_tile + COLUMNS * KEY_STEP);
+  F* d_o_tile = v_tile + PARTS * ROWS * STEP;
+  int* runs = reinterpret_cast<int*>(d_o_tile + PARTS * COLUMNS * STEP);
+  float* log_of = reinterpret_cast<float*>(runs + COLUMNS);
+  float* sum_of = log_of + COLUMNS;
+
+  const long long k_head = (long long)batch * s * n + kv;
+  const bool by_16 = d * sizeof(T) % 16 == 0;
+  load_tile<ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
+                             sight.k_valid);
+  load_parts<PARTS, ROWS, WIDTH>(v_tile, v + k_head * e, PARTS > 1 ? v_rest + k_head * e : v_rest,
+                                 (long long)n * e, first, s, e, sight.k_valid);
+  const int row = first + 16 * warp() + row_of(0);
+  const int run[2] = {sight.run_of_key(row), sight.run_of_key(row + 8)};
+
+  Product<OWN_KEY> key_acc;
+  Product<OWN> acc;
+  key_acc.clear();
+  acc.clear();
+  for (int head = kv * group; head < (kv + 1) * group; ++head) {
+    const long long q_head = (long long)batch * t * h + head;
+    for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
+      __syncthreads();
+      load_tile<COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
+                                    by_16, sight.q_valid);
+      load_parts<PARTS, COLUMNS, WIDTH>(d_o_tile, d_o + q_head * e,
+                                        PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
+                                        (long long)h * e, start, t, e, sight.q_valid);
+      for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
+        const int token = start + i;
+        const long long at = ((long long)batch * h + head) * t + token;
+        runs[i] = sight.run_of_query(token);
+        log_of[i] = token < t ? log_total[at] : INFINITE;
+        sum_of[i] = token < t ? d_sum[at] : 0.0f;
+      }
+      __syncthreads();
+
+      Product<COLUMNS> p, d_a;
+      p.clear();
+      d_a.clear();
+      add_product<false, true, COLUMNS, KEY_WIDTH>(p, k_tile + 16 * warp() * KEY_STEP, KEY_STEP,
+                                                   q_tile, KEY_STEP);
+      add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, v_tile, d_o_tile);
+      const bool is_open = sight.sees_all(start, COLUMNS, first, ROWS);
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = column_of(j, i);
+          const bool is_seen = is_open || (runs[column] == run[i / 2] &&
+                                           sight.is_near(start + column, row + 8 * (i / 2)));
+          const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[column]) : 0.0f;
+          d_a.x[j][i] = a * (d_a.x[j][i] - sum_of[column]);
+          p.x[j][i] = a;
+        }
+      if (part * OWN < WIDTH) {
+        const F* own = d_o_tile + part * OWN;
+        add_held_product<false, OWN, COLUMNS>(acc, p, own, STEP);
+        if (PARTS > 1) {
+          add_held_product<false, OWN, COLUMNS>(acc, p, own + COLUMNS * STEP, STEP);
+          keep_rest<F>(p);
+          add_held_product<false, OWN, COLUMNS>(acc, p, own, STEP);
+        }
+      }
+      if (part * OWN_KEY < KEY_WIDTH)
+        add_exact_product<OWN_KEY, COLUMNS>(key_acc, d_a, q_tile + part * OWN_KEY, KEY_STEP);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = row + 8 * (i / 2);
+    if (token >= s) continue;
+    const long long at_token = k_head + (long long)token * n;
+#pragma unroll
+    for (int j = 0; j < OWN_KEY / 8; ++j) {
+      const int at = part * OWN_KEY + column_of(j, i);
+      if (at < d) d_k[at_token * d + at] = narrow<T>(key_acc.x[j][i] * scale);
+    }
+#pragma unroll
+    for (int j = 0; j < OWN / 8; ++j) {
+      const int at = part * OWN + column_of(j, i);
+      if (at >= e) continue;
+      if (d_v) d_v[at_token * e + at] = narrow<T>(acc.x[j][i]);
+      if (d_v_full) d_v_full[at_token * e + at] = acc.x[j][i];
+    }
+  }
+}

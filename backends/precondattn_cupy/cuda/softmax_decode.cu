@@ -1,0 +1,234 @@
+// Softmax attention and LASER of one new token: every cached key and value is read once for all query
+// heads of a group, by many blocks at once.
+//
+//     λ_p = log Σ e^{S},    o_p = Σ e^{S − λ_p} v,    or, of LASER,    o_p = log Σ e^{S + v}    (read_*)
+//     λ = log Σ_p e^{λ_p},    o = Σ_p e^{λ_p − λ} o_p,               o = log Σ_p e^{o_p} − λ    (combine)
+//
+// A part p is what one warp has seen: of a tile of tokens each of the 4 warps of a block has its own,
+// for 16 rows, which are query heads. The new token is a part by itself. Logarithms are in units of
+// log 2.
+//
+// In a cache the tokens of a channel stand behind one another, (b, n, channels, capacity), and so do they
+// in shared memory. A slot that does not count is 0 there, whatever it holds.
+//
+// Grids: splits of the cache, tiles of query heads × kv heads, sequences; and query heads, sequences.
+#include "running_softmax.cuh"
+#include "tiles.cuh"
+
+constexpr int DECODING_WARPS = 4;
+
+// Some slots by all channels; `counts` says which of them count.
+template <int WIDTH, int TOKENS, class T>
+__device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, int capacity,
+                                           int start, int width, const unsigned char* counts) {
+  constexpr int PART = 16 / sizeof(T), STEP = TOKENS + gap<T>();
+  const bool by_16 = capacity % PART == 0;
+  for (int at = threadIdx.x; at < WIDTH * TOKENS / PART; at += blockDim.x) {
+    const int channel = at / (TOKENS / PART), token = at % (TOKENS / PART) * PART;
+    const T* from = head + (long long)channel * capacity + start + token;
+    T* to = tile + channel * STEP + token;
+    bool is_whole = by_16 && channel < width;
+    for (int i = 0; i < PART; ++i) is_whole = is_whole && counts[token + i];
+    if (is_whole) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int i = 0; i < PART; ++i)
+        to[i] = channel < width && counts[token + i] ? from[i] : narrow<T>(0.0f);
+    }
+  }
+}
+
+// What both reads have in common.
+template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
+struct Past {
+  static constexpr int TOKENS = DECODING_WARPS * COLUMNS;
+  static constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = TOKENS + gap<T>();
+  T *q_tile, *k_tile, *v_tile;
+  unsigned char* counts;
+  // Of the rows of this block: the first, the number, and the place of the first one's part.
+  int first, rows, kv;
+  long long part;
+
+  __device__ __forceinline__ Past(unsigned char* memory, const T* __restrict__ q, int h, int n,
+                                  int d) {
+    q_tile = reinterpret_cast<T*>(memory);
+    k_tile = q_tile + 16 * KEY_STEP;
+    v_tile = k_tile + KEY_WIDTH * STEP;
+    counts = reinterpret_cast<unsigned char*>(v_tile + WIDTH * STEP);
+    const int group = h / n, tiles = (group + 15) / 16;
+    kv = blockIdx.y / tiles;
+    first = blockIdx.y % tiles * 16;
+    rows = min(group - first, 16);
+    const long long head = (long long)blockIdx.z * h + kv * group + first;
+    load_tile<16, KEY_WIDTH>(q_tile, KEY_STEP, q + head * d, d, 0, rows, d,
+                             d * sizeof(T) % 16 == 0);
+    part = head * gridDim.x * DECODING_WARPS + blockIdx.x * DECODING_WARPS + warp();
+  }
+  __device__ __forceinline__ long long part_of(int row) const {
+    return part + (long long)row * gridDim.x * DECODING_WARPS;
+  }
+
+  // The scores of this warp's tokens of a tile.
+  __device__ __forceinline__ void load(Product<COLUMNS>& p, const T* __restrict__ keys,
+                                       const T* __restrict__ values,
+                                       const unsigned char* __restrict__ valid, int start, int end,
+                                       int capacity, int n, int d, int e, float scale) const {
+    const long long head = (long long)blockIdx.z * n + kv;
+    __syncthreads();
+    for (int i = threadIdx.x; i < TOKENS; i += blockDim.x)
+      counts[i] = start + i < end &&
+                  (!valid || valid[(long long)blockIdx.z * capacity + start + i]);
+    __syncthreads();
+    load_slots<KEY_WIDTH, TOKENS>(k_tile, keys + head * d * capacity, capacity, start, d, counts);
+    load_slots<WIDTH, TOKENS>(v_tile, values + head * e * capacity, capacity, start, e, counts);
+    __syncthreads();
+    p.clear();
+    const int own = warp() * COLUMNS;
+    add_product<false, false, COLUMNS, KEY_WIDTH>(p, q_tile, KEY_STEP, k_tile + own, STEP);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        p.x[j][i] = counts[own + column_of(j, i)] ? p.x[j][i] * scale : -INFINITE;
+  }
+};
+
+template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
+    read_softmax(const T* __restrict__ q, const T* __restrict__ keys, const T* __restrict__ values,
+                 const unsigned char* __restrict__ valid, float* __restrict__ outs,
+                 float* __restrict__ logs, float scale, int count, int capacity, int per_split,
+                 int h, int n, int d, int e) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  typedef Past<T, COLUMNS, KEY_WIDTH, WIDTH> Cached;
+  const Cached past(memory, q, h, n, d);
+  RunningSoftmax running;
+  Product<WIDTH> acc;
+  acc.clear();
+  const int low = blockIdx.x * per_split, end = min(low + per_split, count);
+  for (int start = low; start < end; start += Cached::TOKENS) {
+    Product<COLUMNS> p;
+    past.load(p, keys, values, valid, start, end, capacity, n, d, e, scale);
+    running.weigh<T, true>(p, acc);
+    add_held_product<true, WIDTH, COLUMNS>(acc, p, past.v_tile + warp() * COLUMNS, Cached::STEP);
+  }
+  running.close();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (row_of(i) >= past.rows) continue;
+    const long long part = past.part_of(row_of(i));
+    if (lane() % 4 == 0) logs[part] = running.log_total(i / 2, -INFINITE);
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; ++j)
+      if (column_of(j, i) < e)
+        outs[part * e + column_of(j, i)] = running.mean(i / 2, acc.x[j][i]);
+  }
+}
+
+template <class T, bool IS_LASER>
+__global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,
+                        const unsigned char* __restrict__ q_valid,
+                        const unsigned char* __restrict__ k_valid, const float* __restrict__ outs,
+                        const float* __restrict__ logs, T* __restrict__ out, float scale, int parts,
+                        int h, int n, int d, int e) {
+  const int head = blockIdx.x, batch = blockIdx.y;
+  const long long row = (long long)batch * h + head, kv = (long long)batch * n + head / (h / n);
+  float score = -INFINITE;
+  if (!k_valid || k_valid[batch]) {
+    score = 0.0f;
+    for (int i = lane(); i < d; i += 32) score += wide(q[row * d + i]) * wide(k[kv * d + i]);
+    score = sum_of_warp(score) * scale;
+  }
+  logs += row * parts;
+  outs += row * parts * e;
+  float largest = score;
+  for (int p = lane(); p < parts; p += 32) largest = fmaxf(largest, logs[p]);
+  largest = max_of_warp(largest);
+  const bool is_some = largest > -INFINITE && (!q_valid || q_valid[batch]);
+  float total = 0.0f;
+  if (is_some)
+    for (int p = lane(); p < parts; p += 32) total += exp2f(logs[p] - largest);
+  const float own = is_some ? exp2f(score - largest) : 0.0f;
+  total = sum_of_warp(total) + own;
+  for (int c = threadIdx.x; c < e; c += blockDim.x) {
+    float found = 0.0f;
+    // Nothing is read of a value that does not count.
+    const float value = own > 0.0f || (IS_LASER && score > -INFINITE) ? wide(v[kv * e + c]) : 0.0f;
+    if (is_some && IS_LASER) {
+      const float new_one = score + value * 1.44269504f;
+      float high = new_one;
+      for (int p = 0; p < parts; ++p) high = fmaxf(high, outs[(long long)p * e + c]);
+      found = exp2f(new_one - high);
+      for (int p = 0; p < parts; ++p) found += exp2f(outs[(long long)p * e + c] - high);
+      found = (high + log2f(found) - largest - log2f(total)) / 1.44269504f;
+    } else if (is_some) {
+      found = own * value;
+      for (int p = 0; p < parts; ++p)
+        found += exp2f(logs[p] - largest) * outs[(long long)p * e + c];
+      found /= total;
+    }
+    out[row * e + c] = narrow<T>(found);
+  }
+}
+
+// A lane has some channels of each row: the logarithm of their sums so far.
+template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
+    read_laser(const T* __restrict__ q, const T* __restrict__ keys, const T* __restrict__ values,
+               const unsigned char* __restrict__ valid, float* __restrict__ outs,
+               float* __restrict__ logs, float scale, int count, int capacity, int per_split, int h,
+               int n, int d, int e) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  typedef Past<T, COLUMNS, KEY_WIDTH, WIDTH> Cached;
+  constexpr int EACH = (WIDTH + 31) / 32;
+  const Cached past(memory, q, h, n, d);
+  float* scores = reinterpret_cast<float*>(past.counts + Cached::TOKENS) + warp() * 16 * COLUMNS;
+  RunningSoftmax running;
+  Product<16> unused;
+  unused.clear();
+  float found[16][EACH];
+#pragma unroll
+  for (int r = 0; r < 16; ++r)
+#pragma unroll
+    for (int x = 0; x < EACH; ++x) found[r][x] = -INFINITE;
+  const int low = blockIdx.x * per_split, end = min(low + per_split, count);
+  for (int start = low; start < end; start += Cached::TOKENS) {
+    Product<COLUMNS> p;
+    past.load(p, keys, values, valid, start, end, capacity, n, d, e, scale);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[row_of(i) * COLUMNS + column_of(j, i)] = p.x[j][i];
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+      if (r >= past.rows) continue;
+#pragma unroll
+      for (int x = 0; x < EACH; ++x) {
+        const int c = min(lane() + 32 * x, WIDTH - 1);
+        const T* value = past.v_tile + c * Cached::STEP + warp() * COLUMNS;
+        float high = found[r][x];
+        for (int j = 0; j < COLUMNS; ++j)
+          high = fmaxf(high, scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f);
+        const float base = high == -INFINITE ? 0.0f : high;
+        float sum = exp2f(found[r][x] - base);
+        for (int j = 0; j < COLUMNS; ++j)
+          sum += exp2f(scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f - base);
+        found[r][x] = sum > 0.0f ? base + log2f(sum) : -INFINITE;
+      }
+    }
+    running.weigh<T, false>(p, unused);
+  }
+  running.close();
+#pragma unroll
+  for (int i = 0; i < 4; i += 2)
+    if (row_of(i) < past.rows && lane() % 4 == 0)
+      logs[past.part_of(row_of(i))] = running.log_total(i / 2, -INFINITE);
+#pragma unroll
+  for (int r = 0; r < 16; ++r)
+#pragma unroll
+    for (int x = 0; x < EACH; ++x)
+      if (r < past.rows && lane() + 32 * x < e)
+        outs[past.part_of(r) * e + lane() + 32 * x] = found[r][x];
+}

@@ -1,0 +1,110 @@
+// Softmax attention, forward, in tiles of scores with a running maximum m (running_softmax.cuh).
+//
+//     S = s q kᵀ,    P = 2^{S − m},    l = rowsum(P),    o = P v / l,    λ = m + log₂ l,
+//
+// with s in units of log 2. A block has ROWS queries of one head, 16 for each warp, and WIDTH channels
+// of the values. In shared memory are its queries and a tile of keys and values; in registers acc and
+// the tile's scores, which become P, and never leave. A query that sees nothing has o = 0 and λ = ∞:
+// its weights vanish.
+//
+// Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs a
+// head, half of them where causal; keys and values are read once for every tile of queries.
+//
+// Values may have another type than queries, and be the sum of two arrays (`v` and `v_rest`), as the
+// exponentials of LASER are. `is_chosen` (b, n) then says of which heads they are; others end at once.
+#include "running_softmax.cuh"
+#include "sight.cuh"
+#include "tiles.cuh"
+
+template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(2 * ROWS, 1)
+    softmax_forward(const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
+                    const F* __restrict__ v_rest, const int* __restrict__ is_chosen,
+                    T* __restrict__ out, float* __restrict__ full, float* __restrict__ log_total,
+                    const unsigned char* __restrict__ q_valid,
+                    const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
+                    const int* __restrict__ k_segment, float scale, int t, int s, int h, int n,
+                    int d, int e, int behind, int ahead) {
+  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
+  const int parts = (e + WIDTH - 1) / WIDTH, tiles = (t + ROWS - 1) / ROWS;
+  const int part = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
+  // The last first: where causal, they have the most to do.
+  const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
+  if (is_chosen && !is_chosen[batch * n + kv]) return;
+  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = keys_of(sight, first, ROWS);
+
+  extern __shared__ __align__(16) unsigned char memory[];
+  T* q_tile = reinterpret_cast<T*>(memory);
+  T* k_tile = q_tile + ROWS * KEY_STEP;
+  F* v_tile = reinterpret_cast<F*>(k_tile + COLUMNS * KEY_STEP);
+  int* runs = reinterpret_cast<int*>(v_tile + PARTS * COLUMNS * STEP);
+
+  const int channel = part * WIDTH;
+  const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
+  k += k_head * d;
+  v += k_head * e + channel;
+  if (PARTS > 1) v_rest += k_head * e + channel;
+  const bool d_by_16 = d * sizeof(T) % 16 == 0, e_by_16 = e * sizeof(F) % 16 == 0;
+  load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d,
+                             d_by_16, sight.q_valid);
+  const T* own = q_tile + 16 * warp() * KEY_STEP;
+  const int row = first + 16 * warp() + row_of(0);
+  const int q_run[2] = {sight.run_of_query(row), sight.run_of_query(row + 8)};
+
+  RunningSoftmax running;
+  Product<WIDTH> acc;
+  acc.clear();
+  for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
+    __syncthreads();
+    load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, d_by_16,
+                                  sight.k_valid);
+    load_tile<COLUMNS, WIDTH>(v_tile, STEP, v, (long long)n * e, start, s, e - channel, e_by_16,
+                              sight.k_valid);
+    if (PARTS > 1)
+      load_tile<COLUMNS, WIDTH>(v_tile + COLUMNS * STEP, STEP, v_rest, (long long)n * e, start, s,
+                                e - channel, e_by_16, sight.k_valid);
+    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = sight.run_of_key(start + j);
+    __syncthreads();
+
+    Product<COLUMNS> p;
+    p.clear();
+    add_product<false, true, COLUMNS, KEY_WIDTH>(p, own, KEY_STEP, k_tile, KEY_STEP);
+    const bool is_open = sight.sees_all(first, ROWS, start, COLUMNS);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = column_of(j, i);
+        const bool is_seen = is_open || (runs[column] == q_run[i / 2] &&
+                                         sight.is_near(row + 8 * (i / 2), start + column));
+        p.x[j][i] = is_seen ? p.x[j][i] * scale : -INFINITE;
+      }
+    running.weigh<F, PARTS == 1>(p, acc);
+    add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
+    if (PARTS > 1) {
+      add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile + COLUMNS * STEP, STEP);
+      keep_rest<F>(p);
+      add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
+    }
+  }
+
+  running.close();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = row + 8 * i;
+    if (token < t && part == 0 && lane() % 4 == 0)
+      log_total[((long long)batch * h + head) * t + token] = running.log_total(i, INFINITE);
+  }
+#pragma unroll
+  for (int j = 0; j < WIDTH / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = row + 8 * (i / 2), at = channel + column_of(j, i);
+      if (token >= t || at >= e) continue;
+      const float o = running.mean(i / 2, acc.x[j][i]);
+      const long long to = (q_head + (long long)token * h) * e + at;
+      if (out) out[to] = narrow<T>(o);
+      if (full) full[to] = o;
+    }
+}
