@@ -154,11 +154,11 @@ class Conditioned:
         d_contraction = call.empty(b, t, m, r)
         call.launch(
             contraction_gradient.contract_back,
-            "chunk_contraction_gradient",
+            "chunk_contraction",
             (call.count, heads * r),
             d_q=d_q,
             d_contraction=d_contraction,
-            KEYS=call.keys("chunk_contraction_gradient"),
+            KEYS=call.keys("chunk_contraction"),
         )
         d_k = self._d_keys(keys or KeyGradients())
         return {"q": d_q.flatten(2, 3), "k": d_k, "contraction": d_contraction.flatten(2, 3)}
@@ -177,11 +177,11 @@ class Conditioned:
         d_k = torch.empty_like(self.unit)
         call.launch(
             moments_gradient.d_keys_of_moments,
-            "chunk_moments_keys",
+            "chunk_contraction",
             (call.count, heads),
             d_k=d_k,
             d_unit=more.unit,
             d_raw=more.raw,
-            KEYS=call.keys("chunk_moments_keys"),
+            KEYS=call.keys("chunk_contraction"),
         )
         return d_k

@@ -293,17 +293,16 @@ _declare(
 )
 _declare(
     "chunk_moments",
-    half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 2)},
-    full={128: Configuration(32, 16, 4, 1), 256: Configuration(32, 16, 8, 1)},
+    half={256: Configuration(64, 32, 8, 2)},
+    full={256: Configuration(32, 16, 8, 1)},
 )
-for _kernel in ("chunk_contraction", "chunk_contraction_gradient", "chunk_moments_keys"):
-    _declare(
-        _kernel,
-        half={64: Configuration(64, 32, 4, 1), 256: Configuration(64, 32, 8, 1)},
-        full={64: Configuration(32, 32, 4, 1), 256: Configuration(32, 32, 8, 1)},
-    )
 _declare(
-    "row_lengths", half={256: Configuration(64, 0, 4, 1)}, full={256: Configuration(32, 0, 4, 1)}
+    "chunk_contraction",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={256: Configuration(32, 32, 8, 1)},
+)
+_declare(
+    "row_lengths", half={256: Configuration(64, 0, 4, 1)}, full={256: Configuration(64, 0, 4, 1)}
 )
 _declare(
     "channel_scores",
