@@ -42,6 +42,10 @@ CALLS: Shipped = (
     ("gla", (torch.bfloat16,), ((128, 128),)),
     ("gla", (torch.float32,), ((256, 512), (128, 128))),
     ("gsa", (torch.bfloat16, torch.float32), ((128, 128),)),
+    ("ccq(gated_delta)", (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
+    ("ccq(gated_delta)", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
+    ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
 )
 """Full calls, with their gradients; what is narrower has the same tiles."""
 
