@@ -15,7 +15,8 @@ from precondattn.frame import Frame, FrameOfAlike
 from precondattn_portable.fused import is_lucid
 from precondattn_triton import lucid_decode
 from precondattn_triton.configurations import configuration
-from precondattn_triton.lucid_solve import LOG2_E, MOST_HEADS
+from precondattn_triton.lucid_plan import LOG2_E
+from precondattn_triton.lucid_solve import MOST_HEADS
 from precondattn_triton.precision import padded_width, product_precision
 
 PROGRAMS_PER_PROCESSOR = 2
