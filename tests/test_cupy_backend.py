@@ -12,11 +12,13 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
+from tests import cupy_attention
 from tests.cupy_kernels import DTYPES
 from tests.mechanism_groups import groups
 
 TAKEN = ("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]")
 SMALL = {
+    **cupy_attention.SMALL,
     "lucid_inverse": Configuration(16, 32),
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
@@ -40,7 +42,7 @@ def test_simulated_it_is_used_only_by_name():
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 8)).astype(np.float32)
     assert "cupy" not in pa.Lucid().explain(q, k, v).backends
     named = pa.Lucid().explain(q, k, v, backend=("cupy", "portable"))
-    assert named.backends == ("cupy", "portable")
+    assert named.backends == ("cupy", "cupy")
 
 
 def request(mechanism, dtype="float32", verb="vjp", **shapes):

@@ -34,7 +34,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Softmax attention, LASER and rows of unit norm on a GPU."""
+    """Softmax attention, LASER, LUCID and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
