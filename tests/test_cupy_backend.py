@@ -12,6 +12,7 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
+from tests import cupy_attention
 from tests.cupy_kernels import DTYPES
 from tests.mechanism_groups import groups
 
@@ -20,6 +21,7 @@ TAKEN = (
     *("gated_delta", "delta", "conditioned_query"),
 )
 SMALL = {
+    **cupy_attention.SMALL,
     "lucid_inverse": Configuration(16, 32),
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
@@ -45,7 +47,7 @@ def test_simulated_it_is_used_only_by_name():
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 8)).astype(np.float32)
     assert "cupy" not in pa.Lucid().explain(q, k, v).backends
     named = pa.Lucid().explain(q, k, v, backend=("cupy", "portable"))
-    assert named.backends == ("cupy", "portable")
+    assert named.backends == ("cupy", "cupy")
 
 
 def request(mechanism, dtype="float32", verb="vjp", **shapes):

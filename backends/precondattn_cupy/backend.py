@@ -36,7 +36,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
+    """LUCID, softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
