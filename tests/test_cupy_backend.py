@@ -16,13 +16,18 @@ from tests import cupy_attention
 from tests.cupy_kernels import DTYPES
 from tests.mechanism_groups import groups
 
-TAKEN = ("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]")
+TAKEN = (
+    *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
+    *("gated_delta", "delta", "conditioned_query"),
+)
 SMALL = {
     **cupy_attention.SMALL,
     "lucid_inverse": Configuration(16, 32),
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
     "lucid_decode": Configuration(16, 16),
+    "chunk_states": Configuration(32, 16),
+    "chunk_blocks": Configuration(32, 16),
 }
 
 

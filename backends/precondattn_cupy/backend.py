@@ -26,6 +26,8 @@ from precondattn_cupy.launch import is_simulated
 DTYPES = ("float32", "bfloat16", "float16")
 """Unless kernels have a list of their own."""
 
+RECURRENCES = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
 
@@ -34,7 +36,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Softmax attention, LASER, LUCID and rows of unit norm on a GPU."""
+    """LUCID, softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
@@ -133,6 +135,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.unit_rows import UnitRows
 
         return UnitRows()
+    if type(mechanism) in RECURRENCES:
+        from precondattn_cupy.recurrence import Recurrence
+
+        return Recurrence()
     if type(mechanism) is pa.LucidSolve:
         from precondattn_cupy.lucid_solve import LucidSolve
 
