@@ -300,6 +300,11 @@ def check_a_step(m, x, held, bound=2e-5, **options):
     _, exact = m.extend(exact, **at(wide, 0, held), **before, backend="reference")
     _, cache = m.extend(cache, **at(x, 0, held), **before, backend="portable")
     expected, exact = m.extend(exact, **at(wide, held, held + 1), **now, backend="reference")
+    unseen = np.arange(40)[None] >= np.asarray(cache.length)[:, None]
+    unseen[:, :held] |= ~before.get("key_mask", np.ones((1, held), bool))
+    for name, buffer in cache.store.items():
+        if name != "key_mask":
+            buffer[unseen] = np.nan
     new = at(x, held, held + 1)
     how = {**now, "backend": ("cupy", "portable")}
     assert "cupy" in m.explain(**new, **how, cache=cache).backends
