@@ -217,6 +217,15 @@ def as_index(array: Array) -> Array:
     return array.long() if library_of(array) == "torch" else array
 
 
+def solve(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
+    if library_of(matrix) == "jax":
+        from precondattn.bridges import jax_solve
+
+        return jax_solve.solve(matrix, right)
+    return namespace(matrix, right).linalg.solve(matrix, right)
+
+
 def zero_where_not(mask: Array, array: Array) -> Array:
     """`array` where `mask` holds, else 0; a NaN or an infinity that is masked out does not pass."""
     return namespace(array).where(mask, array, 0.0)

@@ -70,11 +70,10 @@ def test_configurations():
 def test_every_kernel_of_a_source_is_among_the_variants():
     """What is not compiled ahead of time is not known to compile."""
     listed = {variant.name.partition("<")[0] for variant in variants.variants("sm_80")}
+    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
     defined = set()
     for path in FOLDER.glob("*.cu"):
-        defined |= set(
-            re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", path.read_text())
-        )
+        defined |= set(re.findall(kernel, path.read_text(encoding="utf-8")))
     assert defined
     assert listed == defined
 

@@ -131,7 +131,9 @@ def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
     close(jax.vmap(lambda x: call(**x))(stacked)[1], call(**{n: a[1] for n, a in stacked.items()}))
 
 
-@pytest.mark.parametrize("expression", ["softmax[window=9]", "laser", "lucid", "gated_delta"])
+@pytest.mark.parametrize(
+    "expression", ["softmax[window=9]", "laser", "lucid", "path[flush=3]", "gated_delta"]
+)
 def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, small_blocks):
     m = pa.parse(expression)
     layout = Layout("decoded", b=2, t=20, s=20, h=2, n=1, d=4, e=4)
@@ -155,7 +157,7 @@ def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, s
     assert list(cache.length) == list(place)
 
 
-@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser"])
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path[flush=4]"])
 def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
     m = pa.parse(expression)
     x = arrays(make_inputs(m, Layout("s", b=1, t=9, s=9, h=2, n=1, d=4, e=4), "clustered"))

@@ -190,3 +190,22 @@ def test_the_order_of_the_programs_does_not_matter():
             found = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)
         results.append((y, *found.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("hidden", [2, 5])
+def test_a_step_looks_past_hidden_keys_its_own_among_them(hidden):
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    for name in ("k", "v"):
+        x[name][:, hidden] = torch.nan
+    found = {}
+    for backend in ("triton", "reference"):
+        cache, outs = pa.Lucid().init_cache(**x, capacity=8, key_mask=True), []
+        for t in range(7):
+            new = {name: array[:, t : t + 1] for name, array in x.items()}
+            seen = torch.tensor([[t != hidden]])
+            with small_tiles():
+                out, cache = pa.Lucid().extend(cache, **new, key_mask=seen, backend=backend)
+            outs.append(out)
+        found[backend] = torch.cat(outs, dim=1)
+    assert error(found["triton"], found["reference"]) < 2e-6

@@ -22,20 +22,27 @@ def inputs(t, *, b=2, h=2, n=1, d=8, e=12, dtype=torch.float32):
     return {name: a.to(dtype) for name, a in x.items()}
 
 
-def steps(mechanism, x, backend, *, first, prefilled=None, counts=None):
-    """Outputs of one token after the other behind `first`, and all that the cache held."""
+def steps(mechanism, x, backend, *, first, prefilled=None, counts=None, seen=None):
+    """Outputs of one token after the other behind `first`, and all that the cache held.
+
+    Keys that are not `seen` (b, t) are hidden.
+    """
     found = []
-    cache = mechanism.init_cache(**x, capacity=x["q"].shape[1] + 1)
-    lengths = {} if prefilled is None else {"lengths": torch.tensor(prefilled)}
+    cache = mechanism.init_cache(**x, capacity=x["q"].shape[1] + 1, key_mask=seen is not None)
+    masks = {} if prefilled is None else {"lengths": torch.tensor(prefilled)}
     start = {name: a[:, :first] for name, a in x.items()}
+    if seen is not None:
+        masks["key_mask"] = seen[:, :first]
     with torch.no_grad():
         if first:
-            _, cache = mechanism.extend(cache, **start, **lengths, backend="reference")
+            _, cache = mechanism.extend(cache, **start, **masks, backend="reference")
         for t in range(first, x["q"].shape[1]):
             new = {name: a[:, t : t + 1] for name, a in x.items()}
-            lengths = {} if counts is None else {"lengths": torch.tensor(counts[t - first])}
+            masks = {} if counts is None else {"lengths": torch.tensor(counts[t - first])}
+            if seen is not None:
+                masks["key_mask"] = seen[:, t : t + 1]
             with small_tiles():
-                out, cache = mechanism.extend(cache, **new, **lengths, backend=backend)
+                out, cache = mechanism.extend(cache, **new, **masks, backend=backend)
             found += [out, *(cache.store[key] for key in sorted(cache.store))]
     return found
 
@@ -69,6 +76,23 @@ def test_a_window():
 def test_sequences_of_several_lengths_flush_at_several_places():
     counts = [[1, 1], [1, 0], [1, 1], [0, 1]]
     check(pa.Path(flush=3), inputs(8), first=4, prefilled=[4, 0], counts=counts)
+
+
+def test_a_window_that_ends_among_the_keys_since_the_last_flush():
+    check(pa.Path(window=2, flush=5), inputs(10), first=5)
+
+
+def test_a_sequence_that_gets_no_token_is_not_flushed_and_keeps_its_reflections():
+    """Where its next token would flush it."""
+    check(pa.Path(flush=3), inputs(8), first=5, prefilled=[5, 2], counts=[[0, 1], [1, 0], [1, 1]])
+
+
+@pytest.mark.parametrize("hidden", [2, 5])
+def test_hidden_keys_in_front_of_the_last_flush_and_since(hidden):
+    x = inputs(8, b=1)
+    for name in ("k", "v"):
+        x[name][:, hidden] = torch.nan
+    check(pa.Path(flush=4), x, first=4, seen=torch.arange(8)[None] != hidden)
 
 
 def refusal(*, t=1, h=2, d=64, e=64):

@@ -22,11 +22,11 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BACKENDS = ("triton", "torch")
 
 
-def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), keys="random", gates="random"):
+def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), slots=5, keys="random", gates="random"):
     """Inputs; heads of keys, and of what has a state or of queries."""
     torch.manual_seed(t)
     n, m = heads
-    sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": 5}
+    sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": slots}
     if getattr(layer, "heads", "n") == "u":
         sizes["h"] = n
     x = {name: torch.randn(pattern.shape(sizes)) for name, pattern in layer.inputs.items()}
@@ -133,6 +133,12 @@ def test_four_sub_chunks_of_which_two_lie_between_others(layer, gates):
     x = problem(layer, 64, d=8, heads=(1, 1), gates=gates)
     segments = torch.tensor([[0] * 37 + [1] * 27])
     check(layer, x, tiles=FOUR_SUB_CHUNKS, segment_ids=segments)
+
+
+def test_two_queries_to_a_state_with_two_blocks_of_gates():
+    """Of the columns of the first state, of the rows of the second; keys in two blocks, too."""
+    layer = pa.GSA()
+    check(layer, problem(layer, 17, d=20, slots=20), tiles=TWO_SUB_CHUNKS)
 
 
 @pytest.mark.parametrize("layer", ["retention", "gla", "gsa"])

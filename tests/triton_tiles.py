@@ -11,7 +11,9 @@ RECURRENT = tuple(
     dict.fromkeys(
         key.kernel
         for key in UNTUNED
-        if key.kernel.startswith(("channel_", "chunk_", "delta_", "gate_", "recurrent_", "value_"))
+        if key.kernel.startswith(
+            ("channel_", "chunk_", "delta_", "gate_", "recurrent_", "row_", "value_")
+        )
     )
 )
 """Of a recurrence in chunks, which have to have as many tokens in all of them."""

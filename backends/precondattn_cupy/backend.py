@@ -26,6 +26,8 @@ from precondattn_cupy.launch import is_simulated
 DTYPES = ("float32", "bfloat16", "float16")
 """Unless kernels have a list of their own."""
 
+RECURRENCES = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
 
@@ -34,7 +36,7 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 
 
 class Cupy(Backend):
-    """Softmax attention, LASER and rows of unit norm on a GPU."""
+    """LUCID, softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
 
     name = "cupy"
     accelerates = frozenset({"cuda"})
@@ -128,11 +130,19 @@ def _refusal(mechanism: Any, request: Request) -> str | None:
 def _kernels(mechanism: Any) -> Any:
     """What computes a leaf or group, by its own class; None where nothing does."""
     if len(mechanism.program.calls) > 1:
-        return None
+        return _group_kernels([*map(type, mechanism.program.leaves)])
     if type(mechanism) is pa.UnitRows:
         from precondattn_cupy.unit_rows import UnitRows
 
         return UnitRows()
+    if type(mechanism) in RECURRENCES:
+        from precondattn_cupy.recurrence import Recurrence
+
+        return Recurrence()
+    if type(mechanism) is pa.LucidSolve:
+        from precondattn_cupy.lucid_solve import LucidSolve
+
+        return LucidSolve()
     if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
         from precondattn_cupy.softmax import Softmax
 
@@ -141,6 +151,15 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_cupy.laser import Laser
 
         return Laser()
+    return None
+
+
+def _group_kernels(leaves: list[type]) -> Any:
+    """What computes several calls in one go, by their leaves."""
+    if leaves == [pa.LucidSolve, pa.Softmax]:
+        from precondattn_cupy.lucid_step import LucidStep
+
+        return LucidStep()
     return None
 
 

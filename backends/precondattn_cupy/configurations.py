@@ -81,3 +81,25 @@ def forced(**configurations: Configuration) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
+
+
+declare(
+    "lucid_inverse",
+    half={256: Configuration(64, 512)},
+    full={256: Configuration(32, 512)},
+)
+declare(
+    "lucid_update",
+    half={128: Configuration(128, 32), 256: Configuration(64, 32)},
+    full={128: Configuration(64, 16), 256: Configuration(32, 16)},
+)
+declare(
+    "lucid_gradient",
+    half={128: Configuration(64, 32), 256: Configuration(32, 16)},
+    full={128: Configuration(64, 16), 256: Configuration(32, 16)},
+)
+declare(
+    "lucid_decode",
+    half={128: Configuration(16, 32), 256: Configuration(16, 16)},
+    full={256: Configuration(16, 16)},
+)

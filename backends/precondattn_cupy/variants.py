@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -29,19 +30,27 @@ Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]
 CALLS: Shipped = (
     ("unit_rows", (*ALL, "float64"), ((64, 64),)),
     ("unit_rows[detach=false]", (*ALL, "float64"), ((64, 64),)),
+    ("lucid_solve[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
+    ("lucid_solve[normalize=given,beta=true]", HALF, ((64, 64), (128, 128), (256, 128))),
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (256, 512))),
     ("laser", HALF, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
     ("laser", ("float32",), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
+    ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Full calls, with their gradients."""
 
 STEPS: Shipped = (
+    ("lucid[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
     ("laser", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
+    ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Extensions of a cache by one token."""
 
-TOKENS, HEADS, BATCH, SLOTS = 128, 2, 1, 64
+SHARED = {"gated_delta": (1, 2)}
+"""How many heads of values share one of keys, where a gradient of keys then is in float32."""
+
+TOKENS, HEADS, BATCH, SLOTS = 1024, 2, 1, 64
 WIDE_SPILLS = 0
 """Bytes that a thread may spill where rows are wider than 128."""
 
@@ -52,8 +61,8 @@ def variants(target: str) -> Iterator[Variant]:
     for is_step, shipped in ((False, CALLS), (True, STEPS)):
         for mechanism, dtypes, widths in shipped:
             for dtype in dtypes:
-                for d, e in widths:
-                    for launch in launches(mechanism, dtype, d, e, is_step):
+                for (d, e), shared in product(widths, SHARED.get(mechanism, (1,))):
+                    for launch in launches(mechanism, dtype, d, e, is_step, shared):
                         if launch.kernel not in seen:
                             seen.add(launch.kernel)
                             yield _variant(launch, WIDE_SPILLS if max(d, e) > 128 else 0)
@@ -70,13 +79,15 @@ def _variant(launch: Launch, spill_limit: int) -> Variant:
     )
 
 
-def launches(expression: str, dtype: str, d: int, e: int, is_step: bool = False) -> list[Launch]:
+def launches(
+    expression: str, dtype: str, d: int, e: int, is_step: bool = False, shared: int = 1
+) -> list[Launch]:
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     piece: Any = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
     inputs = piece.inputs.extending() if is_step else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS * shared, "c": TOKENS}
     sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
@@ -84,7 +95,8 @@ def launches(expression: str, dtype: str, d: int, e: int, is_step: bool = False)
     before = os.environ.get(SIMULATE)
     os.environ[SIMULATE] = "1"
     try:
-        with recorded() as found:
+        # What nobody computes is whatever stood in memory.
+        with recorded() as found, np.errstate(all="ignore"):
             if is_step:
                 past = {
                     key: _zeros(pattern.shape(sizes), "float32" if slot.wide else dtype)

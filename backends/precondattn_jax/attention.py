@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jax import Array
@@ -12,8 +13,9 @@ from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn_jax.attention_step import attention_step
-from precondattn_jax.definition import step_as_defined
+from precondattn_jax.definition import few_tokens_at_a_time, step_as_defined
 from precondattn_jax.tiled_attention import TiledAttention
+from precondattn_jax.transported_step import transported_step
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 
@@ -47,7 +49,10 @@ class Attention(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        if leaf.forget != "none" or leaf.metric != DOT:
+        if leaf.metric != DOT:
+            step = partial(transported_step, leaf)
+            return few_tokens_at_a_time(step, leaf, past, x, frame)
+        if leaf.forget != "none":
             return step_as_defined(leaf, past, x, frame)
         out = attention_step(leaf, dict(past), dict(x), frame)
         return out, {"key": Append(x["k"]), "value": Append(x["v"])}

@@ -1,11 +1,11 @@
-"""A leaf's own step, on a few new tokens at a time: its memory is that of a few times the cache.
+"""A step on a few new tokens at a time: its memory is that of a few times the cache.
 
 Any split of a sequence gives the same output: that is what a cache is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,17 +16,26 @@ from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
 
 TOKENS = 64
-"""New tokens that the definition is given at once."""
+"""New tokens that a step is given at once."""
+
+Step = Callable[[dict[str, Array], dict[str, Array], Frame], tuple[Array, Updates]]
 
 
 def step_as_defined(
     leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
-    """The output for new tokens, and the update of every slot."""
-    past, t = upcast_all(past), frame.q_position.shape[1]
+    """The leaf's own step: the output for new tokens, and the update of every slot."""
+    return few_tokens_at_a_time(leaf.step, leaf, upcast_all(past), x, frame)
+
+
+def few_tokens_at_a_time(
+    step: Step, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """A step of the leaf, made of steps of few tokens."""
+    t = frame.q_position.shape[1]
     if t <= TOKENS:
-        found: tuple[Array, Updates] = leaf.step(past, x, frame)
-        return found
+        return step(dict(past), dict(x), frame)
+    past = upcast_all(past)
     count = -(-t // TOKENS)
     capacity = frame.k_position.shape[1] - t
     seen, new = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
@@ -45,7 +54,7 @@ def step_as_defined(
             q_valid,
             jnp.concatenate([seen, new], axis=1),
         )
-        out, updates = leaf.step(buffers, tokens | whole, own)
+        out, updates = step(buffers, tokens | whole, own)
         more = jnp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
         buffers = {
             slot: updated(buffers[slot], update, length, more, donate=False)

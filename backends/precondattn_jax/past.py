@@ -7,7 +7,7 @@ take: it is that of the definition, which holds all pairs of new and cached toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,10 @@ class Past:
         low = jnp.clip(jnp.min(self.position[:, 0]) - window + 1, 0, self.capacity)
         self.first = jnp.minimum(low // self.size, self.behind)
 
+    def look_before(self, end: Array) -> None:
+        """Leave out the slots from `end` (b, 1) on."""
+        self.valid = self.valid & (jnp.arange(self.capacity) < end)
+
     def start(self, j: Array) -> Array:
         """The first slot of block j; the last block begins earlier if it would go too far."""
         return jnp.minimum(j * self.size, self.capacity - self.size)
@@ -60,28 +64,31 @@ class Past:
         return lax.fori_loop(self.first, self.behind, add, state)
 
 
-Step = Callable[[Any, dict[str, Array], dict[str, Array], Frame], Array]
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def with_gradient_of_the_definition(step: Step) -> Step:
-    """`step(leaf, past, x, frame)`, the output for new tokens, with the leaf's own gradient."""
+    """`step(leaf, past, x, frame)` with the gradient of the leaf's own.
+
+    It returns the output for new tokens, or the output and the updates as the leaf has them.
+    """
     differentiable = jax.custom_vjp(step, nondiff_argnums=(0,))
 
-    def forward(leaf: Any, *given: Any) -> tuple[Array, Any]:
+    def forward(leaf: Any, *given: Any) -> tuple[Any, Any]:
         return step(leaf, *given), given
 
-    def backward(leaf: Any, given: Any, cotangent: Array) -> Any:
+    def backward(leaf: Any, given: Any, cotangent: Any) -> Any:
         past, x, frame = given
 
-        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Array:
-            out: Array = leaf.step(upcast_all(past), x, frame)[0]
-            return out
+        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Any:
+            found = leaf.step(upcast_all(past), x, frame)
+            return found if isinstance(cotangent, tuple) else found[0]
 
         _, pull = jax.vjp(defined, past, x)
         return *pull(cotangent), jax.tree.map(_none, frame)
 
     differentiable.defvjp(forward, backward)
-    return differentiable
+    return cast(Step, differentiable)
 
 
 def _none(array: Array) -> Any:

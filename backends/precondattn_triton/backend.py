@@ -1,10 +1,10 @@
 """The Triton backend: which leaves are computed by which kernels.
 
 LUCID's solve, LASER, PaTH, differential attention, rows of unit norm, and leaves with a state: the
-linear family, the delta rule, gated slot attention, CCQ's query. Softmax around them is PyTorch's
-own, by the backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they
-are for checking and not for use: the backend then takes arrays on a CPU, and only when it is asked
-for by name.
+linear family, the delta rule, gated slot attention, CCQ's query, alone and with its backbone.
+Softmax around them is PyTorch's own, by the backend `torch`. Where Triton interprets its kernels,
+on a machine without a GPU, they are for checking and not for use: the backend then takes arrays on
+a CPU, and only when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.mechanism import Arrays, Residuals
 from precondattn.spec.difference import Difference
+from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +44,9 @@ RECURRENT = (
     pa.ConditionedQuery,
 )
 """By the leaf's own class: a subclass may mean something else."""
+
+SHARING = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
+"""Of these, the backbones that go over the very keys of which CCQ's query has the moments."""
 
 
 def is_interpreting() -> bool:
@@ -158,6 +162,10 @@ def _kernels(mechanism: Any) -> Any:
         from precondattn_triton.lucid_solve import LucidSolve
 
         return LucidSolve()
+    if type(mechanism) is pa.ConditionedQuery and mechanism.decay == "none":
+        from precondattn_triton.conditioned_read import RunningCovariance
+
+        return RunningCovariance()
     if type(mechanism) in RECURRENT:
         from precondattn_triton.recurrence import Recurrence
 
@@ -183,6 +191,10 @@ def _group_kernels(leaves: list[type]) -> Any:
         from precondattn_triton.differential import Differential
 
         return Differential()
+    if leaves[0] is pa.ConditionedQuery and leaves[1:-1] in ([], [L2Norm]):
+        from precondattn_triton.conditioned_read import ConditionedRead
+
+        return ConditionedRead() if leaves[-1] in SHARING else None
     return None
 
 

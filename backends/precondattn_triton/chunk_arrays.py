@@ -51,11 +51,21 @@ def padded_values(e: int) -> int:
     return -(-e // block) * block
 
 
+def widest_of(d: int, e: int) -> int:
+    """What configurations of these widths of keys and values go by."""
+    return max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
+
+
+def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> int:
+    """How many tokens a chunk has in a kernel, and so in all others of a call."""
+    return configuration(kernel, widest_of(d, e), half, like).rows
+
+
 class Call:
     """The arrays of one call, and its launches.
 
     A kernel is launched with what it has arguments for: arrays and numbers are in `known`, by the
-    names that stand in the kernels.
+    names that stand in the kernels. A chunk has as many tokens as is configured, or `chunk`.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class Call:
         scale: float,
         precision: str,
         half: bool,
+        chunk: int | None = None,
     ) -> None:
         b, m, d, e = state.shape
         s, (t, r) = x.k.shape[2], x.q.shape[2:4]
@@ -76,8 +87,8 @@ class Call:
         self.is_by_channel = self.decay in ("keys", "values")
         self.gate_step = self.step if self.decay == "values" else self.width
         """The width of gates in scratch, where channels have their own."""
-        self.widest = max(self.width, min(padded_width(e), 2 * WIDEST_BLOCK))
-        self.chunk = self.cut("chunk_states").rows
+        self.widest = widest_of(d, e)
+        self.chunk = self.cut("chunk_states").rows if chunk is None else chunk
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
         self.known: dict[str, Any] = {

@@ -10,6 +10,10 @@ chunks have to do is done for all of them at once.
 
 For T tokens of a head, forward 4 T d e FLOPs (additive 2), backward 6 (additive 4); memory traffic
 is dominated by a state of d e numbers for every chunk, written once.
+
+Where CCQ's query reads the same keys, a program of the forward pass has some columns of their
+moments besides (`moments.py`): its tile of keys serves both products, and the second, which waits
+for nothing, goes on while the first waits for what a chunk writes.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import triton.language as tl
 
 from precondattn_triton.chunk_tiles import head_of, product, store_rows
 from precondattn_triton.lucid_tiles import load_rows
+from precondattn_triton.moments import moments_behind, store_moments
 from precondattn_triton.tiles import load_tokens
 
 
@@ -52,6 +57,14 @@ def carry_states(
     initial,
     states,
     final,
+    unit,
+    unit_scale,
+    unit_valid,
+    unit_writing,
+    unit_total,
+    moments,
+    sums,
+    counts,
     heads,
     s,
     tokens,
@@ -69,6 +82,7 @@ def carry_states(
     v_group,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     DECAY: tl.constexpr,
@@ -78,6 +92,9 @@ def carry_states(
 
     `initial` and `final` are (m, d, e). By the delta rule `u` (m, T, STEP) gets U. Where
     each key channel has its gate, writing ∘ K comes as `faded_k` (m, T, WIDTH).
+
+    If there are `moments`, they and `sums` and `counts` are made as by `carry_moments`, COLUMNS
+    columns by each program: of `unit`, which k is, or with `unit_scale` times k is.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
@@ -88,6 +105,13 @@ def carry_states(
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
     state = tl.load(initial + at, mask=inside, other=0.0)
+    # Of the heads with a state that share their keys, the first has the moments.
+    key_head, has_moments = head // k_group, head % k_group == 0
+    column = tl.program_id(0) * COLUMNS
+    if moments is not None:
+        second = tl.zeros((WIDTH, COLUMNS), tl.float32)
+        mean = tl.zeros((COLUMNS,), tl.float32)
+        number = tl.zeros((1,), tl.float32)
     for index in range(count):
         start = index * CHUNK
         store_rows(states, head * count + index, WIDTH, 0, first, state, STEP)
@@ -109,7 +133,20 @@ def carry_states(
             keys = load_rows(faded_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
             keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        if moments is not None and written.dtype == tl.float32:
+            # One tile for both products: another of 16 bits does not fit the registers.
+            keys = keys.to(tl.float32)
         state += product(tl.trans(keys), written, PRECISION)
+        if moments is not None:
+            at_moments = key_head * count + index
+            store_moments(
+                moments, sums, counts, at_moments, column, has_moments, second, mean, number, WIDTH
+            )
+            second, mean, number = moments_behind(
+                second, mean, number, keys, unit_scale, unit, unit_valid, unit_writing, unit_total,
+                moments, key_head, heads // k_group, index, tokens, column, s, d,
+                CHUNK, COLUMNS, PRECISION,
+            )  # fmt: skip
     tl.store(final + at, state, mask=inside)
 
 

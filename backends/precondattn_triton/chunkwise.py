@@ -18,7 +18,7 @@ each chunk, M and two rows of numbers for each token; in the gradient, twice tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,15 @@ from precondattn_triton import (
 from precondattn_triton.channel_pairs import KEY, QUERY, faded, scores_of_queries, values_of_pairs
 from precondattn_triton.chunk_arrays import Call, strides, strides_if
 from precondattn_triton.chunkwise_gradient import gradients
-from precondattn_triton.precision import exact
+from precondattn_triton.precision import exact, padded_width
+
+NO_MOMENTS = dict.fromkeys(
+    (
+        *("unit", "unit_scale", "unit_valid", "unit_writing", "unit_total"),
+        *("moments", "sums", "counts"),
+    )
+)
+"""What a pass over the states is told of moments where none are asked for."""
 
 
 class Chunkwise:
@@ -51,27 +59,15 @@ class Chunkwise:
         self.precision, self.half, self.decays, self.scale = precision, half, decays, scale
 
     def forward(self, x: Stream, state: Tensor) -> tuple[Tensor, Tensor]:
-        call = self._call(x, state)
+        call = self.call(x, state)
         if call.s == 1 and call.t == 1:
             return _step(call, x)
         prepare(call, x)
         final = carry(call)
-        o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=x.v.dtype)
-        values = call.values("chunk_reads")
-        own = values_of_pairs(call) if call.decay == "values" else None
-        call.launch(
-            chunk_reads.read,
-            "chunk_reads",
-            (call.count * call.step // values, call.b * call.m * call.r),
-            o=o,
-            own_o=own,
-            KEYS=call.keys("chunk_reads"),
-            BLOCK=values,
-        )
-        return o.transpose(1, 2), final
+        return read(call), final
 
     def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> Gradients:
-        call = self._call(x, state)
+        call = self.call(x, state)
         prepare(call, x)
         carry(call)
         return gradients(call, x, d_o, d_final)
@@ -86,7 +82,8 @@ class Chunkwise:
         done = [self.forward(stream, state) for stream, state in streams]
         return function(*(o for o, _ in done), *arrays), [final for _, final in done]
 
-    def _call(self, x: Stream, state: Tensor) -> Call:
+    def call(self, x: Stream, state: Tensor) -> Call:
+        """The arrays of a call, before anything is launched."""
         return Call(x, state, self.decays, self.scale, self.precision, self.half)
 
 
@@ -120,7 +117,7 @@ def prepare(call: Call, x: Stream) -> None:
     if call.is_by_channel:
         _prepare_channels(call, x)
     elif call.decay == "head" or x.beta is not None:
-        _prepare_numbers(call, x)
+        prepare_numbers(call, x)
     call.known |= dict.fromkeys(("scores", "faded_q", "faded_k"))
     if call.decay == "keys":
         call.known["scores"] = scores_of_queries(call)
@@ -147,7 +144,8 @@ def prepare(call: Call, x: Stream) -> None:
     )
 
 
-def _prepare_numbers(call: Call, x: Stream) -> None:
+def prepare_numbers(call: Call, x: Stream) -> None:
+    """Gates of whole heads and their factors, and β."""
     heads = call.b * call.m
     names = ["gates", "reading", "writing"] if call.decay == "head" else []
     names += [] if x.beta is None else ["strength"]
@@ -184,19 +182,42 @@ def _prepare_channels(call: Call, x: Stream) -> None:
     )
 
 
-def carry(call: Call) -> Tensor:
-    """The last state, with those in front of every chunk left in the call."""
+def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
+    """The last state, with those in front of every chunk left in the call.
+
+    If there are `moments` of the same keys to be made, they are made in the same pass.
+    """
     heads = call.b * call.m
     final = call.empty(call.b, call.m, call.d, call.e)
     call.known["states"] = call.empty(heads, call.count, call.width, call.step)
     if call.known["y"] is not None:
         call.known["u"] = call.empty(heads, call.tokens, call.step)
-    values = call.values("chunk_states")
+    name = "chunk_states" if moments is None else "chunk_states_and_moments"
+    values = call.values(name)
     call.launch(
         chunk_states.carry_states,
-        "chunk_states",
+        name,
         (call.step // values, heads),
         final=final,
         BLOCK=values,
+        # Every program has a block of the values, and together they have all columns of moments.
+        COLUMNS=0 if moments is None else padded_width(-(-call.width * values // call.step)),
+        **(NO_MOMENTS if moments is None else moments),
     )
     return final
+
+
+def read(call: Call) -> Tensor:
+    """The outputs (b, m, t, r, e), once there are states."""
+    o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.known["v"].dtype)
+    values = call.values("chunk_reads")
+    call.launch(
+        chunk_reads.read,
+        "chunk_reads",
+        (call.count * call.step // values, call.b * call.m * call.r),
+        o=o,
+        own_o=values_of_pairs(call) if call.decay == "values" else None,
+        KEYS=call.keys("chunk_reads"),
+        BLOCK=values,
+    )
+    return o.transpose(1, 2)

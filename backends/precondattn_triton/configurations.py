@@ -251,7 +251,7 @@ _declare(
     full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 
-# Of a recurrence, all kernels have as many rows: the tokens of a chunk.
+# Of a recurrence, all kernels have as many rows: the tokens of a chunk. So have CCQ's query's.
 _declare(
     "chunk_states",
     half={256: Configuration(64, 32, 8, 1)},
@@ -260,6 +260,11 @@ _declare(
         128: Configuration(32, 16, 4, 1),
         256: Configuration(32, 16, 8, 1),
     },
+)
+_declare(
+    "chunk_states_and_moments",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={},
 )
 _declare(
     "chunk_gradients",
@@ -285,6 +290,19 @@ _declare(
     "chunk_key_gradient",
     half={256: Configuration(64, 32, 8, 1)},
     full={64: Configuration(64, 16, 8, 1), 256: Configuration(64, 32, 8, 1)},
+)
+_declare(
+    "chunk_moments",
+    half={256: Configuration(64, 32, 8, 2)},
+    full={256: Configuration(32, 16, 8, 1)},
+)
+_declare(
+    "chunk_contraction",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={256: Configuration(32, 32, 8, 1)},
+)
+_declare(
+    "row_lengths", half={256: Configuration(64, 0, 4, 1)}, full={256: Configuration(64, 0, 4, 1)}
 )
 _declare(
     "channel_scores",

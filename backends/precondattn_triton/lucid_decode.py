@@ -137,6 +137,7 @@ def finish(
     v,
     beta,
     new_valid,
+    is_token,
     totals,
     maxima,
     sums,
@@ -162,6 +163,7 @@ def finish(
     beta_b,
     beta_n,
     valid_b,
+    token_b,
     NORMALIZE: tl.constexpr,
     HAS_BETA: tl.constexpr,
     HAS_VALID: tl.constexpr,
@@ -209,13 +211,16 @@ def finish(
         tl.store(own_rms + head, rms)
 
     rows = query_rows(q, head, heads, group, key_width, q_b, q_h, q_d, ROWS, KEY_WIDTH) * scale
-    own_score = tl.sum(rows * own[None, :], axis=1)
+    own_score = tl.where(counts, tl.sum(rows * own[None, :], axis=1), float("-inf"))
     higher = tl.maximum(largest, own_score)
-    kept, added = tl.exp2(largest - higher), tl.exp2(own_score - higher)
-    o = (total * kept[:, None] + y[None, :] * added[:, None]) / (total_weight * kept + added)[
-        :, None
-    ]
-    o = tl.where(counts, o, 0.0)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    kept, added = tl.exp2(largest - base), tl.exp2(own_score - base)
+    weight = total_weight * kept + added
+    is_row = weight > 0
+    if is_token is not None:
+        is_row = is_row & (tl.load(is_token + b * token_b) != 0)
+    o = total * kept[:, None] + y[None, :] * added[:, None]
+    o = tl.where(is_row[:, None], o / tl.where(is_row, weight, 1.0)[:, None], 0.0)
     at = out + (b * heads * group + n * group + row[:, None]) * width + channel[None, :]
     stored = (row < group)[:, None] & (channel < width)[None, :]
     tl.store(at, o.to(out.dtype.element_ty), mask=stored)

@@ -29,6 +29,7 @@ CHANNELS = tl.constexpr(32)
 @triton.jit
 def system_tile(
     keys,
+    own_scores,
     factor,
     segments,
     head,
@@ -39,17 +40,26 @@ def system_tile(
     shift,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BY_ROW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """L of rows i and columns j, without a look at which of them come first."""
-    scores = tl.zeros((TILE, TILE), tl.float32)
-    CHUNK: tl.constexpr = CHANNELS if WIDTH > CHANNELS else WIDTH
-    for first in tl.static_range(0, WIDTH, CHUNK):
-        i_keys = load_rows(keys, head, tokens, i_start, TILE, CHUNK, first, WIDTH)
-        j_keys = load_rows(keys, head, tokens, j_start, TILE, CHUNK, first, WIDTH)
-        scores += tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
+    """L of rows i and columns j, without a look at which of them come first.
+
+    The scores are products of keys; or, with CHUNK > 0, those of `own_scores` (m, T, CHUNK), which
+    pairs within a chunk have.
+    """
+    if CHUNK > 0:
+        column = column_of(j_start, TILE, CHUNK)
+        scores = load_rows(own_scores, head, tokens, i_start, TILE, TILE, column, CHUNK)
+    else:
+        scores = tl.zeros((TILE, TILE), tl.float32)
+        PART: tl.constexpr = CHANNELS if WIDTH > CHANNELS else WIDTH
+        for first in tl.static_range(0, WIDTH, PART):
+            i_keys = load_rows(keys, head, tokens, i_start, TILE, PART, first, WIDTH)
+            j_keys = load_rows(keys, head, tokens, j_start, TILE, PART, first, WIDTH)
+            scores += tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
     found = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
     place = tl.arange(0, TILE)
     if BY_ROW:
@@ -60,6 +70,7 @@ def system_tile(
 @triton.jit
 def invert_blocks(
     keys,
+    own_scores,
     factor,
     segments,
     inverse,
@@ -71,6 +82,7 @@ def invert_blocks(
     SUPER: tl.constexpr,
     LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BY_ROW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,8 +94,8 @@ def invert_blocks(
     if HAS_SEGMENTS:
         segments += head // heads * tokens
     system = system_tile(
-        keys, factor, segments, head, tokens, start, start,
-        scale, shift, TILE, WIDTH, BY_ROW, HAS_SEGMENTS, PRECISION,
+        keys, own_scores, factor, segments, head, tokens, start, start,
+        scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
     )  # fmt: skip
     found = unit_lower_inverse(system, TILE, LEVELS, EXACT)
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
@@ -95,6 +107,7 @@ def invert_blocks(
 @triton.jit
 def left_factors(
     keys,
+    own_scores,
     factor,
     segments,
     inverse,
@@ -106,6 +119,7 @@ def left_factors(
     TILE: tl.constexpr,
     SUPER: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BY_ROW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -124,8 +138,8 @@ def left_factors(
         total = tl.zeros((TILE, TILE), tl.float32)
         for m_start in range(j_start, first + half, TILE):
             system = system_tile(
-                keys, factor, segments, head, tokens, i_start, m_start,
-                scale, shift, TILE, WIDTH, BY_ROW, HAS_SEGMENTS, PRECISION,
+                keys, own_scores, factor, segments, head, tokens, i_start, m_start,
+                scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
             )  # fmt: skip
             own = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
             total += tl.dot(system.to(own.dtype), own, input_precision=PRECISION)

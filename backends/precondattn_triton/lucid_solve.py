@@ -5,15 +5,10 @@ inverses of diagonal super-blocks (`lucid_inverse.py`), substitution (`lucid_sub
 the gradient of the keys (`lucid_gradient.py`). In memory stand, for T tokens of a key/value head,
 keys and y as operands, a right side in float32, and S numbers a token for inverses; nothing is
 T × T.
-
-Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
-float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
-be so, and are computed in float32 (tf32 on a GPU).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,81 +21,14 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn_triton import lucid_gradient, lucid_inverse, lucid_prepare, lucid_substitution
-from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import exact, padded_width, product_precision
+from precondattn_triton.lucid_borders import Borders, borders_gradient, borders_of
+from precondattn_triton.lucid_plan import plan_of
+from precondattn_triton.path_chunk_gradient import tokens_of
+from precondattn_triton.precision import exact
 from precondattn_triton.tiles import masks_of
-
-LOG2_E = math.log2(math.e)
-WIDEST_CHUNK = 128
-"""Channels of values that a program takes at once."""
-
-FIRST_BLOCK = 32
-"""Tokens of the blocks that are inverted in registers."""
 
 MOST_HEADS = 65535
 """Of all sequences: a grid has no more along that axis."""
-
-
-class Plan(NamedTuple):
-    """Sizes of one call, and how its kernels are cut."""
-
-    b: int
-    s: int
-    n: int
-    d: int
-    e: int
-    tokens: int
-    """s, filled up to whole tiles of every kernel."""
-    super_block: int
-    key_width: int
-    chunk: int
-    chunks: int
-    step: int
-    """Channels of a row of scratch."""
-    scale: float
-    half: bool
-    """Whether products are of 16 bits."""
-    dtype: torch.dtype
-    precision: str
-    inverse: Configuration
-    update: Configuration
-    gradient: Configuration
-
-    @property
-    def heads(self) -> int:
-        return self.b * self.n
-
-    @property
-    def score_factors(self) -> tuple[float, float]:
-        """s and s d for powers of two."""
-        return self.scale * LOG2_E, self.scale * self.d * LOG2_E
-
-    @property
-    def super_blocks(self) -> range:
-        return range(0, self.tokens, self.super_block)
-
-
-def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
-    b, s, n, d = k.shape
-    e = v.shape[3]
-    half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
-    key_width = padded_width(d)
-    chunk = min(padded_width(e), WIDEST_CHUNK)
-    chunks = -(-e // chunk)
-    widest = max(key_width, chunk)
-    inverse, update, gradient = (
-        configuration(f"lucid_{name}", widest, half, k)
-        for name in ("inverse", "update", "gradient")
-    )
-    unit = max(inverse.rows, *update[:2], *gradient[:2])
-    tokens = -(-s // unit) * unit
-    super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
-    precision = product_precision(k.dtype)
-    return Plan(
-        b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
-        leaf._scale(d), half, torch.float16 if half else torch.float32, precision,
-        inverse, update, gradient,
-    )  # fmt: skip
 
 
 class Scratch(NamedTuple):
@@ -114,22 +42,24 @@ class Scratch(NamedTuple):
     """β, and 0 at tokens that count for nothing (m, T)"""
     segments: Tensor | None
     """(b, T)"""
-    valid: Tensor | None
-    """(b, s), one byte each"""
 
 
 class System:
     """One call's matrix: solves with it and with its transpose."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> None:
-        self.leaf, self.x = leaf, x
-        self.plan = plan_of(leaf, x["k"], x["v"])
-        self.scratch = self._prepared(frame)
+    def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
+        self.leaf, self.x, self.backward = leaf, x, backward
+        self.plan = plan = plan_of(leaf, x["k"], x["v"])
+        self.masks = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
+        self.scratch = self._prepared()
+        self.borders: Borders | None = None
+        if leaf.metric != DOT:
+            self.borders = borders_of(plan, self.scratch.keys, x, self.masks, with_inverse=backward)
 
-    def _prepared(self, frame: Frame) -> Scratch:
+    def _prepared(self) -> Scratch:
         plan, k = self.plan, self.x["k"]
         beta = self.x.get("lucid_beta")
-        _, valid, _, segments = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
+        _, valid, _, segments = self.masks
         if segments is not None:
             segments = functional.pad(segments, (0, plan.tokens - plan.s))
         keys = k.new_empty((plan.heads, plan.tokens, plan.key_width), dtype=plan.dtype)
@@ -145,10 +75,10 @@ class System:
             NORMALIZE=self.leaf.normalize == "keys",
             ROWS=rows, WIDTH=plan.key_width, num_warps=8,
         )  # fmt: skip
-        return Scratch(keys, reciprocal, factor, segments, valid)
+        return Scratch(keys, reciprocal, factor, segments)
 
     def right_sides(self, v: Tensor) -> Tensor:
-        plan, valid = self.plan, self.scratch.valid
+        plan, valid = self.plan, self.masks.k_valid
         right = v.new_empty((plan.heads, plan.tokens, plan.step), dtype=torch.float32)
         rows = plan.inverse.rows
         lucid_prepare.load_right_sides[(plan.tokens // rows, plan.heads, plan.chunks)](
@@ -157,32 +87,50 @@ class System:
         )  # fmt: skip
         return right
 
-    def inverses(self, *, backward: bool) -> Tensor:
+    def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
+        """Keys whose products pairs of blocks of `half` tokens have; or the scores in a chunk."""
+        borders = self.borders
+        if borders is None:
+            return self.scratch.keys, None, 0
+        if half < borders.chunks.size:
+            return None, borders.own, borders.chunks.size
+        return borders.keys[borders.level(half)], None, 0
+
+    def _keys_between_super_blocks(self) -> Tensor:
+        """Of all levels of borders that there are."""
+        borders = self.borders
+        if borders is None:
+            return self.scratch.keys
+        return borders.keys[borders.level(self.plan.super_block) :]
+
+    def inverses(self) -> Tensor:
         """Of all super-blocks (m, T, S)."""
-        plan, (keys, _, factor, segments, _) = self.plan, self.scratch
+        plan, (keys, _, factor, segments) = self.plan, self.scratch
         widest, _, warps, stages = plan.inverse
         # Tiles on the diagonal are read whole, and the blocks that they are made of were written.
         inverse = keys.new_zeros((plan.heads, plan.tokens, plan.super_block))
         options = {
             "WIDTH": plan.key_width,
-            "BY_ROW": backward,
+            "BY_ROW": self.backward,
             "HAS_SEGMENTS": segments is not None,
             "PRECISION": plan.precision,
             "num_warps": warps,
             "num_stages": stages,
         }
-        half = min(FIRST_BLOCK, widest)
+        half = plan.first_block
+        keys, own, chunk = self._scores(half // 2)
         lucid_inverse.invert_blocks[(plan.tokens // half, plan.heads)](
-            keys, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
-            TILE=half, SUPER=plan.super_block, LEVELS=half.bit_length() - 1,
+            keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+            TILE=half, SUPER=plan.super_block, CHUNK=chunk, LEVELS=half.bit_length() - 1,
             EXACT=exact(), **options,
         )  # fmt: skip
         while half < min(plan.super_block, plan.tokens):
             tile = min(half, widest)
+            keys, own, chunk = self._scores(half)
             pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
             lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
-                keys, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors, half,
-                TILE=tile, SUPER=plan.super_block, **options,
+                keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+                half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
             )  # fmt: skip
             lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
                 inverse, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
@@ -191,12 +139,10 @@ class System:
             half *= 2
         return inverse
 
-    def solve(
-        self, right: Tensor, out: Tensor, rho: Tensor | None, *, backward: bool
-    ) -> Tensor | None:
+    def solve(self, right: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
         """y or dv into `out`; ρ into `rho`, or, backward and with a β, dβ (b, s, n) from it."""
-        plan, (keys, _, factor, segments, _) = self.plan, self.scratch
-        inverse = self.inverses(backward=backward)
+        plan, (_, _, factor, segments) = self.plan, self.scratch
+        backward, inverse = self.backward, self.inverses()
         solved = torch.empty_like(right, dtype=plan.dtype)
         sizes = right.new_empty((plan.heads, plan.step))
         d_factor = None
@@ -220,10 +166,10 @@ class System:
                 continue
             rows, columns, warps, stages = plan.update
             lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
-                keys, segments, solved, sizes, right, plan.n, plan.tokens, start, low,
-                *plan.score_factors,
-                HAS_SEGMENTS=segments is not None, SCALED=plan.half,
-                ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
+                self._keys_between_super_blocks(), segments, solved, sizes, right,
+                plan.n, plan.tokens, start, low, self.scratch.keys.numel(), *plan.score_factors,
+                HAS_BORDERS=self.borders is not None, HAS_SEGMENTS=segments is not None,
+                SCALED=plan.half, ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
                 KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
                 PRECISION=plan.precision, num_warps=warps, num_stages=stages,
             )  # fmt: skip
@@ -232,8 +178,24 @@ class System:
         total = d_factor.sum(0).view(plan.b, plan.n, plan.tokens)[:, :, : plan.s]
         return total.transpose(1, 2)
 
+    def metric_gradient(self, y: Tensor, d_v: Tensor) -> dict[str, Tensor]:
+        """Of the keys, and of PaTH's inputs where the metric is its own."""
+        if self.borders is None:
+            return {"k": self.key_gradient(y, d_v)}
+        plan, scratch = self.plan, self.scratch
+        d = borders_gradient(plan, self.borders, scratch.keys, self.masks, scratch.segments, y, d_v)
+        d_k = d.unit
+        if self.leaf.normalize == "keys":
+            unit = scratch.keys.float()
+            along = (unit * d_k).sum(-1, keepdim=True) / plan.d
+            d_k = (d_k - unit * along) * scratch.reciprocal[..., None]
+        return {
+            name: tokens_of(found, self.x[name])
+            for name, found in (("k", d_k), ("w", d.w), ("beta", d.path_beta))
+        }
+
     def key_gradient(self, y: Tensor, d_v: Tensor) -> Tensor:
-        plan, (keys, reciprocal, _, segments, _) = self.plan, self.scratch
+        plan, (keys, reciprocal, _, segments) = self.plan, self.scratch
         d_k = torch.empty_like(self.x["k"], memory_format=torch.contiguous_format)
         rows, columns, warps, stages = plan.gradient
         lucid_gradient.key_gradient[(plan.tokens // rows, plan.heads)](
@@ -251,8 +213,6 @@ class LucidSolve:
     """Of the leaf `LucidSolve`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
-        if leaf.metric != DOT:
-            return "its solve is for the dot product"
         if not leaf.has_unit_diagonal:
             return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
         if leaf.window is not None:
@@ -270,10 +230,10 @@ class LucidSolve:
     def forward(
         self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        system = System(leaf, x, frame)
+        system = System(leaf, x, frame, backward=False)
         y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         rho = torch.empty_like(y) if leaf.beta else None
-        system.solve(system.right_sides(x["v"]), y, rho, backward=False)
+        system.solve(system.right_sides(x["v"]), y, rho)
         return y, () if rho is None else (rho,)
 
     def backward(
@@ -285,11 +245,11 @@ class LucidSolve:
         residuals: tuple[Tensor, ...],
         cotangent: Tensor,
     ) -> dict[str, Tensor]:
-        system = System(leaf, x, frame)
+        system = System(leaf, x, frame, backward=True)
         d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         (rho,) = residuals or (None,)
-        d_beta = system.solve(system.right_sides(cotangent), d_v, rho, backward=True)
-        found = {"k": system.key_gradient(out, d_v), "v": d_v}
+        d_beta = system.solve(system.right_sides(cotangent), d_v, rho)
+        found = {"v": d_v, **system.metric_gradient(out, d_v)}
         if d_beta is not None:
             found["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
         return found

@@ -15,7 +15,8 @@ from precondattn.frame import Frame, FrameOfAlike
 from precondattn_portable.fused import is_lucid
 from precondattn_triton import lucid_decode
 from precondattn_triton.configurations import configuration
-from precondattn_triton.lucid_solve import LOG2_E, MOST_HEADS
+from precondattn_triton.lucid_plan import LOG2_E
+from precondattn_triton.lucid_solve import MOST_HEADS
 from precondattn_triton.precision import padded_width, product_precision
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -61,6 +62,7 @@ class LucidStep:
         b, _, h, d = q.shape
         n, e = v.shape[2:]
         count, past_valid, new_valid = filled(frame, keys.shape[1])
+        is_token = there(frame, b)
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         cut = configuration("lucid_decode", max(widths), q.dtype.itemsize == 2, q)
@@ -82,12 +84,13 @@ class LucidStep:
         y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)
         own_rms = None if rms is None else totals.new_empty((b, 1, n))
         lucid_decode.finish[(b * n,)](
-            q, k, v, beta, new_valid, totals, maxima, sums, out, y, own_rms,
+            q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
             splits, n, h // n, d, e, solve.eps, scale,
             q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
             v.stride(0), v.stride(2), v.stride(3),
             *((0, 0) if beta is None else (beta.stride(0), beta.stride(2))),
             0 if new_valid is None else new_valid.stride(0),
+            0 if is_token is None else is_token.stride(0),
             NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
             ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
         )  # fmt: skip
@@ -102,13 +105,18 @@ class LucidStep:
 
 
 def filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
-    """How many slots to look at, and which of them and which new tokens count, a byte each."""
+    """How many slots to look at, and which of them and of the new keys count, a byte each."""
     if isinstance(frame, FrameOfAlike):
         return frame.held, None, None
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always says which slots are filled.
     valid = valid.expand(frame.q_position.shape[0], capacity + 1).to(torch.uint8)
     return capacity, valid[:, :capacity], valid[:, capacity:]
+
+
+def there(frame: Frame, b: int) -> Tensor | None:
+    """Which new tokens there are, a byte each; their keys may be hidden all the same."""
+    return None if frame.q_valid is None else frame.q_valid.expand(b, -1).to(torch.uint8)
 
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:

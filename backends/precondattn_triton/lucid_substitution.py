@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid_tiles import column_of, load_rows, phi
+from precondattn_triton.lucid_tiles import column_of, highest_difference, load_rows, phi
 
 
 @triton.jit
@@ -125,8 +125,10 @@ def update(
     tokens,
     start,
     i_first,
+    keys_of_level,
     scale,
     shift,
+    HAS_BORDERS: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -139,13 +141,16 @@ def update(
 ):
     """R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for a tile of rows and channels.
 
-    The first program's tile of rows begins at `i_first`.
+    The first program's tile of rows begins at `i_first`. With borders between super-blocks, keys
+    are those of the lowest level, and `keys_of_level` numbers on are those of the next.
     """
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
         segments += head // heads * tokens
     first = tl.program_id(2) * WIDTH
     i_start = i_first + tl.program_id(0) * ROWS
+    if HAS_BORDERS:
+        keys += highest_difference(i_start // SUPER, start // SUPER) * keys_of_level
     i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for j_start in range(start, tl.minimum(start + SUPER, tokens), COLUMNS):

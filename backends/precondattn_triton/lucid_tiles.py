@@ -27,6 +27,13 @@ def column_of(start, TILE: tl.constexpr, SUPER: tl.constexpr):
 
 
 @triton.jit
+def highest_difference(i, j):
+    """The highest bit in which two unequal numbers differ, below 2²³."""
+    # Half a number away from every power of two, whatever the last digit of the logarithm.
+    return tl.floor(tl.log2((i ^ j).to(tl.float32) + 0.5)).to(tl.int64)
+
+
+@triton.jit
 def weights(
     scores,
     segments,

@@ -16,6 +16,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_triton.path_backward import Inputs, path_backward
+from precondattn_triton.path_chunk_gradient import tokens_of
 from precondattn_triton.path_chunks import path_chunks
 from precondattn_triton.path_forward import path_forward
 from precondattn_triton.path_step import path_step, refuses_step
@@ -85,7 +86,7 @@ class Path:
         )
         found = {"q": d.q.to(x["q"].dtype)}
         for name in ("k", "v", "w", "beta"):
-            found[name] = _tokens(getattr(d, name), x[name])
+            found[name] = tokens_of(getattr(d, name), x[name])
         return found
 
     def step(
@@ -114,10 +115,3 @@ def _inputs(x: Tensors) -> Inputs:
     """In the dtype of the values, but for β."""
     dtype = x["v"].dtype
     return Inputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])
-
-
-def _tokens(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The shape (b, s, n, …) and dtype of an input, from whole chunks (b n, T, …) of it."""
-    b, s, n = like.shape[:3]
-    each = found.unflatten(0, (b, n))[:, :, :s].transpose(1, 2)
-    return (each[..., : like.shape[3]] if like.ndim == 4 else each).to(like.dtype)

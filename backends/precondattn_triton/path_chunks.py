@@ -79,14 +79,13 @@ def keep_rows(array, head, tokens, start, tile):
 @triton.jit
 def _chunks(
     k, w, beta, k_valid, w_out, keys, u, zr, inverse,
-    s, n,
+    s, n, chunks,
     k_batch, k_token, k_head, k_channel, w_batch, w_token, w_head, w_channel,
     beta_batch, beta_token, beta_head,
     D: tl.constexpr, PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    chunks = tl.cdiv(s, CHUNK)
     chunk, batch, head = place(chunks, n)
     start = chunk * CHUNK
     tokens = start + tl.arange(0, CHUNK)
@@ -130,13 +129,20 @@ def _chunks(
 
 
 def path_chunks(
-    k: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, masks: Masks, *, with_inverse: bool
+    k: torch.Tensor,
+    w: torch.Tensor,
+    beta: torch.Tensor,
+    masks: Masks,
+    *,
+    with_inverse: bool,
+    cut: Configuration | None = None,
+    tokens: int | None = None,
 ) -> Chunks:
-    """Of k and w (b, s, n, d) and β (b, s, n)."""
+    """Of k and w (b, s, n, d) and β (b, s, n); filled up to `tokens`, whole chunks, if given."""
     b, s, n, d = k.shape
-    tuned = chunking(k)
+    tuned = cut or chunking(k)
     size, width = tuned.rows, padded_width(d)
-    count = triton.cdiv(s, size)
+    count = triton.cdiv(tokens or s, size)
     shape = b * n, count * size
     dtype = factor_dtype(k.dtype)
     w_out, keys, u = (k.new_empty((*shape, width), dtype=dtype) for _ in range(3))
@@ -144,7 +150,7 @@ def path_chunks(
     inverse = torch.empty_like(zr, dtype=torch.float32) if with_inverse else None
     found = Chunks(w_out, keys, u, zr, inverse)
     _chunks[(count * b * n,)](
-        k, w, beta, masks.k_valid, *found, s, n, *k.stride(), *w.stride(), *beta.stride(),
+        k, w, beta, masks.k_valid, *found, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
         D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
         CHUNK=size, LEVELS=size.bit_length() - 1,
         PRECISION=product_precision(k.dtype), EXACT=exact(),

@@ -41,12 +41,12 @@ def reflected(x, direction, strength):
 
 @triton.jit
 def recent(
-    q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, valid, x_out, totals, maxima,
-    sums,
+    q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, valid, new_valid, x_out,
+    totals, maxima, sums,
     heads, group, d, e, parts, scale, window, flush,
     q_b, q_h, q_d, k_b, k_n, k_d, v_b, v_n, v_e, w_b, w_n, w_d, beta_b, beta_n,
     key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e,
-    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, valid_b,
+    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, valid_b, new_b,
     HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -57,10 +57,13 @@ def recent(
     length = tl.load(lengths + b)
     waiting = length % flush
     x = query_rows(q, head, heads, group, d, q_b, q_h, q_d, ROWS, KEY_WIDTH)
-    own = row_of(k + b * k_b + n * k_n, d, k_d, True, KEY_WIDTH)
-    largest = tl.sum(x * own[None, :], 1) * scale
-    total = tl.full((ROWS,), 1.0, tl.float32)
-    value = row_of(v + b * v_b + n * v_n, e, v_e, True, WIDTH)
+    seen = length >= 0
+    if HAS_VALID:
+        seen = tl.load(new_valid + b * new_b) != 0
+    own = row_of(k + b * k_b + n * k_n, d, k_d, seen, KEY_WIDTH)
+    largest = tl.where(seen, tl.sum(x * own[None, :], 1) * scale, float("-inf"))
+    total = tl.zeros((ROWS,), tl.float32) + tl.where(seen, 1.0, 0.0)
+    value = row_of(v + b * v_b + n * v_n, e, v_e, seen, WIDTH)
     acc = tl.zeros((ROWS, WIDTH), tl.float32) + value[None, :]
     direction = row_of(w + b * w_b + n * w_n, d, w_d, True, KEY_WIDTH)
     strength = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
@@ -77,7 +80,8 @@ def recent(
         own = row_of(start, d, key_d, seen, KEY_WIDTH)
         score = tl.where(seen, tl.sum(x * own[None, :], 1) * scale, float("-inf"))
         higher = tl.maximum(largest, score)
-        shrink, p = tl.exp2(largest - higher), tl.exp2(score - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, p = tl.exp2(largest - base), tl.exp2(score - base)
         start = values + b * value_b + n * value_n + slot * value_c
         value = row_of(start, e, value_e, seen, WIDTH)
         acc = acc * shrink[:, None] + p[:, None] * value[None, :]
@@ -145,9 +149,9 @@ def flushed(
 
 @triton.jit(do_not_specialize=["parts"])
 def merge(
-    totals, maxima, sums, new_valid, out,
-    parts, heads, group, e, new_b,
-    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    totals, maxima, sums, is_token, out,
+    parts, heads, group, e, token_b,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`out` (b, h, e), from the parts of a head."""
     head = tl.program_id(0).to(tl.int64)
@@ -159,16 +163,16 @@ def merge(
     for part in range(0, parts):
         at = (head * parts + part) * ROWS + row
         here = tl.load(maxima + at)
-        # The first part has the new token's own key, and sees it.
         higher = tl.maximum(largest, here)
-        kept, added = tl.exp2(largest - higher), tl.exp2(here - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept, added = tl.exp2(largest - base), tl.exp2(here - base)
         found = tl.load(totals + at[:, None] * WIDTH + channel[None, :])
         acc = acc * kept[:, None] + found * added[:, None]
         total = total * kept + tl.load(sums + at) * added
         largest = higher
     is_row = row < group
-    if HAS_VALID:
-        is_row = is_row & (tl.load(new_valid + b * new_b) != 0)
+    if is_token is not None:
+        is_row = is_row & (tl.load(is_token + b * token_b) != 0)
     o, _ = mean_and_log(largest, total, acc, is_row)
     at = out + (b * heads * group + n * group + row[:, None]) * e + channel[None, :]
     tl.store(at, o.to(out.dtype.element_ty), mask=(row < group)[:, None] & (channel < e)[None, :])
@@ -176,11 +180,11 @@ def merge(
 
 @triton.jit
 def flush_keys(
-    keys, w, beta, pending_w, pending_beta, lengths, new_valid, out,
+    keys, w, beta, pending_w, pending_beta, lengths, is_token, out,
     capacity, heads, d, flush,
     key_b, key_c, key_n, key_d, w_b, w_n, w_d, beta_b, beta_n,
-    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, new_b, out_b, out_c, out_n, out_d,
-    HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, token_b, out_b, out_c, out_n, out_d,
+    TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """All cached keys, those of sequences that are flushed now by the reflections behind them."""
     head = tl.program_id(1).to(tl.int64)
@@ -192,8 +196,8 @@ def flush_keys(
     own = tl.load(at, mask=inside, other=0.0)
     length = tl.load(lengths + b)
     is_flushed = (length + 1) % flush == 0
-    if HAS_VALID:
-        is_flushed = is_flushed & (tl.load(new_valid + b * new_b) != 0)
+    if is_token is not None:
+        is_flushed = is_flushed & (tl.load(is_token + b * token_b) != 0)
     if is_flushed:
         waiting = length % flush
         for place in range(0, waiting):

@@ -13,7 +13,7 @@ from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame, FrameOfAlike
 from precondattn_triton import path_decode
 from precondattn_triton.configurations import configuration
-from precondattn_triton.lucid_step import filled, splits_of
+from precondattn_triton.lucid_step import filled, splits_of, there
 from precondattn_triton.precision import padded_width, product_precision
 from precondattn_triton.tiles import LOG2_E
 
@@ -50,6 +50,7 @@ def path_step(
     # With flush 1 nothing waits, and these are not looked at.
     pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
     count, past_valid, new_valid = filled(frame, keys.shape[1])
+    is_token = there(frame, b)
     lengths = frame.q_position[:, 0].expand(b).contiguous()
     rows, key_width, width = padded_width(h // n), padded_width(d), padded_width(e)
     tuned = configuration("path_decode", max(key_width, width), q.dtype.itemsize == 2, q)
@@ -68,10 +69,10 @@ def path_step(
     fixed |= {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     path_decode.recent[(b * n,)](
         q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,
-        carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
+        new_valid, carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
         q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
         v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, valid_stride,
-        **fixed,
+        0 if new_valid is None else new_valid.stride(0), **fixed,
     )  # fmt: skip
     path_decode.flushed[(splits, b * n)](
         carried, keys, values, lengths, past_valid, totals, maxima, sums,
@@ -80,10 +81,10 @@ def path_step(
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
-    new_stride = 0 if new_valid is None else new_valid.stride(0)
+    token_stride = 0 if is_token is None else is_token.stride(0)
     path_decode.merge[(b * n,)](
-        totals, maxima, sums, new_valid, out, parts, n, h // n, e, new_stride,
-        HAS_VALID=new_valid is not None, ROWS=rows, WIDTH=width,
+        totals, maxima, sums, is_token, out, parts, n, h // n, e, token_stride,
+        ROWS=rows, WIDTH=width,
     )  # fmt: skip
 
     new = k.to(keys.dtype)
@@ -92,14 +93,13 @@ def path_step(
     if not isinstance(frame, FrameOfAlike) or (frame.held + 1) % flush == 0:
         whole = torch.empty_like(keys)
         path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
-            keys, w, beta, pending_w, pending_beta, lengths, new_valid, whole,
-            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, new_stride,
-            *whole.stride(), HAS_VALID=new_valid is not None,
-            TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
+            keys, w, beta, pending_w, pending_beta, lengths, is_token, whole,
+            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_stride,
+            *whole.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
         )  # fmt: skip
         updates["key"] = Rewrite(whole, new)
     if flush > 1:
-        updates |= _pending(flush, past, w, beta, lengths, new_valid)
+        updates |= _pending(flush, past, w, beta, lengths, is_token)
     return out, updates
 
 
@@ -109,10 +109,10 @@ def _pending(
     w: Tensor,
     beta: Tensor,
     lengths: Tensor,
-    new_valid: Tensor | None,
+    is_token: Tensor | None,
 ) -> Updates:
     """The reflections since the last flush, with the new one; none behind a flush."""
-    counts = torch.ones_like(lengths) if new_valid is None else new_valid[:, 0].to(lengths.dtype)
+    counts = torch.ones_like(lengths) if is_token is None else is_token[:, 0].to(lengths.dtype)
     place = torch.arange(flush, device=w.device)[None, :]
     is_new = (place == (lengths % flush)[:, None]) & (counts > 0)[:, None]
     is_kept = (place < ((lengths + counts) % flush)[:, None])[:, :, None]

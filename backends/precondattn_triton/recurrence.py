@@ -40,7 +40,7 @@ MOST_HEADS = 65535
 Tensors = Mapping[str, Tensor]
 
 
-def _is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Any) -> bool:
     """Whether it is one recurrence of its own inputs."""
     return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
 
@@ -54,7 +54,8 @@ def _decays(leaf: Any, frame: Frame) -> bool:
     return decays or frame.k_segment is not None
 
 
-def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
+def form_of(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
+    """The recurrence in chunks as a leaf needs it."""
     dtype = x["q"].dtype
     # A sum of weights that may cancel is divided by.
     divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
@@ -62,11 +63,11 @@ def _form(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
         exact() if divides else product_precision(dtype),
         half=dtype.itemsize == 2,
         decays=_decays(leaf, frame),
-        scale=leaf._scale(x["q"].shape[3]) if _is_plain(leaf) else 1.0,
+        scale=leaf._scale(x["q"].shape[3]) if is_plain(leaf) else 1.0,
     )
 
 
-def _stream(leaf: Any, x: Tensors, frame: Frame) -> Stream:
+def stream_of(leaf: Any, x: Tensors, frame: Frame) -> Stream:
     """Of a plain leaf: its own `stream`, but for the scale, and heads that are not repeated."""
     m = leaf.state_heads(x)
     q = x["q"]
@@ -89,15 +90,21 @@ def _stream(leaf: Any, x: Tensors, frame: Frame) -> Stream:
     )
 
 
+def gradients_of(leaf: Any, x: Tensors, d: Stream, frame: Frame) -> dict[str, Tensor]:
+    """Of a plain leaf's inputs, from those of its stream; the form has the scale in it."""
+    found: dict[str, Tensor] = replace(leaf, scale=1.0).gradients(x, d, frame)
+    return found
+
+
 def _wide(x: Tensors) -> dict[str, Tensor]:
     return {name: array.float() for name, array in x.items()}
 
 
 def _run(leaf: Any, state: Tensors | None, x: Tensors, frame: Frame) -> tuple[Tensor, Any]:
-    form = _form(leaf, x, frame)
+    form = form_of(leaf, x, frame)
     state = leaf.zero_state(x) if state is None else state
-    if _is_plain(leaf):
-        o, final = form.forward(_stream(leaf, x, frame), state["state"])
+    if is_plain(leaf):
+        o, final = form.forward(stream_of(leaf, x, frame), state["state"])
         return rows_of_states(o), {"state": final}
     out, finals = leaf.run(state, _wide(x), frame, form)
     return out.to(x["v" if "v" in x else "q"].dtype), finals
@@ -111,15 +118,13 @@ def _run_vjp(
     cotangent: Tensor,
     d_state: Tensors | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    form = _form(leaf, x, frame)
+    form = form_of(leaf, x, frame)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.zero_state(x) if d_state is None else d_state
-    if _is_plain(leaf):
+    if is_plain(leaf):
         d_o = queries_of_states(cotangent.to(x["v"].dtype), leaf.state_heads(x))
-        d = form.vjp(_stream(leaf, x, frame), state["state"], d_o, d_state["state"])
-        # The form has the scale in it.
-        found = replace(leaf, scale=1.0).gradients(x, d.stream, frame)
-        d_past = {"state": d.state}
+        d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_state["state"])
+        found, d_past = gradients_of(leaf, x, d.stream, frame), {"state": d.state}
     else:
         found, d_past = leaf.run_vjp(state, _wide(x), frame, cotangent.float(), d_state, form)
     return {name: found[name].to(array.dtype) for name, array in x.items()}, d_past

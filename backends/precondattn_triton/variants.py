@@ -26,6 +26,11 @@ Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]]
 CALLS: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
+    (
+        "lucid_solve[metric=transported]",
+        (torch.bfloat16, torch.float32),
+        ((256, 256), (128, 128), (64, 64)),
+    ),
     ("unit_rows", (torch.bfloat16,), ((256, 512),)),
     (
         "laser",
@@ -42,6 +47,10 @@ CALLS: Shipped = (
     ("gla", (torch.bfloat16,), ((128, 128),)),
     ("gla", (torch.float32,), ((256, 512), (128, 128))),
     ("gsa", (torch.bfloat16, torch.float32), ((128, 128),)),
+    ("ccq(gated_delta)", (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
+    ("ccq(gated_delta)", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
+    ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
 )
 """Full calls, with their gradients; what is narrower has the same tiles."""
 
@@ -54,7 +63,7 @@ STEPS: Shipped = (
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
 CUT = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
-    *("KEYS", "BLOCK", "DECAY", "GATE_STEP"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS"),
 )
 """The constants of a kernel that its configuration decides, and which way it goes."""
 WIDE_SPILLS = 10400

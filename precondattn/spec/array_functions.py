@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from precondattn.arrays import Array, namespace, placement, stop_gradient
+from precondattn.arrays import Array, namespace, placement, solve, stop_gradient
 
 
 def transpose(x: Array) -> Array:
@@ -72,7 +72,7 @@ def solve_upper(matrix: Array, right: Array) -> Array:
     )  # Not every library broadcasts the stacks.
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
-    return xp.linalg.solve(matrix, right)
+    return solve(matrix, right)
 
 
 def solve_lower(matrix: Array, right: Array) -> Array:

@@ -80,6 +80,7 @@ DECLARED = (
         "jax_lucid_backward", "lucid", "forward_backward", layout(), "jax", peers=("base", "sdpa")
     ),
     BenchCase("jax_laser", "laser", "forward", layout(), "jax", peers=("base",)),
+    BenchCase("jax_path", "path", "forward", layout(), "jax", peers=("torch",)),
     BenchCase("jax_gated_delta", "gated_delta", "forward", layout(d=128), "jax", peers=("torch",)),
     BenchCase(
         "jax_gated_delta_backward",

@@ -1,0 +1,124 @@
+"""A recurrence's arrays as its kernels read them, how tokens are cut, and launches.
+
+Inputs and outputs are in the dtype of the call. All that stands between them is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.recurrence import Stream
+from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
+from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.layout import empty, in_one_piece
+
+declare(
+    "chunk_states",
+    half={128: Configuration(64, 32), 512: Configuration(32, 16)},
+    full={64: Configuration(64, 32), 128: Configuration(32, 32), 512: Configuration(32, 16)},
+)
+declare("chunk_blocks", half={512: Configuration(64, 32)}, full={512: Configuration(64, 32)})
+
+FILES = {
+    "sum_gates": "chunk_gates",
+    "gate_gradient": "chunk_gates",
+    "delta_prepare": "chunk_delta",
+    "delta_gradient": "chunk_delta",
+    "carry_states": "chunk_states",
+    "carry_gradients": "chunk_states",
+    "read_chunks": "chunk_reads",
+    "read_back": "chunk_reads",
+    "d_scores_of": "chunk_gradient",
+    "d_queries": "chunk_gradient",
+    "d_keys_of": "chunk_gradient",
+}
+
+
+def tokens_first(x: Array) -> Array:
+    """(b, heads, tokens, …) as (b, tokens, heads, …), in one piece."""
+    order = (0, 2, 1, *range(3, x.ndim))
+    return in_one_piece(namespace(x).permute_dims(x, order))
+
+
+def heads_first(x: Array) -> Array:
+    """The same axes exchanged, as a view."""
+    return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+class Call:
+    """The arrays and numbers of one call.
+
+    `q` (b, t, heads, r, d), `k` (b, s, heads, d), `v` (b, s, heads, e), `g` and `beta` (b, s, m).
+    """
+
+    def __init__(self, x: Stream, state: Array, decays: bool, scale: float) -> None:
+        self.b, self.m, self.d, self.e = state.shape
+        self.t, self.r = x.q.shape[2:4]
+        self.s = x.k.shape[2]
+        self.q, self.k, self.v = (tokens_first(array) for array in (x.q, x.k, x.v))
+        self.g = self._numbers(x.g[..., 0, 0]) if decays else None
+        self.beta = None if x.beta is None else self._numbers(x.beta)
+        self.initial = in_one_piece(state)
+        self.scale = float(scale)
+        self.q_heads, self.k_heads, self.v_heads = (a.shape[2] for a in (self.q, self.k, self.v))
+        self.width, self.step = padded_width(self.d), -(-self.e // 16) * 16
+        half, widest = self.k.dtype.itemsize == 2, max(self.width, padded_width(self.e))
+        cut = configuration("chunk_states", self.width, half)
+        self.chunk, self.values = cut.rows, min(cut.columns, padded_width(self.e))
+        self.block = min(configuration("chunk_blocks", widest, half).columns, widest)
+        self.count = -(-self.s // self.chunk)
+        self.tokens = self.count * self.chunk
+
+    def _numbers(self, x: Array) -> Array:
+        xp = namespace(x)
+        return tokens_first(xp.astype(x, xp.float32, copy=False))
+
+    @property
+    def heads(self) -> int:
+        """Of all sequences, those that have a state."""
+        return self.b * self.m
+
+    @property
+    def value_blocks(self) -> int:
+        return -(-self.step // self.block)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.d // self.block)
+
+    def scratch(self, *shape: int) -> Array:
+        """In float32."""
+        return empty(self.k, shape, namespace(self.k).float32)
+
+    def outputs(self, *shape: int) -> Array:
+        """In the call's dtype."""
+        return empty(self.v, shape)
+
+    def of_heads(self, x: Array, heads: int, *shape: int) -> Array:
+        """For a gradient by heads with a state: sums over those that share are in float32."""
+        return empty(x, shape, x.dtype if heads == self.m else namespace(x).float32)
+
+    def sums_of_rows(self) -> int:
+        """Bytes of the numbers of a chunk: sums of gates, and up to two more."""
+        return 4 * 4 * self.chunk
+
+    def tile(self, rows: int, columns: int) -> int:
+        """Bytes of a tile."""
+        return rows * (4 * columns + 16)
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int],
+        arguments: tuple[Any, ...],
+        shared: int,
+        *sizes: int,
+        out: Array | None = None,
+    ) -> None:
+        """Of a kernel that is made for the call's dtype, maybe for that of a result, and for some
+        sizes; those of a few numbers a token are made for none."""
+        types = [cpp_type(self.k)] + ([] if out is None else [cpp_type(out)])
+        made = f"<{', '.join([*types, *(str(size) for size in sizes)])}>" if sizes else ""
+        threads = 2 * self.chunk if sizes else self.chunk
+        launch(FILES[kernel], kernel + made, grid, threads, arguments, shared)

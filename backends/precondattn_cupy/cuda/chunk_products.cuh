@@ -1,0 +1,82 @@
+// Products of tiles of float32 in shared memory, as accurate as the call's numbers need.
+//
+// What a chunk makes of its inputs (a state, an inverse, what is written) is not rounded to 16
+// bits: with keys that nearly coincide, the delta rule would make errors of a tenth of it. In a
+// call of float16 or bfloat16 factors are rounded to tf32, whose 11 bits hold either, and tensor
+// cores multiply them. In one of float32 nothing is rounded.
+#pragma once
+
+#include "products.cuh"
+
+// To the nearest number with 11 significant bits, ties away from 0.
+__device__ __forceinline__ unsigned tf32(float x) {
+#ifdef PRECONDATTN_SIMULATED
+  return (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
+#else
+  unsigned found;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(found) : "f"(x));
+  return found;
+#endif
+}
+
+#ifdef PRECONDATTN_SIMULATED
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+__device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
+                                             const float* b, int b_step) {
+  for (int k = 0; k < DEPTH; ++k)
+    for (int i = 0; i < 4; ++i) {
+      const float left = A_TRANSPOSED ? a[k * a_step + row_of(i)] : a[row_of(i) * a_step + k];
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const int n = column_of(j, i);
+        const float right = B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n];
+        c.x[j][i] += __uint_as_float(tf32(left)) * __uint_as_float(tf32(right));
+      }
+    }
+}
+
+#else
+
+// (16, 8) times (8, 8): a lane has rows l / 4 and that plus 8 of A, and column l / 4 of B, at
+// depths l % 4 and that plus 4.
+template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+__device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
+                                             const float* b, int b_step) {
+  const int across = lane() / 4, along = lane() % 4;
+#pragma unroll
+  for (int k = 0; k < DEPTH; k += 8) {
+    unsigned left[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = across + i % 2 * 8, depth = k + along + i / 2 * 4;
+      left[i] = tf32(A_TRANSPOSED ? a[depth * a_step + row] : a[row * a_step + depth]);
+    }
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      unsigned right[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * j + across, depth = k + along + i * 4;
+        right[i] = tf32(B_TRANSPOSED ? b[column * b_step + depth] : b[depth * b_step + column]);
+      }
+      asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+                   "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                   : "+f"(c.x[j][0]), "+f"(c.x[j][1]), "+f"(c.x[j][2]), "+f"(c.x[j][3])
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]),
+                     "r"(right[1]));
+    }
+  }
+}
+
+#endif
+
+// C += A B as add_product (products.cuh) has it, for a call whose numbers are T.
+template <class T, bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+__device__ __forceinline__ void add_tiles(Product<COLUMNS>& c, const float* a, int a_step,
+                                          const float* b, int b_step) {
+  static_assert(COLUMNS % 16 == 0 && DEPTH % 16 == 0, "tiles are made of 16 by 16");
+  if constexpr (sizeof(T) == 2)
+    tf32_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
+  else
+    plain_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
+}

@@ -1,0 +1,165 @@
+// The inverses of LUCID's diagonal super-blocks, all at once.
+//
+//     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward,
+//
+// by recursive 2×2 block inversion,
+//
+//     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
+//
+// C A⁻¹ first; the least blocks, of 16, by substitution. Doubling the Neumann series instead would
+// lose every digit on keys that nearly coincide. No entry of such an inverse is larger than 2, for β
+// in [0, 2] and any keys, so 16 bits hold them.
+//
+// A super-block of S tokens has S × S numbers, of scratch (m, T, S): N below and on its diagonal, and
+// Lᵀ above, but that tiles on the diagonal are N only, with zeros.
+#include "lucid_tiles.cuh"
+
+// Of a diagonal block of 16 rows of L; a lane has a column.
+__device__ __forceinline__ void invert_least(float* inverse, const float* strict, int step) {
+  const int column = lane() % 16;
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float found = i == column ? 1.0f : 0.0f;
+#pragma unroll
+    for (int j = 0; j < i; ++j) found -= strict[i * step + j] * x[j];
+    x[i] = found;
+  }
+  if (lane() < 16)
+#pragma unroll
+    for (int i = 0; i < 16; ++i) inverse[i * step + column] = x[i];
+}
+
+// From blocks of HALF rows, which are inverted, to blocks of twice as many, and on to the whole tile.
+// C A⁻¹ takes the place of C in `strict`.
+template <int TILE, int HALF>
+__device__ __forceinline__ void invert_larger(float* inverse, float* strict) {
+  if constexpr (HALF < TILE) {
+    constexpr int STEP = step_of<float, TILE>();
+    const int row = 16 * warp(), first = row / (2 * HALF) * 2 * HALF, second = first + HALF;
+    Product<HALF> found;
+    if (row >= second) {
+      found.clear();
+      add_product<false, false, HALF, HALF>(found, strict + row * STEP + first, STEP,
+                                            inverse + first * STEP + first, STEP);
+      __syncwarp();
+      store_product(strict + row * STEP + first, STEP, found);
+    }
+    __syncthreads();
+    if (row >= second) {
+      found.clear();
+      add_product<false, false, HALF, HALF>(found, inverse + row * STEP + second, STEP,
+                                            strict + second * STEP + first, STEP);
+#pragma unroll
+      for (int j = 0; j < HALF / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found.x[j][i] = -found.x[j][i];
+      store_product(inverse + row * STEP + first, STEP, found);
+    }
+    __syncthreads();
+    invert_larger<TILE, 2 * HALF>(inverse, strict);
+  }
+}
+
+// A pair of tiles of a super-block, `low` and the one `apart` behind it: Lᵀ, or, of a tile and itself,
+// N. The grid is (T / TILE · S / TILE, m).
+template <class T, int TILE, int KEY_WIDTH, bool BY_ROW>
+__global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
+    const T* __restrict__ keys, const float* __restrict__ factor, const int* __restrict__ segments,
+    T* __restrict__ inverse, int s, int heads, int tokens, int super, float scale, float shift) {
+  constexpr int KEY_STEP = step_of<T, KEY_WIDTH>(), STEP = step_of<float, TILE>();
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int tiles = super / TILE, low = blockIdx.x / tiles * TILE, apart = blockIdx.x % tiles;
+  const int high = low + apart * TILE;
+  if (high >= tokens || high / super != low / super) return;
+  const long long head = blockIdx.y;
+  if (segments != nullptr) segments += head / heads * s;
+  factor += head * tokens;
+  keys += head * tokens * KEY_WIDTH;
+  inverse += (head * tokens + low) * super + high % super;
+
+  T *low_keys = reinterpret_cast<T*>(memory), *high_keys = low_keys;
+  copy_tile<TILE, KEY_WIDTH>(low_keys, keys + (long long)low * KEY_WIDTH, KEY_WIDTH);
+  if (apart > 0) {
+    high_keys += TILE * KEY_STEP;
+    copy_tile<TILE, KEY_WIDTH>(high_keys, keys + (long long)high * KEY_WIDTH, KEY_WIDTH);
+  }
+  __syncthreads();
+  const int row = 16 * warp();
+  Product<TILE> found;
+  found.clear();
+  add_product<false, true, TILE, KEY_WIDTH>(found, low_keys + row * KEY_STEP, KEY_STEP, high_keys,
+                                            KEY_STEP);
+  exponentiate(found, {segments, s, scale, shift}, low + row, high);
+#pragma unroll
+  for (int j = 0; j < TILE / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // What is above the diagonal is transposed; what is on it is not.
+      const bool is_first = (apart > 0) != BY_ROW;
+      found.x[j][i] *= factor[is_first ? low + row + row_of(i) : high + column_of(j, i)];
+    }
+  if (apart > 0) {
+    store_product(inverse + row * super, super, found);
+    return;
+  }
+
+  __syncthreads();
+  float* strict = reinterpret_cast<float*>(memory);
+  float* own = strict + TILE * STEP;
+  for (int at = threadIdx.x; at < TILE * TILE; at += blockDim.x)
+    own[at / TILE * STEP + at % TILE] = 0.0f;
+  store_product(strict + row * STEP, STEP, found);
+  __syncthreads();
+  invert_least(own + row * STEP + row, strict + row * STEP + row, STEP);
+  __syncthreads();
+  invert_larger<TILE, 16>(own, strict);
+  for (int at = threadIdx.x; at < TILE * TILE; at += blockDim.x)
+    inverse[at / TILE * super + at % TILE] = narrow<T>(own[at / TILE * STEP + at % TILE]);
+}
+
+// −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of columns of it. The grid is
+// (pairs · half / TILE, m); shared memory has (half + 2 TILE) rows of a tile.
+template <class T, int TILE>
+__global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
+    T* __restrict__ inverse, int tokens, int super, int half) {
+  constexpr int STEP = step_of<T, TILE>();
+  extern __shared__ __align__(16) unsigned char memory[];
+  T *left = reinterpret_cast<T*>(memory), *right = left + TILE * STEP, *middle = right + TILE * STEP;
+  const int tiles = half / TILE, own = blockIdx.x % tiles, row = 16 * warp();
+  const int first = blockIdx.x / tiles * 2 * half, second = first + half;
+  const int count = min(tiles, (tokens - second) / TILE);
+  inverse += (long long)blockIdx.y * tokens * super;
+  const T* upper = inverse + (long long)first * super + first % super;
+  T* lower = inverse + (long long)second * super + first % super;
+  Product<TILE> found;
+
+  for (int i = 0; i < count; ++i) {
+    found.clear();
+    for (int m = own; m < tiles; ++m) {
+      const T* rows = upper + (long long)m * TILE * super;
+      copy_tile<TILE, TILE>(left, rows + half + i * TILE, super);
+      copy_tile<TILE, TILE>(right, rows + own * TILE, super);
+      __syncthreads();
+      add_product<true, false, TILE, TILE>(found, left + row, STEP, right, STEP);
+      __syncthreads();
+    }
+    store_product(middle + (i * TILE + row) * STEP, STEP, found);
+  }
+  for (int i = 0; i < count; ++i) {
+    T* rows = lower + (long long)i * TILE * super;
+    found.clear();
+    for (int m = 0; m <= i; ++m) {
+      copy_tile<TILE, TILE>(left, rows + half + m * TILE, super);
+      __syncthreads();
+      add_product<false, false, TILE, TILE>(found, left + row * STEP, STEP,
+                                            middle + m * TILE * STEP, STEP);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < TILE / 8; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) found.x[j][k] = -found.x[j][k];
+    store_product(rows + (long long)row * super + own * TILE, super, found);
+  }
+}

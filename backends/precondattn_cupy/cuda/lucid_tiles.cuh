@@ -1,0 +1,64 @@
+// Pieces of LUCID's matrix, and where the scratch of a solve stands.
+//
+//     Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
+//
+// Scratch is (m, T, w), with m = b n the heads of all sequences, T the tokens filled up to whole
+// tiles, and rows of whole 16 bytes. Tokens that count for nothing, those that fill up among them,
+// have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+#pragma once
+
+#include "products.cuh"
+
+// Between rows of a tile in shared memory.
+template <class T, int WIDTH>
+__host__ __device__ constexpr int step_of() {
+  return WIDTH + gap<T>();
+}
+
+// Rows of scratch, which begin at `from`, to shared memory.
+template <int ROWS, int WIDTH, class T>
+__device__ __forceinline__ void copy_tile(T* tile, const T* __restrict__ from, int from_step) {
+  constexpr int PART = 16 / sizeof(T), PARTS = WIDTH / PART;
+  for (int at = threadIdx.x; at < ROWS * PARTS; at += blockDim.x) {
+    const int row = at / PARTS, column = at % PARTS * PART;
+    *reinterpret_cast<uint4*>(tile + row * step_of<T, WIDTH>() + column) =
+        *reinterpret_cast<const uint4*>(from + (long long)row * from_step + column);
+  }
+}
+
+// A power of two above x, which is not negative, and its reciprocal. Both are normal numbers, so that
+// x is at most 8 times the power where it is enormous.
+__device__ __forceinline__ float power_above(float x) {
+  const int exponent = __float_as_int(x) >> 23;
+  return __int_as_float(min(max(exponent + 1, 2), 252) << 23);
+}
+
+__device__ __forceinline__ float one_by_power(float power) {
+  return __int_as_float((254 << 23) - __float_as_int(power));
+}
+
+// How large exponents are, and which tokens never meet.
+struct Metric {
+  const int* segments;  // (s), of this sequence, or null
+  int s;
+  float scale, shift;  // s and s d, times log₂ e
+};
+
+// Φ in place of ⟨k̂_i, k̂_j⟩, for a warp's 16 rows, which begin at token `i_first`.
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(Product<COLUMNS>& c, const Metric& metric, int i_first,
+                                             int j_first) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float found = exp2f(c.x[j][i] * metric.scale - metric.shift);
+      if (metric.segments != nullptr) {
+        // Whatever is behind the last token counts for nothing, in any segment.
+        const int last = metric.s - 1;
+        const int own = metric.segments[min(i_first + row_of(i), last)];
+        if (own != metric.segments[min(j_first + column_of(j, i), last)]) found = 0.0f;
+      }
+      c.x[j][i] = found;
+    }
+}

@@ -1,0 +1,86 @@
+"""PaTH's tokens since the last flush: those that a cache holds, then the new ones.
+
+Keys from before a flush are in the cache as transported to it; those behind are as they came, and
+their reflections are kept beside them. Sequences of several lengths were flushed at several places.
+So each has `flush` places for its cached tokens, and those that are not taken hold zeros, of which
+a reflection changes nothing. With `flush` 1 no token waits, and there are no places.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from precondattn.arrays import upcast, zero_where_not
+from precondattn.frame import Frame
+
+
+class SinceFlush:
+    """Places for cached tokens, and t new ones, behind caches of some capacity."""
+
+    def __init__(self, flush: int, capacity: int, frame: Frame) -> None:
+        self.flush, self.capacity, self.frame = flush, capacity, frame
+        self.places = 0 if flush == 1 else flush
+        self.start = frame.q_position[:, :1]
+        self.flushed = self.start - self.start % flush
+        """The length at the last flush (b, 1), and so the position of the first place."""
+        position = self.flushed + jnp.arange(self.places, dtype=self.start.dtype)
+        self.is_held = position < jnp.minimum(self.start, capacity)
+        self.position = jnp.concatenate([position, frame.q_position], axis=1)
+        self.slot = jnp.minimum(position, capacity - 1)
+
+    def of_cache(self, buffer: Array, new: Array) -> Array:
+        """What a buffer (b, c, …) holds in the places, and new tokens (b, t, …)."""
+        found = jnp.take_along_axis(buffer, _with_axes_of(self.slot, buffer), axis=1)
+        found = jnp.where(_with_axes_of(self.is_held, found), found, jnp.zeros_like(found))
+        return jnp.concatenate([upcast(found), new], axis=1)
+
+    def columns(self, x: Array) -> Array:
+        """The columns of places and new tokens, of (b, …, c + t)."""
+        t = self.frame.q_position.shape[1]
+        new = jnp.broadcast_to(self.capacity + jnp.arange(t), (self.slot.shape[0], t))
+        column = jnp.concatenate([self.slot, new], axis=1)
+        column = jnp.reshape(column, (column.shape[0], *(1,) * (x.ndim - 2), -1))
+        return jnp.take_along_axis(x, column, axis=-1)
+
+    def visible(self, window: int | None) -> Array:
+        """Which of them the new tokens see: (b, 1, t, places + t)."""
+        past, new = self.frame.k_valid[:, : self.capacity], self.frame.k_valid[:, self.capacity :]
+        valid = self.of_cache(past, new)
+        own = Frame(self.frame.q_position, self.position, None, valid)
+        found: Array = own.visible(causal=True, window=window)
+        return found
+
+    # ------------------------------------------------------------------------ the next flush
+
+    @property
+    def length(self) -> Array:
+        """With the new tokens (b, 1)."""
+        valid = self.frame.q_valid
+        if valid is None:
+            return self.start + self.frame.q_position.shape[1]
+        return self.start + jnp.sum(valid, axis=1, keepdims=True, dtype=self.start.dtype)
+
+    @property
+    def next_flushed(self) -> Array:
+        """The length at the last flush of then (b, 1)."""
+        return self.length - self.length % self.flush
+
+    @property
+    def is_applied(self) -> Array:
+        """Which reflections the keys have seen then (b, places + t)."""
+        return self.position < self.next_flushed
+
+    def left(self, x: Array) -> Array:
+        """What is behind the next flush (b, flush, …), of all (b, places + t, …)."""
+        position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)
+        first_new = self.places + position - self.start
+        place = jnp.where(position < self.start, position - self.flushed, first_new)
+        place = jnp.clip(place, 0, x.shape[1] - 1)
+        found = jnp.take_along_axis(x, _with_axes_of(place, x), axis=1)
+        return zero_where_not(_with_axes_of(position < self.length, x), found)
+
+
+def _with_axes_of(x: Array, other: Array) -> Array:
+    """(b, s) with as many axes as the other has."""
+    return jnp.reshape(x, (*x.shape, *(1,) * (other.ndim - 2)))

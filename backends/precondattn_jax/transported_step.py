@@ -1,0 +1,160 @@
+"""A step of PaTH: cached keys are read once, and rewritten only when they are flushed.
+
+The cache holds keys K as transported to the last multiple of `flush`. Of the tokens since and the
+new ones, with their keys k and directions w,
+
+    B = tril(q wᵀ),    R = stril(w kᵀ),    Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
+
+    (q − B (Z w)) Kᵀ           scores with keys from before the last flush,
+    q kᵀ − B (Z R)             scores with keys since.
+
+At a flush, with w' the directions up to it and zeros in place of the others,
+
+    K ← K − (K (Z w)ᵀ) w',    k ← k − (Z R)ᵀ w'.
+
+All of it is products, also what is inverted in Z.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import zero_where_not
+from precondattn.cache import Append, Replace, Rewrite, Updates, append
+from precondattn.frame import Frame
+from precondattn.spec import forget_gate
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.softmax import bias_of_keys
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
+from precondattn_jax.layout import grouped, heads_first
+from precondattn_jax.past import Past, with_gradient_of_the_definition
+from precondattn_jax.read_log_mean_exp import LogMeanExpRead
+from precondattn_jax.read_mean import MeanRead
+from precondattn_jax.since_flush import SinceFlush
+from precondattn_jax.transported_scores import reflections
+from precondattn_portable.layout import grouped_bias
+
+
+@with_gradient_of_the_definition
+def transported_step(
+    leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """Of `Path`: the output (b, t, h, e) for a few new tokens, and the update of every slot."""
+    step = TransportedStep(leaf, past, x, frame)
+    return step.output(), step.updates()
+
+
+class TransportedStep:
+    """A call of it."""
+
+    def __init__(
+        self, leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
+    ) -> None:
+        self.leaf, self.past, self.x, self.frame = leaf, past, x, frame
+        self.since = since = SinceFlush(leaf.flush, past["key"].shape[1], frame)
+        self.k = since.of_cache(past["key"], x["k"])
+        self.w, self.beta = x["w"], x["beta"]
+        if since.places:
+            self.w = jnp.concatenate([past["pending_w"], self.w], axis=1)
+            self.beta = jnp.concatenate([past["pending_beta"], self.beta], axis=1)
+        k, w, beta = (heads_first(a) for a in (self.k, self.w, self.beta))
+        self.recent = reflections(k, w, beta[..., None])
+        self.decay = self.decay_update = None
+        if leaf.forget != "none":
+            self.decay, self.decay_update = forget_gate.extended_decay(past["decay"], x["g"])
+
+    # ------------------------------------------------------------------------------- output
+
+    def output(self) -> Array:
+        leaf, since, position = self.leaf, self.since, self.frame.q_position
+        (n, d), (b, t, h, _) = self.x["k"].shape[2:], self.x["q"].shape
+        q = grouped(self.x["q"], n) * leaf._scale(d)
+        rows = jnp.reshape(q, (b, n, -1, d))
+        k, w = heads_first(self.k), heads_first(self.w)
+        v = heads_first(since.of_cache(self.past["value"], self.x["v"]))
+        beside = self._beside()
+        read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
+
+        def pairs(tile: Array) -> Array:
+            return jnp.reshape(tile, (b, n, h // n, t, tile.shape[3]))
+
+        def add(state: Any, tile: Array, more: Array | None, seen: Array, v: Array) -> Any:
+            scores = pairs(tile) if more is None else pairs(tile) + more
+            return read.add(state, jnp.reshape(jnp.where(seen, scores, -jnp.inf), tile.shape), v)
+
+        through = product_with_transposed(rows, w)
+        through = jnp.reshape(jnp.tril(pairs(through), k=since.places), through.shape)
+        own = product_with_transposed(rows, k) - product(through, self.recent.zr)
+        more = None if beside is None else since.columns(beside)
+        state = read.start((*rows.shape[:3], v.shape[3]), v)
+        state = add(state, own, more, since.visible(leaf.window)[:, :, None], v)
+
+        far = rows - product(through, self.recent.zw)
+        cached = Past(self.frame, since.capacity, b * h)
+        cached.look_before(since.flushed)
+        if leaf.window is not None:
+            cached.look_no_further_than(leaf.window)
+
+        def of_block(j: Array, state: Any) -> Any:
+            tile = product_with_transposed(far, cached.at(self.past["key"], j))
+            more = None
+            if beside is not None:
+                more = lax.dynamic_slice_in_dim(beside, cached.start(j), cached.size, 4)
+            seen = cached.visible(j, position, leaf.window)
+            return add(state, tile, more, seen, cached.at(self.past["value"], j))
+
+        o, _ = read.finish(cached.over(of_block, state))
+        return heads_first(jnp.reshape(o, (b, h, t, o.shape[3])))
+
+    def _beside(self) -> Array | None:
+        """What is added to the scores (b, n or 1, r or 1, t, c + t): few new tokens are no more
+        than a few times the cache."""
+        (n, d), beside = self.x["k"].shape[2:], None
+        if self.decay is not None:
+            beside = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
+        if self.leaf.bias:
+            bias = bias_of_keys(self.x["bias"], self.frame)
+            if self.frame.q_valid is not None:  # It may be anything there.
+                bias = jnp.where(self.frame.q_valid[:, None, :, None], bias, 0.0)
+            bias = grouped_bias(bias, n)
+            beside = bias if beside is None else beside + bias
+        return beside
+
+    # ------------------------------------------------------------------------------ updates
+
+    def updates(self) -> Updates:
+        since = self.since
+        updates: Updates = {"key": self._keys(), "value": Append(self.x["v"])}
+        if since.places:
+            updates["pending_w"] = Replace(since.left(self.w))
+            updates["pending_beta"] = Replace(since.left(self.beta))
+        if self.decay_update is not None:
+            updates["decay"] = self.decay_update
+        return updates
+
+    def _keys(self) -> Rewrite:
+        """Those in the cache as the next step finds them, and the new ones."""
+        past, places = self.past["key"], self.since.places
+        if not places:
+            return self._flushed(past)
+        return lax.cond(
+            jnp.any(self.since.next_flushed > self.since.flushed),
+            self._flushed,
+            lambda past: Rewrite(past, self.x["k"]),
+            past,
+        )
+
+    def _flushed(self, past: Array) -> Rewrite:
+        since, places = self.since, self.since.places
+        applied = heads_first(zero_where_not(since.is_applied[:, :, None, None], self.w))
+        keys = heads_first(past)
+        old = keys - product(product_with_transposed(keys, self.recent.zw), applied)
+        old, new = heads_first(old), transposed_product(self.recent.zr, applied)
+        new = self.k - heads_first(new)
+        if places:
+            waiting = (since.start - since.flushed)[:, 0]
+            old = append(old, new[:, :places], since.flushed[:, 0], waiting, donate=False)
+        return Rewrite(old, new[:, places:])

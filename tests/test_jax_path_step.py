@@ -1,0 +1,87 @@
+"""PaTH's step in JAX against the definition's, buffers and all."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+
+NEW = np.asarray([[5, 3, 0], [1, 1, 1], [1, 0, 4], [7, 7, 2], [1, 1, 1], [2, 3, 8]])
+"""New tokens of three sequences, step by step."""
+
+CAPACITY, MOST = 19, 8
+
+
+def inputs(m, rng):
+    """New tokens for each of the sequences, of which some count."""
+    x = make_inputs(m, Layout("step", b=3, t=MOST, s=MOST, h=4, n=2, d=6, e=5), "clustered")
+    x = {name: rng.permuted(a, axis=1) for name, a in x.items()}
+    if "bias" in x:
+        x["bias"] = rng.normal(size=(3, 4, MOST, CAPACITY))
+    return {name: jnp.asarray(a) for name, a in x.items()}
+
+
+def agree(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "path[forget=unscaled]",
+        "path[flush=3]",
+        "path[flush=16]",
+        "path[flush=4,window=5]",
+        "path[flush=3,forget=scaled,bias=true]",
+        "laser(path[flush=3])",
+    ],
+)
+def test_sequences_of_several_lengths_step_by_step(expression, small_blocks):
+    """Outputs and buffers, where lengths are traced; some keys are never seen."""
+    m, rng = pa.parse(expression), np.random.default_rng(0)
+    cache = m.init_cache(**inputs(m, rng), capacity=CAPACITY, key_mask=True)
+    caches = dict.fromkeys(("jax", "reference"), cache)
+    steps = {name: jax.jit(partial(m.extend, backend=name)) for name in caches}
+    for count in NEW:
+        x, shown = inputs(m, rng), jnp.asarray(rng.random((3, MOST)) > 0.3)
+        outs = {}
+        for name, step in steps.items():
+            outs[name], caches[name] = step(
+                caches[name], **x, lengths=jnp.asarray(count), key_mask=shown
+            )
+        agree(outs["jax"], outs["reference"])
+        for name, buffer in caches["jax"].store.items():
+            agree(buffer, caches["reference"].store[name])
+
+
+def test_it_makes_no_call_into_lapack():
+    """Two such calls at once wait for one another's threads, where there are two cores."""
+    m = pa.Path()
+    x = {n: jnp.asarray(a) for n, a in make_inputs(m, Layout("s"), "random").items()}
+    cache = m.init_cache(**x, capacity=32)
+
+    def text(name):
+        return jax.jit(partial(m.extend, backend=name)).lower(cache, **x).as_text()
+
+    assert "lapack" in text("reference")
+    assert "lapack" not in text("jax")
+
+
+def test_the_memory_of_a_step_is_linear_in_the_number_of_tokens():
+    m = pa.Path(flush=64)
+
+    def bytes_of(count):
+        shape = (1, count, 2, 16)
+        x = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n in ("q", "k", "v", "w")}
+        x["beta"] = jax.ShapeDtypeStruct(shape[:3], jnp.float32)
+        cache = jax.eval_shape(partial(m.init_cache, capacity=2 * count), **x)
+        step = jax.jit(partial(m.extend, backend="jax")).lower(cache, **x)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = bytes_of(2048), bytes_of(8192)
+    assert many <= 4 * 1.1 * few
+    assert many < 8192 * 16384 * 4

@@ -1,0 +1,25 @@
+"""On a CPU with two cores, JAX comes back from calls that solve several systems at once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TWO_STACKS = """
+import jax, jax.numpy as jnp
+from precondattn.arrays import solve
+
+matrices, right = jnp.eye(64) + jnp.zeros((8, 64, 64)), jnp.ones((8, 64, 4096))
+both = jax.jit(lambda a, b: (solve(a, b), solve(a + 1, b)))
+for _ in range(20):
+    jax.block_until_ready(both(matrices, right))
+"""
+"""With `jnp.linalg.solve` it waits for ever."""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can not be chosen here")
+def test_two_stacks_of_systems_at_once():
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    script = f"import os; os.sched_setaffinity(0, {cores})\n" + TWO_STACKS
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
