@@ -18,7 +18,7 @@ CHANNELS = 32
 for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
     declare(
         f"laser_exact_{_kernel}",
-        half={256: Configuration(64, 32)},
+        half={128: Configuration(64, 32), 256: Configuration(64, 16)},
         full={128: Configuration(64, 32), 256: Configuration(32, 32)},
     )
 
