@@ -290,6 +290,12 @@ def test_decoding_wide_rows():
     check_a_step(pa.Lucid(scale=0.1), sequences(35, 2, 1, 100, 132, "bfloat16"), 34, 2e-2)
 
 
+def test_decoding_with_scores_beyond_what_an_exponential_holds():
+    x = sequences(36, 4, 2, 12, 20)
+    x["q"] *= 300
+    check_a_step(pa.Lucid(), x, 35, 1e-4)
+
+
 def check_a_step(m, x, held, bound=2e-5, **options):
     """One step against the reference's, by `options` that differ from step to step."""
     wide = {name: a.astype(np.float64) for name, a in x.items()}
