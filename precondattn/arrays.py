@@ -228,7 +228,8 @@ def solve(matrix: Array, right: Array) -> Array:
 
 def zero_where_not(mask: Array, array: Array) -> Array:
     """`array` where `mask` holds, else 0; a NaN or an infinity that is masked out does not pass."""
-    return namespace(array).where(mask, array, 0.0)
+    found = namespace(array).where(mask, array, 0.0)
+    return cast(found, array.dtype)  # NumPy makes float64 of bfloat16.
 
 
 def is_finite_number(value: object) -> bool:

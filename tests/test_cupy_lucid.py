@@ -22,14 +22,12 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True)
-def unwritten_is_nan_and_splits_are_many(monkeypatch):
+def unwritten_is_nan(monkeypatch):
     def empty(like, shape, dtype=None):
         return np.full(shape, np.nan, like.dtype if dtype is None else dtype)
 
     monkeypatch.setattr(lucid_solve, "empty", empty)
     monkeypatch.setattr(lucid_step, "empty", empty)
-    # As many as give every tile of a cache to a block of its own.
-    monkeypatch.setattr(lucid_step, "_processors", lambda: 6)
 
 
 def problem(
@@ -302,6 +300,11 @@ def check_a_step(m, x, held, bound=2e-5, **options):
     _, exact = m.extend(exact, **at(wide, 0, held), **before, backend="reference")
     _, cache = m.extend(cache, **at(x, 0, held), **before, backend="portable")
     expected, exact = m.extend(exact, **at(wide, held, held + 1), **now, backend="reference")
+    unseen = np.arange(40)[None] >= np.asarray(cache.length)[:, None]
+    unseen[:, :held] |= ~before.get("key_mask", np.ones((1, held), bool))
+    for name, buffer in cache.store.items():
+        if name != "key_mask":
+            buffer[unseen] = np.nan
     new = at(x, held, held + 1)
     how = {**now, "backend": ("cupy", "portable")}
     assert "cupy" in m.explain(**new, **how, cache=cache).backends
@@ -315,8 +318,13 @@ def check_a_step(m, x, held, bound=2e-5, **options):
         assert error(np.where(both, cache.store[name], 0), np.where(both, buffer, 0)) < bound, name
 
 
-def test_decoding_sequences_of_unequal_lengths():
-    """One sequence begins with the step, and one has no new token."""
+@pytest.mark.parametrize("processors", [1, 6])
+def test_decoding_sequences_of_unequal_lengths(processors, monkeypatch):
+    """One sequence begins with the step, and one has no new token.
+
+    A cache is in one part, or in one for each tile, of which a short sequence has fewer.
+    """
+    monkeypatch.setattr(lucid_step, "_processors", lambda: processors)
     x = sequences(21, 2, 2, 12, 20, b=3)
     check_a_step(pa.Lucid(), x, 20, lengths=(np.asarray([20, 0, 7]), np.asarray([1, 1, 0])))
 

@@ -1,6 +1,7 @@
 """The CUDA kernels of the gated delta rule and its kin against the definition, simulated."""
 
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,10 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_conformance.kernels.cuda_simulator import checked
+from precondattn_conformance.kernels.cuda_simulator import SimulatedModule, checked
 from precondattn_cupy import Cupy, chunk_arrays
 from precondattn_cupy.configurations import Configuration, forced
+from precondattn_cupy.sources import FOLDER
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")
@@ -102,6 +104,23 @@ def test_outputs_in_float16():
     with tiles(16):
         out = pa.GatedDelta()(**x, backend=BACKENDS)
     assert error(out, expected) < BOUNDS["float16"]
+
+
+@pytest.mark.parametrize("options", [("-DPRECONDATTN_EMULATED_TENSORS",), ()])
+def test_products_in_tf32_by_tensor_cores_and_without(options):
+    ways = [*product((False, True), repeat=2)]
+    names = [f"tf32_of_tiles<{int(left)}, {int(right)}, 32, 48>" for left, right in ways]
+    folder = Path(__file__).with_name("cuda_tensors")
+    module = SimulatedModule(folder / "tf32_products.cu", names, (f"-I{FOLDER}", *options))
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 48), (48, 32)))
+    rounded = [((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32) for x in (a, b)]
+    expected = rounded[0].astype(np.float64) @ rounded[1]
+    for name, (left, right) in zip(names, ways, strict=True):
+        c = np.full((32, 32), np.nan, np.float32)
+        given = [np.ascontiguousarray(x.T if flip else x) for x, flip in ((a, left), (b, right))]
+        module.get_function(name)((1,), (64,), (*given, c, np.int32(32)))
+        assert error(c, expected) < 1e-6
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -22,11 +22,22 @@ from tests.mechanism_groups import groups
 from tests.pallas_tiles import quick, small_tiles
 
 TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
-DTYPES = ("float32", "bfloat16", "float16")
+ALSO = ("laser", "gla", "gsa", "gated_delta", "conditioned_query")
+"""Whose kernels take long to interpret: in one dtype, and not each check."""
+GROUPS = (
+    (TAKEN, ("float32", "bfloat16", "float16"), ()),
+    (ALSO, ("float32",), ("outputs", "gradients", "caching")),
+)
 
 
 @pytest.mark.parametrize(
-    "group", [g for g in groups("smoke", "jax", DTYPES) if g.id.removeprefix("jax-") in TAKEN]
+    "group",
+    [
+        group
+        for names, dtypes, checks in GROUPS
+        for group in groups("smoke", "jax", dtypes, checks)
+        if group.id.removeprefix("jax-") in names
+    ],
 )
 def test_what_it_takes_conforms(group):
     with small_tiles():

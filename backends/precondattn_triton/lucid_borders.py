@@ -180,16 +180,9 @@ def _from_chunks(
     b = (its @ w.mT).tril()
     d_b = -torch.baddbmm(d_x @ u.mT, d_s, zr.mT).tril()
     d_k = torch.baddbmm(d_x, d_s + d_s.mT, its).baddbmm(d_b, w)
-    left = OfChunks(
-        k=d_k, w=d_b.mT @ its, u=-b.mT @ d_x, zr=-b.mT @ d_s, keys=d_keys, whole=d_whole
-    )
-    left = left._replace(
-        **{
-            name: getattr(left, name).view(*unit.shape[:2], -1)
-            for name in ("k", "w", "u", "zr", "keys")
-        }
-    )
-    return Gradients(*through_chunks(borders.unit, borders.path_beta, chunks, masks, left))
+    left = OfChunks(d_k, d_b.mT @ its, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_whole)
+    found = through_chunks(borders.unit, borders.path_beta, chunks, masks, left)
+    return Gradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in found))
 
 
 def _crossing(plan: Plan) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """LUCID's solve and its gradient by Triton kernels: from a user's arrays to launches.
 
-Everything else is in the kernels' own files: what they start from (`lucid_prepare.py`), the
-inverses of diagonal super-blocks (`lucid_inverse.py`), substitution (`lucid_substitution.py`), and
-the gradient of the keys (`lucid_gradient.py`). In memory stand, for T tokens of a key/value head,
-keys and y as operands, a right side in float32, and S numbers a token for inverses; nothing is
-T × T.
+Everything else is in files of its own: sizes (`lucid_plan.py`), what kernels start from
+(`lucid_prepare.py`), the inverses of diagonal super-blocks (`lucid_inverse.py`), substitution
+(`lucid_substitution.py`), and the gradient of the keys (`lucid_gradient.py`); in PaTH's metric,
+rows in place of keys and their gradient (`lucid_borders.py`). In memory stand, for T tokens of a
+key/value head, keys and y as operands, a right side in float32, and S numbers a token for inverses;
+nothing is T × T.
 """
 
 from __future__ import annotations

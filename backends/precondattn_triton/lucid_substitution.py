@@ -8,9 +8,10 @@ backward, from the last to the first, with R = dy,
 
     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 
-Φ is symmetric, so that one kernel, `update`, serves both. Products of 16 bits take y divided by a
-power of two, that of the largest right side of its channel and super-block: since no entry of N is
-larger than 2, no quotient is larger than 4 S, far from where float16 ends.
+Φ is symmetric, so that one kernel, `update`, serves both. In PaTH's metric its keys are rows at the
+border between the two super-blocks (`lucid_borders.py`), symmetric again. Products of 16 bits take
+y divided by a power of two, that of the largest right side of its channel and super-block: since no
+entry of N is larger than 2, no quotient is larger than 4 S, far from where float16 ends.
 """
 
 from __future__ import annotations

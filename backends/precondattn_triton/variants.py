@@ -88,7 +88,7 @@ def variants(target: str) -> Iterator[Variant]:
                     options = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
                     function = launch.function.module, launch.function.__name__
-                    cut = (function, dtype, constants, options, is_wide)
+                    cut = (function, dtype, _first_dtype(launch), constants, options, is_wide)
                     if cut not in seen:
                         seen.add(cut)
                         yield _variant(launch, mechanism, dtype, d, e)
@@ -99,6 +99,12 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
     named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{_way(launch)}"
     limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
     return launch.variant(named)._replace(spill_limit=limit)
+
+
+def _first_dtype(launch: Launch) -> torch.dtype:
+    """Of the first array: a kernel may have operands of its own, or of a call's dtype."""
+    arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
+    return next(arrays).dtype
 
 
 def _way(launch: Launch) -> str:

@@ -19,26 +19,24 @@ __device__ __forceinline__ unsigned tf32(float x) {
 #endif
 }
 
-#ifdef PRECONDATTN_SIMULATED
+// On tensor cores. In the simulator, which has none, a test gives the instruction instead.
+#ifndef PRECONDATTN_SIMULATED
 
-template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
-__device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
-                                             const float* b, int b_step) {
-  for (int k = 0; k < DEPTH; ++k)
-    for (int i = 0; i < 4; ++i) {
-      const float left = A_TRANSPOSED ? a[k * a_step + row_of(i)] : a[row_of(i) * a_step + k];
-      for (int j = 0; j < COLUMNS / 8; ++j) {
-        const int n = column_of(j, i);
-        const float right = B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n];
-        c.x[j][i] += __uint_as_float(tf32(left)) * __uint_as_float(tf32(right));
-      }
-    }
+// (16, 8) times (8, 8).
+__device__ __forceinline__ void multiply_tf32(float (&c)[4], const unsigned (&a)[4],
+                                              const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+               "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-#else
+#endif
 
-// (16, 8) times (8, 8): a lane has rows l / 4 and that plus 8 of A, and column l / 4 of B, at
-// depths l % 4 and that plus 4.
+#if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
+
+// A lane has rows l / 4 and that plus 8 of A, and column l / 4 of B, at depths l % 4 and that
+// plus 4.
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
 __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
                                              const float* b, int b_step) {
@@ -59,13 +57,25 @@ __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a
         const int column = 8 * j + across, depth = k + along + i * 4;
         right[i] = tf32(B_TRANSPOSED ? b[column * b_step + depth] : b[depth * b_step + column]);
       }
-      asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
-                   "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                   : "+f"(c.x[j][0]), "+f"(c.x[j][1]), "+f"(c.x[j][2]), "+f"(c.x[j][3])
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]),
-                     "r"(right[1]));
+      multiply_tf32(c.x[j], left, right);
     }
   }
+}
+
+#else
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+__device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
+                                             const float* b, int b_step) {
+  for (int k = 0; k < DEPTH; ++k)
+    for (int i = 0; i < 4; ++i) {
+      const float left = A_TRANSPOSED ? a[k * a_step + row_of(i)] : a[row_of(i) * a_step + k];
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const int n = column_of(j, i);
+        const float right = B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n];
+        c.x[j][i] += __uint_as_float(tf32(left)) * __uint_as_float(tf32(right));
+      }
+    }
 }
 
 #endif
