@@ -14,6 +14,7 @@ from precondattn_cupy.configurations import Configuration, forced
 
 TILES = (
     *("softmax_forward", "softmax_query_gradient", "softmax_key_gradient"),
+    *(f"softmax_{kernel}_of_two" for kernel in ("forward", "query_gradient", "key_gradient")),
     *("laser_exact_forward", "laser_exact_query_gradient"),
     *("laser_exact_key_gradient", "laser_exact_values"),
 )

@@ -185,7 +185,7 @@ def test_the_spread_of_many_tokens(monkeypatch):
         (laser(bias=True), "float32", 64, "a bias"),
         (laser(forget="scaled"), "float32", 64, "a forget gate"),
         (laser(), "float32", 513, "at most 512 channels; found 513"),
-        (laser(), "float16", 257, "at most 256 channels; found 257"),
+        (laser(), "float16", 129, "at most 128 channels; found 129"),
     ],
 )
 def test_what_they_do_not_take_is_refused_with_the_reason(leaf, dtype, e, reason):

@@ -38,9 +38,16 @@ declare(
 )
 declare(
     "softmax_key_gradient",
-    half={64: Configuration(64, 64), 512: Configuration(64, 32)},
+    half={64: Configuration(64, 64), 512: Configuration(64, 16)},
     full={128: Configuration(64, 32), 512: Configuration(32, 16)},
 )
+# With values of two parts.
+for _kernel in ("forward", "query_gradient", "key_gradient"):
+    declare(
+        f"softmax_{_kernel}_of_two",
+        half={64: Configuration(64, 32), 128: Configuration(64, 16)},
+        full={},
+    )
 
 
 class Values(NamedTuple):
@@ -178,7 +185,8 @@ def key_gradient(
 def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configuration, str]:
     """The tiles of a kernel, and its name expression."""
     width = max(widths[0], padded_width(call.v.array.shape[3]))
-    tile = configuration(f"softmax_{kernel}", width, call.q.dtype.itemsize == 2)
+    name = f"softmax_{kernel}" + ("_of_two" if call.v.parts == 2 else "")
+    tile = configuration(name, width, call.q.dtype.itemsize == 2)
     numbers = call.v.parts, tile.rows, tile.columns, *widths
     arguments = cpp_type(call.q), call.v.cpp_type, *map(str, numbers)
     return tile, f"softmax_{kernel}<{', '.join(arguments)}>"

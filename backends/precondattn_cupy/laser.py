@@ -33,8 +33,8 @@ SEGMENT = 256
 """Tokens whose values a block compares."""
 WARPS = 8
 """Of a block; each has a row."""
-WIDEST_OF_TWO = 256
-"""Channels of values in float16, whose exponentials are two numbers each."""
+WIDEST_OF_TWO = 128
+"""Channels in float16, where the exponentials of values are two numbers each."""
 
 
 class Spread(NamedTuple):
@@ -54,10 +54,10 @@ class Laser:
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if request.verb == "extend":
             return refusal_of_step(leaf, request)
-        width = dict(request.shapes)["v"][3]
+        width = max(shape[-1] for name, shape in request.shapes if name in ("k", "v"))
         if request.dtype == "float16" and width > WIDEST_OF_TWO:
             return (
-                f"has kernels for LASER in float16 with values of at most {WIDEST_OF_TWO} "
+                f"has kernels for LASER in float16 with rows of at most {WIDEST_OF_TWO} "
                 f"channels; found {width}"
             )
         return refusal("LASER", leaf, request)
