@@ -7,8 +7,8 @@ and backward, with the moments made anew,
 
     → dq, dλ (`contraction_gradient.py`) → what is carried back, dk (`moments_gradient.py`).
 
-Three launches and the two of lengths forward, six and the two backward, and nothing by PyTorch. Of
-a head with T tokens, 4 d² + 4 C d FLOPs a token forward and 10 d² + 18 C d backward.
+Four launches forward and six backward, those of the two lengths among them, and no norm or product
+by PyTorch: 4 d² + 4 C d FLOPs a token and head forward, and 10 d² + 14 C d backward.
 """
 
 from __future__ import annotations
