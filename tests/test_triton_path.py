@@ -244,3 +244,11 @@ def test_what_the_kernels_take():
 )
 def test_what_has_no_kernel_is_refused(base, asked, reason):
     assert reason in refusal(base, **asked)
+
+
+def test_nothing_is_left_of_keys_that_are_the_same():
+    """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
+    x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
+    x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
+    d_q = Found(x, d_out).gradients["q"]
+    assert d_q.abs().max() < 1e-4 * x["k"].abs().max()

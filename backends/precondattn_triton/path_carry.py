@@ -23,7 +23,7 @@ import triton.language as tl
 
 from precondattn_triton.path_chunks import rows_of
 from precondattn_triton.path_forward import path_visible
-from precondattn_triton.softmax_tiles import load_logs
+from precondattn_triton.softmax_tiles import in_two_parts, load_logs
 from precondattn_triton.tiles import LOG2_E, is_token, load_tile, place, store_tile
 
 
@@ -120,9 +120,9 @@ def come_back(
             scores = tl.where(seen, scores, float("-inf"))
         a = tl.exp2(scores - logs[:, None])
         d_scores = a * (d_a - sums[:, None]) * scale
-        d_scores = tl.where(is_behind[:, None], d_scores, 0.0).to(FACTOR)
+        d_scores = tl.where(is_behind[:, None], d_scores, 0.0)
         # Read again, rather than kept in registers in between.
         carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
-        y = tl.dot(d_scores, carried, y, input_precision=PRECISION)
+        y = in_two_parts(d_scores, carried, y, PRECISION)
     is_there = (rows < t) & (rows < group_end)
     store_tile(own_y + at * PADDED_D, rows, is_there, PADDED_D, y, PADDED_D)

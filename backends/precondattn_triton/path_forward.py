@@ -118,7 +118,7 @@ def _forward(
         )  # fmt: skip
         scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
 
     last = 0
     if HAS_WINDOW:
@@ -141,7 +141,7 @@ def _forward(
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
 
     o, logs = mean_and_log(largest, total, acc, is_row)
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from precondattn_triton.path_chunks import rows_of
 from precondattn_triton.path_forward import path_visible
-from precondattn_triton.softmax_tiles import load_logs
+from precondattn_triton.softmax_tiles import in_two_parts, load_logs
 from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place, store_tile
 
 
@@ -97,7 +97,8 @@ def scores(
         d_o = part_of(d_out, rows, is_row, g_token, first, g_channel, E, E_PART).to(FACTOR)
         its = part_of(v, columns, is_key, v_token, first, v_channel, E, E_PART).to(FACTOR)
         d_a = tl.dot(d_o, tl.trans(its), d_a, input_precision=PRECISION)
-    d_s = (a * (d_a - sums[:, None]) * scale).to(FACTOR)
+    d_scores = a * (d_a - sums[:, None]) * scale
+    d_s = d_scores.to(FACTOR)
     d_b = tl.dot(d_s, tl.trans(zr_tile), input_precision=PRECISION)
     for first in range(0, PADDED_D, D_PART):
         y = part_of(y_in, rows, is_there, PADDED_D, first, 1, PADDED_D, D_PART).to(FACTOR)
@@ -114,7 +115,7 @@ def scores(
         its = part_of(w, columns, every, PADDED_D, first, 1, PADDED_D, D_PART)
         y = tl.dot(d_left, its, y, input_precision=PRECISION)
         its = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
-        y = tl.dot(d_s, its, y, input_precision=PRECISION)
+        y = in_two_parts(d_scores, its, y, PRECISION)
         channels = first + tl.arange(0, D_PART)
         mask = is_there[:, None] & (channels < D)[None, :]
         at_y = addresses(d_q, rows, h * D, channels, 1)

@@ -11,6 +11,9 @@ Backward, with D = rowsum(do ∘ o),
 
 l sums P as rounded for the product, so that acc / l is a mean. A row that sees nothing has o = 0
 and λ = ∞, so that all of its weights vanish.
+
+The rows of dS sum to 0, and where keys are alike, what is left of a row is all that dq has. With 8
+bits in P, or in dS, nothing is left: where that matters, both are multiplied in two parts.
 """
 
 from __future__ import annotations
@@ -27,14 +30,33 @@ ELEMENTS = 4096
 
 
 @triton.jit
-def with_tile(largest, total, acc, scores, values, PRECISION: tl.constexpr):
+def in_two_parts(left, right, acc, PRECISION: tl.constexpr):
+    """acc + left right, where a float32 `left` loses nothing that two numbers like `right` hold."""
+    high = left.to(right.dtype)
+    acc = tl.dot(high, right, acc, input_precision=PRECISION)
+    if right.dtype == tl.bfloat16:
+        low = (left - high.to(tl.float32)).to(right.dtype)
+        acc = tl.dot(low, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def with_tile(
+    largest, total, acc, scores, values, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr = False
+):
     """m, l and acc after one more tile."""
     higher = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(largest - base)
-    p = tl.exp2(scores - base[:, None]).to(values.dtype)
-    total = total * shrink + tl.sum(p.to(tl.float32), 1)
-    acc = tl.dot(p, values, acc * shrink[:, None], input_precision=PRECISION)
+    p = tl.exp2(scores - base[:, None])
+    acc *= shrink[:, None]
+    if TWO_PARTS:
+        total = total * shrink + tl.sum(p, 1)
+        acc = in_two_parts(p, values, acc, PRECISION)
+    else:
+        p = p.to(values.dtype)
+        total = total * shrink + tl.sum(p.to(tl.float32), 1)
+        acc = tl.dot(p, values, acc, input_precision=PRECISION)
     return higher, total, acc
 
 
