@@ -19,6 +19,8 @@ from tests.mechanism_groups import groups
 TAKEN = (
     *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
     *("gated_delta", "delta", "conditioned_query"),
+    *("softmax", "softmax[causal=false]", "softmax[scale=0.3]", "softmax[window=3]"),
+    *("laser", "laser(softmax[causal=false])", "laser(softmax[window=3])"),
 )
 SMALL = {
     **cupy_attention.SMALL,
@@ -99,3 +101,12 @@ def test_it_says_what_steps_it_does_not_take(mechanism, shape, reason):
     support = Cupy().supports(group, request(group, verb="extend", **shapes))
     assert support.ok == (reason is None)
     assert reason is None or reason in support.reason
+
+
+@pytest.mark.parametrize("mechanism", [pa.Softmax(), pa.Laser(), pa.Softmax(bias=True)])
+def test_what_has_kernels_and_what_is_left_to_portable(mechanism):
+    x, _ = cupy_attention.problem(20)
+    bias = {"bias": np.zeros((1, 2, 20, 20), np.float32)} if "bias" in mechanism.inputs else {}
+    found = mechanism.explain(**x, **bias, backend=("cupy", "portable"))
+    assert found.backends == ("portable" if bias else "cupy",)
+    assert not bias or "no kernel for attention with a bias" in str(found)
