@@ -135,11 +135,12 @@ def read(
 
 
 def finished(
-    found: Read, queries: Any, key: Any, value: Any, beta: Any, group: int
+    found: Read, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
 ) -> tuple[Any, Any]:
-    """o (m, group, e) and y (m, e), in float32.
+    """o (m, group, e) and y (m, e), in float32; o is 0 where there is nothing to see.
 
-    queries (m, group, d), s q log₂ e; the new key (m, d), value (m, e) and β (m).
+    queries (m, group, d), s q log₂ e; the new key (m, d), whether it counts (m), value (m, e)
+    and β (m).
     """
     largest = jnp.max(found.maxima, axis=1)
     base = jnp.where(largest == -jnp.inf, 0.0, largest)
@@ -149,8 +150,10 @@ def finished(
     y = beta[:, None] * (value - total[:, group])
 
     largest, weight = largest[:, :group], weight[:, :group]
-    own = jnp.sum(queries * key[:, None], axis=2)
+    own = jnp.where(counts[:, None], jnp.sum(queries * key[:, None], axis=2), -jnp.inf)
     higher = jnp.maximum(largest, own)
-    kept, added = jnp.exp2(largest - higher), jnp.exp2(own - higher)
+    base = jnp.where(higher == -jnp.inf, 0.0, higher)
+    kept, added = jnp.exp2(largest - base), jnp.exp2(own - base)
     numerator = total[:, :group] * kept[..., None] + y[:, None] * added[..., None]
-    return numerator / (weight * kept + added)[..., None], y
+    weight = weight * kept + added
+    return numerator / jnp.where(weight > 0, weight, 1.0)[..., None], y

@@ -117,10 +117,12 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     b, _, h, d = q.shape
     n, e = x["v"].shape[2:]
     m, group = b * n, h // n
-    *_, valid = masks
+    *_, q_valid, valid = masks
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
     new, held = valid[:, capacity:], valid[:, :capacity]
+    # A token whose own key is hidden reads the others all the same.
+    is_token = jnp.ones((b, 1), bool) if q_valid is None else jnp.broadcast_to(q_valid, (b, 1))
     k, v = (where_valid(new, x[name]).astype(jnp.float32) for name in ("k", "v"))
     rms = None
     unit = k
@@ -130,7 +132,7 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
         unit = k / rms[..., None]
 
     scale, key_scale = softmax._scale(d) * LOG2_E, solve._scale(d) * LOG2_E
-    queries = scale * where_valid(new, q).astype(jnp.float32).reshape(m, group, d)
+    queries = scale * where_valid(is_token, q).astype(jnp.float32).reshape(m, group, d)
     rows = jnp.concatenate([queries, key_scale * unit.reshape(m, 1, d)], axis=1)
     widths = padded_width(d), padded_width(e)
     rows = filled(rows, padded_width(group + 1), widths[0])
@@ -157,8 +159,11 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     found = found._replace(totals=found.totals[..., :e])
     factor = jnp.ones((b, 1, n)) if beta is None else beta
     factor = where_valid(new, factor).astype(jnp.float32).reshape(m)
-    out, y = lucid_decode.finished(found, queries, k.reshape(m, d), v.reshape(m, e), factor, group)
-    out = where_valid(new, out.reshape(b, 1, h, e)).astype(x["v"].dtype)
+    counts = jnp.repeat(new[:, 0], n)
+    out, y = lucid_decode.finished(
+        found, queries, k.reshape(m, d), counts, v.reshape(m, e), factor, group
+    )
+    out = where_valid(is_token, out.reshape(b, 1, h, e)).astype(x["v"].dtype)
     return out, y.reshape(b, 1, n, e).astype(x["v"].dtype), rms
 
 

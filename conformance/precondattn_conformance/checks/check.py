@@ -87,9 +87,13 @@ class Trial:
     def numpy(self, array: Any) -> np.ndarray:
         return self.library.numpy(array)
 
+    def takes(self, explanation: Explanation) -> bool:
+        """Whether the backend under test takes some of the work."""
+        return self.under_test is None or self.under_test in explanation.backends
+
     def require_work(self, explanation: Explanation) -> None:
         """Raise an UnsupportedError where the backend under test takes nothing."""
-        if self.under_test is not None and self.under_test not in explanation.backends:
+        if not self.takes(explanation):
             raise pa.UnsupportedError(f"{self.under_test} takes nothing of this:\n{explanation}")
 
     def explain(self, verb: str = "forward", **named: Any) -> None:
