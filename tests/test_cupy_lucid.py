@@ -330,7 +330,7 @@ def test_decoding_sequences_of_unequal_lengths(processors, monkeypatch):
 
     A cache is in one part, or in one for each tile, of which a short sequence has fewer.
     """
-    monkeypatch.setattr(lucid_step, "_processors", lambda: processors)
+    monkeypatch.setattr(lucid_step, "processors", lambda: processors)
     x = sequences(21, 2, 2, 12, 20, b=3)
     check_a_step(pa.Lucid(), x, 20, lengths=(np.asarray([20, 0, 7]), np.asarray([1, 1, 0])))
 

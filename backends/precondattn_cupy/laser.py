@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -25,7 +25,7 @@ from precondattn_cupy.attention import (
 )
 from precondattn_cupy.launch import cpp_type, is_simulated, launch
 from precondattn_cupy.layout import empty, in_one_piece, masks_of
-from precondattn_cupy.softmax import as_dtype, inputs_of
+from precondattn_cupy.softmax import inputs_of
 from precondattn_cupy.softmax_step import refusal_of_step, step
 from precondattn_portable.read_log_mean_exp import RANGE
 
@@ -87,12 +87,12 @@ class Laser:
         q, k, v = inputs_of(x)
         log_total, *spread_of, full = residuals
         known = Spread(*spread_of)
-        d_out = in_one_piece(as_dtype(cotangent, v.dtype))
+        d_out = in_one_piece(cast(cotangent, v.dtype))
         call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
         found = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
         _close_backward(call, v, known, full, log_total, d_out, found)
         laser_exact.backward(call, v, full, log_total, d_out, found)
-        return {name: as_dtype(d, x[name].dtype) for name, d in found.items()}
+        return {name: cast(d, x[name].dtype) for name, d in found.items()}
 
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame

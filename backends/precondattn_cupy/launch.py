@@ -49,8 +49,8 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 def is_simulated() -> bool:
-    """Whether kernels run on this machine's CPU."""
-    return os.environ.get(SIMULATE, "0") not in ("", "0")
+    """Whether kernels run on this machine's CPU, or are noted only: no device is asked for."""
+    return _recorded.get() is not None or os.environ.get(SIMULATE, "0") not in ("", "0")
 
 
 @contextmanager

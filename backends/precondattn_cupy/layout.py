@@ -62,10 +62,11 @@ def masks_of(frame: Frame, b: int, t: int) -> Masks:
         )
         k_segment[:, 1:] = xp.cumulative_sum(xp.astype(is_new, xp.int32), axis=1, dtype=xp.int32)
         q_segment = in_one_piece(k_segment[:, k_segment.shape[1] - t :])
-    return Masks(_bytes_of(frame.q_valid, b), _bytes_of(frame.k_valid, b), q_segment, k_segment)
+    return Masks(bytes_of(frame.q_valid, b), bytes_of(frame.k_valid, b), q_segment, k_segment)
 
 
-def _bytes_of(valid: Array | None, b: int) -> Array | None:
+def bytes_of(valid: Array | None, b: int) -> Array | None:
+    """(b, t), a byte each, of a mask for each sequence or for all."""
     if valid is None:
         return None
     xp = namespace(valid)

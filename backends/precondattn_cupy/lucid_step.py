@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame
 from precondattn_cupy.configurations import configuration, padded_width
-from precondattn_cupy.launch import cpp_type, is_simulated, launch
+from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import by_16, empty, in_one_piece
 from precondattn_cupy.lucid_solve import LOG2_E, MOST_HEADS
+from precondattn_cupy.past import past_of, processors
 from precondattn_portable.fused import is_lucid
 
 BLOCKS_PER_PROCESSOR = 8
@@ -24,21 +24,6 @@ WIDEST = 256
 MOST_ROWS = 64
 """Queries of a key/value head, and the new key."""
 FINISHING_THREADS = 128
-
-
-class Past(NamedTuple):
-    """How many slots to look at, and what of them and of the new tokens counts."""
-
-    count: int
-    """Of every sequence, unless `counts` says it of each."""
-    counts: Array | None
-    """(b), of 32 bits"""
-    valid: Array | None
-    """(b, c), of bytes"""
-    is_query: Array | None
-    """(b, 1), of bytes"""
-    is_key: Array | None
-    """(b, 1), of bytes"""
 
 
 class LucidStep:
@@ -83,6 +68,10 @@ class LucidStep:
         n, e = v.shape[2:]
         capacity = keys.shape[3]
         seen = past_of(frame, b, capacity)
+        counts = None
+        if seen.valid is not None:
+            position = xp.broadcast_to(frame.q_position[:, 0], (b,))
+            counts = in_one_piece(xp.astype(position, xp.int32))
         key_width, width = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         half = q.dtype.itemsize == 2
@@ -98,7 +87,7 @@ class LucidStep:
             (splits, b * n),
             cut.threads,
             (
-                q, k, keys, solved, rms, seen.valid, seen.counts, totals, maxima, sums, seen.count,
+                q, k, keys, solved, rms, seen.valid, counts, totals, maxima, sums, seen.count,
                 capacity, per_split, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
                 np.bool_(by_16(keys)),
             ),
@@ -112,7 +101,7 @@ class LucidStep:
             (h // n, b * n),
             FINISHING_THREADS,
             (
-                q, k, v, beta, seen.is_query, seen.is_key, seen.counts, totals, maxima, sums, out,
+                q, k, v, beta, seen.is_query, seen.is_key, counts, totals, maxima, sums, out,
                 y, own_rms, seen.count, capacity, per_split, splits, n, d, e, width, solve.eps,
                 scale,
             ),
@@ -134,44 +123,9 @@ def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: i
     return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens
 
 
-def past_of(frame: Frame, b: int, capacity: int) -> Past:
-    if isinstance(frame, FrameOfAlike):
-        return Past(frame.held, None, None, None, None)
-    valid = frame.k_valid
-    assert valid is not None  # The frame of an extension always says which slots are filled.
-    xp = namespace(valid)
-
-    def of_bytes(array: Array) -> Array:
-        return in_one_piece(xp.astype(xp.broadcast_to(array, (b, array.shape[1])), xp.uint8))
-
-    position = xp.broadcast_to(frame.q_position[:, 0], (b,))
-    return Past(
-        capacity,
-        in_one_piece(xp.astype(position, xp.int32)),
-        of_bytes(valid[:, :capacity]),
-        None if frame.q_valid is None else of_bytes(frame.q_valid),
-        of_bytes(valid[:, capacity:]),
-    )
-
-
 def splits_of(count: int, heads: int, tile: int) -> tuple[int, int]:
     """How many blocks share a head's tokens, and how many each takes: whole tiles."""
     tiles = max(-(-count // tile), 1)
-    wanted = max(BLOCKS_PER_PROCESSOR * _processors() // heads, 1)
+    wanted = max(BLOCKS_PER_PROCESSOR * processors() // heads, 1)
     per_split = -(-tiles // min(wanted, tiles)) * tile
     return max(-(-count // per_split), 1), per_split
-
-
-def _processors() -> int:
-    if is_simulated():
-        return 1
-    import cupy
-
-    return _processors_of(int(cupy.cuda.Device().id))
-
-
-@cache
-def _processors_of(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, cast, namespace, upcast_all
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
@@ -59,8 +59,7 @@ def _stream(leaf: Any, x: Arrays, frame: Frame, decays: bool) -> Stream:
     q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)
     return Stream(
         q,
-        # What is 0 where it is hidden may have become wider.
-        namespace(k).astype(where_valid(swap_time_and_heads(k), frame), k.dtype, copy=False),
+        where_valid(swap_time_and_heads(k), frame),
         swap_time_and_heads(x["v"]),
         _gates(leaf, x, frame) if decays else _no_gates(k, m),
         swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
@@ -71,19 +70,12 @@ def _gates(leaf: Any, x: Arrays, frame: Frame) -> Array:
     """(b, m, s, 1, 1) in float32."""
     # A decay that is no input asks of the keys how many they are, and in which dtype it is to be.
     asked = {"g": x["g"]} if "g" in x else {"k": x["k"][..., :1]}
-    return forget_other_segments(leaf.log_decay({**x, **_wide(asked)}, frame), frame)
+    return forget_other_segments(leaf.log_decay({**x, **upcast_all(asked)}, frame), frame)
 
 
 def _no_gates(k: Array, m: int) -> Array:
     xp, (b, s) = namespace(k), k.shape[:2]
     return xp.broadcast_to(xp.zeros_like(k[:1, :1, :1, :1, None]), (b, m, s, 1, 1))
-
-
-def _wide(x: Arrays) -> dict[str, Array]:
-    return {
-        name: namespace(array).astype(array, namespace(array).float32, copy=False)
-        for name, array in x.items()
-    }
 
 
 def _run(
@@ -94,9 +86,9 @@ def _run(
     if _is_plain(leaf):
         o, final = form.forward(_stream(leaf, x, frame, form.decays), state["state"])
         return rows_of_states(o), {"state": final}
-    out, finals = leaf.run(state, _wide(x), frame, form)
+    out, finals = leaf.run(state, upcast_all(x), frame, form)
     dtype = x["v" if "v" in x else "q"].dtype
-    return namespace(out).astype(out, dtype, copy=False), finals
+    return cast(out, dtype), finals
 
 
 def _run_vjp(
@@ -118,14 +110,10 @@ def _run_vjp(
         found = replace(leaf, scale=1.0).gradients(x, d.stream, frame)
         d_past = {"state": d.state}
     else:
-        wide = _wide({**x, "cotangent": cotangent})
+        wide = upcast_all({**x, "cotangent": cotangent})
         cotangent = wide.pop("cotangent")
         found, d_past = leaf.run_vjp(state, wide, frame, cotangent, d_state, form)
-    gradients = {
-        name: namespace(array).astype(found[name], array.dtype, copy=False)
-        for name, array in x.items()
-    }
-    return gradients, d_past
+    return {name: cast(found[name], array.dtype) for name, array in x.items()}, d_past
 
 
 class Recurrence:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -55,14 +55,14 @@ class Softmax:
     ) -> dict[str, Array]:
         q, k, v = inputs_of(x)
         log_total, *full = residuals
-        d_out = in_one_piece(as_dtype(cotangent, v.dtype))
+        d_out = in_one_piece(cast(cotangent, v.dtype))
         call = call_of(leaf, q, k, Values(v), frame)
         d_sum = row_products(call, d_out, full[0] if full else in_one_piece(out), log_total)
         d_q, d_k, d_v = (empty(a, a.shape) for a in (q, k, v))
         query_gradient(call, Values(d_out), log_total, d_sum, d_q)
         key_gradient(call, Values(d_out), log_total, d_sum, d_k, d_v, None)
         found = {"q": d_q, "k": d_k, "v": d_v}
-        return {name: as_dtype(d, x[name].dtype) for name, d in found.items()}
+        return {name: cast(d, x[name].dtype) for name, d in found.items()}
 
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
@@ -79,9 +79,5 @@ class Softmax:
 def inputs_of(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
     """Queries, keys and values, in the dtype of the values and in one piece."""
     dtype = x["v"].dtype
-    q, k, v = (in_one_piece(as_dtype(x[name], dtype)) for name in "qkv")
+    q, k, v = (in_one_piece(cast(x[name], dtype)) for name in "qkv")
     return q, k, v
-
-
-def as_dtype(array: Array, dtype: Any) -> Array:
-    return array if array.dtype == dtype else array.astype(dtype)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.attention import LOG2_E, refusal
 from precondattn_cupy.configurations import padded_width
-from precondattn_cupy.launch import GRID_LIMITS, cpp_type, is_simulated, launch
+from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
 from precondattn_cupy.layout import empty, in_one_piece
+from precondattn_cupy.past import past_of, processors
 
 WARPS, COLUMNS, ROWS = 4, 16, 16
 """Of a block; cached tokens of a warp's tile, and query heads."""
@@ -55,7 +55,7 @@ def step(
     q, k, v = (in_one_piece(x[name]) for name in "qkv")
     (b, _, h, d), (n, e) = q.shape, v.shape[2:]
     capacity = keys.shape[3]
-    count, valid, q_valid, k_valid = _seen(frame, b, capacity)
+    count, valid, q_valid, k_valid = past_of(frame, b, capacity)
     tiles = -(-(h // n) // ROWS)
     splits, per_split = _splits(count, b * n * tiles)
     outs = empty(q, (b, h, splits * WARPS, e), "float32")
@@ -92,42 +92,10 @@ def shared_bytes(widths: tuple[int, int], itemsize: int, *, is_laser: bool) -> i
     return ROWS * (widths[0] * itemsize + 16) + of_slots + scores
 
 
-def _seen(
-    frame: Frame, b: int, capacity: int
-) -> tuple[int, Array | None, Array | None, Array | None]:
-    """How many slots to look at; which of them, and whose query and key, count."""
-    if isinstance(frame, FrameOfAlike):
-        return frame.held, None, None, None
-    valid, q_valid = frame.k_valid, frame.q_valid
-    assert valid is not None  # The frame of an extension always says which slots are filled.
-    xp = namespace(valid)
-
-    def of_bytes(array: Array) -> Array:
-        return in_one_piece(xp.astype(xp.broadcast_to(array, (b, array.shape[1])), xp.uint8))
-
-    queries = None if q_valid is None else of_bytes(q_valid)
-    return capacity, of_bytes(valid[:, :capacity]), queries, of_bytes(valid[:, capacity:])
-
-
 def _splits(count: int, heads: int) -> tuple[int, int]:
     """How many blocks share a head's tokens, and how many each takes: whole tiles."""
     tile = WARPS * COLUMNS
     tiles = -(-count // tile)
-    wanted = min(max(BLOCKS_PER_PROCESSOR * _processors() // heads, 1), MOST_SPLITS)
+    wanted = min(max(BLOCKS_PER_PROCESSOR * processors() // heads, 1), MOST_SPLITS)
     per_split = -(-tiles // min(wanted, max(tiles, 1))) * tile
     return (-(-count // per_split) if count else 0), per_split
-
-
-def _processors() -> int:
-    if is_simulated():
-        return 4
-    import cupy
-
-    return _processors_of(int(cupy.cuda.Device().id))
-
-
-@cache
-def _processors_of(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])

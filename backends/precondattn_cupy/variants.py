@@ -7,7 +7,6 @@ The backend's own launching code runs, and its launches are noted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from precondattn.frame import Frame
 from precondattn.group import Group, group_of
 from precondattn_conformance.kernels.cuda_compiler import Variant
 from precondattn_cupy.backend import Cupy
-from precondattn_cupy.launch import SIMULATE, Launch, recorded
+from precondattn_cupy.launch import Launch, recorded
 from precondattn_cupy.sources import source
 
 HALF, ALL = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
@@ -92,29 +91,21 @@ def launches(
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Cupy()
-    before = os.environ.get(SIMULATE)
-    os.environ[SIMULATE] = "1"
-    try:
-        # What nobody computes is whatever stood in memory.
-        with recorded() as found, np.errstate(all="ignore"):
-            if is_step:
-                past = {
-                    key: _zeros(pattern.shape(sizes), "float32" if slot.wide else dtype)
-                    for key, (slot, pattern) in piece.program.slots.items()
-                }
-                new = np.full((BATCH, 1), TOKENS)
-                slots = np.arange(TOKENS + 1)[None]
-                backend.step(piece, past, x, Frame(new, slots, None, slots <= TOKENS))
-            else:
-                position = np.arange(TOKENS)[None]
-                frame = Frame(position, position)
-                out, residuals = backend.forward(piece, x, frame)
-                backend.backward(piece, x, frame, out, residuals, np.zeros_like(out))
-    finally:
-        if before is None:
-            del os.environ[SIMULATE]
+    # What nobody computes is whatever stood in memory.
+    with recorded() as found, np.errstate(all="ignore"):
+        if is_step:
+            past = {
+                key: _zeros(pattern.shape(sizes), "float32" if slot.wide else dtype)
+                for key, (slot, pattern) in piece.program.slots.items()
+            }
+            new = np.full((BATCH, 1), TOKENS)
+            slots = np.arange(TOKENS + 1)[None]
+            backend.step(piece, past, x, Frame(new, slots, None, slots <= TOKENS))
         else:
-            os.environ[SIMULATE] = before
+            position = np.arange(TOKENS)[None]
+            frame = Frame(position, position)
+            out, residuals = backend.forward(piece, x, frame)
+            backend.backward(piece, x, frame, out, residuals, np.zeros_like(out))
     return found
 
 
