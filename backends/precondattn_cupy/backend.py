@@ -8,17 +8,15 @@ NumPy arrays, and only when it is asked for by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
 from precondattn.arrays import Array, library_of
-from precondattn.backend import ArraySpec, Backend, Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals
+from precondattn.backend import Request
+from precondattn.kernel_backend import VERBS, KernelBackend
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
@@ -31,11 +29,8 @@ RECURRENCES = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.Cond
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
 
-VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method that answers a verb."""
 
-
-class Cupy(Backend):
+class Cupy(KernelBackend):
     """LUCID, softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
 
     name = "cupy"
@@ -50,63 +45,14 @@ class Cupy(Backend):
     def only_by_name(self) -> bool:  # type: ignore[override]
         return is_simulated()
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
-        reason = _refusal(mechanism, request)
-        return Support.yes() if reason is None else Support.no(reason)
+    def refusal(self, mechanism: Any, request: Request) -> str | None:
+        return _refusal(mechanism, request)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        with _on_device(inputs):
-            found: tuple[Array, Residuals] = _kernels(mechanism).forward(mechanism, inputs, frame)
-            return found
+    def kernels(self, mechanism: Any) -> Any:
+        return _kernels(mechanism)
 
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        with _on_device(inputs):
-            found: Arrays = _kernels(mechanism).backward(
-                mechanism, inputs, frame, out, residuals, cotangent
-            )
-            return found
-
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        with _on_device(inputs):
-            found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
-            return found
-
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        with _on_device(inputs):
-            found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
-                mechanism, past, inputs, frame, cotangent, d_buffers
-            )
-            return found
-
-    def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        found: tuple[ArraySpec, ...] = _kernels(mechanism).residual_shapes(mechanism, inputs)
-        return found
+    def at_work(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
+        return _on_device(inputs)
 
 
 def _refusal(mechanism: Any, request: Request) -> str | None:

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array
-from precondattn.backend import ArraySpec, Backend, Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals
+from precondattn.backend import Request
+from precondattn.kernel_backend import VERBS, KernelBackend
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
@@ -43,9 +39,6 @@ RECURRENT = (
     pa.ConditionedQuery,
 )
 """Leaves made of recurrences."""
-
-VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method that answers a verb."""
 
 
 @cache
@@ -91,7 +84,7 @@ def _interpreted() -> str:
     return asked
 
 
-class Pallas(Backend):
+class Pallas(KernelBackend):
     """LUCID, LASER, softmax and recurrences on a GPU, LUCID and recurrences on a TPU, for JAX."""
 
     name = "pallas"
@@ -103,59 +96,11 @@ class Pallas(Backend):
     def only_by_name(self) -> bool:
         return is_interpreting()
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
-        reason = _refusal(mechanism, request)
-        return Support.yes() if reason is None else Support.no(reason)
+    def refusal(self, mechanism: Any, request: Request) -> str | None:
+        return _refusal(mechanism, request)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        found: tuple[Array, Residuals] = _kernels(mechanism).forward(mechanism, inputs, frame)
-        return found
-
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        found: Arrays = _kernels(mechanism).backward(
-            mechanism, inputs, frame, out, residuals, cotangent
-        )
-        return found
-
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
-        return found
-
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
-            mechanism, past, inputs, frame, cotangent, d_buffers
-        )
-        return found
-
-    def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        found: tuple[ArraySpec, ...] = _kernels(mechanism).residual_shapes(mechanism, inputs)
-        return found
+    def kernels(self, mechanism: Any) -> Any:
+        return _kernels(mechanism)
 
 
 def _refusal(mechanism: Any, request: Request) -> str | None:

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
 from precondattn.arrays import Array
-from precondattn.backend import ArraySpec, Backend, Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals
+from precondattn.backend import Request
+from precondattn.kernel_backend import VERBS, KernelBackend
 from precondattn.spec.difference import Difference
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -29,9 +27,6 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 DTYPES = ("float32", "bfloat16", "float16")
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
-
-VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method that answers a verb."""
 
 RECURRENT = (
     pa.GatedDelta,
@@ -54,7 +49,7 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-class Triton(Backend):
+class Triton(KernelBackend):
     """LUCID, LASER, PaTH, differential attention and recurrences on a GPU."""
 
     name = "triton"
@@ -66,63 +61,14 @@ class Triton(Backend):
     def only_by_name(self) -> bool:
         return is_interpreting()
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
-        reason = _refusal(mechanism, request)
-        return Support.yes() if reason is None else Support.no(reason)
+    def refusal(self, mechanism: Any, request: Request) -> str | None:
+        return _refusal(mechanism, request)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        with _on_device(inputs):
-            found: tuple[Array, Residuals] = _kernels(mechanism).forward(mechanism, inputs, frame)
-            return found
+    def kernels(self, mechanism: Any) -> Any:
+        return _kernels(mechanism)
 
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        with _on_device(inputs):
-            found: Arrays = _kernels(mechanism).backward(
-                mechanism, inputs, frame, out, residuals, cotangent
-            )
-            return found
-
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        with _on_device(inputs):
-            found: tuple[Array, Updates] = _kernels(mechanism).step(mechanism, past, inputs, frame)
-            return found
-
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        with _on_device(inputs):
-            found: tuple[Arrays, Arrays] = _kernels(mechanism).step_backward(
-                mechanism, past, inputs, frame, cotangent, d_buffers
-            )
-            return found
-
-    def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        found: tuple[ArraySpec, ...] = _kernels(mechanism).residual_shapes(mechanism, inputs)
-        return found
+    def at_work(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
+        return _on_device(inputs)
 
 
 def _refusal(mechanism: Any, request: Request) -> str | None:
