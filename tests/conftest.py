@@ -41,6 +41,13 @@ OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "
 """In the names of files that hold the oracle to something else than itself."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled_is_kept():
+    """A process may map 65,530 regions of memory; JAX's compiled functions would be more."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def oracle(request):
     """The reference, in tests of the mathematics."""

@@ -8,6 +8,7 @@ import pytest
 import precondattn as pa
 from precondattn.spec import lucid, softmax
 from precondattn.spec.linear_family import LinearFamily
+from precondattn_conformance import libraries
 from precondattn_conformance.case import Case, case_of, cases
 from precondattn_conformance.checks import CHECK, Check
 from precondattn_conformance.declared import compositions
@@ -232,6 +233,18 @@ def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(stranger):
 def test_a_case_that_once_failed(backend, name):
     found = run_case(case_of(name), backend)
     assert found.status == "passed", found.text
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="regions can not be counted here")
+def test_jax_forgets_what_it_compiled_before_a_process_has_too_many_regions(monkeypatch):
+    case = case_of("outputs-jax-float64-plain-random-softmax")
+    run_case(case, "reference")
+    with_it = libraries.mapped_regions()
+    assert run_case(case, "reference").status == "passed"
+    assert libraries.mapped_regions() == with_it
+    monkeypatch.setattr(libraries, "MOST_REGIONS", 0)
+    libraries.named("jax").forget()
+    assert libraries.mapped_regions() < with_it - 50
 
 
 def test_an_id_is_a_case():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,11 @@ Arrays = dict[str, Any]
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
 Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]
+
+
+MOST_REGIONS = 20_000
+"""Of memory. Linux ends a process with more than 65,530, and JAX on a CPU maps a few for every
+operation that it compiles, which it does for every shape."""
 
 
 class Library:
@@ -81,6 +87,9 @@ class Library:
     def transforms(self) -> dict[str, Transform]:
         """The library's own transformations; "vmap" maps a function over a first axis."""
         return {}
+
+    def forget(self) -> None:
+        """Between two cases: let go of what it keeps of former ones, if that becomes too much."""
 
 
 class Strict(Library):
@@ -179,6 +188,12 @@ class Jax(Library):
 
         return {"vmap": jax.vmap, "jit": jax.jit}
 
+    def forget(self) -> None:
+        import jax
+
+        if mapped_regions() > MOST_REGIONS:
+            jax.clear_caches()
+
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays:
@@ -186,6 +201,12 @@ class Jax(Library):
 
         _, pullback = jax.vjp(function, inputs)
         return pullback(cotangent)[0]
+
+
+def mapped_regions() -> int:
+    """Of this process; 0 where it can not be told."""
+    regions = Path("/proc/self/maps")
+    return regions.read_bytes().count(b"\n") if regions.exists() else 0
 
 
 class CuPy(Library):

@@ -51,5 +51,6 @@ CHECKS = tuple(CHECK)
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:
     """One case, on one backend (or whatever is chosen for it)."""
     library = libraries.named(case.library, device)
+    library.forget()
     with library.precision(case.dtype):
         return CHECK[case.check].run(Trial(case, library, backend))
