@@ -106,16 +106,20 @@ def test_outputs_in_float16():
     assert error(out, expected) < BOUNDS["float16"]
 
 
+@pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("options", [("-DPRECONDATTN_EMULATED_TENSORS",), ()])
-def test_products_in_tf32_by_tensor_cores_and_without(options):
+def test_products_in_tf32_by_tensor_cores_and_without(options, in_two):
     ways = [*product((False, True), repeat=2)]
-    names = [f"tf32_of_tiles<{int(left)}, {int(right)}, 32, 48>" for left, right in ways]
+    names = [
+        f"tf32_of_tiles<{int(in_two)}, {int(left)}, {int(right)}, 32, 48>" for left, right in ways
+    ]
     folder = Path(__file__).with_name("cuda_tensors")
     module = SimulatedModule(folder / "tf32_products.cu", names, (f"-I{FOLDER}", *options))
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 48), (48, 32)))
     rounded = [((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32) for x in (a, b)]
-    expected = rounded[0].astype(np.float64) @ rounded[1]
+    factors = (a, b) if in_two else rounded
+    expected = factors[0].astype(np.float64) @ factors[1]
     for name, (left, right) in zip(names, ways, strict=True):
         c = np.full((32, 32), np.nan, np.float32)
         given = [np.ascontiguousarray(x.T if flip else x) for x, flip in ((a, left), (b, right))]
@@ -141,6 +145,13 @@ def test_chunks_of_four_warps_and_the_widest_keys(t, d, chunk):
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_keys_that_coincide_or_nearly_do(keys):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
+
+
+@pytest.mark.parametrize("keys", ["clustered", "equal"])
+def test_what_such_keys_write_has_the_digits_of_float16(keys):
+    x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
+    x["beta"] = np.full_like(x["beta"], 1.95)
+    check(pa.Delta(), x, "float16", bound=8e-4, cut=(32,))
 
 
 def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():

@@ -69,6 +69,11 @@ def test_keys_that_coincide_or_nearly_do(keys):
     check_leaf(pa.GatedDelta(), 40, keys=keys, b=1, heads=(1, 1), bound=1e-4)
 
 
+@pytest.mark.parametrize("keys", ["clustered", "equal"])
+def test_what_such_keys_write_has_the_digits_of_float16(keys):
+    check_leaf(pa.Delta(), 40, "float16", keys=keys, b=1, heads=(1, 1), bound=8e-4)
+
+
 def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
     check_leaf(pa.GatedDelta(), 40, keys="zero", gates="extreme", b=1)
 

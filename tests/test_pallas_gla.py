@@ -76,7 +76,7 @@ def test_a_chunks_scores_and_their_gradients():
     gates = [random_gates(rng, (1, 128, 16), which) for which in ("random", "extreme")]
     gates = np.maximum(np.concatenate(gates, axis=2), -200)
     given["g"], exact["g"] = rounded(gates, "float32")
-    plan = Plan(Products(interpret=True, tf32=False), 64, 32, half=False)
+    plan = Plan(Products(interpret=True, tf32=False), 64, 32)
 
     def run(x):
         a = x.pop("a")

@@ -85,6 +85,13 @@ def test_keys_that_coincide_or_nearly_do(keys):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
 
 
+@pytest.mark.parametrize("keys", ["clustered", "equal"])
+def test_what_such_keys_write_has_the_digits_of_float16(keys):
+    x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
+    x["beta"] = torch.full_like(x["beta"], 1.95)
+    check(pa.Delta(), x, torch.float16, bound=8e-4)
+
+
 def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys="zero", gates="extreme"))
 

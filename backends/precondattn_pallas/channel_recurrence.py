@@ -109,7 +109,7 @@ def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> Problem:
     if is_exchanged:
         q, d_o, k, v, g = d_o, q, v, k, _transposed(g)
     (s, d), e = k.shape[2:], v.shape[3]
-    plan = plan_of(products, dtype, d, e, "channel_states")
+    plan = plan_of(products, d, e, "channel_states")
     rows = written_of(k, v, g, None, plan, dtype)
     tokens, width = rows["k"].shape[1:]
     if q is not None:

@@ -34,7 +34,11 @@ class Plan(NamedTuple):
     chunk: int
     width: int
     """What configurations go by."""
-    half: bool
+
+    @property
+    def half(self) -> bool:
+        """Whether products are of 16 bits or tf32."""
+        return self.products.tf32
 
     def block(self, kernel: str, width: int) -> int:
         """Channels that a kernel has at once, of so many."""
@@ -62,11 +66,10 @@ class Plan(NamedTuple):
         )
 
 
-def plan_of(products: Products, dtype: Any, d: int, e: int, states: str = "chunk_states") -> Plan:
-    """Of rows of that dtype, and states of d x e that the kernel `states` carries on."""
-    half = products.tf32 or jnp.dtype(dtype).itemsize == 2
+def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") -> Plan:
+    """Of states of d x e that the kernel `states` carries on."""
     width = max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
-    return Plan(products, configuration(states, width, half).rows, width, half)
+    return Plan(products, configuration(states, width, products.tf32).rows, width)
 
 
 def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:

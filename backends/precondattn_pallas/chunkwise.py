@@ -54,7 +54,7 @@ class Chunkwise:
     def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.forward(self.products, self.dtype, x, state)
-        plan = plan_of(self.products, self.dtype, *state.shape[2:])
+        plan = plan_of(self.products, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
             rows |= delta_rule.prepared(plan, rows)
@@ -65,7 +65,7 @@ class Chunkwise:
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
-        plan = plan_of(self.products, self.dtype, *state.shape[2:])
+        plan = plan_of(self.products, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
             rows |= delta_rule.prepared(plan, rows)

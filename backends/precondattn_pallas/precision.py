@@ -28,11 +28,14 @@ class Products(NamedTuple):
         """
         dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
         precision: Any = None
-        if self.interpret or a.dtype != b.dtype:
+        is_float32 = a.dtype != b.dtype or a.dtype == jnp.float32
+        if self.interpret or is_float32:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         if self.interpret:
             precision = lax.Precision.HIGHEST
-        elif a.dtype == jnp.float32:
+            if self.tf32 and is_float32:
+                a, b = _tf32(a), _tf32(b)
+        elif is_float32:
             presets = lax.DotAlgorithmPreset
             precision = presets.TF32_TF32_F32 if self.tf32 else presets.TF32_TF32_F32_X3
         return lax.dot_general(
@@ -43,6 +46,12 @@ class Products(NamedTuple):
     def exact(self) -> Products:
         """The same of factors that lose nothing."""
         return self._replace(tf32=False)
+
+
+def _tf32(x: Any) -> Any:
+    """As tensor cores take a float32: the first 10 bits of the fraction, and the others not."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
 
 
 def products(dtype: Any, *, interpret: bool) -> Products:

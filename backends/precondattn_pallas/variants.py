@@ -25,6 +25,7 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("softmax", ("bfloat16", "float16"), ((256, 256), (128, 128), (64, 64))),
     ("softmax", ("float32",), ((128, 128), (64, 64))),
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
+    ("gated_delta", ("float16",), ((256, 256), (128, 128))),
     ("gla", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("gsa", ("bfloat16", "float32"), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),

@@ -159,17 +159,16 @@ class _Both:
         of_query = {leaf_name: x[name] for leaf_name, name in own.query.items()}
         of_backbone = {leaf_name: x[name] for leaf_name, name in own.backbone.items()}
         k, v = of_query["k"], of_backbone["v"]
-        shares = k.dtype in SHARING
+        form = form_of(self.leaf, {**of_backbone, "q": contracted}, frame)
+        shares = k.dtype in SHARING and form.half
         chunk = None
         if shares:
-            is_half = k.dtype.itemsize == 2
-            chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], is_half, k)
+            chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], form.half, k)
         self.query = Conditioned(first.eps, of_query, frame, chunk)
         keys = self.query.unit if own.reads_unit_keys else k
         self.inputs = {**of_backbone, "q": contracted, "k": keys}
         self.stream: Stream = stream_of(self.leaf, self.inputs, frame)
         self.state = self.leaf.zero_state(self.inputs)["state"]
-        form = form_of(self.leaf, self.inputs, frame)
         self.call: Call = form.call(self.stream, self.state)
         prepare(self.call, self.stream)
         if shares:

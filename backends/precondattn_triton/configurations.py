@@ -274,7 +274,12 @@ _declare(
         256: Configuration(32, 16, 8, 1),
     },
 )
-for _kernel in ("delta_prepare", "chunk_reads", "chunk_scores_gradient", "chunk_query_gradient"):
+_declare(
+    "delta_prepare",
+    half={256: Configuration(64, 64, 8, 1)},
+    full={256: Configuration(64, 32, 4, 1)},
+)
+for _kernel in ("chunk_reads", "chunk_scores_gradient", "chunk_query_gradient"):
     _declare(
         _kernel,
         half={256: Configuration(64, 64, 8, 1)},

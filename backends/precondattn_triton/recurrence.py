@@ -59,9 +59,11 @@ def form_of(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
     dtype = x["q"].dtype
     # A sum of weights that may cancel is divided by.
     divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
+    # What keys that nearly coincide write cancels too, and tf32 has no more digits than float16.
+    cancels = isinstance(leaf, LinearFamily) and leaf.is_delta and dtype == torch.float16
     return Chunkwise(
-        exact() if divides else product_precision(dtype),
-        half=dtype.itemsize == 2,
+        exact() if divides or cancels else product_precision(dtype),
+        half=dtype.itemsize == 2 and not cancels,
         decays=_decays(leaf, frame),
         scale=leaf._scale(x["q"].shape[3]) if is_plain(leaf) else 1.0,
     )

@@ -43,6 +43,7 @@ CALLS: Shipped = (
     ("path", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
+    ("gated_delta", (torch.float16,), ((256, 512), (128, 128))),
     ("linear", (torch.bfloat16, torch.float32), ((128, 128),)),
     ("gla", (torch.bfloat16,), ((128, 128),)),
     ("gla", (torch.float32,), ((256, 512), (128, 128))),

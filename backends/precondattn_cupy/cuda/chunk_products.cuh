@@ -2,11 +2,21 @@
 //
 // What a chunk makes of its inputs (a state, an inverse, what is written) is not rounded to 16
 // bits: with keys that nearly coincide, the delta rule would make errors of a tenth of it. In a
-// call of float16 or bfloat16 factors are rounded to tf32, whose 11 bits hold either, and tensor
-// cores multiply them. In one of float32 nothing is rounded.
+// call of bfloat16 factors are rounded to tf32, whose 11 bits are three more than its own, and
+// tensor cores multiply them. float16 has as many bits, and what cancels would lose them: a factor
+// x is two, x = h + l, and three products of tf32 are summed,
+//
+//     x y ≈ l_x h_y + h_x l_y + h_x h_y.
+//
+// In a call of float32 nothing is rounded.
 #pragma once
 
 #include "products.cuh"
+
+template <class T>
+constexpr bool HAS_11_BITS = false;
+template <>
+constexpr bool HAS_11_BITS<__half> = true;
 
 // To the nearest number with 11 significant bits, ties away from 0.
 __device__ __forceinline__ unsigned tf32(float x) {
@@ -18,6 +28,9 @@ __device__ __forceinline__ unsigned tf32(float x) {
   return found;
 #endif
 }
+
+// What that loses of x, to the nearest again.
+__device__ __forceinline__ unsigned rest(float x) { return tf32(x - __uint_as_float(tf32(x))); }
 
 // On tensor cores. In the simulator, which has none, a test gives the instruction instead.
 #ifndef PRECONDATTN_SIMULATED
@@ -37,25 +50,33 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const unsigned (&a)
 
 // A lane has rows l / 4 and that plus 8 of A, and column l / 4 of B, at depths l % 4 and that
 // plus 4.
-template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+template <bool IN_TWO, bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
 __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
                                              const float* b, int b_step) {
   const int across = lane() / 4, along = lane() % 4;
 #pragma unroll
   for (int k = 0; k < DEPTH; k += 8) {
-    unsigned left[4];
+    unsigned left[4], left_rest[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = across + i % 2 * 8, depth = k + along + i / 2 * 4;
-      left[i] = tf32(A_TRANSPOSED ? a[depth * a_step + row] : a[row * a_step + depth]);
+      const float x = A_TRANSPOSED ? a[depth * a_step + row] : a[row * a_step + depth];
+      left[i] = tf32(x);
+      if (IN_TWO) left_rest[i] = rest(x);
     }
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
-      unsigned right[2];
+      unsigned right[2], right_rest[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = 8 * j + across, depth = k + along + i * 4;
-        right[i] = tf32(B_TRANSPOSED ? b[column * b_step + depth] : b[depth * b_step + column]);
+        const float x = B_TRANSPOSED ? b[column * b_step + depth] : b[depth * b_step + column];
+        right[i] = tf32(x);
+        if (IN_TWO) right_rest[i] = rest(x);
+      }
+      if (IN_TWO) {
+        multiply_tf32(c.x[j], left_rest, right);
+        multiply_tf32(c.x[j], left, right_rest);
       }
       multiply_tf32(c.x[j], left, right);
     }
@@ -64,16 +85,20 @@ __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a
 
 #else
 
-template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
+template <bool IN_TWO, bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
 __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
                                              const float* b, int b_step) {
   for (int k = 0; k < DEPTH; ++k)
     for (int i = 0; i < 4; ++i) {
-      const float left = A_TRANSPOSED ? a[k * a_step + row_of(i)] : a[row_of(i) * a_step + k];
+      const float x = A_TRANSPOSED ? a[k * a_step + row_of(i)] : a[row_of(i) * a_step + k];
+      const float left = __uint_as_float(tf32(x));
       for (int j = 0; j < COLUMNS / 8; ++j) {
         const int n = column_of(j, i);
-        const float right = B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n];
-        c.x[j][i] += __uint_as_float(tf32(left)) * __uint_as_float(tf32(right));
+        const float y = B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n];
+        const float right = __uint_as_float(tf32(y));
+        if (IN_TWO)
+          c.x[j][i] += __uint_as_float(rest(x)) * right + left * __uint_as_float(rest(y));
+        c.x[j][i] += left * right;
       }
     }
 }
@@ -86,7 +111,8 @@ __device__ __forceinline__ void add_tiles(Product<COLUMNS>& c, const float* a, i
                                           const float* b, int b_step) {
   static_assert(COLUMNS % 16 == 0 && DEPTH % 16 == 0, "tiles are made of 16 by 16");
   if constexpr (sizeof(T) == 2)
-    tf32_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
+    tf32_product<HAS_11_BITS<T>, A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b,
+                                                                             b_step);
   else
     plain_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
 }
