@@ -11,7 +11,7 @@ import jax, jax.numpy as jnp
 from precondattn.arrays import solve
 
 matrices, right = jnp.eye(64) + jnp.zeros((8, 64, 64)), jnp.ones((8, 64, 4096))
-both = jax.jit(lambda a, b: (solve(a, b), solve(a + 1, b)))
+both = jax.jit({mapping}(lambda a, b: (solve(a, b), solve(a + 1, b))))
 for _ in range(20):
     jax.block_until_ready(both(matrices, right))
 """
@@ -19,7 +19,9 @@ for _ in range(20):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can not be chosen here")
-def test_two_stacks_of_systems_at_once():
+@pytest.mark.parametrize("mapping", ["", "jax.vmap"])
+def test_two_stacks_of_systems_at_once(mapping):
     cores = sorted(os.sched_getaffinity(0))[:2]
-    script = f"import os; os.sched_setaffinity(0, {cores})\n" + TWO_STACKS
+    script = f"import os; os.sched_setaffinity(0, {cores})\n"
+    script += TWO_STACKS.format(mapping=mapping)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

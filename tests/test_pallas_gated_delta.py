@@ -98,6 +98,17 @@ def test_contracted_queries_by_the_same_kernels():
     check(KERNELS, leaf, x, cotangent, frame_of(20, 20, 1), "bfloat16", 2e-2, **TILES)
 
 
+@pytest.mark.parametrize(("t", "lengths"), [(20, None), (9, (20, 11))])
+def test_what_hides_a_key_hides_no_contraction_of_a_query(t, lengths):
+    rng = np.random.default_rng(0)
+    x = {"q": rng.normal(size=(2, t, 4, 12)), "k": rng.normal(size=(2, 20, 2, 12))}
+    x["contraction"] = rng.uniform(size=(2, t, 4))
+    key_mask = rng.uniform(size=(2, 20)) < 0.5
+    frame = frame_of(t, 20, 2, lengths=lengths, key_mask=key_mask)
+    leaf, cotangent = pa.ConditionedQuery(decay="none"), rng.normal(size=x["q"].shape)
+    check(KERNELS, leaf, x, cotangent, frame, "float32", 1e-5, **TILES)
+
+
 def test_padding_and_segments_are_not_looked_at():
     frame = frame_of(40, 40, 2, lengths=(40, 3), segments=(20, 9))
     check_leaf(pa.GatedDelta(), 40, frame=frame, heads=(1, 1))

@@ -63,11 +63,13 @@ def _frame(masks: Masks) -> Frame:
     return Frame(None, None, q_valid, k_valid, None, k_segment)
 
 
-def _wide(x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
-    """Inputs in float32, with zeros at tokens that do not count."""
-    valid = {"q": masks[0]}
+def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
+    """Inputs in float32, with zeros at tokens that do not count: t are queries, s are keys."""
+    q_valid, k_valid, _ = masks
     return {
-        name: where_valid(valid.get(name, masks[1]), array).astype(jnp.float32)
+        name: where_valid(q_valid if "t" in leaf.inputs[name].letters else k_valid, array).astype(
+            jnp.float32
+        )
         for name, array in x.items()
     }
 
@@ -75,7 +77,7 @@ def _wide(x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
     dtype = x["q"].dtype
-    x = _wide(x, masks)
+    x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     out, final = leaf.run(state, x, _frame(masks), _form(form_of, leaf, dtype, masks, interpret))
     return out.astype(dtype), final
@@ -93,7 +95,7 @@ def _run_vjp(
     d_state: Any,
 ) -> Any:
     dtypes = {name: array.dtype for name, array in x.items()}
-    x = _wide(x, masks)
+    x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.zero_state(x) if d_state is None else d_state
     form = _form(form_of, leaf, dtypes["q"], masks, interpret)
