@@ -4,6 +4,7 @@ import pytest
 
 from precondattn_conformance.case import Case, cases, makes_sense
 from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.grid import FEWER_MASKED
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED
 
@@ -34,6 +35,14 @@ def groups_of(library, dtype, data):
         found = [case for case in made if makes_sense(case)]
         if found:
             yield pytest.param(found, id=f"{library}-{expression}")
+
+
+def fewer_queries(library, dtype, mechanisms):
+    """A group for each: of fewer queries than keys, a mask of which hides some."""
+    data = {"gradients": ((FEWER_MASKED, "clustered"),)}
+    for group in groups_of(library, dtype, data):
+        if group.id.removeprefix(f"{library}-") in mechanisms:
+            yield group
 
 
 def check(group, backend):

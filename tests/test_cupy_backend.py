@@ -14,7 +14,7 @@ from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
 from tests import cupy_attention
 from tests.cupy_kernels import DTYPES
-from tests.mechanism_groups import groups
+from tests.mechanism_groups import fewer_queries, groups
 
 TAKEN = (
     *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
@@ -35,7 +35,10 @@ SMALL = {
 
 @pytest.mark.parametrize(
     "group",
-    [g for g in groups("smoke", "numpy", (*DTYPES,)) if g.id.removeprefix("numpy-") in TAKEN],
+    [
+        *(g for g in groups("smoke", "numpy", (*DTYPES,)) if g.id.removeprefix("numpy-") in TAKEN),
+        *fewer_queries("numpy", "float32", (*TAKEN, "ssd", "ccq(gated_delta)")),
+    ],
 )
 def test_what_it_takes_conforms(group):
     with forced(**SMALL):

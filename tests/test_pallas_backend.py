@@ -18,7 +18,7 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_pallas import Pallas
 from precondattn_pallas.precision import products
-from tests.mechanism_groups import groups
+from tests.mechanism_groups import fewer_queries, groups
 from tests.pallas_tiles import quick, small_tiles
 
 TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
@@ -33,10 +33,13 @@ GROUPS = (
 @pytest.mark.parametrize(
     "group",
     [
-        group
-        for names, dtypes, checks in GROUPS
-        for group in groups("smoke", "jax", dtypes, checks)
-        if group.id.removeprefix("jax-") in names
+        *(
+            group
+            for names, dtypes, checks in GROUPS
+            for group in groups("smoke", "jax", dtypes, checks)
+            if group.id.removeprefix("jax-") in names
+        ),
+        *fewer_queries("jax", "float32", (*TAKEN, *ALSO, "softmax", "lucid", "ssd")),
     ],
 )
 def test_what_it_takes_conforms(group):
@@ -109,7 +112,7 @@ def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
 def test_tf32_is_the_users_choice(setting, allowed):
     with jax.default_matmul_precision(setting):
         assert products(jnp.float32, interpret=False).tf32 == allowed
-        assert products(jnp.float16, interpret=False).tf32
+        assert products(jnp.bfloat16, interpret=False).tf32
 
 
 def test_jit_grad_and_vmap_of_a_call_with_fewer_key_heads():

@@ -19,7 +19,7 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton
 from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
-from tests.mechanism_groups import groups
+from tests.mechanism_groups import fewer_queries, groups
 from tests.triton_tiles import error, small_tiles
 
 TAKEN = (
@@ -40,12 +40,17 @@ TAKEN = (
     "differential",
     "gated_delta",
 )
+RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
 
 
 @pytest.mark.parametrize(
-    "group", [g for g in groups("smoke", "torch", DTYPES) if g.id.removeprefix("torch-") in TAKEN]
+    "group",
+    [
+        *(g for g in groups("smoke", "torch", DTYPES) if g.id.removeprefix("torch-") in TAKEN),
+        *fewer_queries("torch", "float16", (*TAKEN, *RECURRENCES)),
+    ],
 )
 def test_what_it_takes_conforms(group):
     with small_tiles():
@@ -147,7 +152,7 @@ def test_tf32_is_the_users_choice():
         for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
             matmul.fp32_precision = precision
             assert as_the_user_allows() == expected
-            assert product_precision(torch.float16) == "tf32"
+            assert product_precision(torch.bfloat16) == "tf32"
     finally:
         matmul.fp32_precision = before
 

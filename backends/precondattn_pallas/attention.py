@@ -50,9 +50,11 @@ def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     scale = leaf._scale(q.shape[3])
     sight = Sight(q.shape[1], k.shape[1], leaf.causal, leaf.window)
     multiplied = products(v.dtype, interpret=interpret)
+    if is_half := v.dtype.itemsize == 2:
+        multiplied = multiplied._replace(tf32=True)  # P has no more digits.
 
     def cut(kernel: str) -> Cut:
-        tile = configuration(f"attention_{kernel}", max(d, e), v.dtype.itemsize == 2)
+        tile = configuration(f"attention_{kernel}", max(d, e), is_half)
         return Cut(sight, scale * LOG2_E, multiplied, tile, d, e)
 
     return Plan(scale, cut("forward"), cut("query_gradient"), cut("key_gradient"))

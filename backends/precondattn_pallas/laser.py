@@ -208,8 +208,4 @@ class Laser(Attention):
         q, k, v = x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
         like = jax.ShapeDtypeStruct(v.shape, factor_dtype(dtype))
         plan = plan_of(leaf, q, k, like, interpret=self.interpret)
-        if dtype == jnp.float32:
-            return plan, q, k, v
-        # W may be of 32 bits, and its products are no more exact than the inputs.
-        cuts = (cut._replace(products=cut.products._replace(tf32=True)) for cut in plan[1:])
-        return Plan(plan.scale, *cuts), q, k, v
+        return plan, q, k, v

@@ -88,7 +88,10 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
     widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
     scale = leaf._scale(d)
-    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype, interpret=interpret))
+    multiplied = products(k.dtype, interpret=interpret)
+    if half:
+        multiplied = multiplied._replace(tf32=True)  # Φ is of 16 bits.
+    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
     inverse, update, gradient = (
         configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
     )

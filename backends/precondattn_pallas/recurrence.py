@@ -2,8 +2,7 @@
 
 Their inputs come in the call's dtype. What a leaf makes of them for the recurrence is made in
 float32, by XLA, and rounded again for the products of the kernels; states, gates and β stay in
-float32. For half precision, factors in float32 are multiplied as tf32, but for the delta rule of
-float16.
+float32. For bfloat16, factors in float32 are multiplied as tf32.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
-from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.recurrence import Form
 from precondattn_pallas.chunkwise import Chunkwise
 from precondattn_pallas.masks import where_valid
@@ -35,8 +33,7 @@ Masks = tuple[Any, Any, Any]
 
 
 FormOf = Callable[..., Form]
-"""(dtype whose digits products keep, dtype of q, k and v in the form, *, decays, interpret) → the
-form."""
+"""(dtype of the inputs, dtype of q, k and v in the form, *, decays, interpret) → the form."""
 
 
 def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> Form:
@@ -52,10 +49,7 @@ def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) 
     decays = decays or masks[2] is not None
     # What has just been made in float32, rows of length 1 or a softmax, is not rounded again.
     operands = jnp.float32 if isinstance(leaf, (ConditionedQuery, GSA)) else dtype
-    # What keys that nearly coincide write cancels, and tf32 has no more digits than float16.
-    cancels = isinstance(leaf, LinearFamily) and leaf.is_delta and dtype == jnp.float16
-    accuracy = jnp.float32 if cancels else dtype
-    return form_of(accuracy, operands, decays=decays, interpret=interpret)
+    return form_of(dtype, operands, decays=decays, interpret=interpret)
 
 
 def _frame(masks: Masks) -> Frame:

@@ -26,6 +26,7 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("softmax", ("float32",), ((128, 128), (64, 64))),
     ("gated_delta", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("gated_delta", ("float16",), ((256, 256), (128, 128))),
+    ("gla", ("float16",), ((128, 128),)),
     ("gla", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("gsa", ("bfloat16", "float32"), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),

@@ -32,7 +32,7 @@ from precondattn_triton import contraction, contraction_gradient, moments_gradie
 from precondattn_triton import moments as moments_of_keys
 from precondattn_triton.chunk_arrays import Call, strides, tokens_of_chunk
 from precondattn_triton.chunkwise import prepare_numbers
-from precondattn_triton.precision import product_precision
+from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.tiles import factor_dtype
 
 Tensors = Mapping[str, Tensor]
@@ -58,11 +58,11 @@ class Conditioned:
         g = torch.zeros((), device=k.device).expand(b, n, s, 1, 1)
         stream = Stream(queries_of_states(q, n), k, k, forget_other_segments(g, frame))
         state = torch.zeros((), device=k.device).expand(b, n, d, d)
-        is_half = k.dtype.itemsize == 2
+        half = is_half(k.dtype)
         has_segments = frame.k_segment is not None
         precision = product_precision(k.dtype)
-        chunk = chunk or tokens_of_chunk("chunk_moments", d, d, is_half, k)
-        self.call = call = Call(stream, state, has_segments, 1.0, precision, is_half, chunk)
+        chunk = chunk or tokens_of_chunk("chunk_moments", d, d, half, k)
+        self.call = call = Call(stream, state, has_segments, 1.0, precision, half, chunk)
         for name in ("gates", "reading", "writing", "total", "strength"):
             call.known[name] = None
         if has_segments:

@@ -32,6 +32,7 @@ from precondattn_triton.chunk_arrays import Call, tokens_of_chunk
 from precondattn_triton.chunkwise import carry, prepare, read
 from precondattn_triton.chunkwise_gradient import gradients
 from precondattn_triton.conditioned_query import Conditioned, KeyGradients
+from precondattn_triton.precision import is_half
 from precondattn_triton.recurrence import (
     Recurrence,
     form_of,
@@ -42,7 +43,7 @@ from precondattn_triton.recurrence import (
 
 Tensors = Mapping[str, Tensor]
 
-SHARING = (torch.bfloat16, torch.float16)
+SHARING = (torch.bfloat16,)
 """Keys of these dtypes are gone over once. In float32, whose products take three times the factors,
 the registers do not hold states and moments at once."""
 
@@ -159,16 +160,16 @@ class _Both:
         of_query = {leaf_name: x[name] for leaf_name, name in own.query.items()}
         of_backbone = {leaf_name: x[name] for leaf_name, name in own.backbone.items()}
         k, v = of_query["k"], of_backbone["v"]
-        form = form_of(self.leaf, {**of_backbone, "q": contracted}, frame)
-        shares = k.dtype in SHARING and form.half
+        shares = k.dtype in SHARING
         chunk = None
         if shares:
-            chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], form.half, k)
+            chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], is_half(k.dtype), k)
         self.query = Conditioned(first.eps, of_query, frame, chunk)
         keys = self.query.unit if own.reads_unit_keys else k
         self.inputs = {**of_backbone, "q": contracted, "k": keys}
         self.stream: Stream = stream_of(self.leaf, self.inputs, frame)
         self.state = self.leaf.zero_state(self.inputs)["state"]
+        form = form_of(self.leaf, self.inputs, frame)
         self.call: Call = form.call(self.stream, self.state)
         prepare(self.call, self.stream)
         if shares:

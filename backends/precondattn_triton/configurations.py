@@ -145,7 +145,7 @@ _declare(
     },
     full={
         64: Configuration(32, 32, 4, 1),
-        128: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 32, 8, 1),
         512: Configuration(16, 16, 8, 1),
     },
 )

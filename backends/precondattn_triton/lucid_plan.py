@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precondattn.spec.metric import DOT
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.precision import padded_width, product_precision, sixteen_bits
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
@@ -93,7 +93,7 @@ def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
         unit = max(unit, reflections.rows)
     tokens = -(-s // unit) * unit
     super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
-    precision = product_precision(k.dtype)
+    precision = sixteen_bits() if half else product_precision(k.dtype)
     return Plan(
         b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
         leaf._scale(d), half, torch.float16 if half else torch.float32, precision,

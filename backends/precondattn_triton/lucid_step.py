@@ -17,7 +17,7 @@ from precondattn_triton import lucid_decode
 from precondattn_triton.configurations import configuration
 from precondattn_triton.lucid_plan import LOG2_E
 from precondattn_triton.lucid_solve import MOST_HEADS
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.precision import is_half, padded_width, product_precision
 
 PROGRAMS_PER_PROCESSOR = 2
 """Of `read_past`: enough to hide that each waits for memory."""
@@ -65,7 +65,7 @@ class LucidStep:
         is_token = there(frame, b)
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
-        cut = configuration("lucid_decode", max(widths), q.dtype.itemsize == 2, q)
+        cut = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
         splits, per_split = splits_of(q, count, b * n, cut.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))

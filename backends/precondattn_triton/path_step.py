@@ -14,7 +14,7 @@ from precondattn.frame import Frame, FrameOfAlike
 from precondattn_triton import path_decode
 from precondattn_triton.configurations import configuration
 from precondattn_triton.lucid_step import filled, splits_of, there
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.precision import is_half, padded_width, product_precision
 from precondattn_triton.tiles import LOG2_E
 
 FLUSH_ROWS = 32
@@ -53,7 +53,7 @@ def path_step(
     is_token = there(frame, b)
     lengths = frame.q_position[:, 0].expand(b).contiguous()
     rows, key_width, width = padded_width(h // n), padded_width(d), padded_width(e)
-    tuned = configuration("path_decode", max(key_width, width), q.dtype.itemsize == 2, q)
+    tuned = configuration("path_decode", max(key_width, width), is_half(q.dtype), q)
     splits, per_split = splits_of(q, count, b * n, tuned.columns)
     carried = q.new_empty((b * n, rows, key_width), dtype=torch.float32)
     totals = carried.new_empty((b * n, splits + 1, rows, width))

@@ -41,13 +41,22 @@ def as_the_user_allows() -> str:
 
 
 def sixteen_bits() -> str:
-    """Of float32 factors that stand for 16-bit inputs: tf32 has no fewer digits than they."""
+    """Of float32 factors that stand for numbers of 16 bits: tf32 has no fewer digits than they."""
     return "ieee" if is_amd() else "tf32"
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether tf32 is enough, and kernels are cut for it.
+
+    Of the 11 bits that tf32 and float16 have, tensor cores read 10 and round none: where sums
+    cancel, that is too few for float16.
+    """
+    return dtype == torch.bfloat16
 
 
 def product_precision(dtype: torch.dtype) -> str:
     """How factors in float32 are multiplied, for inputs of this dtype."""
-    return as_the_user_allows() if dtype == torch.float32 else sixteen_bits()
+    return sixteen_bits() if is_half(dtype) else as_the_user_allows()
 
 
 def padded_width(width: int) -> int:

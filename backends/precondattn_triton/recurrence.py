@@ -31,7 +31,7 @@ from precondattn.spec.linear_family import (
 )
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.chunkwise import Chunkwise
-from precondattn_triton.precision import exact, product_precision
+from precondattn_triton.precision import exact, is_half, product_precision
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 MOST_HEADS = 65535
@@ -59,11 +59,9 @@ def form_of(leaf: Any, x: Tensors, frame: Frame) -> Chunkwise:
     dtype = x["q"].dtype
     # A sum of weights that may cancel is divided by.
     divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
-    # What keys that nearly coincide write cancels too, and tf32 has no more digits than float16.
-    cancels = isinstance(leaf, LinearFamily) and leaf.is_delta and dtype == torch.float16
     return Chunkwise(
-        exact() if divides or cancels else product_precision(dtype),
-        half=dtype.itemsize == 2 and not cancels,
+        exact() if divides else product_precision(dtype),
+        half=is_half(dtype),
         decays=_decays(leaf, frame),
         scale=leaf._scale(x["q"].shape[3]) if is_plain(leaf) else 1.0,
     )
