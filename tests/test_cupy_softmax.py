@@ -1,6 +1,6 @@
 """Softmax attention's CUDA kernels against the definition, in the simulator."""
 
-from tests.cupy_kernels import DTYPES, ORDERS  # isort: skip  # It may skip.
+from tests.cupy_kernels import DTYPES, ORDERS, error  # isort: skip  # It may skip.
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import precondattn as pa
 from precondattn.backend import Request
 from precondattn_cupy import softmax
 from precondattn_cupy.configurations import Configuration
-from tests.cupy_attention import TILES, check, found, problem, unwritten_is_nan, with_nan
+from tests.cupy_attention import TILES, check, expected, found, problem, unwritten_is_nan, with_nan
 
 __all__ = ["unwritten_is_nan"]
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -27,6 +27,15 @@ def test_output_and_gradients_of_every_length_and_dtype(t, dtype, leaf):
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_any_order_of_blocks_and_threads(order):
     check(*problem(33, h=4, n=2), order=order)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-4), ("float16", 4e-5)])
+def test_keys_that_are_alike(dtype, bound):
+    """All that is left of the gradient of a query is what the rows of dS add up to."""
+    x, d_out = problem(33, b=1, dtype=dtype)
+    x["k"] = (0.02 * x["k"].astype(np.float32) + 1).astype(DTYPES[dtype])
+    wanted = expected(x, d_out)["q"]
+    assert error(found(x, d_out)["q"], wanted) < bound
 
 
 @pytest.mark.parametrize(("d", "e"), [(5, 12), (12, 5), (1, 1), (20, 24)])

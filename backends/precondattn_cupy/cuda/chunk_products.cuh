@@ -13,11 +13,6 @@
 
 #include "products.cuh"
 
-template <class T>
-constexpr bool HAS_11_BITS = false;
-template <>
-constexpr bool HAS_11_BITS<__half> = true;
-
 // To the nearest number with 11 significant bits, ties away from 0.
 __device__ __forceinline__ unsigned tf32(float x) {
 #ifdef PRECONDATTN_SIMULATED

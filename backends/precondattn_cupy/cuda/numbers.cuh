@@ -16,6 +16,11 @@ struct SumOf<double> {
 template <class T>
 using Sum = typename SumOf<T>::type;
 
+template <class T>
+constexpr bool HAS_11_BITS = false;
+template <>
+constexpr bool HAS_11_BITS<__half> = true;
+
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }

@@ -10,6 +10,10 @@
 // Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs a
 // head, half of them where causal; keys and values are read once for every tile of queries.
 //
+// P is multiplied as the sum of two numbers of 16 bits. The gradient takes the mean of do vᵀ from o: with
+// weights of 8 or 11 bits there and of 24 in dS, the rows of dS would not sum to 0, and where keys are
+// alike, that is all of dq.
+//
 // Values may have another type than queries, and be the sum of two arrays (`v` and `v_rest`), as the
 // exponentials of LASER are. `is_chosen` (b, n) then says of which heads they are; others end at once.
 #include "running_softmax.cuh"
@@ -25,6 +29,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
                     const int* __restrict__ k_segment, float scale, int t, int s, int h, int n,
                     int d, int e, int behind, int ahead) {
+  constexpr bool IN_TWO = PARTS > 1 || sizeof(F) == 2;
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
   const int parts = (e + WIDTH - 1) / WIDTH, tiles = (t + ROWS - 1) / ROWS;
   const int part = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
@@ -80,10 +85,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                                          sight.is_near(row + 8 * (i / 2), start + column));
         p.x[j][i] = is_seen ? p.x[j][i] * scale : -INFINITE;
       }
-    running.weigh<F, PARTS == 1>(p, acc);
+    running.weigh<F, !IN_TWO>(p, acc);
     add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
-    if (PARTS > 1) {
+    if (PARTS > 1)
       add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile + COLUMNS * STEP, STEP);
+    if (IN_TWO) {
       keep_rest<F>(p);
       add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
     }
