@@ -28,7 +28,7 @@ ROW_WARPS = 8
 
 declare(
     "softmax_forward",
-    half={32: Configuration(64, 32), 128: Configuration(64, 64), 512: Configuration(64, 32)},
+    half={32: Configuration(64, 32), 64: Configuration(64, 64), 512: Configuration(64, 32)},
     full={128: Configuration(64, 32), 512: Configuration(32, 16)},
 )
 declare(
