@@ -112,6 +112,7 @@ def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
 def test_tf32_is_the_users_choice(setting, allowed):
     with jax.default_matmul_precision(setting):
         assert products(jnp.float32, interpret=False).tf32 == allowed
+        assert products(jnp.float16, interpret=False).tf32 == allowed
         assert products(jnp.bfloat16, interpret=False).tf32
 
 

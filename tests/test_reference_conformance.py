@@ -6,7 +6,7 @@ from precondattn_conformance.grid import SMOKE
 from tests.mechanism_groups import check, groups, groups_of
 
 CACHES = {"caching": SMOKE[1:2], "states": SMOKE[1:2]}
-OF_JAX = CACHES | {"outputs": SMOKE[:1], "gradients": SMOKE[:1]}
+OF_JAX = CACHES | {"outputs": SMOKE[:3], "gradients": SMOKE[:1]}
 """JAX compiles every operation for every shape and dtype, which takes a second a case."""
 
 

@@ -153,6 +153,7 @@ def test_tf32_is_the_users_choice():
         for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
             matmul.fp32_precision = precision
             assert as_the_user_allows() == expected
+            assert product_precision(torch.float16) == expected
             assert product_precision(torch.bfloat16) == "tf32"
     finally:
         matmul.fp32_precision = before

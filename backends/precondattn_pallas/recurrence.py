@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import upcast_all
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
+from precondattn.call import zero_padding
 from precondattn.frame import Frame
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
@@ -58,14 +60,9 @@ def _frame(masks: Masks) -> Frame:
 
 
 def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
-    """Inputs in float32, with zeros at tokens that do not count: t are queries, s are keys."""
+    """Inputs in float32, with zeros at tokens that do not count."""
     q_valid, k_valid, _ = masks
-    return {
-        name: where_valid(q_valid if "t" in leaf.inputs[name].letters else k_valid, array).astype(
-            jnp.float32
-        )
-        for name, array in x.items()
-    }
+    return upcast_all(zero_padding(x, leaf.inputs, q_valid, k_valid))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -44,8 +44,8 @@ from precondattn_triton.recurrence import (
 Tensors = Mapping[str, Tensor]
 
 SHARING = (torch.bfloat16,)
-"""Keys of these dtypes are gone over once. In float32, whose products take three times the factors,
-the registers do not hold states and moments at once."""
+"""Keys of these dtypes are gone over once. In float32 and float16, whose products take three times
+the factors, the registers do not hold states and moments at once."""
 
 
 class RunningCovariance(Recurrence):

@@ -2,8 +2,8 @@
 //
 //     P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),    acc ← acc 2^{m − m'}  (+ P v)
 //
-// l sums P as it is rounded for the product with v, so that acc / l is a mean. A lane has a part of two
-// rows: `close` adds l over the four lanes of a row, when all tiles are through.
+// l sums P as it is multiplied with v, rounded or in two parts, so that acc / l is a mean. A lane has a
+// part of two rows: `close` adds l over the four lanes of a row, when all tiles are through.
 #pragma once
 
 #include "held_products.cuh"

@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
                     const int* __restrict__ k_segment, float scale, int t, int s, int h, int n,
                     int d, int e, int behind, int ahead) {
-  constexpr bool IN_TWO = PARTS > 1 || sizeof(F) == 2;
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
   const int parts = (e + WIDTH - 1) / WIDTH, tiles = (t + ROWS - 1) / ROWS;
   const int part = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
@@ -85,14 +84,10 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                                          sight.is_near(row + 8 * (i / 2), start + column));
         p.x[j][i] = is_seen ? p.x[j][i] * scale : -INFINITE;
       }
-    running.weigh<F, !IN_TWO>(p, acc);
-    add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
+    running.weigh<F, false>(p, acc);
     if (PARTS > 1)
       add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile + COLUMNS * STEP, STEP);
-    if (IN_TWO) {
-      keep_rest<F>(p);
-      add_held_product<false, WIDTH, COLUMNS>(acc, p, v_tile, STEP);
-    }
+    add_exact_product<WIDTH, COLUMNS>(acc, p, v_tile, STEP);
   }
 
   running.close();
