@@ -6,7 +6,19 @@
 (2, 6, 4, 8)
 """
 
-from precondattn.alignment import alignment, alignment_gap
+from precondattn.algebra.declaration import ShapeError
+from precondattn.algebra.expression import parse
+from precondattn.algebra.group import group_of
+from precondattn.algebra.mechanism import (
+    Leaf,
+    Mechanism,
+    Offers,
+    Preconditioner,
+    Step,
+    TokenWise,
+    step,
+)
+from precondattn.algebra.registry import mechanisms
 from precondattn.backend import (
     ArraySpec,
     Backend,
@@ -16,14 +28,11 @@ from precondattn.backend import (
     UnsupportedError,
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite
-from precondattn.declaration import ShapeError
-from precondattn.discovery import register_backend, unregister_backend, use_backend
-from precondattn.expression import parse
+from precondattn.diagnostics.alignment import alignment, alignment_gap
+from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
 from precondattn.frame import Frame
-from precondattn.group import group_of
-from precondattn.head_pairs import pair_values, split_heads
-from precondattn.mamba2 import mamba2, mamba2_inputs
-from precondattn.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, TokenWise, step
+from precondattn.interop.head_pairs import pair_values, split_heads
+from precondattn.interop.mamba2 import mamba2, mamba2_inputs
 from precondattn.preconditioners import (
     CCQ,
     Differential,
@@ -36,7 +45,6 @@ from precondattn.preconditioners import (
     RowNormalized,
     Temperature,
 )
-from precondattn.registry import mechanisms
 from precondattn.shorthands import (
     ccq,
     contraction_gate,

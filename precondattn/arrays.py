@@ -1,6 +1,7 @@
 """What is known about the array libraries, in one place.
 
-No other module outside the bridges names a framework, and none is imported here: a library is
+No other module names a framework, except those that connect to its autograd
+(`execution/autograd_*.py`), and none is imported here: a library is
 recognised by the arrays it made, and its module is then already loaded.
 """
 
@@ -15,6 +16,14 @@ import array_api_compat
 
 Array = Any
 """An array of any supported library."""
+
+Arrays = dict[str, Array]
+"""Arrays by name."""
+
+Residuals = tuple[Array, ...]
+"""What a forward pass saves for its gradient, besides inputs and output."""
+
+Shape = tuple[int, ...]
 
 HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
@@ -215,15 +224,6 @@ def arange_like(n: int, array: Array) -> Array:
 def as_index(array: Array) -> Array:
     """Integers in a dtype that the library takes as an index. PyTorch takes int64 only."""
     return array.long() if library_of(array) == "torch" else array
-
-
-def solve(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
-    if library_of(matrix) == "jax":
-        from precondattn.bridges import jax_solve
-
-        return jax_solve.solve(matrix, right)
-    return namespace(matrix, right).linalg.solve(matrix, right)
 
 
 def zero_where_not(mask: Array, array: Array) -> Array:

@@ -6,7 +6,7 @@ or a group of leaf calls, to be recognised by its program. Compare with `==`, so
 that you do not know of (another metric, a forget gate) is not ignored:
 
     mechanism == LucidSolve(eps=mechanism.eps)      # every other option has its default
-    mechanism.program == group_of("lucid")          # from precondattn.group
+    mechanism.program == group_of("lucid")          # from precondattn.algebra.group
     mechanism.program.leaves                        # to match on the leaves' options
 
 Backends are found through the entry-point group `precondattn.backends`, whose entries name a
@@ -25,7 +25,8 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 if TYPE_CHECKING:
-    from precondattn.mechanism import Arrays, Mechanism, Residuals
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.arrays import Arrays, Residuals
 
 
 class UnsupportedError(RuntimeError):

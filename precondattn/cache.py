@@ -14,6 +14,7 @@ from typing import NamedTuple
 from precondattn.arrays import (
     HALF,
     Array,
+    Shape,
     arange_like,
     cast,
     copied,
@@ -24,7 +25,6 @@ from precondattn.arrays import (
     wants_gradient,
     writes_in_place,
 )
-from precondattn.declaration import Shape
 
 KEY_MASK = "key_mask"
 """The buffer of which cached keys may be seen; only in a cache that was asked to keep it."""

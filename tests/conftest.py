@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import precondattn as pa
-from precondattn import discovery
+from precondattn.dispatch import discovery
 from precondattn_jax import chunkwise as jax_chunkwise
 from precondattn_jax import definition as jax_definition
 from precondattn_jax import layout as jax_layout

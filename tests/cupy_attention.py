@@ -8,9 +8,12 @@ import pytest
 import precondattn as pa
 from precondattn.backend import ArraySpec
 from precondattn.frame import full_frame
-from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import attention, laser, layout, softmax, softmax_step
+from precondattn_cupy import layout
 from precondattn_cupy.configurations import Configuration, forced
+from precondattn_cupy.softmax import attention, laser
+from precondattn_cupy.softmax import leaf as softmax
+from precondattn_cupy.softmax import step as softmax_step
+from precondattn_kernel_tools.cuda_simulator import checked
 
 TILES = (
     *("softmax_forward", "softmax_query_gradient", "softmax_key_gradient"),

@@ -10,8 +10,8 @@ pytest.importorskip("ml_dtypes")
 import ml_dtypes
 import numpy as np
 
-from precondattn_conformance.kernels import cuda_toolkit
 from precondattn_cupy.launch import SIMULATE
+from precondattn_kernel_tools import cuda_toolkit
 
 try:
     cuda_toolkit.include_folder()

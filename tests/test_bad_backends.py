@@ -13,7 +13,7 @@ import pytest
 from precondattn_conformance.report.record import load
 
 FOLDER = Path(__file__).parent / "bad_backends"
-MAIN = "from precondattn.cli import main; main()"
+MAIN = "from precondattn.command_line.cli import main; main()"
 COMMAND = (sys.executable, "-c", MAIN, "conformance", "--jobs", "1", "--backend")
 SUITE = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "precondattn_conformance")
 

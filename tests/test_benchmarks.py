@@ -15,7 +15,7 @@ from rich.console import Console
 
 import precondattn as pa
 from precondattn.backend import Backend, Support
-from precondattn.discovery import register_backend
+from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import command, correct, plot
 from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen, layout
@@ -40,7 +40,7 @@ def run_quick(*names, **options):
 
 def in_a_process(*arguments, folder, **environment):
     return subprocess.run(
-        [sys.executable, "-c", "from precondattn.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from precondattn.command_line.cli import main; main()", *arguments],
         env={**os.environ, **environment},
         cwd=folder,
         capture_output=True,

@@ -9,7 +9,7 @@ STRANGER = Path(__file__).parent / "stranger"
 
 
 def precondattn(*arguments, prefix="", **environment):
-    program = f"{prefix}from precondattn.cli import main; main()"
+    program = f"{prefix}from precondattn.command_line.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env={**os.environ, **environment},

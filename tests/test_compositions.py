@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.declaration import Axis, Pattern
+from precondattn.algebra.declaration import Axis, Pattern
 from precondattn_conformance.case import Case, makes_sense
 from precondattn_conformance.checks import run
 from precondattn_conformance.declared import compositions, is_bounded
@@ -56,7 +56,7 @@ def test_text_and_program_of_any_nesting_are_read_back(text):
     m = pa.parse(text)
     assert pa.parse(str(m)) == m
     group = pa.group_of(m)
-    from precondattn.group import read_mechanism
+    from precondattn.algebra.group import read_mechanism
 
     if len(group.calls) > 1:
         assert read_mechanism(str(group)).program == group

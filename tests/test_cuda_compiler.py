@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from precondattn_conformance.kernels import cuda_toolkit, nvrtc
-from precondattn_conformance.kernels.cuda_compiler import Variant, compile_variant
-from precondattn_conformance.kernels.cuda_toolkit import MissingToolError
+from precondattn_kernel_tools import cuda_toolkit, nvrtc
+from precondattn_kernel_tools.cuda_compiler import Variant, compile_variant
+from precondattn_kernel_tools.cuda_toolkit import MissingToolError
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = "tests.cuda_examples.variants"
@@ -23,7 +23,7 @@ except MissingToolError as missing:
 
 def compiler(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "precondattn_conformance.kernels.cuda_compiler", *arguments],
+        [sys.executable, "-m", "precondattn_kernel_tools.cuda_compiler", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -120,7 +120,7 @@ def test_what_the_compiler_can_not_do_it_refuses(arguments, says):
 
 def test_two_variants_of_one_name_are_refused(tmp_path, monkeypatch):
     (tmp_path / "twice.py").write_text(
-        "from precondattn_conformance.kernels.cuda_compiler import Variant\n"
+        "from precondattn_kernel_tools.cuda_compiler import Variant\n"
         "def variants(target):\n    return [Variant('same', '', 'k')] * 2\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ml_dtypes")
 
-from precondattn_conformance.kernels.cuda_simulator import (
+from precondattn_kernel_tools.cuda_simulator import (
     KernelError,
     OutOfBoundsError,
     RaceError,

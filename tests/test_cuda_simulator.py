@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("ml_dtypes")
 
-from precondattn_conformance.kernels.cuda_simulator import OutOfBoundsError, checked
+from precondattn_kernel_tools.cuda_simulator import OutOfBoundsError, checked
 from tests.cuda_examples.launches import ORDERS, PAIRS, TYPES, kernels, normal, turns, unwritten
 
 

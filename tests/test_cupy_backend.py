@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
-from precondattn.group import Group, group_of
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_cupy import Cupy

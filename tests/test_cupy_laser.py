@@ -8,7 +8,7 @@ import pytest
 import precondattn as pa
 from precondattn.backend import Request
 from precondattn.spec.laser import LOG_MEAN_EXP
-from precondattn_cupy.laser import Laser
+from precondattn_cupy.softmax.laser import Laser
 from tests.cupy_attention import check, found, problem, unwritten_is_nan, with_nan
 
 __all__ = ["unwritten_is_nan"]
@@ -169,7 +169,7 @@ def test_no_later_value_has_a_part_in_an_output():
 
 
 def test_the_spread_of_many_tokens(monkeypatch):
-    monkeypatch.setattr("precondattn_cupy.laser.SEGMENT", 8)
+    monkeypatch.setattr("precondattn_cupy.softmax.laser.SEGMENT", 8)
     x, d_out = problem(33, b=1)
     check(x, d_out, leaf=laser())
     x["v"][:, 20] -= 90

@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from precondattn_conformance.kernels import cuda_compiler
 from precondattn_cupy import configurations, launch, variants
 from precondattn_cupy.configurations import Configuration, configuration, forced, padded_width
 from precondattn_cupy.launch import recorded
 from precondattn_cupy.sources import FOLDER, source
+from precondattn_kernel_tools import cuda_compiler
 
 ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
 

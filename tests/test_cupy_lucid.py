@@ -7,9 +7,10 @@ import pytest
 
 import precondattn as pa
 from precondattn.frame import Frame
-from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import lucid_solve, lucid_step
 from precondattn_cupy.configurations import Configuration, forced
+from precondattn_cupy.lucid import solve as lucid_solve
+from precondattn_cupy.lucid import step as lucid_step
+from precondattn_kernel_tools.cuda_simulator import checked
 from tests.cupy_kernels import DTYPES, ORDERS
 
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}

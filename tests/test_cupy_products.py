@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.kernels.cuda_simulator import SimulatedModule, checked
 from precondattn_cupy.launch import CPP_TYPES
 from precondattn_cupy.sources import FOLDER
+from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
 from tests.cupy_attention import check, problem
 
 HERE = Path(__file__).with_name("cuda_tensors")

@@ -12,10 +12,11 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_conformance.kernels.cuda_simulator import SimulatedModule, checked
-from precondattn_cupy import Cupy, chunk_arrays
+from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
+from precondattn_cupy.recurrence import chunk_arrays
 from precondattn_cupy.sources import FOLDER
+from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")

@@ -7,9 +7,9 @@ import pytest
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_conformance.kernels.cuda_simulator import checked
-from precondattn_cupy import softmax_step
-from precondattn_cupy.softmax import Softmax
+from precondattn_cupy.softmax import step as softmax_step
+from precondattn_cupy.softmax.leaf import Softmax
+from precondattn_kernel_tools.cuda_simulator import checked
 from tests.cupy_attention import unwritten_is_nan
 
 __all__ = ["unwritten_is_nan"]

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn import registry
+from precondattn.algebra import registry
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import library_of
 from precondattn.cache import Cache
-from precondattn.mechanism import Mechanism
 from precondattn_conformance.inputs import values_in_range
 from precondattn_portable.arithmetic import IN_PLACE, Arithmetic
 from precondattn_portable.backend import Portable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.kernels.cuda_simulator import checked
+from precondattn_kernel_tools.cuda_simulator import checked
 
 BACKEND = ("cupy",)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.inputs import Layout, make_inputs
 
 
@@ -72,7 +72,7 @@ def test_a_group_is_found_when_something_else_stands_between_its_calls(stranger)
 
 
 def test_a_program_is_the_inverse_of_its_text():
-    from precondattn.program import read_program
+    from precondattn.algebra.group import read_program
 
     for expression in ("lucid", "lucid(laser)", "lucid[normalize=queries_and_keys,beta=true]"):
         program = pa.group_of(expression)

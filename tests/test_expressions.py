@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn import registry
-from precondattn.declaration import Inputs
-from precondattn.options import fields_of
+from precondattn.algebra import registry
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.options import fields_of
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_conformance.declared import compositions, expressions

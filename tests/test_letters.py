@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn import registry
-from precondattn.declaration import Inputs
+from precondattn.algebra import registry
+from precondattn.algebra.declaration import Inputs
 from precondattn_conformance.inputs import Layout, make_inputs
 
 

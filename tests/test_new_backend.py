@@ -54,7 +54,9 @@ def run(*command, cwd=None, **environment):
 
 
 def precondattn(*arguments, **environment):
-    return run("-c", "from precondattn.cli import main; main()", *arguments, **environment)
+    return run(
+        "-c", "from precondattn.command_line.cli import main; main()", *arguments, **environment
+    )
 
 
 def replaced(path, old, new):
@@ -217,7 +219,7 @@ def test_it_imports_no_framework_before_a_call(tmp_path):
     source = installed(tmp_path, "newcomer", "torch")
     program = (
         "import sys, newcomer, precondattn\n"
-        "from precondattn.discovery import discover\n"
+        "from precondattn.dispatch.discovery import discover\n"
         "assert discover().named('newcomer').libraries == {'torch'}\n"
         "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
     )

@@ -8,8 +8,8 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn_pallas.attention import Attention
-from precondattn_pallas.attention_tiles import (
+from precondattn_pallas.softmax.attention import Attention
+from precondattn_pallas.softmax.score_tiles import (
     Sight,
     met_by_keys,
     met_by_queries,

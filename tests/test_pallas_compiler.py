@@ -18,7 +18,7 @@ EXAMPLES = """
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from precondattn_conformance.kernels.pallas_compiler import Variant
+from precondattn_kernel_tools.pallas_compiler import Variant
 
 def call(kernel, size, **options):
     shape = jax.ShapeDtypeStruct((size, size), jnp.float32)
@@ -49,7 +49,7 @@ def variants(target):
 def compiler(*arguments, path="."):
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "precondattn_conformance.kernels.pallas_compiler", *arguments],
+        [sys.executable, "-m", "precondattn_kernel_tools.pallas_compiler", *arguments],
         capture_output=True,
         text=True,
         check=False,

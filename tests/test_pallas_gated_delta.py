@@ -8,11 +8,11 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn_pallas.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.chunk_tiles import pairs_of
 from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence import Recurrence
+from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
+from precondattn_pallas.recurrence.chunk_tiles import pairs_of
+from precondattn_pallas.recurrence.leaves import Recurrence
 from tests.pallas_tiles import BOUNDS, check, check_extension, error, frame_of, rounded
 
 KERNELS = Recurrence(interpret=True)

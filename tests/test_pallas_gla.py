@@ -10,15 +10,15 @@ pytest.importorskip("jax")
 
 
 import precondattn as pa
-from precondattn_pallas.channel_decay import (
+from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence.channel_decay import (
     gradients_of_channels,
     read_of_channels,
     scores_of_channels,
 )
-from precondattn_pallas.chunk_arrays import Plan
-from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
-from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence import Recurrence
+from precondattn_pallas.recurrence.chunk_arrays import Plan
+from precondattn_pallas.recurrence.leaves import Recurrence
 from tests.pallas_tiles import (
     BOUNDS,
     check,

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("jax")
 
 import precondattn as pa
-from precondattn_pallas.laser import Laser
+from precondattn_pallas.softmax.laser import Laser
 from tests.pallas_tiles import BOUNDS, check, frame_of
 
 KERNELS = Laser(interpret=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.lucid_solve import LucidSolve
+from precondattn_pallas.lucid.solve import LucidSolve
 from tests.pallas_tiles import BOUNDS, check, error, frame_of, quick, rounded, small_tiles
 
 KERNELS = LucidSolve(interpret=True)

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
 from precondattn.frame import Frame
-from precondattn.group import Group, group_of
-from precondattn_conformance.kernels import pallas_compiler, tpu_compiler
-from precondattn_conformance.kernels.pallas_interpreter import RaceError, checked
+from precondattn_kernel_tools import pallas_compiler, tpu_compiler
+from precondattn_kernel_tools.pallas_interpreter import RaceError, checked
 from precondattn_pallas import variants
 from precondattn_pallas.backend import TPU, kernels_of
 from precondattn_pallas.tpu.products import TpuProducts

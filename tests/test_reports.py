@@ -668,7 +668,7 @@ def test_compare_on_the_command_line(tmp_path):
     BenchRecord("", {}).save(timed)
 
     def compare(*files):
-        program = "from precondattn.cli import main; main()"
+        program = "from precondattn.command_line.cli import main; main()"
         arguments = [sys.executable, "-c", program, "compare", *map(str, files)]
         return subprocess.run(arguments, capture_output=True, text=True, check=False)
 

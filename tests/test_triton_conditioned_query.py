@@ -7,9 +7,10 @@ pytest.importorskip("triton")
 import torch
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
-from precondattn.group import Group, group_of
-from precondattn_triton import Triton, conditioned_read
+from precondattn_triton import Triton
+from precondattn_triton.ccq import conditioned_read
 from tests.test_triton_recurrences import BOUNDS, doubled
 from tests.triton_tiles import error, small_tiles
 

@@ -7,13 +7,13 @@ pytest.importorskip("triton")
 import torch
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
-from precondattn.group import Group, group_of
 from precondattn_conformance.tolerance import error
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.differential import Differential
+from precondattn_triton.softmax.differential import Differential
 from tests.triton_tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from precondattn_conformance.kernels.triton_compiler import Variant, compile_variant
-from precondattn_conformance.kernels.triton_interpreter import (
+from precondattn_kernel_tools.triton_compiler import Variant, compile_variant
+from precondattn_kernel_tools.triton_interpreter import (
     OutOfBoundsError,
     RaceError,
     checked,
@@ -302,7 +302,7 @@ def python(*arguments, path=ROOT, **environment):
 
 
 def compiler(*arguments, **options):
-    return python("-m", "precondattn_conformance.kernels.triton_compiler", *arguments, **options)
+    return python("-m", "precondattn_kernel_tools.triton_compiler", *arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def compiler(*arguments, **options):
     ],
 )
 def test_checked_says_what_it_lacks(before, says):
-    program = f"{before}\nfrom precondattn_conformance.kernels.triton_interpreter import checked"
+    program = f"{before}\nfrom precondattn_kernel_tools.triton_interpreter import checked"
     done = python("-c", f"{program}\nwith checked(): pass")
     assert done.returncode
     assert says in done.stderr
@@ -398,7 +398,7 @@ def test_a_target_that_is_not_known_is_named():
 BAD = """
 import os
 from types import SimpleNamespace as Function
-from precondattn_conformance.kernels.triton_compiler import Variant
+from precondattn_kernel_tools.triton_compiler import Variant
 
 class Dies:
     @property

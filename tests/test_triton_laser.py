@@ -11,7 +11,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.laser import Laser
+from precondattn_triton.softmax.laser import Laser
 from tests.triton_tiles import SMALL, tiles_as_given
 
 HALF = (torch.bfloat16, torch.float16)
@@ -216,7 +216,7 @@ def test_values_far_apart(dtype, causal):
 
 
 def test_values_far_apart_with_more_channels_than_are_taken_at_once(monkeypatch):
-    monkeypatch.setattr("precondattn_triton.laser_forward.EXACT_CHANNELS", 16)
+    monkeypatch.setattr("precondattn_triton.softmax.laser_forward.EXACT_CHANNELS", 16)
     x, d_out = problem(17, 20, b=1, h=1, e=36, spread=100.0)
     check(x, d_out)
 

@@ -9,7 +9,7 @@ import torch
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.lucid_solve import LucidSolve
+from precondattn_triton.lucid.solve import LucidSolve
 from tests.triton_tiles import error, small_tiles
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}

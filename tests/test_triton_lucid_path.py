@@ -11,7 +11,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn.spec.transported import Transported
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.lucid_solve import LucidSolve
+from precondattn_triton.lucid.solve import LucidSolve
 from tests.triton_tiles import SMALL, error, small_tiles, tiles_as_given
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}

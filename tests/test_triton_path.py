@@ -11,7 +11,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.path import Path
+from precondattn_triton.path.leaf import Path
 from tests.triton_tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -21,7 +21,7 @@ INPUTS = ("q", "k", "v", "w", "beta")
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Of four chunks, so that short sequences have several."""
-    monkeypatch.setattr("precondattn_triton.path_backward.GROUP_TOKENS", 1)
+    monkeypatch.setattr("precondattn_triton.path.backward.GROUP_TOKENS", 1)
 
 
 def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):

@@ -8,7 +8,7 @@ import torch
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_triton.path import Path
+from precondattn_triton.path.leaf import Path
 from tests.triton_tiles import error, small_tiles
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from precondattn_conformance.kernels.triton_interpreter import checked
+from precondattn_kernel_tools.triton_interpreter import checked
 from precondattn_triton.configurations import UNTUNED, Configuration, forced
 
 RECURRENT = tuple(

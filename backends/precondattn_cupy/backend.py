@@ -82,19 +82,19 @@ def _kernels(mechanism: Any) -> Any:
 
         return UnitRows()
     if type(mechanism) in RECURRENCES:
-        from precondattn_cupy.recurrence import Recurrence
+        from precondattn_cupy.recurrence.leaves import Recurrence
 
         return Recurrence()
     if type(mechanism) is pa.LucidSolve:
-        from precondattn_cupy.lucid_solve import LucidSolve
+        from precondattn_cupy.lucid.solve import LucidSolve
 
         return LucidSolve()
     if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
-        from precondattn_cupy.softmax import Softmax
+        from precondattn_cupy.softmax.leaf import Softmax
 
         return Softmax()
     if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
-        from precondattn_cupy.laser import Laser
+        from precondattn_cupy.softmax.laser import Laser
 
         return Laser()
     return None
@@ -103,7 +103,7 @@ def _kernels(mechanism: Any) -> Any:
 def _group_kernels(leaves: list[type]) -> Any:
     """What computes several calls in one go, by their leaves."""
     if leaves == [pa.LucidSolve, pa.Softmax]:
-        from precondattn_cupy.lucid_step import LucidStep
+        from precondattn_cupy.lucid.step import LucidStep
 
         return LucidStep()
     return None

@@ -136,7 +136,7 @@ def _compiled(file: str, kernel: str, device: int) -> Any:
 
 @functools.cache
 def _simulated(file: str, kernel: str) -> Any:
-    from precondattn_conformance.kernels.cuda_simulator import SimulatedModule
+    from precondattn_kernel_tools.cuda_simulator import SimulatedModule
 
     return SimulatedModule(FOLDER / f"{file}.cu", [kernel]).get_function(kernel)
 

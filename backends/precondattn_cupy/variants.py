@@ -1,6 +1,6 @@
 """Every kernel as it is shipped, to be compiled where there is no GPU.
 
-    python -m precondattn_conformance.kernels.cuda_compiler precondattn_cupy.variants …
+    python -m precondattn_kernel_tools.cuda_compiler precondattn_cupy.variants …
 
 The backend's own launching code runs, and its launches are noted.
 """
@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.frame import Frame
-from precondattn.group import Group, group_of
-from precondattn_conformance.kernels.cuda_compiler import Variant
 from precondattn_cupy.backend import Cupy
 from precondattn_cupy.launch import Launch, recorded
 from precondattn_cupy.sources import source
+from precondattn_kernel_tools.cuda_compiler import Variant
 
 HALF, ALL = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
 Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-import precondattn.bridges.jax  # noqa: F401  (It makes frames known as pytrees.)
+import precondattn.execution.autograd_jax  # noqa: F401  (It makes frames known as pytrees.)
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 

@@ -23,7 +23,7 @@ from precondattn_portable.extension import new_tokens
 def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
     """y (b, t, n, e) of new tokens, with the dot product and a unit diagonal."""
     b, t, n, d = x["k"].shape
-    scale = leaf._scale(d)
+    scale = leaf.scale_for(d)
     k = x["k"] / rms(x["k"], leaf.eps) if leaf.normalize == "keys" else x["k"]
     rows = heads_first(k * scale)
     among = frame.among_keys(t)

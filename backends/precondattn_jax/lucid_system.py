@@ -25,7 +25,7 @@ from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import full, product, zeros
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import REFLECTIONS, Blocks, block_size, heads_first
-from precondattn_jax.sight import Sight
+from precondattn_jax.masks import Sight
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 
@@ -49,7 +49,7 @@ class LucidSystem:
         b, s, n, d = x["k"].shape
         most = None if leaf.metric == DOT else REFLECTIONS
         self.blocks = blocks = Blocks(s, s, block_size(s, b * n, most))
-        self.scale = leaf._scale(d)
+        self.scale = leaf.scale_for(d)
         self.k = self._of_keys("k")
         unit = self.k / rms(self.k, leaf.eps) if leaf.normalize == "keys" else self.k
         self.v = self._of_keys("v")

@@ -25,8 +25,8 @@ from precondattn_jax.arithmetic import product, product_with_transposed, transpo
 from precondattn_jax.definition import step_as_defined
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
+from precondattn_jax.masks import Sight
 from precondattn_jax.read_mean import MeanRead, MeanState
-from precondattn_jax.sight import Sight
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from precondattn.arrays import dtype_name
 from precondattn.spec.array_functions import finite_or_zero, row_sum
+from precondattn.spec.laser import RANGE
 from precondattn_jax.arithmetic import (
     full,
     product,
@@ -27,7 +28,6 @@ from precondattn_jax.arithmetic import (
     zeros,
 )
 from precondattn_jax.read_mean import MeanRead, Rows
-from precondattn_portable.read_log_mean_exp import RANGE
 
 ELEMENTS = 16
 """Keys that are computed element by element at once."""

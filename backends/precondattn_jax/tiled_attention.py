@@ -20,7 +20,7 @@ from jax import Array, lax
 from precondattn.arrays import dtype_name
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_to
-from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.dot_scores import DotScores, Sums
@@ -32,12 +32,11 @@ from precondattn_jax.layout import (
     grouped,
     heads_first,
 )
+from precondattn_jax.masks import Sight
 from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
 from precondattn_jax.read_mean import MeanRead, Rows
-from precondattn_jax.sight import Sight
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_portable.layout import grouped_bias, zero_padding
-from precondattn_portable.read_log_mean_exp import RANGE
 
 Reads = MeanRead | LogMeanExpRead
 
@@ -54,7 +53,7 @@ class TiledAttention:
         self.sight = Sight(
             frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
         )
-        q = blocks.stacked(grouped(x["q"], self.n) * leaf._scale(d))
+        q = blocks.stacked(grouped(x["q"], self.n) * leaf.scale_for(d))
         k = self._of_keys("k")
         self.scores: DotScores
         if leaf.metric == DOT:
@@ -253,7 +252,7 @@ class TiledAttention:
     def _gradients(self, found: Sums) -> dict[str, Array]:
         """By input, from those of its view."""
         x, blocks = self.x, self.blocks
-        d_q = blocks.unstacked(found["q"], self.r) * self.leaf._scale(x["k"].shape[3])
+        d_q = blocks.unstacked(found["q"], self.r) * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q}
         for name in ("k", "v", "w", "beta"):
             if name in found:

@@ -71,7 +71,7 @@ class TransportedStep:
     def output(self) -> Array:
         leaf, since, position = self.leaf, self.since, self.frame.q_position
         (n, d), (b, t, h, _) = self.x["k"].shape[2:], self.x["q"].shape
-        q = grouped(self.x["q"], n) * leaf._scale(d)
+        q = grouped(self.x["q"], n) * leaf.scale_for(d)
         rows = jnp.reshape(q, (b, n, -1, d))
         k, w = heads_first(self.k), heads_first(self.w)
         v = heads_first(since.of_cache(self.past["value"], self.x["v"]))

@@ -138,23 +138,23 @@ def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
     if len(mechanism.program.calls) > 1:
         if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
             return None
-        from precondattn_pallas.lucid_step import LucidStep
+        from precondattn_pallas.lucid.step import LucidStep
 
         return LucidStep(interpret=interpret)
     if type(mechanism) is pa.LucidSolve:
-        from precondattn_pallas.lucid_solve import LucidSolve
+        from precondattn_pallas.lucid.solve import LucidSolve
 
         return LucidSolve(interpret=interpret)
     if type(mechanism) in RECURRENT:
-        from precondattn_pallas.recurrence import Recurrence
+        from precondattn_pallas.recurrence.leaves import Recurrence
 
         return Recurrence(interpret=interpret)
     if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
-        from precondattn_pallas.attention import Attention
+        from precondattn_pallas.softmax.attention import Attention
 
         return Attention(interpret=interpret)
     if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
-        from precondattn_pallas.laser import Laser
+        from precondattn_pallas.softmax.laser import Laser
 
         return Laser(interpret=interpret)
     return None

@@ -1,6 +1,6 @@
 """Every kernel as it is shipped, to be compiled where there is no GPU, or TPU.
 
-    python -m precondattn_conformance.kernels.pallas_compiler precondattn_pallas.variants …
+    python -m precondattn_kernel_tools.pallas_compiler precondattn_pallas.variants …
 
 The backend's own launching code is traced with arrays without values, and its kernels are found in
 what JAX makes of it.
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.frame import Frame
-from precondattn.group import Group, group_of
-from precondattn_conformance.kernels.pallas_compiler import TPU, Variant
+from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 from precondattn_pallas.backend import CUDA, kernels_of
 
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (

@@ -47,10 +47,10 @@ from precondattn_portable.layout import (
     ungrouped,
     zero_padding,
 )
+from precondattn_portable.masks import Sight
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
-from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.transported_step import transported_step
 
@@ -128,7 +128,7 @@ class Attention(Algorithm):
         n, d = x["k"].shape[2:]
         h = x["q"].shape[2]
         xp = namespace(x["q"])
-        q = grouped_queries(ops, x["q"], n) * leaf._scale(d)
+        q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
         k, v = ops.heads_first(x["k"]), ops.heads_first(x["v"])
         w = beta = g = bias = None
         if leaf.metric.inputs:
@@ -282,7 +282,7 @@ class Attention(Algorithm):
     def _gradients(self, leaf: Any, x: Mapping[str, Array], d: View, missing: int) -> Arrays:
         """By input, from those of the view."""
         xp = namespace(d.q)
-        d_q = ungrouped(d.q)[:, missing:, ...] * leaf._scale(x["k"].shape[3])
+        d_q = ungrouped(d.q)[:, missing:, ...] * leaf.scale_for(x["k"].shape[3])
         found = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
         if d.w is not None:
             found |= {"w": time_first(d.w), "beta": time_first(d.beta)}

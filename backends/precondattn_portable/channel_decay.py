@@ -27,7 +27,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.head_decay import sums_before, sums_behind, sums_from
-from precondattn_portable.places import add_at
+from precondattn_portable.in_place import add_at
 
 ALL = slice(None)
 FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)

@@ -20,7 +20,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.head_decay import HeadDecay, faded, sums_before, sums_from
-from precondattn_portable.places import add_kept_at, product_at
+from precondattn_portable.in_place import add_kept_at, product_at
 
 
 class Chunks(NamedTuple):

@@ -32,7 +32,7 @@ from precondattn_portable.chunkwise_additive import (
     summed_pairs,
 )
 from precondattn_portable.head_decay import HeadDecay, faded
-from precondattn_portable.places import add_kept_at, product_at
+from precondattn_portable.in_place import add_kept_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 

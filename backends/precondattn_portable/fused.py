@@ -11,21 +11,19 @@ costs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-import precondattn as pa
+from precondattn.algebra.program import Program
 from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
-from precondattn.program import Program
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
-from precondattn.spec.metric import DOT
-from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled
+from precondattn_portable.in_place import subtract_at
 from precondattn_portable.layout import (
     ALL_HEADS,
     at,
@@ -33,8 +31,7 @@ from precondattn_portable.layout import (
     time_first,
 )
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
-from precondattn_portable.places import subtract_at
-from precondattn_portable.sight import Sight
+from precondattn_portable.masks import Sight
 
 
 class LucidStep(Algorithm):
@@ -68,7 +65,7 @@ class LucidStep(Algorithm):
         sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
         b, _, h, d = x["q"].shape
         split = h // n * t
-        rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax._scale(d)
+        rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax.scale_for(d)
 
         def hidden(scores: Array, low: int, high: int) -> Array:
             pairs = xp.reshape(scores, (b, n, h // n, t, high - low))
@@ -106,26 +103,6 @@ class LucidStep(Algorithm):
         if system.own_rms is not None:
             updates[keys[0]["rms"]] = Append(system.own_rms[..., 0])
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
-
-
-@cache
-def is_lucid(program: Program) -> bool:
-    """Whether a group is LUCID around softmax, with the dot product and the normalised keys."""
-    if len(program.calls) != 2 or [*map(type, program.leaves)] != [pa.LucidSolve, pa.Softmax]:
-        return False
-    solve: Any
-    softmax: Any
-    solve, softmax = program.leaves
-    fits = (
-        solve.metric == DOT
-        and solve.has_unit_diagonal
-        and softmax.read == MEAN
-        and softmax.forget == "none"
-        and not softmax.bias
-    )
-    first, second = (dict(call.arguments) for call in program.calls)
-    wired = second["v"] == program.calls[0].out and first["k"] == second["k"]
-    return fits and wired
 
 
 def steps_together(program: Program, request: Request) -> bool:

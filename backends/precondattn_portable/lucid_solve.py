@@ -40,6 +40,7 @@ from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.extension import Filled, filled, new_tokens, past_heads, step_as_defined
+from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
     Part,
     at,
@@ -50,9 +51,8 @@ from precondattn_portable.layout import (
     padded,
     time_first,
 )
-from precondattn_portable.places import product_at
+from precondattn_portable.masks import Sight
 from precondattn_portable.scores import DotScores, Scores
-from precondattn_portable.sight import Sight
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
@@ -98,7 +98,7 @@ class System:
         self.room = room
         b, n, s, d = view.k.shape
         xp = namespace(view.k)
-        self.scale = leaf._scale(d)
+        self.scale = leaf.scale_for(d)
         self.chunks = s // size
         self.scores: Scores
         queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
@@ -246,7 +246,7 @@ class PastSystem:
     ) -> None:
         self.ops, count, xp = ops, known.count, namespace(x["k"])
         d = x["k"].shape[3]
-        scale = leaf._scale(d)
+        scale = leaf.scale_for(d)
         self.shift = scale * d
         # As in `System`: a factor of what is read, where its reciprocal is no large number.
         self.factor = 1.0

@@ -32,9 +32,9 @@ from precondattn_portable.layout import (
     ungrouped,
     zero_padding,
 )
+from precondattn_portable.masks import Sight
 from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
-from precondattn_portable.sight import Sight
 
 
 class QueryWeighted(Algorithm):

@@ -22,12 +22,10 @@ from collections.abc import Iterator
 
 from precondattn.arrays import Array, dtype_name, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn.spec.laser import RANGE
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import at, blocks
 from precondattn_portable.read_mean import exponentials
-
-RANGE = {"float32": 60.0, "float64": 500.0}
-"""R: with weights that vanish below e^{−87} (e^{−708}), what is lost is below rounding."""
 
 BLOCK = 128
 """Keys that share a shift where not all do."""

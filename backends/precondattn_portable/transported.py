@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import at, at_chunk, padded
-from precondattn_portable.places import product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 

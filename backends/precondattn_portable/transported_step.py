@@ -21,7 +21,7 @@ from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import bias_of_filled, filled, past_heads, read_of_parts
 from precondattn_portable.layout import grouped_bias, grouped_queries, padded, time_first, ungrouped
-from precondattn_portable.sight import Sight
+from precondattn_portable.masks import Sight
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -47,7 +47,7 @@ def transported_step(
     inverse = unit_lower_inverse(ops, ops.lower(ops.product(beta * w, transpose(w)), -1))
     z = inverse * transpose(beta)
 
-    q = grouped_queries(ops, x["q"], n) * leaf._scale(d)
+    q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
     rows = xp.reshape(q, (*q.shape[:2], -1, d))
     seen = xp.reshape(ops.product(rows, transpose(w)), (*q.shape[:4], waiting + t))
     seen = xp.reshape(ops.lower(seen, waiting), (*rows.shape[:3], waiting + t))

@@ -3,7 +3,7 @@
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 
 from blocks of a few rows to the whole; the blocks themselves row by row, all of a stack at once. It
-is as stable as substitution row by row is (Higham 2002, §14.2). Doubling the Neumann series,
+is as stable as substitution row by row is (Higham 2002, 14.2). Doubling the Neumann series,
 (I − L)(I + L²)(I + L⁴)…, is not: for keys that nearly coincide its factors are as large as 2^C and
 cancel.
 """

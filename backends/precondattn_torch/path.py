@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from precondattn_portable.attention import Attention, Group, View
-from precondattn_portable.sight import Sight
+from precondattn_portable.masks import Sight
 from precondattn_portable.transported import TransportedScores
 
 

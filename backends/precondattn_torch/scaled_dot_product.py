@@ -21,13 +21,12 @@ from torch.nn import functional
 
 from precondattn.arrays import upcast
 from precondattn.frame import Frame, has_lengths_only
-from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn_portable.algorithm import Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.layout import zero_padding
-from precondattn_portable.read_log_mean_exp import RANGE
 
 
 def fits(
@@ -65,7 +64,7 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k.transpose(1, 2),
         v.transpose(1, 2),
         is_causal=leaf.causal,
-        scale=leaf._scale(d),
+        scale=leaf.scale_for(d),
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return o.transpose(1, 2)[..., :e]
@@ -129,7 +128,7 @@ class KernelAttention(Attention):
 def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     q, k, v, shift = _kernel_inputs(x)
     mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, leaf.causal, scale=leaf._scale(x["q"].shape[3])
+        q, k, v, 0.0, leaf.causal, scale=leaf.scale_for(x["q"].shape[3])
     )
     o = (shift + mean.transpose(1, 2)[..., : x["v"].shape[3]].log()).contiguous()
     return o, (log_total.transpose(1, 2).contiguous(),)
@@ -153,7 +152,7 @@ def _laser_backward(
         log_total.transpose(1, 2).contiguous(),
         0.0,
         leaf.causal,
-        scale=leaf._scale(d),
+        scale=leaf.scale_for(d),
     )
     d_q, d_k, d_v = (a.transpose(1, 2) for a in found)
     return {

@@ -105,23 +105,23 @@ def _kernels(mechanism: Any) -> Any:
 
         return UnitRows()
     if type(mechanism) is pa.LucidSolve:
-        from precondattn_triton.lucid_solve import LucidSolve
+        from precondattn_triton.lucid.solve import LucidSolve
 
         return LucidSolve()
     if type(mechanism) is pa.ConditionedQuery and mechanism.decay == "none":
-        from precondattn_triton.conditioned_read import RunningCovariance
+        from precondattn_triton.ccq.conditioned_read import RunningCovariance
 
         return RunningCovariance()
     if type(mechanism) in RECURRENT:
-        from precondattn_triton.recurrence import Recurrence
+        from precondattn_triton.recurrence.leaves import Recurrence
 
         return Recurrence()
     if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
-        from precondattn_triton.laser import Laser
+        from precondattn_triton.softmax.laser import Laser
 
         return Laser()
     if type(mechanism) is pa.Path:
-        from precondattn_triton.path import Path
+        from precondattn_triton.path.leaf import Path
 
         return Path()
     return None
@@ -130,15 +130,15 @@ def _kernels(mechanism: Any) -> Any:
 def _group_kernels(leaves: list[type]) -> Any:
     """What computes several calls in one go, by their leaves."""
     if leaves == [pa.LucidSolve, pa.Softmax]:
-        from precondattn_triton.lucid_step import LucidStep
+        from precondattn_triton.lucid.step import LucidStep
 
         return LucidStep()
     if leaves == [pa.Softmax, pa.Softmax, Difference]:
-        from precondattn_triton.differential import Differential
+        from precondattn_triton.softmax.differential import Differential
 
         return Differential()
     if leaves[0] is pa.ConditionedQuery and leaves[1:-1] in ([], [L2Norm]):
-        from precondattn_triton.conditioned_read import ConditionedRead
+        from precondattn_triton.ccq.conditioned_read import ConditionedRead
 
         return ConditionedRead() if leaves[-1] in SHARING else None
     return None
@@ -162,7 +162,7 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
 
     if is_interpreting():
         # Triton's own interpreter has another arithmetic than a GPU, and a wrong one of bfloat16.
-        from precondattn_conformance.kernels.triton_interpreter import mend
+        from precondattn_kernel_tools.triton_interpreter import mend
 
         mend()
     first = next(iter(inputs.values()))

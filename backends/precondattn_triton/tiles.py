@@ -108,6 +108,13 @@ def load_tokens(
     return tl.load(array + at, mask=inside, other=0.0)
 
 
+@triton.jit
+def load_rows(array, head, tokens, start, ROWS: tl.constexpr, WIDTH: tl.constexpr, first, STEP):
+    """Columns `first` … of rows `start` … of scratch (m, T, STEP), as (ROWS, WIDTH)."""
+    rows = (head * tokens + start).to(tl.int64) + tl.arange(0, ROWS)
+    return tl.load(array + rows[:, None] * STEP + first + tl.arange(0, WIDTH)[None, :])
+
+
 class Masks(NamedTuple):
     """What a frame hides, as kernels read it; None where nothing is hidden so."""
 

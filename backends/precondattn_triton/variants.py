@@ -1,6 +1,6 @@
 """Every kernel as it is shipped, to be compiled where there is no GPU.
 
-    python -m precondattn_conformance.kernels.triton_compiler precondattn_triton.variants …
+    python -m precondattn_kernel_tools.triton_compiler precondattn_triton.variants …
 
 The backend's own launching code runs on tensors without memory, and its launches are noted.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 
 import precondattn as pa
+from precondattn.algebra.group import Group, group_of
 from precondattn.frame import Frame
-from precondattn.group import Group, group_of
 from precondattn.spec.stateful import Stateful
-from precondattn_conformance.kernels.triton_compiler import Variant
-from precondattn_conformance.kernels.triton_launches import Launch, recorded
+from precondattn_kernel_tools.triton_compiler import Variant
+from precondattn_kernel_tools.triton_launches import Launch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
 from precondattn_triton.precision import compiling_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import precondattn as pa
-from precondattn import registry
+from precondattn.algebra import registry
 
 
 def compositions() -> dict[str, str | None]:

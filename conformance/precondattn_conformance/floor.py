@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import precondattn as pa
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import FAILED, PASSED, XFAILED

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn.declaration import Pattern
+from precondattn.algebra.declaration import Pattern
 
 KINDS = ("random", "clustered", "duplicate", "zero", "real")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case, case_of, cases, known_cases
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.isolation import TIMEOUT, run_isolated

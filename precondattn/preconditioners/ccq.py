@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, step
-from precondattn.options import choice, non_negative, positive
+from precondattn.algebra.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import choice, non_negative, positive
 from precondattn.preconditioners.query_side import misses_second_map
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm

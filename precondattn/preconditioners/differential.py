@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
-from precondattn.options import choice, names
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import choice, names
 from precondattn.spec.difference import Difference
 from precondattn.spec.softmax import Softmax
 
@@ -31,7 +31,7 @@ class Differential(Preconditioner):
 
     Source
     ------
-    Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER §4.4.
+    Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
 
     Examples
     --------

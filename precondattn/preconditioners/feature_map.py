@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, TokenWise, step
-from precondattn.options import choice, positive
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, TokenWise, step
+from precondattn.algebra.options import choice, positive
 from precondattn.preconditioners.query_side import misses_second_map
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.hedgehog import HedgehogMap
@@ -100,7 +100,7 @@ class Hedgehog(FeatureMap):
 
     Source
     ------
-    Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) §4.1.
+    Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
 
     Examples
     --------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
-from precondattn.options import choice, flag, non_negative, positive_or_none
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import choice, flag, non_negative, positive_or_none
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
@@ -44,7 +44,7 @@ class Lucid(Preconditioner):
 
     Source
     ------
-    LUCID, Eq. 2 and Table 5; its §3.4 for beta.
+    LUCID, Eq. 2 and Table 5; its 3.4 for beta.
 
     Examples
     --------

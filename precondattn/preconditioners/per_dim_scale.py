@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.options import flag
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.options import flag
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
@@ -25,7 +25,7 @@ class PerDimScale(Preconditioner):
 
     Source
     ------
-    LASER (arXiv 2411.03493) §4.1.
+    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

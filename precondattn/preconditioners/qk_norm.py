@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
-from precondattn.options import choice, flag, non_negative
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.preconditioners.query_side import misses_second_map
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
@@ -38,7 +38,7 @@ class QKNorm(Preconditioner):
 
     Source
     ------
-    Dehghani et al. 2023 (arXiv 2302.05442) §2; LASER (arXiv 2411.03493) §4.1; LUCID Table 5.
+    Dehghani et al. 2023 (arXiv 2302.05442) 2; LASER (arXiv 2411.03493) 4.1; LUCID Table 5.
 
     Examples
     --------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn.mechanism import Mechanism
+from precondattn.algebra.mechanism import Mechanism
 
 
 def misses_second_map(name: str, base: Mechanism) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Offers, Preconditioner, Step, step
-from precondattn.options import choice, flag, non_negative
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.unit_rows import UnitRows
 

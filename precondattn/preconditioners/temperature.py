@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.options import choice
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.options import choice
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.tempered import Tempered
@@ -28,7 +28,7 @@ class Temperature(Preconditioner):
 
     Source
     ------
-    LASER (arXiv 2411.03493) §4.1.
+    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

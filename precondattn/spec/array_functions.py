@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from precondattn.arrays import Array, namespace, placement, solve, stop_gradient
+from precondattn.arrays import Array, library_of, namespace, placement, stop_gradient
 
 
 def transpose(x: Array) -> Array:
@@ -59,6 +59,15 @@ def identity_like(x: Array) -> Array:
     return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))
 
 
+def _solve(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
+    if library_of(matrix) == "jax":
+        from precondattn.spec import jax_solve  # It imports JAX, which is loaded by now.
+
+        return jax_solve.solve(matrix, right)
+    return namespace(matrix, right).linalg.solve(matrix, right)
+
+
 def solve_upper(matrix: Array, right: Array) -> Array:
     """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e).
 
@@ -72,7 +81,7 @@ def solve_upper(matrix: Array, right: Array) -> Array:
     )  # Not every library broadcasts the stacks.
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
-    return solve(matrix, right)
+    return _solve(matrix, right)
 
 
 def solve_lower(matrix: Array, right: Array) -> Array:

@@ -7,7 +7,7 @@ With G the sum of g from the start of the chunk, and S the state in front of it,
     S ← e^{G_C} ∘ S + (e^{G_C − G} ∘ K)ᵀ U,        D_ij = e^{G_i − G_j}.
 
 Linear in the number of tokens: the form that fast implementations have. Source: gated DeltaNet
-(arXiv 2412.06464) §3.3; GLA (arXiv 2312.06635) §4.3 for the two levels below.
+(arXiv 2412.06464) 3.3; GLA (arXiv 2312.06635) 4.3 for the two levels below.
 
 Only differences of sums that are ≤ 0 are exponentiated. With one decay for each key channel D does
 not factor out of the product, and the factors e^{G_i} and e^{−G_j} by themselves overflow. So

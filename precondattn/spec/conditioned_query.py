@@ -29,12 +29,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.options import choice, non_negative, text_of
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays
-from precondattn.options import choice, non_negative, text_of
 from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, swap_time_and_heads
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn.spec.linear_family import (

@@ -66,7 +66,7 @@ class GatedDelta(LinearFamily):
 
     Source
     ------
-    Gated DeltaNet (arXiv 2412.06464), Eq. 10; CCQ §2.2.
+    Gated DeltaNet (arXiv 2412.06464), Eq. 10; CCQ 2.2.
 
     Examples
     --------

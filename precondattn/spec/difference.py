@@ -2,7 +2,7 @@
 
     o = o₁ − λ o₂
 
-Source: Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER §4.4.
+Source: Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
 
 Gradient: do₁ = do, do₂ = −λ do, dλ = −Σ do·o₂. Where the two maps nearly agree and λ is near 1 the
 difference cancels, so it is taken in float32 at least.
@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.options import choice
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import choice
 
 PER = {"layer": "", "head": "h", "token": "b t h"}
 """The pattern of λ: one number, one for each head, or one for each head at each token."""

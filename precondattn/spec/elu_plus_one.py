@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
 
 
 @dataclass(frozen=True)

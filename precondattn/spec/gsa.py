@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.options import positive_or_none
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Offers
-from precondattn.options import positive_or_none
 from precondattn.spec.array_functions import row_sum, softmax, swap_time_and_heads
 from precondattn.spec.linear_family import (
     forget_other_segments,
@@ -88,7 +88,7 @@ class GSA(Stateful):
             Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True),
         )
 
-    def _scale(self, d: int) -> float:
+    def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
 
     def _streams(
@@ -96,7 +96,7 @@ class GSA(Stateful):
     ) -> tuple[Stream, Stream, Array]:
         """The two recurrences, the second with p as its queries; the last state of the first."""
         k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
-        q = self._scale(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
+        q = self.scale_for(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
         gate = forget_other_segments(g[..., None], frame)
         of_keys = Stream(q, k, s, namespace(g).permute_dims(gate, (0, 1, 2, 4, 3)))
         logits, last = form.forward(of_keys, state["keys"])
@@ -136,5 +136,5 @@ class GSA(Stateful):
             "g": swap_time_and_heads(first.g[..., 0, :] + second.g[..., 0]),
         }
         d_q = queries_of_rows(first.q, x["q"].shape[2])
-        gradients["q"] = self._scale(x["q"].shape[3]) * d_q
+        gradients["q"] = self.scale_for(x["q"].shape[3]) * d_q
         return gradients, {"keys": d_keys.state, "values": d_values.state}

@@ -3,7 +3,7 @@
     φ(x) = softmax([y, −y]) ∈ R^{2d},    y = c (W x + b)
 
 Source: Hedgehog (arXiv 2402.04347) Eq. 6, with a softmax over the features; the baseline of CCQ
-§4.1. W starts as the identity and b as 0; flash-linear-attention has c = 2. Gradient:
+4.1. W starts as the identity and b as 0; flash-linear-attention has c = 2. Gradient:
 
     dz = φ ∘ (dφ − φ·dφ),    dy = c (dz_{1…d} − dz_{d+1…2d}),
     dx = Wᵀ dy,    dW = Σ dy xᵀ,    db = Σ dy.
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.options import choice, positive
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import choice, positive
 from precondattn.spec.array_functions import row_sum, softmax, transpose
 
 WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
@@ -30,7 +30,7 @@ WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
 class HedgehogMap(TokenWise):
     """softmax([y, −y]), y = c (W x + b), with `weight` W (d, d) and `bias` b (d), or one a head.
 
-    Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) §4.1.
+    Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
 
     Examples
     --------

@@ -54,7 +54,7 @@ def l2_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 class L2Norm(Norm):
     """L2(x), row by row; with `gain` times an input `gain` (d).
 
-    Source: CCQ (arXiv 2606.01294) §3; gated DeltaNet (arXiv 2412.06464) §3.4.
+    Source: CCQ (arXiv 2606.01294) 3; gated DeltaNet (arXiv 2412.06464) 3.4.
 
     Examples
     --------

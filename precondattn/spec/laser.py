@@ -48,3 +48,10 @@ class LogMeanExp:
 
 
 LOG_MEAN_EXP = LogMeanExp()
+
+RANGE = {"float32": 60.0, "float64": 500.0}
+"""The range R of a channel's values, by dtype, within which o = ν + log(A e^{v − ν}) is exact.
+
+Every factor is then at least e^{−R}. Weights vanish below e^{−87} in float32 and e^{−708} in
+float64, so what is lost is below rounding.
+"""

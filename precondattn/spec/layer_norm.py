@@ -2,7 +2,7 @@
 
     LN(x) = (x − mean(x)) / √(mean((x − mean(x))²) + ε),    and with a gain γ:  γ ∘ LN(x)
 
-Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4; LASER §4.1 puts it on queries and keys.
+Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4; LASER 4.1 puts it on queries and keys.
 
 Gradient, with g = γ ∘ cotangent, x̂ = LN(x) and σ the root:
 

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
+from precondattn.algebra.options import flag, non_negative
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays
-from precondattn.options import flag, non_negative
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
 from precondattn.spec.recurrence import RECURRENT, Form, Stream

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace, zero_where_not
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.options import positive_or_none
+from precondattn.arrays import Array, Arrays, namespace, zero_where_not
 from precondattn.cache import Slot
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Offers
-from precondattn.options import positive_or_none
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
@@ -110,7 +110,7 @@ class LinearFamily(Stateful):
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
         return (Slot("state", f"{self.name}.state({written})", f"b {self.heads} d e", wide=True),)
 
-    def _scale(self, d: int) -> float:
+    def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
 
     def state_heads(self, x: Mapping[str, Array]) -> int:
@@ -131,7 +131,7 @@ class LinearFamily(Stateful):
         """The recurrence's own view of the inputs."""
         m = self.state_heads(x)
         return Stream(
-            self._scale(x["q"].shape[3]) * queries_of_states(x["q"], m),
+            self.scale_for(x["q"].shape[3]) * queries_of_states(x["q"], m),
             # The core has zeroed padded keys, but a feature map may have made something of them.
             where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame),
             repeat_heads(swap_time_and_heads(x["v"]), m),
@@ -143,7 +143,7 @@ class LinearFamily(Stateful):
         """The gradients of the inputs, from those of their view."""
         d_k = sum_heads(where_valid(d.k, frame), x["k"].shape[2])
         found = {
-            "q": self._scale(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
+            "q": self.scale_for(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
             "k": swap_time_and_heads(d_k),
             "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
         }

@@ -28,19 +28,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from precondattn.arrays import (
-    Array,
-    arange_like,
-    cast,
-    namespace,
-    stop_gradient,
-    zero_where_not,
-)
-from precondattn.cache import Append, Slot, Updates
-from precondattn.declaration import Inputs
-from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Leaf, Residuals
-from precondattn.options import (
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.options import (
     choice,
     count_or_none,
     flag,
@@ -48,6 +38,18 @@ from precondattn.options import (
     positive_or_none,
     text_of,
 )
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    Residuals,
+    arange_like,
+    cast,
+    namespace,
+    stop_gradient,
+    zero_where_not,
+)
+from precondattn.cache import Append, Slot, Updates
+from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,
@@ -106,7 +108,7 @@ class LucidSolve(Leaf):
 
     Source
     ------
-    LUCID Eq. 2, §3.2–3.4; variants: Table 1, Table 5.
+    LUCID Eq. 2, 3.2–3.4; variants: Table 1, Table 5.
 
     Examples
     --------
@@ -158,7 +160,7 @@ class LucidSolve(Leaf):
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
 
-    def _scale(self, d: int) -> float:
+    def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
 
     def _extra(self, x: Mapping[str, Array]) -> Arrays:
@@ -172,14 +174,14 @@ class LucidSolve(Leaf):
         """The system whose unscaled scores (b, n, t, s) are those of its keys."""
         xp = namespace(scores)
         d = x["k"].shape[3]
-        scores = self._scale(d) * scores
+        scores = self.scale_for(d) * scores
         below = frame.visible(causal=True, window=self.window, strict=True)
         valid = xp.ones_like(scores[..., :1]) > 0
         if frame.q_valid is not None:
             valid = valid & frame.q_valid[:, None, :, None]
         one = xp.ones_like(scores[..., :1])
         if self.has_unit_diagonal:
-            shifted = mask_scores(below, scores - self._scale(d) * d)
+            shifted = mask_scores(below, scores - self.scale_for(d) * d)
             beta = swap_time_and_heads(x["lucid_beta"])[..., None] if self.beta else one
             return System(xp.exp(shifted), one, zero_where_not(valid, beta), None)
 
@@ -253,7 +255,7 @@ class LucidSolve(Leaf):
             normed,
             extra,
             frame.among_keys(k.shape[2]),
-            self._scale(k.shape[3]) * d_scores,
+            self.scale_for(k.shape[3]) * d_scores,
         )
         d_k = d_left + d_right
         if self.normalize == "keys":

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Append, Slot, Updates
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads, transpose
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from precondattn.arrays import Array
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.options import flag, non_negative
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import flag, non_negative
 from precondattn.spec.array_functions import sum_rows
 
 

@@ -6,7 +6,7 @@ With G = cumsum(g) and D_ij = e^{G_i − G_j} for j ≤ i, the state S_0 in fron
     O = e^{G} ∘ q S_0 + tril(D ∘ q kᵀ) U,
     S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
 
-Source: LUCID Table 1 and §3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. For a decay of each key
+Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. For a decay of each key
 channel D stands inside the product, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; of each value channel,
 inside the sum over j. It is quadratic in the number of tokens, and exponentiates differences of
 sums, which lose the digits of every gate behind one that is nearly closed: a form for tests, on

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.options import count
+from precondattn.algebra.options import count
 from precondattn.spec.metric import Metric
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
@@ -36,7 +36,7 @@ class Path(SoftmaxAttention):
 
     Source
     ------
-    PaTH Attention (arXiv 2505.16381) §3; LUCID Table 1.
+    PaTH Attention (arXiv 2505.16381) 3; LUCID Table 1.
 
     Examples
     --------

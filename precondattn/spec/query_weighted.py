@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.options import non_negative, positive
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Leaf, Residuals
-from precondattn.options import non_negative, positive
 from precondattn.spec.array_functions import (
     mask_scores,
     repeat_heads,

@@ -2,7 +2,7 @@
 
     RN(x) = x / rms(x),    rms(x) = √(mean(x²) + ε),    and with a gain γ:  γ ∘ RN(x)
 
-Source: LUCID §3.2 (with ε = 0). Rows of RN(x) have length √d when ε = 0.
+Source: LUCID 3.2 (with ε = 0). Rows of RN(x) have length √d when ε = 0.
 
 The row x = 0 with ε = 0 is taken to be 0 (rms := 1), so that a zero key stays a zero key.
 """
@@ -38,7 +38,7 @@ def rms_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 class RMSNorm(Norm):
     """RN(x), row by row; with `gain` times an input `gain` (d).
 
-    Source: LUCID §3.2; Zhang and Sennrich 2019 (arXiv 1910.07467) Eq. 4.
+    Source: LUCID 3.2; Zhang and Sennrich 2019 (arXiv 1910.07467) Eq. 4.
 
     Examples
     --------

@@ -3,7 +3,7 @@
     q ↦ q ∘ softplus(p) / ln 2,    p ∈ R^d
 
 Divided by ln 2, p = 0 changes nothing, as in the public code that LASER builds on; LASER's text
-has softplus(p) alone, which multiplies every logit by ln 2 at p = 0. Source: LASER §4.1.
+has softplus(p) alone, which multiplies every logit by ln 2 at p = 0. Source: LASER 4.1.
 
 Gradient, with σ the logistic function: dq = dx ∘ softplus(p) / ln 2, dp = Σ dx ∘ q ∘ σ(p) / ln 2.
 """
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.options import flag
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import flag
 from precondattn.spec.array_functions import sum_rows
 
 
@@ -38,7 +38,7 @@ def logistic(x: Array) -> Array:
 class ScaledDims(TokenWise):
     """q ∘ softplus(p) / ln 2, with p = `per_dim` (d); without `normalize`, q ∘ softplus(p).
 
-    Source: LASER (arXiv 2411.03493) §4.1.
+    Source: LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

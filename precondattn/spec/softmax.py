@@ -3,7 +3,7 @@
     S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
 
 with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) in S. Source:
-Vaswani et al. 2017; LUCID §3.1, LASER Eq. 2.
+Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
 
 The weights are kept as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the visible keys.
 
@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from precondattn.arrays import Array, as_index, namespace
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Leaf, Offers
+from precondattn.algebra.options import choice, count_or_none, flag, one_of, positive_or_none
+from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Leaf, Offers, Residuals
-from precondattn.options import choice, count_or_none, flag, one_of, positive_or_none
 from precondattn.spec import forget_gate
 from precondattn.spec.array_functions import (
     log_softmax,
@@ -85,7 +85,7 @@ class SoftmaxAttention(Leaf):
     def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
 
-    def _scale(self, d: int) -> float:
+    def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
 
     def _extra(self, x: Mapping[str, Array], heads: int) -> Arrays:
@@ -95,7 +95,7 @@ class SoftmaxAttention(Leaf):
 
     def _gate_scale(self, d: int) -> float:
         """What multiplies the decay of the forget gate."""
-        return self._scale(d) if self.forget == "scaled" else 1.0
+        return self.scale_for(d) if self.forget == "scaled" else 1.0
 
     def _visible(self, frame: Frame) -> Array:
         return frame.visible(causal=self.causal, window=self.window)
@@ -104,7 +104,7 @@ class SoftmaxAttention(Leaf):
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
         scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
-        scores = self._scale(d) * scores
+        scores = self.scale_for(d) * scores
         if self.forget != "none":
             scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], q.shape[2])
         if self.bias:
@@ -133,7 +133,7 @@ class SoftmaxAttention(Leaf):
             swap_time_and_heads(cotangent),
         )
         d_q, d_k, d_extra = self.metric.vjp(
-            q, repeat_heads(k, h), self._extra(x, h), frame, self._scale(d) * d_scores
+            q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_scores
         )
         gradients = {
             "q": swap_time_and_heads(d_q),
@@ -161,7 +161,7 @@ class SoftmaxAttention(Leaf):
         past_keys = cached_keys(self.metric, past)
         updates = self.metric.advance(past_keys, k, self._extra(x, n), frame)
         repeated = {name: repeat_heads(buffer, h) for name, buffer in past_keys.items()}
-        scores = self._scale(d) * self.metric.extended_scores(
+        scores = self.scale_for(d) * self.metric.extended_scores(
             q, repeated, repeat_heads(k, h), self._extra(x, h), frame
         )
         if self.forget != "none":

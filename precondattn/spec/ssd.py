@@ -2,7 +2,7 @@
 
     o_t = s S_tᵀ q_t,    S_t = e^{g_t} S_{t−1} + k_t v_tᵀ,    s = 1
 
-Source: Mamba-2 (arXiv 2405.21060) §5–6, with q = C, k = B, v = Δ x, g = Δ A; `mamba2_inputs` makes
+Source: Mamba-2 (arXiv 2405.21060) 5–6, with q = C, k = B, v = Δ x, g = Δ A; `mamba2_inputs` makes
 them. With a scale of d^{-1/2} it is "simple GLA" of flash-linear-attention.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.options import positive_or_none
+from precondattn.algebra.options import positive_or_none
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -29,7 +29,7 @@ class SSD(LinearFamily):
 
     Source
     ------
-    Mamba-2 (arXiv 2405.21060), §5–6.
+    Mamba-2 (arXiv 2405.21060), 5–6.
 
     Examples
     --------

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.arrays import Array
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.mechanism import Leaf
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Replace, Updates, new_buffer
-from precondattn.declaration import Pattern
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Leaf, Residuals
 from precondattn.spec.recurrence import RECURRENT, Form
 
 

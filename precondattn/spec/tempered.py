@@ -2,7 +2,7 @@
 
     s ⟨q, k⟩ / τ = s ⟨q / τ, k⟩,    τ > 0
 
-Source: LASER §4.1. Gradient: dq = dx / τ, dτ = −Σ dx·q / τ².
+Source: LASER 4.1. Gradient: dq = dx / τ, dτ = −Σ dx·q / τ².
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.options import choice
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Residuals, TokenWise
-from precondattn.options import choice
 
 PER = {"layer": "in (0, inf)", "head": "h in (0, inf)"}
 """The pattern of τ: one number, or one for each query head."""
@@ -25,7 +25,7 @@ PER = {"layer": "in (0, inf)", "head": "h in (0, inf)"}
 class Tempered(TokenWise):
     """q / τ, with τ a number, or one for each head.
 
-    Source: LASER (arXiv 2411.03493) §4.1.
+    Source: LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

@@ -31,11 +31,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.options import Kind, option
 from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
-from precondattn.declaration import Inputs
 from precondattn.frame import Frame
-from precondattn.options import Kind, option
 from precondattn.spec.array_functions import (
     identity_like,
     row_sum,

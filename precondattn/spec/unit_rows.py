@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace, stop_gradient, zero_where_not
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import Offers, TokenWise
+from precondattn.algebra.options import choice, flag, non_negative
+from precondattn.arrays import Array, Arrays, Residuals, namespace, stop_gradient, zero_where_not
 from precondattn.frame import Frame
-from precondattn.mechanism import Arrays, Offers, Residuals, TokenWise
-from precondattn.options import choice, flag, non_negative
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ pytest.importorskip("ml_dtypes")
 
 import ml_dtypes
 
-from precondattn_conformance.kernels import cuda_toolkit
-from precondattn_conformance.kernels.cuda_simulator import (
+from precondattn_kernel_tools import cuda_toolkit
+from precondattn_kernel_tools.cuda_simulator import (
     MissingToolError,
     SimulatedModule,
     checked,

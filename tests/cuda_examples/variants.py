@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from precondattn_conformance.kernels.cuda_compiler import Variant
+from precondattn_kernel_tools.cuda_compiler import Variant
 
 KERNELS = Path(__file__).parent / "kernels.cu"
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import precondattn as pa
-from precondattn.declaration import Inputs
+from precondattn.algebra.declaration import Inputs
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from precondattn_conformance.kernels.triton_compiler import Variant
+from precondattn_kernel_tools.triton_compiler import Variant
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from precondattn_triton.chunk_tiles import pairs_of
+from precondattn_triton.recurrence.chunk_tiles import pairs_of
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 

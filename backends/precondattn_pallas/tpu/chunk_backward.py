@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.chunk_tiles import tokens_of
+from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.chunk_forward import written_of
 from precondattn_pallas.tpu.fading import d_gates, times
 from precondattn_pallas.tpu.products import TpuProducts

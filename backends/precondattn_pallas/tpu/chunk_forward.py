@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.chunk_tiles import tokens_of
+from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
+from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.fading import Fading, fading_of, times
 from precondattn_pallas.tpu.products import TpuProducts
 from precondattn_pallas.tpu.tiles import as_column

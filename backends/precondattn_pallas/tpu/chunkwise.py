@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from precondattn.spec.recurrence import Form, Gradients, Stream
-from precondattn_pallas.chunk_arrays import (
+from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
     empty,
     queries_of,
     unfilled_queries,
     unfilled_state,
 )
-from precondattn_pallas.chunkwise import Chunkwise
+from precondattn_pallas.recurrence.chunkwise import Chunkwise
 from precondattn_pallas.tpu.chunk_backward import backward
 from precondattn_pallas.tpu.chunk_forward import BETA, GATE, forward
 from precondattn_pallas.tpu.launch import LANES, SUBLANES, block, filled, in_lanes, launch

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from precondattn_pallas.chunk_tiles import tokens_of
+from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.products import TpuProducts
 from precondattn_pallas.tpu.tiles import as_column
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.chunk_arrays import empty
-from precondattn_pallas.chunk_tiles import tokens_of
-from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.lucid.tiles import Phi
+from precondattn_pallas.recurrence.chunk_arrays import empty
+from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.launch import SUBLANES, block, launch
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, RECIPROCAL, phi_tile, row
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from precondattn.frame import Frame
-from precondattn_pallas.lucid_arrays import (
+from precondattn_pallas.lucid.arrays import (
     by_heads,
     by_tokens,
     d_beta_of,
@@ -23,8 +23,8 @@ from precondattn_pallas.lucid_arrays import (
     reciprocal_rms,
     through_rms,
 )
-from precondattn_pallas.lucid_solve import LucidSolve
-from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.lucid.solve import LucidSolve
+from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
 from precondattn_pallas.tpu.launch import in_lanes
 from precondattn_pallas.tpu.lucid_gradient import d_keys
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(leaf: Any, k: Any, *, interpret: Any) -> Plan:
-    scale, d = leaf._scale(k.shape[3]), k.shape[3]
+    scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
     phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
     eps = leaf.eps if leaf.normalize == "keys" else None
     return Plan(eps, leaf.beta, scale, phi, interpret)

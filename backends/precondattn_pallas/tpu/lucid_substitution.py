@@ -26,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from precondattn_pallas.chunk_arrays import empty
-from precondattn_pallas.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.lucid_substitution import Solved
-from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.lucid.substitution import Solved
+from precondattn_pallas.lucid.tiles import Phi
+from precondattn_pallas.recurrence.chunk_arrays import empty
+from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
 from precondattn_pallas.tpu.tiles import as_column

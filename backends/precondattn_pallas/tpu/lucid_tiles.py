@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from precondattn_pallas.lucid_tiles import Phi
+from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.tpu.tiles import as_column
 
 BLOCK = 128

@@ -1,4 +1,4 @@
-"""Leaves with a state on a TPU: those of `precondattn_pallas.recurrence`, by kernels of its own.
+"""Leaves with a state on a TPU: as in `precondattn_pallas.recurrence`, by kernels of its own.
 
 What a program has in VMEM must fit there: queries that read one state come at once.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_pallas.recurrence import Recurrence
+from precondattn_pallas.recurrence.leaves import Recurrence
 from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
 from precondattn_pallas.tpu.launch import in_lanes
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from precondattn_pallas.chunk_tiles import tokens_of
+from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.launch import SUBLANES
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import precondattn as pa
-from precondattn.call import check_cacheable
+from precondattn.execution.cache_checks import check_cacheable
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import Layout
 

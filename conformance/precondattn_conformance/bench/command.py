@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen

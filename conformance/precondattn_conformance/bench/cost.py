@@ -31,8 +31,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 import precondattn as pa
-from precondattn.declaration import FIXED, Pattern
-from precondattn.program import Program
+from precondattn.algebra.declaration import FIXED, Pattern
+from precondattn.algebra.program import Program
 
 CHUNK = 64
 """C: how many tokens a chunkwise algorithm takes at a time."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import precondattn as pa
-from precondattn.explanation import Explanation
+from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError

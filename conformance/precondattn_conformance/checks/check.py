@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 import precondattn as pa
-from precondattn.explanation import Explanation
+from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree
 from precondattn_conformance.libraries import Library

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import precondattn as pa
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 

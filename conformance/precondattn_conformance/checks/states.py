@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import precondattn as pa
-from precondattn.call import keeps_tokens
+from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Backend, Measured, Trial
 from precondattn_conformance.declared import is_smooth, mechanism_of

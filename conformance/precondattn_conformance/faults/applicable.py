@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import precondattn as pa
-from precondattn.call import keeps_tokens
+from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,

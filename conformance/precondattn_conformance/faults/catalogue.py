@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import precondattn as pa
-from precondattn import registry
-from precondattn.group import Group
+from precondattn.algebra import registry
+from precondattn.algebra.group import Group
 from precondattn_conformance.faults import (
     gradients,
     heads,
     options,
     saved,
-    sight,
     states,
     tails,
     tokens,
     wiring,
     written_by_hand,
 )
+from precondattn_conformance.faults import masks as sight
 from precondattn_conformance.faults.anywhere import anywhere, result
 from precondattn_conformance.faults.applicable import Named, stages_of
 from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from precondattn.algebra.declaration import Inputs, Pattern
+from precondattn.algebra.expression import parse
 from precondattn.arrays import Array
 from precondattn.cache import Slot
-from precondattn.declaration import Inputs, Pattern
-from precondattn.expression import parse
 from precondattn.frame import Frame
 
 Arrays = dict[str, Array]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Array, namespace
-from precondattn.declaration import Pattern
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     BACKWARD,

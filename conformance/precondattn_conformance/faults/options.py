@@ -46,7 +46,7 @@ def scale(m: pa.Mechanism, stage: str) -> Named:
 def _with_scale(change: Callable[[float, int], float]) -> Change:
     def other(call: Call) -> Call:
         d = call.inputs["k"].shape[3]
-        scaled = change(call.mechanism._scale(d), d)
+        scaled = change(call.mechanism.scale_for(d), d)
         return dataclasses.replace(
             call, mechanism=dataclasses.replace(call.mechanism, scale=scaled)
         )

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Array
-from precondattn.declaration import Pattern
 from precondattn_conformance.faults import whole
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from precondattn.discovery import discover
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance import libraries
 
 FORM = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")

@@ -13,8 +13,8 @@ from precondattn_conformance.faults.written_by_hand import (
     recurrence,
     reflections,
     statistics,
-    strips,
 )
+from precondattn_conformance.faults.written_by_hand import row_blocks as strips
 
 OF = (
     attention,

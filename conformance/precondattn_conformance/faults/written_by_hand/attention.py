@@ -121,14 +121,16 @@ def _mean_of_heads(x: Any, heads: int) -> Any:
 def _unscaled(true: Any) -> Any:
     def backward(self: Any, x: Any, *rest: Any) -> Any:
         found = true(self, x, *rest)
-        scale = self._scale(x["q"].shape[3])
+        scale = self.scale_for(x["q"].shape[3])
         return {**found, "q": found["q"] / scale, "k": found["k"] / scale}
 
     return backward
 
 
 def _scaled_bias(call: Call) -> Call:
-    return call.given(bias=call.inputs["bias"] * call.mechanism._scale(call.inputs["q"].shape[3]))
+    return call.given(
+        bias=call.inputs["bias"] * call.mechanism.scale_for(call.inputs["q"].shape[3])
+    )
 
 
 def _first_to(x: Any, shape: tuple[int, ...]) -> Any:

@@ -24,7 +24,7 @@ from precondattn_portable import (
 )
 from precondattn_portable.layout import time_first
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, System
-from precondattn_portable.sight import Sight
+from precondattn_portable.masks import Sight
 
 BOTH = (FORWARD, BACKWARD)
 

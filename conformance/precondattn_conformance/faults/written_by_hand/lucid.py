@@ -113,7 +113,7 @@ def _with_literal_diagonal(true: Any) -> Any:
         system = true(self, x, scores, frame)
         d = x["k"].shape[3]
         own = row_sum(identity_like(scores) * scores)
-        diagonal = namespace(scores).exp(self._scale(d) * (own - d))
+        diagonal = namespace(scores).exp(self.scale_for(d) * (own - d))
         return system._replace(diagonal=diagonal)
 
     return _system
@@ -130,7 +130,7 @@ def _transposed(x: Any) -> Any:
 def _with_shift_of_root(true: Any) -> Any:
     def _system(self: Any, x: Any, scores: Any, frame: Any) -> Any:
         system = true(self, x, scores, frame)
-        scale, d = self._scale(x["k"].shape[3]), x["k"].shape[3]
+        scale, d = self.scale_for(x["k"].shape[3]), x["k"].shape[3]
         return system._replace(strict=system.strict * math.exp(scale * d - 1 / scale))
 
     return _system

@@ -1,0 +1,131 @@
+"""A step of LUCID by one token, around a cache: from buffers to launches of `lucid_decode.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from precondattn.arrays import Array, namespace
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
+from precondattn.frame import Frame
+from precondattn_cupy.configurations import configuration, padded_width
+from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.layout import by_16, empty, in_one_piece
+from precondattn_cupy.lucid.solve import LOG2_E, MOST_HEADS
+from precondattn_cupy.past import past_of, processors
+
+BLOCKS_PER_PROCESSOR = 8
+"""Of `lucid_read`, which has few warps: enough to hide that each waits for memory."""
+WIDEST = 256
+MOST_ROWS = 64
+"""Queries of a key/value head, and the new key."""
+FINISHING_THREADS = 128
+
+
+class LucidStep:
+    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+
+    def refuses(self, group: Any, request: Request) -> str | None:
+        solve, softmax = group.program.leaves
+        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
+            return "its step is that of plain LUCID around causal softmax"
+        shapes = dict(request.shapes)
+        b, t, h, d = shapes["q"]
+        n, e = shapes["v"][2:]
+        if t != 1:
+            return f"its step is of one token; found t={t}"
+        if 0 in shapes["q"] + shapes["v"]:
+            return "its step takes no empty arrays"
+        if b * n > MOST_HEADS:
+            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
+        if max(d, e) > WIDEST or h // n >= MOST_ROWS:
+            return (
+                f"its step takes d, e ≤ {WIDEST}, and fewer than {MOST_ROWS} query heads to a "
+                f"key/value head; found d={d}, e={e} and {h // n}"
+            )
+        return None
+
+    def step(
+        self, group: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        solve, softmax = group.program.leaves
+        solve_keys, softmax_keys = (call.slot_keys() for call in group.program.calls)
+        xp = namespace(x["q"])
+        keys, solved = (
+            in_one_piece(xp.permute_dims(past[solve_keys[name]], (0, 2, 3, 1)))
+            for name in ("key", "solved")
+        )
+        rms = None
+        if solve.normalize == "keys":
+            rms = in_one_piece(xp.permute_dims(past[solve_keys["rms"]], (0, 2, 1)))
+        q, k, v = (in_one_piece(x[name]) for name in "qkv")
+        beta = in_one_piece(x["lucid_beta"]) if solve.beta else None
+        b, _, h, d = q.shape
+        n, e = v.shape[2:]
+        capacity = keys.shape[3]
+        seen = past_of(frame, b, capacity)
+        counts = None
+        if seen.valid is not None:
+            position = xp.broadcast_to(frame.q_position[:, 0], (b,))
+            counts = in_one_piece(xp.astype(position, xp.int32))
+        key_width, width = padded_width(d), padded_width(e)
+        rows = padded_width(h // n + 1)
+        half = q.dtype.itemsize == 2
+        cut = configuration("lucid_decode", max(key_width, width), half)._replace(rows=rows)
+        splits, per_split = splits_of(seen.count, b * n, cut.columns)
+        parts = (b * n, splits, h // n + 1)
+        totals = empty(q, (*parts, width), np.float32)
+        maxima, sums = (empty(q, parts, np.float32) for _ in range(2))
+        scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
+        launch(
+            "lucid_decode",
+            f"lucid_read<{cpp_type(q)}, {rows}, {cut.columns}, {key_width}, {width}>",
+            (splits, b * n),
+            cut.threads,
+            (
+                q, k, keys, solved, rms, seen.valid, counts, totals, maxima, sums, seen.count,
+                capacity, per_split, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
+                np.bool_(by_16(keys)),
+            ),
+            shared_bytes(rows, cut.columns, key_width, width, q.dtype.itemsize),
+        )  # fmt: skip
+        out, y = empty(v, (b, 1, h, e)), empty(v, (b, 1, n, e))
+        own_rms = None if rms is None else empty(v, (b, 1, n), np.float32)
+        launch(
+            "lucid_decode",
+            f"lucid_finish<{cpp_type(q)}>",
+            (h // n, b * n),
+            FINISHING_THREADS,
+            (
+                q, k, v, beta, seen.is_query, seen.is_key, counts, totals, maxima, sums, out,
+                y, own_rms, seen.count, capacity, per_split, splits, n, d, e, width, solve.eps,
+                scale,
+            ),
+        )  # fmt: skip
+        updates: dict[str, Any] = {
+            softmax_keys["key"]: Append(x["k"]),
+            solve_keys["key"]: Append(x["k"]),
+            solve_keys["solved"]: Append(y),
+        }
+        if own_rms is not None:
+            updates[solve_keys["rms"]] = Append(own_rms)
+        return out, updates
+
+
+def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:
+    """Of `lucid_read`: rows, two tiles of slots, weights in one or two parts, and 1 / rms."""
+    weights = rows * 4 // itemsize if itemsize == 2 else rows
+    of_slots = (key_width + width + weights) * (tokens * itemsize + 16)
+    return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens
+
+
+def splits_of(count: int, heads: int, tile: int) -> tuple[int, int]:
+    """How many blocks share a head's tokens, and how many each takes: whole tiles."""
+    tiles = max(-(-count // tile), 1)
+    wanted = max(BLOCKS_PER_PROCESSOR * processors() // heads, 1)
+    per_split = -(-tiles // min(wanted, tiles)) * tile
+    return max(-(-count // per_split), 1), per_split

@@ -1,0 +1,167 @@
+"""The recurrence of linear attention and the delta rule in chunks, by CUDA kernels.
+
+    U = M β (V − reading ∘ K S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
+    S ← total S + (writing ∘ K)ᵀ U
+
+with D and the factors of `cuda/chunk_tiles.cuh` and M of `cuda/chunk_inverse.cuh`. Chunks are
+prepared all at once (`cuda/chunk_delta.cu`), states go from chunk to chunk
+(`cuda/chunk_states.cu`), and chunks are read all at once (`cuda/chunk_reads.cu`). The gradient
+(`chunkwise_gradient.py`) makes the states anew, goes back over them, and has the rest of all chunks
+at once. One token alone has a kernel of its own (`cuda/recurrent_step.cu`).
+
+In memory stand, besides inputs, outputs and their gradients, a state of d e numbers in float32 for
+each chunk, M and two rows of numbers for each token; in the gradient, twice that and a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first
+
+STEP_WARPS = 8
+
+
+class Prepared(NamedTuple):
+    """What chunks know before any state; None where there is nothing of the kind."""
+
+    sums: Array | None
+    """Of gates (m, T, 2)"""
+    strength: Array | None
+    """β (m, T)"""
+    inverse: Array | None
+    """M (m, T, C)"""
+    y: Array | None
+    """(m, T, step)"""
+    w: Array | None
+    """(m, T, width)"""
+
+
+class Carried(NamedTuple):
+    """What is known when the states have gone through the chunks."""
+
+    states: Array
+    """In front of every chunk (m, chunks, width, step)"""
+    u: Array | None
+    """What is written (m, T, step), where it is not the values"""
+    last: Array
+    """The state behind all chunks (b, m, d, e)"""
+
+
+class Chunkwise:
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`), with the outputs times `scale`.
+
+    A stream's queries, keys and values may have fewer heads than the state; `decays` says whether
+    there are gates. Gradients are of the queries without the scale.
+    """
+
+    def __init__(self, *, decays: bool, scale: float = 1.0) -> None:
+        self.decays, self.scale = decays, scale
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        call = Call(x, state, self.decays, self.scale)
+        if call.s == 1 and call.t == 1:
+            return _step(call)
+        prepared = prepare(call)
+        carried = carry(call, prepared)
+        return _read(call, prepared, carried), carried.last
+
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        from precondattn_cupy.recurrence.chunkwise_gradient import gradients
+
+        call = Call(x, state, self.decays, self.scale)
+        prepared = prepare(call)
+        return gradients(call, x, prepared, carry(call, prepared), d_o, d_final)
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
+        return function(*arrays)
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        done = [self.forward(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
+
+
+def _step(call: Call) -> tuple[Array, Array]:
+    last = call.scratch(call.b, call.m, call.d, call.e)
+    o = call.outputs(call.b, 1, call.m, call.r, call.e)
+    arrays = (call.q, call.k, call.v, call.g, call.beta, call.initial, last, o)
+    numbers = (call.m, call.r, call.q_heads, call.k_heads, call.v_heads, call.d, call.e)
+    kernel = f"step_token<{cpp_type(call.k)}, {call.width}, {STEP_WARPS}>"
+    grid = (-(-call.e // 32), call.heads)
+    launch("recurrent_step", kernel, grid, 32 * STEP_WARPS, (*arrays, *numbers, call.scale))
+    return heads_first(o), last
+
+
+def prepare(call: Call) -> Prepared:
+    """Sums of gates; by the delta rule M, Y and W."""
+    heads, tokens = call.heads, call.tokens
+    sums = None if call.g is None else call.scratch(heads, tokens, 2)
+    strength = None if call.beta is None else call.scratch(heads, tokens)
+    grid = (call.count, heads)
+    if sums is not None or strength is not None:
+        arrays = (call.g, call.beta, sums, strength)
+        call.launch("sum_gates", grid, (*arrays, call.m, call.s, tokens), 8 * call.chunk)
+    if call.beta is None:
+        return Prepared(sums, None, None, None, None)
+    inverse = call.scratch(heads, tokens, call.chunk)
+    y, w = call.scratch(heads, tokens, call.step), call.scratch(heads, tokens, call.width)
+    numbers = (call.m, call.k_heads, call.v_heads, call.s, tokens)
+    widths = (call.d, call.e, call.width, call.step)
+    call.launch(
+        "delta_prepare",
+        grid,
+        (call.k, call.v, sums, strength, inverse, y, w, *numbers, *widths),
+        2 * call.tile(call.chunk, call.chunk)
+        + call.tile(call.chunk, call.block)
+        + call.sums_of_rows(),
+        call.chunk,
+        call.block,
+    )
+    return Prepared(sums, strength, inverse, y, w)
+
+
+def carry(call: Call, prepared: Prepared) -> Carried:
+    """The states between chunks."""
+    last = call.scratch(call.b, call.m, call.d, call.e)
+    states = call.scratch(call.heads, call.count, call.width, call.step)
+    u = None if call.beta is None else call.scratch(call.heads, call.tokens, call.step)
+    arrays = (call.k, call.v, prepared.y, prepared.w, u, prepared.sums, call.initial, states, last)
+    numbers = (call.m, call.k_heads, call.v_heads, call.s, call.tokens, call.d, call.e, call.step)
+    call.launch(
+        "carry_states",
+        (-(-call.step // call.values), call.heads),
+        (*arrays, *numbers),
+        call.tile(2 * call.chunk, call.width)
+        + call.tile(call.width + call.chunk, call.values)
+        + call.sums_of_rows(),
+        call.chunk,
+        call.width,
+        call.values,
+    )
+    return Carried(states, u, last)
+
+
+def _read(call: Call, prepared: Prepared, carried: Carried) -> Array:
+    """The outputs (b, m, t, r, e)."""
+    o = call.outputs(call.b, call.t, call.m, call.r, call.e)
+    arrays = (call.q, call.k, call.v, carried.u, prepared.sums, carried.states, o)
+    heads = (call.m, call.r, call.q_heads, call.k_heads, call.v_heads)
+    sizes = (call.s, call.t, call.tokens, call.d, call.e, call.width, call.step)
+    call.launch(
+        "read_chunks",
+        (call.count * call.value_blocks, call.heads * call.r),
+        (*arrays, *heads, *sizes, call.scale),
+        call.tile(2 * call.chunk + call.block, call.block)
+        + call.tile(call.chunk, call.chunk)
+        + call.sums_of_rows(),
+        call.chunk,
+        call.block,
+    )
+    return heads_first(o)

@@ -1,0 +1,218 @@
+"""Softmax attention in tiles: launches of `cuda/softmax_forward.cu` and `softmax_backward.cu`.
+
+Values are one array, or the sum of two of 16 bits, and may have another type than queries and keys.
+λ is (b, h, t) in units of log 2, ∞ where a query sees nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array
+from precondattn.backend import Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
+from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
+from precondattn_cupy.layout import Masks, empty, masks_of
+
+LOG2_E = math.log2(math.e)
+WIDEST = {"k": 256, "v": 512}
+PART = 128
+"""Channels that a block makes."""
+EVERYWHERE = 1 << 30
+"""As far as a query sees without a window; there are fewer tokens."""
+ROW_WARPS = 8
+"""Of a block of `row_products`; each has a row."""
+
+declare(
+    "softmax_forward",
+    half={32: Configuration(64, 32), 64: Configuration(64, 64), 512: Configuration(64, 32)},
+    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
+)
+declare(
+    "softmax_query_gradient",
+    half={64: Configuration(64, 64), 512: Configuration(64, 32)},
+    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
+)
+declare(
+    "softmax_key_gradient",
+    half={64: Configuration(64, 64), 512: Configuration(64, 16)},
+    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
+)
+# With values of two parts.
+for _kernel in ("forward", "query_gradient", "key_gradient"):
+    declare(
+        f"softmax_{_kernel}_of_two",
+        half={64: Configuration(64, 32), 128: Configuration(64, 16)},
+        full={},
+    )
+
+
+class Values(NamedTuple):
+    """(b, s, n, e)"""
+
+    array: Array
+    rest: Array | None = None
+    """What the first has lost by rounding."""
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.rest is None else 2
+
+    @property
+    def cpp_type(self) -> str:
+        """Two parts are of bfloat16, as whatever the array says that they lie in."""
+        return cpp_type(self.array) if self.rest is None else "__nv_bfloat16"
+
+
+class Call(NamedTuple):
+    """What forward and backward have in common. Arrays lie in one piece."""
+
+    q: Array
+    k: Array
+    v: Values
+    masks: Masks
+    scale: float
+    behind: int
+    ahead: int
+    is_chosen: Array | None = None
+    """(b, n), of which heads `v` are the values; None for all."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """t, s, h, n, d and e, and how far a query sees."""
+        _, t, h, d = self.q.shape
+        _, s, n, e = self.v.array.shape
+        return t, s, h, n, d, e, self.behind, self.ahead
+
+
+def call_of(
+    leaf: Any, q: Array, k: Array, v: Values, frame: Frame, is_chosen: Array | None = None
+) -> Call:
+    around = EVERYWHERE if leaf.window is None else min(leaf.window - 1, EVERYWHERE)
+    masks = masks_of(frame, *q.shape[:2])
+    ahead = 0 if leaf.causal else around
+    return Call(q, k, v, masks, leaf.scale_for(q.shape[3]), around, ahead, is_chosen)
+
+
+def refusal(what: str, leaf: Any, request: Request) -> str | None:
+    """Why the kernels do not take a full call."""
+    if leaf.metric != DOT:
+        return f"has kernels for {what} with scores ⟨q, k⟩ only, not of {leaf.name}"
+    for option, is_used in (("a bias", leaf.bias), ("a forget gate", leaf.forget != "none")):
+        if is_used:
+            return f"has no kernel for {what} with {option}"
+    shapes = dict(request.shapes)
+    for name, kind in (("k", "keys"), ("v", "values")):
+        if shapes[name][3] > WIDEST[name]:
+            return (
+                f"has kernels for {what} with {kind} of at most {WIDEST[name]} channels; "
+                f"found {shapes[name][3]}"
+            )
+    if 0 in shapes["q"] + shapes["v"]:
+        return f"its {what} takes no empty arrays"
+    if max(shapes["q"][0], shapes["q"][2]) > GRID_LIMITS[1]:
+        return f"its {what} takes at most {GRID_LIMITS[1]} sequences, and as many heads"
+    if max(shapes["q"][1], shapes["k"][1]) >= EVERYWHERE:
+        return f"its {what} takes fewer than {EVERYWHERE} tokens"
+    return None
+
+
+def attend(call: Call, out: Array | None, full: Array | None) -> Array:
+    """λ; the output goes to `out` in its dtype, and to `full` in float32, where there are such."""
+    (b, t, h, d), e = call.q.shape, call.v.array.shape[3]
+    log_total = empty(call.q, (b, h, t), "float32")
+    widths = padded_width(d), min(padded_width(e), PART)
+    tile, name = _chosen(call, "forward", widths)
+    of_row, of_value = _row_bytes(call, widths)
+    _launch(
+        call, "forward", name, -(-t // tile.rows) * -(-e // widths[1]), h, tile,
+        (call.q, call.k, *call.v, call.is_chosen, out, full, log_total, *call.masks,
+         call.scale * LOG2_E),
+        (tile.rows + tile.columns) * of_row + tile.columns * (of_value + 4),
+    )  # fmt: skip
+    return log_total
+
+
+def row_products(call: Call, d_o: Array, o: Array, log_total: Array) -> Array:
+    """D (b, h, t) = Σ do ∘ o; o in float32."""
+    (b, t, h, _), e = call.q.shape, o.shape[3]
+    d_sum = empty(log_total, log_total.shape)
+    launch(
+        "softmax_backward",
+        f"row_products<{cpp_type(d_o)}>",
+        (-(-t // ROW_WARPS), h, b),
+        32 * ROW_WARPS,
+        (d_o, o, log_total, d_sum, t, h, e),
+    )
+    return d_sum
+
+
+def query_gradient(call: Call, d_o: Values, log_total: Array, d_sum: Array, d_q: Array) -> None:
+    _, t, h, d = call.q.shape
+    widths = padded_width(d), padded_width(call.v.array.shape[3])
+    tile, name = _chosen(call, "query_gradient", widths)
+    _launch(
+        call, "backward", name, -(-t // tile.rows) * -(-d // PART), h, tile,
+        (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_q, *call.masks,
+         call.scale * LOG2_E, call.scale),
+        (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 4,
+    )  # fmt: skip
+
+
+def key_gradient(
+    call: Call,
+    d_o: Values,
+    log_total: Array,
+    d_sum: Array,
+    d_k: Array,
+    d_v: Array | None,
+    d_v_full: Array | None,
+) -> None:
+    d, (_, s, n, e) = call.q.shape[3], call.v.array.shape
+    widths = padded_width(d), padded_width(e)
+    tile, name = _chosen(call, "key_gradient", widths)
+    _launch(
+        call, "backward", name, -(-s // tile.rows) * max(-(-d // PART), -(-e // PART)), n, tile,
+        (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_k, d_v, d_v_full,
+         *call.masks, call.scale * LOG2_E, call.scale),
+        (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 12,
+    )  # fmt: skip
+
+
+def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configuration, str]:
+    """The tiles of a kernel, and its name expression."""
+    width = max(widths[0], padded_width(call.v.array.shape[3]))
+    name = f"softmax_{kernel}" + ("_of_two" if call.v.parts == 2 else "")
+    tile = configuration(name, width, call.q.dtype.itemsize == 2)
+    numbers = call.v.parts, tile.rows, tile.columns, *widths
+    arguments = cpp_type(call.q), call.v.cpp_type, *map(str, numbers)
+    return tile, f"softmax_{kernel}<{', '.join(arguments)}>"
+
+
+def _row_bytes(call: Call, widths: tuple[int, int]) -> tuple[int, int]:
+    """Of a token's key and value in shared memory."""
+    key, value = call.q.dtype.itemsize, call.v.array.dtype.itemsize
+    return widths[0] * key + 16, call.v.parts * (widths[1] * value + 16)
+
+
+def _launch(
+    call: Call,
+    file: str,
+    name: str,
+    blocks: int,
+    heads: int,
+    tile: Configuration,
+    arguments: tuple[Any, ...],
+    shared_bytes: int,
+) -> None:
+    launch(
+        f"softmax_{file}",
+        name,
+        (blocks, heads, call.q.shape[0]),
+        tile.threads,
+        (*arguments, *call.sizes),
+        shared_bytes,
+    )

@@ -1,0 +1,188 @@
+"""LASER as a backend's leaf: close heads by the kernels of softmax attention, others by their own.
+
+Kept for the gradient: λ (b, h, t), in units of log 2; how far values lie apart; and (b, t, h, e) in
+float32, of close heads A W, of others the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, cast
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.spec.laser import RANGE
+from precondattn_cupy.launch import cpp_type, is_simulated, launch
+from precondattn_cupy.layout import empty, in_one_piece, masks_of
+from precondattn_cupy.softmax import laser_exact
+from precondattn_cupy.softmax.attention import (
+    Call,
+    Values,
+    attend,
+    call_of,
+    key_gradient,
+    query_gradient,
+    refusal,
+)
+from precondattn_cupy.softmax.leaf import inputs_of
+from precondattn_cupy.softmax.step import refusal_of_step, step
+
+SEGMENT = 256
+"""Tokens whose values a block compares."""
+WARPS = 8
+"""Of a block; each has a row."""
+WIDEST_OF_TWO = 128
+"""Channels in float16, where the exponentials of values are two numbers each."""
+
+
+class Spread(NamedTuple):
+    """How far the values of each kv head lie apart."""
+
+    shift: Array
+    """ν (b, n, e), float32: the largest value of a channel"""
+    less: Array
+    """u (b, n, e), float32: 1 where the values of a channel lie within log 2, else 0"""
+    is_close: Array
+    """(b, n), int32"""
+
+
+class Laser:
+    """Of `Softmax` that reads in exponential space."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.verb == "extend":
+            return refusal_of_step(leaf, request)
+        width = max(shape[-1] for name, shape in request.shapes if name in ("k", "v"))
+        if request.dtype == "float16" and width > WIDEST_OF_TWO:
+            return (
+                f"has kernels for LASER in float16 with rows of at most {WIDEST_OF_TWO} "
+                f"channels; found {width}"
+            )
+        return refusal("LASER", leaf, request)
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, tuple[Array, ...]]:
+        q, k, v = inputs_of(x)
+        known = spread(v, masks_of(frame, *q.shape[:2]).k_valid)
+        call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
+        out = empty(v, (*q.shape[:3], v.shape[3]))
+        full = empty(v, out.shape, "float32")
+        log_total = attend(call, None, full)
+        _by_rows(out, f"outputs<{cpp_type(v)}>", (full, log_total, *known, out), v.shape[2])
+        laser_exact.forward(call, v, out, full, log_total)
+        return out, (log_total, *known, full)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> dict[str, Array]:
+        q, k, v = inputs_of(x)
+        log_total, *spread_of, full = residuals
+        known = Spread(*spread_of)
+        d_out = in_one_piece(cast(cotangent, v.dtype))
+        call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
+        found = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
+        _close_backward(call, v, known, full, log_total, d_out, found)
+        laser_exact.backward(call, v, full, log_total, d_out, found)
+        return {name: cast(d, x[name].dtype) for name, d in found.items()}
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        return step(leaf, past, x, frame)
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        b, t, h, _ = inputs["q"].shape
+        (_, _, n, e), _ = inputs["v"]
+        return (
+            ArraySpec((b, h, t), "float32"),
+            ArraySpec((b, n, e), "float32"),
+            ArraySpec((b, n, e), "float32"),
+            ArraySpec((b, n), "int32"),
+            ArraySpec((b, t, h, e), "float32"),
+        )
+
+
+def spread(v: Array, k_valid: Array | None) -> Spread:
+    """Of the values that count."""
+    b, s, n, e = v.shape
+    segments = -(-s // SEGMENT)
+    largest, smallest = (empty(v, (b, n, segments, e), "float32") for _ in range(2))
+    launch(
+        "laser_close",
+        f"value_ranges<{cpp_type(v)}>",
+        (segments, n, b),
+        128,
+        (v, k_valid, largest, smallest, s, n, e, SEGMENT),
+    )
+    shift, less = (empty(v, (b, n, e), "float32") for _ in range(2))
+    is_close = empty(v, (b, n), "int32")
+    launch(
+        "laser_close",
+        "spread",
+        (b * n,),
+        32,
+        (largest, smallest, shift, less, is_close, segments, e, RANGE["float32"]),
+    )
+    return Spread(shift, less, is_close)
+
+
+def weights(v: Array, known: Spread) -> Values:
+    """W (b, s, n, e) of close heads; anything in other heads, and at keys that do not count."""
+    w = _factors(v, v.shape)
+    kernel = f"weights<{cpp_type(v)}, {w.cpp_type}, {w.parts}>"
+    _by_rows(v, kernel, (v, *known, *w), None)
+    return w
+
+
+def _factors(v: Array, shape: tuple[int, ...]) -> Values:
+    """Of exponentials. float16 has not the range, and bfloat16 has not the digits for it."""
+    if v.dtype == "float16":
+        return Values(*(empty(v, shape, _bfloat16()) for _ in range(2)))
+    return Values(empty(v, shape))
+
+
+def _bfloat16() -> Any:
+    """For what no one sees but kernels: CuPy has it only where ml_dtypes is installed."""
+    if not is_simulated():
+        return "uint16"
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def _close_backward(
+    call: Call,
+    v: Array,
+    known: Spread,
+    full: Array,
+    log_total: Array,
+    d_out: Array,
+    found: dict[str, Array],
+) -> None:
+    g, n = _factors(v, d_out.shape), v.shape[2]
+    d_sum = empty(log_total, log_total.shape)
+    kernel = f"cotangents<{cpp_type(v)}, {g.cpp_type}, {g.parts}>"
+    arguments = (d_out, full, log_total, known.less, known.is_close, *g, d_sum)
+    _by_rows(d_out, kernel, arguments, n)
+    query_gradient(call, g, log_total, d_sum, found["q"])
+    d_w = empty(v, v.shape, "float32")
+    key_gradient(call, g, log_total, d_sum, found["k"], None, d_w)
+    arguments = (v, known.shift, known.is_close, d_w, found["v"])
+    _by_rows(v, f"value_gradients<{cpp_type(v)}>", arguments, None)
+
+
+def _by_rows(rows: Array, kernel: str, arguments: tuple[Any, ...], n: int | None) -> None:
+    """A warp for each row (b, tokens, heads, e); with how many kv heads, where they are others."""
+    b, tokens, heads, e = rows.shape
+    sizes = (tokens, heads, e) if n is None else (tokens, heads, n, e)
+    grid = (-(-tokens // WARPS), heads, b)
+    launch("laser_close", kernel, grid, 32 * WARPS, (*arguments, *sizes))

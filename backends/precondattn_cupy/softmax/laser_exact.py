@@ -1,0 +1,100 @@
+"""LASER of heads whose values lie far apart: launches of `cuda/laser_exact_*.cu`.
+
+Programs of heads that are close end at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import Array
+from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
+from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.softmax.attention import LOG2_E, PART, Call
+
+CHANNELS = 32
+"""Of values that are taken at once, as in `laser_exact.cuh`."""
+
+for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
+    declare(
+        f"laser_exact_{_kernel}",
+        half={128: Configuration(64, 32), 256: Configuration(64, 16)},
+        full={128: Configuration(64, 32), 256: Configuration(32, 32)},
+    )
+
+
+def forward(call: Call, v: Array, out: Array, full: Array, log_total: Array) -> None:
+    """To the same arrays as the close heads."""
+    t, _, h, _, _, e, *_ = call.sizes
+    tile, widths = _tile(call, "forward")
+    _launch(
+        call, f"laser_exact_forward<{cpp_type(v)}, {widths}>", "forward",
+        (-(-t // tile.rows) * -(-e // CHANNELS), h), tile,
+        (call.q, call.k, v, call.is_chosen, out, full, log_total, *call.masks,
+         call.scale * LOG2_E),
+        channels=tile.columns, numbers=tile.columns,
+    )  # fmt: skip
+
+
+def backward(
+    call: Call,
+    v: Array,
+    full: Array,
+    log_total: Array,
+    d_out: Array,
+    found: dict[str, Array],
+) -> None:
+    t, s, h, n, d, e, *_ = call.sizes
+    inputs = (call.q, call.k, v, call.is_chosen, d_out, full, log_total)
+    scales = (call.scale * LOG2_E, call.scale)
+    for name, side, tokens, heads in (("query", "q", t, h), ("key", "k", s, n)):
+        tile, widths = _tile(call, f"{name}_gradient")
+        rows, columns = tile
+        keys, queries = (rows, columns) if side == "k" else (columns, rows)
+        is_of_keys = str(side == "k").lower()
+        _launch(
+            call, f"laser_exact_gradient<{cpp_type(v)}, {is_of_keys}, {widths}>", "backward",
+            (-(-tokens // rows) * -(-d // PART), heads), tile,
+            (*inputs, found[side], *call.masks, *scales),
+            channels=keys + 2 * queries, numbers=queries + columns,
+        )  # fmt: skip
+    tile, widths = _tile(call, "values")
+    _launch(
+        call, f"laser_exact_values<{cpp_type(v)}, {widths}>", "backward",
+        (-(-s // tile.rows) * -(-e // CHANNELS), n), tile,
+        (*inputs, found["v"], *call.masks, scales[0]),
+        channels=2 * tile.columns, numbers=2 * tile.columns,
+    )  # fmt: skip
+
+
+def _tile(call: Call, kernel: str) -> tuple[Configuration, str]:
+    """And what a name expression says of it."""
+    width = padded_width(call.q.shape[3])
+    tile = configuration(f"laser_exact_{kernel}", width, call.q.dtype.itemsize == 2)
+    return tile, f"{tile.rows}, {tile.columns}, {width}"
+
+
+def _launch(
+    call: Call,
+    name: str,
+    file: str,
+    blocks: tuple[int, int],
+    tile: Configuration,
+    arguments: tuple[Any, ...],
+    *,
+    channels: int,
+    numbers: int,
+) -> None:
+    """With shared memory for so many rows of channels, and so many single numbers of 4 bytes."""
+    row_bytes = padded_width(call.q.shape[3]) * call.q.dtype.itemsize + 16
+    launch(
+        f"laser_exact_{file}",
+        name,
+        (*blocks, call.q.shape[0]),
+        tile.threads,
+        (*arguments, *call.sizes),
+        (tile.rows + tile.columns) * row_bytes
+        + channels * 4 * (CHANNELS + 1)
+        + tile.rows * 4 * (tile.columns + 1)
+        + numbers * 4,
+    )

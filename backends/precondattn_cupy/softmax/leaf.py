@@ -1,0 +1,83 @@
+"""Softmax attention as a backend's leaf.
+
+Kept for the gradient: λ (b, h, t), in units of log 2, and where the output is rounded to half
+precision, the output as it was: D = do · o has to make the sum of every row of dS vanish, or where
+keys are alike, what is left of it is all that dq has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.arrays import Array, cast
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_cupy.layout import empty, in_one_piece
+from precondattn_cupy.softmax.attention import (
+    Values,
+    attend,
+    call_of,
+    key_gradient,
+    query_gradient,
+    refusal,
+    row_products,
+)
+from precondattn_cupy.softmax.step import refusal_of_step, step
+
+
+class Softmax:
+    """Of `Softmax` that reads means."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.verb == "extend":
+            return refusal_of_step(leaf, request)
+        return refusal("attention", leaf, request)
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, tuple[Array, ...]]:
+        q, k, v = inputs_of(x)
+        out = empty(v, (*q.shape[:3], v.shape[3]))
+        full = None if v.dtype == "float32" else empty(v, out.shape, "float32")
+        log_total = attend(call_of(leaf, q, k, Values(v), frame), out, full)
+        return out, (log_total,) if full is None else (log_total, full)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> dict[str, Array]:
+        q, k, v = inputs_of(x)
+        log_total, *full = residuals
+        d_out = in_one_piece(cast(cotangent, v.dtype))
+        call = call_of(leaf, q, k, Values(v), frame)
+        d_sum = row_products(call, d_out, full[0] if full else in_one_piece(out), log_total)
+        d_q, d_k, d_v = (empty(a, a.shape) for a in (q, k, v))
+        query_gradient(call, Values(d_out), log_total, d_sum, d_q)
+        key_gradient(call, Values(d_out), log_total, d_sum, d_k, d_v, None)
+        found = {"q": d_q, "k": d_k, "v": d_v}
+        return {name: cast(d, x[name].dtype) for name, d in found.items()}
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        return step(leaf, past, x, frame)
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        b, t, h, _ = inputs["q"].shape
+        (*_, e), dtype = inputs["v"]
+        kept = ArraySpec((b, h, t), "float32")
+        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+
+
+def inputs_of(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    """Queries, keys and values, in the dtype of the values and in one piece."""
+    dtype = x["v"].dtype
+    q, k, v = (in_one_piece(cast(x[name], dtype)) for name in "qkv")
+    return q, k, v

@@ -1,0 +1,1 @@
+"""LUCID's triangular solve, its gradient, and its step of one token."""

@@ -1,0 +1,204 @@
+"""The inverses of LUCID's diagonal super-blocks, all at once.
+
+    N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward.
+
+By recursive 2×2 block inversion. Where the diagonal blocks of w rows are inverted and stand in X,
+
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    X ← X − X (L ∘ lower left) X,
+
+for all pairs of blocks at once: `invert_blocks` does so from w = 1 up to a tile, in registers.
+`left_factors` and `right_factors` go on from there to a super-block, C A⁻¹ first. No entry of such
+an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits hold them; doubling the
+Neumann series instead would lose every digit on keys that nearly coincide.
+
+A super-block's inverse is kept by rows, (m, T, S), with 0 above its diagonal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.configurations import Configuration
+from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
+from precondattn_pallas.lucid.tiles import Phi, of_tile
+
+FIRST_BLOCK = 32
+"""Tokens of the blocks that are inverted in registers."""
+
+
+CHANNELS = 32
+"""Of keys, that are multiplied at once: registers are for tiles of the matrix here."""
+
+
+def system_tile(x: Any, i: Any, j: Any, *, phi: Phi, by_row: bool) -> Any:
+    """L of rows i and columns j, without a look at which of them come first."""
+    keys, segments = x["keys"], (of_tile(x, "segments", i), of_tile(x, "segments", j))
+    found = phi.tile(keys, i, keys, j, *segments, channels=CHANNELS)
+    return found * (x["factor"][i][:, None] if by_row else x["factor"][j][None, :])
+
+
+def invert_blocks(x: Any, out: Any, *, phi: Phi, by_row: bool) -> None:
+    """Of every tile on the diagonal, of a power of two of tokens."""
+    tile = x["keys"].shape[0]
+    every = pl.ds(0, tile)
+    system = system_tile(x, every, every, phi=phi, by_row=by_row)
+    i = lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
+    j = lax.broadcasted_iota(jnp.int32, (tile, tile), 1)
+    # Of pairs of rows, where A and B are 1.
+    is_pair = ((j & 1) == 0) & (i == j + 1)
+    found = jnp.where(i == j, 1.0, 0.0) - jnp.where(is_pair, system, 0.0)
+    exact = phi.products.exact
+    for level in range(1, tile.bit_length() - 1):
+        i_block, j_block = i >> level, j >> level
+        is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
+        left = exact.dot(found, jnp.where(is_lower_left, system, 0.0))
+        found -= exact.dot(left, found)
+    out["inverse"][...] = found.astype(out["inverse"].dtype)
+
+
+def left_factors(
+    x: Any, out: Any, *, phi: Phi, by_row: bool, half: int, tile: int, super_block: int
+) -> None:
+    """C A⁻¹ of every pair of inverted blocks of `half` tokens: a tile of it."""
+    tiles = half // tile
+    pair, place = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
+    first = pair * (2 * half)
+    i_start = first + half + divide(place, tiles) * tile
+    j_start = first + remainder(place, tiles) * tile
+    column = pl.multiple_of(remainder(j_start, super_block), tile)
+    i = pl.ds(i_start, tile)
+
+    def add(index: Any, total: Any) -> Any:
+        m = pl.ds(index * tile, tile)
+        system = system_tile(x, i, m, phi=phi, by_row=by_row)
+        own = x["inverse"][m, pl.ds(column, tile)]
+        return total + phi.products.dot(system.astype(own.dtype), own)
+
+    total = loop(
+        divide(j_start, tile), divide(first + half, tile), add, jnp.zeros((tile, tile), jnp.float32)
+    )
+    out["left"][...] = total.astype(out["left"].dtype)
+
+
+def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_block: int) -> None:
+    """−B⁻¹ (C A⁻¹), in its place: a tile of it. Nobody reads that place meanwhile."""
+    tiles = half // tile
+    pair, place = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
+    second = pair * (2 * half) + half
+    i_start = second + divide(place, tiles) * tile
+    i = pl.ds(i_start, tile)
+
+    def add(index: Any, total: Any) -> Any:
+        m_start = second + index * tile
+        column = pl.multiple_of(remainder(m_start, super_block), tile)
+        own = x["inverse"][i, pl.ds(column, tile)]
+        left = x["left"][pl.ds(pair * half + index * tile, tile), :]
+        return total + phi.products.dot(own, left)
+
+    count = divide(place, tiles) + 1
+    total = loop(0, count, add, jnp.zeros((tile, tile), jnp.float32))
+    out["inverse"][...] = (-total).astype(out["inverse"].dtype)
+
+
+def inverses(
+    phi: Phi,
+    keys: Any,
+    factor: Any,
+    segments: Any,
+    cut: Configuration,
+    *,
+    super_block: int,
+    backward: bool,
+) -> Any:
+    """N of all super-blocks (m, T, S), in the dtype of the keys (m, T, d).
+
+    β, or 0 at tokens that count for nothing, is `factor` (m, T); segments (b, T), or None.
+    """
+    m, tokens, d = keys.shape
+    interpret = phi.products.interpret
+    common = {"phi": phi, "interpret": interpret}
+
+    def rows_of(array: Any, rows: int, *rest: int) -> Any:
+        """A tile of the program's own; of all heads, or of all sequences."""
+        by = m // array.shape[0]
+        zeros = (0,) * len(rest)
+        return array, pl.BlockSpec((None, rows, *rest), lambda i, h: (divide(h, by), i, *zeros))
+
+    def all_of(array: Any, *rest: int) -> Any:
+        by = m // array.shape[0]
+        zeros = (0,) * (1 + len(rest))
+        return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
+
+    half = min(FIRST_BLOCK, cut.rows, super_block)
+    own = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
+    everything = {"keys": all_of(keys, d), "factor": all_of(factor)}
+    if segments is not None:
+        own["segments"], everything["segments"] = rows_of(segments, half), all_of(segments)
+    per_block = super_block // half
+    diagonal = pl.BlockSpec((None, half, half), lambda i, h: (h, i, remainder(i, per_block)))
+    inverse = jnp.zeros((m, tokens, super_block), keys.dtype)
+    shape = shape_of(inverse.shape, inverse.dtype)
+    inverse = launch(
+        invert_blocks,
+        (tokens // half, m),
+        {**own, "inverse": (inverse, diagonal)},
+        {"inverse": (shape, diagonal)},
+        cut,
+        overwrites="inverse",
+        by_row=backward,
+        **common,
+    )["inverse"]
+    while half < super_block:
+        tile = min(half, cut.rows)
+        tiles, pairs = half // tile, tokens // (2 * half)
+        sizes = {"half": half, "tile": tile, "super_block": super_block}
+        left = launch(
+            left_factors,
+            (pairs * tiles * tiles, m),
+            {**everything, "inverse": all_of(inverse, super_block)},
+            {"left": (shape_of((m, pairs * half, half), keys.dtype), _tile_of_left(tile, tiles))},
+            cut,
+            by_row=backward,
+            **sizes,
+            **common,
+        )["left"]
+        inverse = launch(
+            right_factors,
+            (pairs * tiles * tiles, m),
+            {
+                "inverse": all_of(inverse, super_block),
+                "left": (left, _column_of_left(pairs * half, tile, tiles)),
+            },
+            {"inverse": (shape, _tile_of_inverse(tile, tiles, super_block))},
+            cut,
+            overwrites="inverse",
+            **sizes,
+            **common,
+        )["inverse"]
+        half *= 2
+    return inverse
+
+
+def _tile_of_left(tile: int, tiles: int) -> pl.BlockSpec:
+    """Rows one tile after the other, of all pairs; columns of one."""
+    return pl.BlockSpec((None, tile, tile), lambda g, h: (h, divide(g, tiles), remainder(g, tiles)))
+
+
+def _column_of_left(rows: int, tile: int, tiles: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, tile), lambda g, h: (h, 0, remainder(g, tiles)))
+
+
+def _tile_of_inverse(tile: int, tiles: int, super_block: int) -> pl.BlockSpec:
+    """The place of a program's tile, below the diagonal block of its pair."""
+
+    def index(g: Any, h: Any) -> Any:
+        pair, place = divide(g, tiles * tiles), remainder(g, tiles * tiles)
+        row = pair * (2 * tiles) + tiles + divide(place, tiles)
+        column = remainder(pair * (2 * tiles), super_block // tile) + remainder(place, tiles)
+        return h, row, column
+
+    return pl.BlockSpec((None, tile, tile), index)

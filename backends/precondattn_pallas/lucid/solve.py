@@ -1,0 +1,248 @@
+"""LUCID's solve and its gradient by Pallas kernels: from a user's arrays to launches.
+
+What the kernels start from is made by XLA: normalised keys, β, right-hand sides, padded and by
+heads. Everything else is in their own files: the inverses of diagonal super-blocks
+(`lucid_inverse.py`), substitution (`lucid_substitution.py`), and the gradient of the keys
+(`lucid_gradient.py`). In memory stand, for T tokens of a key/value head, keys and y as operands,
+right sides in float32, and 2 S numbers a token for inverses; nothing is T × T.
+
+Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
+float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
+be so, and are computed in float32 (tf32 on a GPU).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_pallas.configurations import Configuration, configuration
+from precondattn_pallas.lucid import gradient as lucid_gradient
+from precondattn_pallas.lucid import inverse as lucid_inverse
+from precondattn_pallas.lucid import substitution as lucid_substitution
+from precondattn_pallas.lucid.arrays import (
+    by_heads,
+    by_tokens,
+    d_beta_of,
+    factor_of,
+    reciprocal_rms,
+    through_rms,
+)
+from precondattn_pallas.lucid.tiles import Phi
+from precondattn_pallas.masks import runs_of, where_valid
+from precondattn_pallas.precision import padded_width, products
+
+LOG2_E = math.log2(math.e)
+WIDEST_CHUNK = 128
+"""Channels of values that a program takes at once."""
+
+MOST_HEADS = 65535
+"""Of all sequences: a grid has no more along that axis."""
+
+
+class Plan(NamedTuple):
+    """What is known of a call before its values."""
+
+    d: int
+    e: int
+    s: int
+    eps: float | None
+    """In the norm of the keys; None where they are not normalised."""
+    has_beta: bool
+    phi: Phi
+    scale: float
+    half: bool
+    """Whether products are of 16 bits."""
+    inverse: Configuration
+    update: Configuration
+    gradient: Configuration
+
+    @property
+    def key_width(self) -> int:
+        return padded_width(self.d)
+
+    @property
+    def chunk(self) -> int:
+        return min(padded_width(self.e), WIDEST_CHUNK)
+
+    @property
+    def super_block(self) -> int:
+        unit = max(self.inverse.rows, *self.update[:2], *self.gradient[:2])
+        return max(unit, min(self.inverse.columns, 1 << (self.s - 1).bit_length()))
+
+    @property
+    def tokens(self) -> int:
+        """s, filled up to whole super-blocks."""
+        return -(-self.s // self.super_block) * self.super_block
+
+
+def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
+    s, d = k.shape[1], k.shape[3]
+    e = v.shape[3]
+    half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
+    widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
+    scale = leaf.scale_for(d)
+    multiplied = products(k.dtype, interpret=interpret)
+    if half:
+        multiplied = multiplied._replace(tf32=True)  # Φ is of 16 bits.
+    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
+    inverse, update, gradient = (
+        configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
+    )
+    return Plan(
+        d,
+        e,
+        s,
+        leaf.eps if leaf.normalize == "keys" else None,
+        leaf.beta,
+        phi,
+        scale,
+        half,
+        inverse,
+        update,
+        gradient,
+    )
+
+
+class Scratch(NamedTuple):
+    """What both ways of a solve start from."""
+
+    keys: Any
+    """k̂ (m, T, key_width)"""
+    reciprocal: Any
+    """1 / rms (b, s, n)"""
+    factor: Any
+    """β, and 0 at tokens that count for nothing (m, T)"""
+    segments: Any
+    """(b, T), or None"""
+
+
+def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch:
+    keys = where_valid(valid, k).astype(jnp.float32)
+    reciprocal = reciprocal_rms(keys, plan.eps)
+    keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
+    segments = None
+    if segment is not None:
+        segments = jnp.pad(runs_of(segment), ((0, 0), (0, plan.tokens - plan.s)))
+    return Scratch(
+        by_heads(keys, plan.tokens, plan.key_width),
+        reciprocal,
+        by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
+        segments,
+    )
+
+
+def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_substitution.Solved:
+    """Of the system or its transpose; right (b, s, n, e)."""
+    inverse = lucid_inverse.inverses(
+        plan.phi,
+        x.keys,
+        x.factor,
+        x.segments,
+        plan.inverse,
+        super_block=plan.super_block,
+        backward=backward,
+    )
+    return lucid_substitution.substitute(
+        plan.phi,
+        x.keys,
+        x.factor,
+        x.segments,
+        inverse,
+        by_heads(right.astype(jnp.float32), plan.tokens, -(-plan.e // plan.chunk) * plan.chunk),
+        (plan.inverse, plan.update),
+        count=plan.s,
+        chunk=plan.chunk,
+        backward=backward,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+    scratch = _scratch(plan, k, beta, valid, segment)
+    solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
+    y = by_tokens(solved.values, v)
+    return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
+
+
+@partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
+) -> Any:
+    scratch = _scratch(plan, k, beta, valid, segment)
+    solved = _solve(plan, scratch, where_valid(valid, d_y), backward=True)
+    width = solved.values.shape[2]
+    d_keys = lucid_gradient.d_keys(
+        plan.phi,
+        scratch.keys,
+        scratch.segments,
+        by_heads(where_valid(valid, y), plan.tokens, width),
+        solved.values.astype(y.dtype),
+        plan.gradient,
+        count=plan.s,
+        chunk=plan.chunk,
+    )
+    found = {"v": by_tokens(solved.values, y)}
+    d_unit = -plan.scale * by_tokens(d_keys, k.astype(jnp.float32))
+    found["k"] = through_rms(d_unit, k, scratch.reciprocal, valid, plan.eps)
+    if plan.has_beta:
+        found["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
+    return found
+
+
+class LucidSolve:
+    """Of the leaf `LucidSolve`."""
+
+    def __init__(self, *, interpret: Any) -> None:
+        self.interpret = interpret
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if leaf.metric != DOT:
+            return "its solve is for the dot product"
+        if not leaf.has_unit_diagonal:
+            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
+        if leaf.window is not None:
+            return "its solve has no window"
+        shapes = dict(request.shapes)
+        d, e = shapes["k"][3], shapes["v"][3]
+        if d > 256 or e > 512:
+            return f"its solve takes d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+        if 0 in shapes["v"]:
+            return "its solve takes no empty arrays"
+        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
+            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+        return None
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
+        found: tuple[Any, tuple[Any, ...]] = _forward(
+            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
+        )
+        return found
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
+        (rho,) = residuals or (None,)
+        found: dict[str, Any] = _backward(
+            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
+        )
+        return found
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -1,0 +1,195 @@
+"""A step of LUCID by one token, around a cache: from buffers to the launch of `lucid_decode.py`.
+
+JAX does not say whether a step will be differentiated. If it is, the gradient is that of the
+definition's own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
+from precondattn.dispatch.reference import upcast_all
+from precondattn.frame import Frame
+from precondattn_pallas.configurations import Configuration, configuration
+from precondattn_pallas.lucid import decode as lucid_decode
+from precondattn_pallas.lucid.solve import LOG2_E, MOST_HEADS
+from precondattn_pallas.masks import where_valid
+from precondattn_pallas.precision import Products, padded_width, products
+from precondattn_pallas.softmax.score_tiles import filled
+
+PROGRAMS = 256
+"""Of `read_past`, at least, if there are as many tiles: two for a processor of a large GPU."""
+
+LARGEST_TILE = 8192
+"""Numbers of a tile of queries and the new key: what fits every multiprocessor."""
+
+
+class Plan(NamedTuple):
+    """What is known of a step before its values."""
+
+    group: Any
+    """The mechanism."""
+    cut: Configuration
+    products: Products
+
+    @property
+    def leaves(self) -> Any:
+        return self.group.program.leaves
+
+    @property
+    def slots(self) -> Any:
+        """By the leaves' names, of the solve and of softmax."""
+        return tuple(call.slot_keys() for call in self.group.program.calls)
+
+
+class LucidStep:
+    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+
+    def __init__(self, *, interpret: bool) -> None:
+        self.interpret = interpret
+
+    def refuses(self, group: Any, request: Request) -> str | None:
+        solve, softmax = group.program.leaves
+        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
+            return "its step is that of plain LUCID around causal softmax"
+        shapes = dict(request.shapes)
+        _, t, h, d = shapes["q"]
+        n, e = shapes["v"][2:]
+        if t != 1:
+            return f"its step is of one token; found t={t}"
+        if 0 in shapes["q"] + shapes["v"]:
+            return "its step takes no empty arrays"
+        if shapes["q"][0] * n > MOST_HEADS:
+            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
+        rows, width = padded_width(h // n + 1), padded_width(max(d, e))
+        most_rows = 32 if request.dtype == "float32" else 64
+        if width > 256 or rows > most_rows or rows * width > LARGEST_TILE:
+            return (
+                f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
+                f"tile; found d={d}, e={e} and {h // n}"
+            )
+        return None
+
+    def step(
+        self, group: Any, past: Mapping[str, Any], x: Mapping[str, Any], frame: Frame
+    ) -> tuple[Any, Updates]:
+        q, v = x["q"], x["v"]
+        widest = max(padded_width(q.shape[3]), padded_width(v.shape[3]))
+        plan = Plan(
+            group,
+            configuration("lucid_decode", widest, q.dtype.itemsize == 2),
+            products(q.dtype, interpret=self.interpret),
+        )
+        solve, softmax = plan.slots
+        masks = (frame.q_position, frame.k_position, frame.q_valid, frame.k_valid)
+        out, y, rms = _step(plan, dict(past), dict(x), masks)
+        updates: dict[str, Any] = {
+            softmax["key"]: Append(x["k"]),
+            solve["key"]: Append(x["k"]),
+            solve["solved"]: Append(y),
+        }
+        if rms is not None:
+            updates[solve["rms"]] = Append(rms)
+        return out, updates
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
+    """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
+    found: tuple[Any, Any, Any] = _by_kernel(plan, past, x, masks)
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
+    (solve, softmax), (slots, _) = plan.leaves, plan.slots
+    q, beta = x["q"], x.get("lucid_beta")
+    b, _, h, d = q.shape
+    n, e = x["v"].shape[2:]
+    m, group = b * n, h // n
+    *_, q_valid, valid = masks
+    capacity = past[slots["key"]].shape[1]
+    valid = jnp.broadcast_to(valid, (b, capacity + 1))
+    new, held = valid[:, capacity:], valid[:, :capacity]
+    # A token whose own key is hidden reads the others all the same.
+    is_token = jnp.ones((b, 1), bool) if q_valid is None else jnp.broadcast_to(q_valid, (b, 1))
+    k, v = (where_valid(new, x[name]).astype(jnp.float32) for name in ("k", "v"))
+    rms = None
+    unit = k
+    if solve.normalize == "keys":
+        mean_square = jnp.mean(k * k, axis=3) + solve.eps
+        rms = jnp.sqrt(jnp.where(mean_square > 0, mean_square, 1.0))
+        unit = k / rms[..., None]
+
+    scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
+    queries = scale * where_valid(is_token, q).astype(jnp.float32).reshape(m, group, d)
+    rows = jnp.concatenate([queries, key_scale * unit.reshape(m, 1, d)], axis=1)
+    widths = padded_width(d), padded_width(e)
+    rows = filled(rows, padded_width(group + 1), widths[0])
+    tokens = -(-capacity // plan.cut.columns) * plan.cut.columns
+    # A copy, unless the cache has whole tiles.
+    buffers = {
+        "keys": filled(past[slots["key"]], tokens, widths[0]),
+        "solved": filled(past[slots["solved"]], tokens, widths[1]),
+        "valid": filled(held[..., None].astype(jnp.int32), tokens, 1)[..., 0],
+    }
+    if rms is not None:
+        buffers["rms"] = filled(past[slots["rms"]], tokens, n)
+    filled_slots = jnp.max(jnp.where(held, jnp.arange(1, capacity + 1), 0), axis=1)
+    found = lucid_decode.read(
+        rows,
+        buffers,
+        filled_slots.astype(jnp.int32),
+        plan.cut,
+        products=plan.products,
+        group=group,
+        shift=key_scale * d,
+        splits=max(min(math.ceil(PROGRAMS / m), tokens // plan.cut.columns), 1),
+    )
+    found = found._replace(totals=found.totals[..., :e])
+    factor = jnp.ones((b, 1, n)) if beta is None else beta
+    factor = where_valid(new, factor).astype(jnp.float32).reshape(m)
+    counts = jnp.repeat(new[:, 0], n)
+    out, y = lucid_decode.finished(
+        found, queries, k.reshape(m, d), counts, v.reshape(m, e), factor, group
+    )
+    out = where_valid(is_token, out.reshape(b, 1, h, e)).astype(x["v"].dtype)
+    return out, y.reshape(b, 1, n, e).astype(x["v"].dtype), rms
+
+
+def _forward(plan: Plan, past: Any, x: Any, masks: Any) -> Any:
+    return _step(plan, past, x, masks), (past, x, masks)
+
+
+def _backward(plan: Plan, saved: Any, cotangents: Any) -> Any:
+    past, x, masks = saved
+
+    def definition(past: Any, x: Any) -> tuple[Any, Any, Any]:
+        frame = Frame(*masks)
+        past, x = upcast_all(past), upcast_all(x)
+        solve, softmax = plan.leaves
+        of_solve, of_softmax = (
+            {slot: past[key] for slot, key in keys.items()} for keys in plan.slots
+        )
+        names = ("k", "v", "lucid_beta")
+        y, updates = solve.step(of_solve, {n: x[n] for n in names if n in x}, frame)
+        out, _ = softmax.step(of_softmax, {"q": x["q"], "k": x["k"], "v": y}, frame)
+        return out, y, updates["rms"].tokens if "rms" in updates else None
+
+    made, pullback = jax.vjp(definition, past, x)
+    given = jax.tree.map(lambda d, like: d.astype(like.dtype), cotangents, made)
+    none = jax.tree.map(lambda a: np.zeros(a.shape, dtype=jax.dtypes.float0), masks)
+    return (*pullback(given), none)
+
+
+_step.defvjp(_forward, _backward)

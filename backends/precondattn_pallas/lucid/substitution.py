@@ -1,0 +1,193 @@
+"""Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
+
+Forward, from the first super-block J to the last, with N_J of `lucid_inverse.py` and R = v,
+
+    ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
+
+backward, from the last to the first, with R = dy,
+
+    X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
+
+Φ is symmetric, so that one kernel, `update`, serves both. Products of 16 bits take y divided by a
+power of two, that of the largest right side of its channel and super-block: since no entry of N is
+larger than 2, no quotient is larger than 4 S, far from where float16 ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.configurations import Configuration
+from precondattn_pallas.launch import divide, launch, loop, shape_of
+from precondattn_pallas.lucid.tiles import Phi, of_tile
+
+
+class Solved(NamedTuple):
+    """Of all tokens (m, T, e), in float32."""
+
+    values: Any
+    """y, or backward dv"""
+    before_beta: Any
+    """ρ, or backward X"""
+
+
+def apply_inverse(x: Any, out: Any, *, phi: Phi, tile: int, backward: bool) -> None:
+    """A tile of rows of one super-block, and some channels: of N_J R_J, or N_Jᵀ R_J."""
+    own = pl.program_id(0)
+    start = x["start"][0]
+    tiles = x["sides"].shape[0] // tile
+
+    def add(index: Any, total: Any) -> Any:
+        row, column = (index, own) if backward else (own, index)
+        block = x["inverse"][pl.ds(start + row * tile, tile), pl.ds(column * tile, tile)]
+        sides = x["sides"][pl.ds(index * tile, tile), :]
+        return total + phi.products.dot(block, sides, left=backward)
+
+    low, high = (own, tiles) if backward else (0, own + 1)
+    out["solution"][...] = loop(low, high, add, jnp.zeros(out["solution"].shape, jnp.float32))
+
+
+def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
+    """R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for some rows and channels."""
+    rows = x["i_keys"].shape[0]
+    super_block = x["j_keys"].shape[0]
+    i_start, start = pl.program_id(0) * rows, x["start"][0]
+
+    @pl.when(i_start < start if backward else i_start >= start + super_block)
+    def _() -> None:
+        own, i_segments = pl.ds(0, rows), of_tile(x, "i_segments", ...)
+
+        def add(index: Any, total: Any) -> Any:
+            j = pl.ds(index * columns, columns)
+            j_segments = of_tile(x, "j_segments", j)
+            weights = phi.tile(x["i_keys"], own, x["j_keys"], j, i_segments, j_segments)
+            values = x["operand"][j, :]
+            return total + phi.products.dot(weights.astype(values.dtype), values)
+
+        total = loop(
+            0, super_block // columns, add, jnp.zeros((rows, out["right"].shape[1]), jnp.float32)
+        )
+        out["right"][...] = x["right"][...] - total * x["sizes"][...][None, :]
+
+
+def substitute(
+    phi: Phi,
+    keys: Any,
+    factor: Any,
+    segments: Any,
+    inverse: Any,
+    right: Any,
+    cuts: tuple[Configuration, Configuration],
+    *,
+    count: int,
+    chunk: int,
+    backward: bool,
+) -> Solved:
+    """The solution of the system, or of its transpose, with `right` (m, T, e) in float32.
+
+    `count` of the T tokens are wanted; a program takes `chunk` channels.
+    """
+    m, tokens, d = keys.shape
+    super_block, e = inverse.shape[2], right.shape[2]
+    blocks = -(-count // super_block)
+    by_inverse, by_update = cuts
+    start_spec = pl.BlockSpec((1,), lambda i, h, c: (0,))
+
+    def solve(start: Any, sides: Any) -> Any:
+        tile = by_inverse.rows
+        return launch(
+            apply_inverse,
+            (super_block // tile, m, e // chunk),
+            {
+                "start": (start[None], start_spec),
+                "inverse": (
+                    inverse,
+                    pl.BlockSpec((None, tokens, super_block), lambda i, h, c: (h, 0, 0)),
+                ),
+                "sides": (
+                    sides,
+                    pl.BlockSpec((None, super_block, chunk), lambda i, h, c: (h, 0, c)),
+                ),
+            },
+            {
+                "solution": (
+                    shape_of((m, super_block, e), jnp.float32),
+                    pl.BlockSpec((None, tile, chunk), lambda i, h, c: (h, i, c)),
+                )
+            },
+            by_inverse,
+            interpret=phi.products.interpret,
+            phi=phi,
+            tile=tile,
+            backward=backward,
+        )["solution"]
+
+    def updated(start: Any, operand: Any, sizes: Any, right: Any) -> Any:
+        rows = by_update.rows
+        block = pl.BlockSpec((None, rows, chunk), lambda i, h, c: (h, i, c))
+        of_block = pl.BlockSpec((None, super_block, d), lambda i, h, c: (h, 0, 0))
+        inputs = {
+            "start": (start[None], start_spec),
+            "i_keys": (keys, pl.BlockSpec((None, rows, d), lambda i, h, c: (h, i, 0))),
+            "j_keys": (_part(keys, start, super_block), of_block),
+            "operand": (
+                operand,
+                pl.BlockSpec((None, super_block, chunk), lambda i, h, c: (h, 0, c)),
+            ),
+            "sizes": (sizes[:, 0], pl.BlockSpec((None, chunk), lambda i, h, c: (h, c))),
+            "right": (right, block),
+        }
+        if segments is not None:
+            n = m // segments.shape[0]
+            inputs["i_segments"] = (
+                segments,
+                pl.BlockSpec((None, rows), lambda i, h, c: (divide(h, n), i)),
+            )
+            inputs["j_segments"] = (
+                _part(segments, start, super_block),
+                pl.BlockSpec((None, super_block), lambda i, h, c: (divide(h, n), 0)),
+            )
+        return launch(
+            update,
+            (-(-count // rows), m, e // chunk),
+            inputs,
+            {"right": (shape_of(right.shape, right.dtype), block)},
+            by_update,
+            interpret=phi.products.interpret,
+            overwrites="right",
+            phi=phi,
+            columns=by_update.columns,
+            backward=backward,
+        )["right"]
+
+    def one(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        right, values, before = carried
+        start = jnp.asarray(blocks - 1 - index if backward else index, jnp.int32) * super_block
+        own = _part(right, start, super_block)
+        sizes = _powers_of_two(own) if keys.dtype == jnp.float16 else jnp.ones_like(own[:, :1])
+        solution = solve(start, (own / sizes).astype(keys.dtype))
+        solved = solution * _part(factor, start, super_block)[..., None]
+        right = updated(start, solved.astype(keys.dtype), sizes, right)
+        values = lax.dynamic_update_slice_in_dim(values, solved * sizes, start, 1)
+        before = lax.dynamic_update_slice_in_dim(before, solution * sizes, start, 1)
+        return right, values, before
+
+    empty = jnp.zeros(right.shape, jnp.float32)
+    _, values, before = lax.fori_loop(0, blocks, one, (right, empty, empty))
+    return Solved(values, before)
+
+
+def _part(array: Any, start: Any, count: int) -> Any:
+    """Some tokens, the second axis."""
+    return lax.dynamic_slice_in_dim(array, start, count, 1)
+
+
+def _powers_of_two(right: Any) -> Any:
+    """Of the largest right side of every channel (m, 1, e)."""
+    largest = jnp.max(jnp.abs(right), axis=1, keepdims=True)
+    exponent = jnp.ceil(jnp.log2(jnp.where(largest > 0, largest, 1.0)))
+    return jnp.exp2(jnp.clip(exponent, -126.0, 127.0))

@@ -1,0 +1,206 @@
+"""How the tokens of a chunk fade from one another, with a decay for each channel: kernels.
+
+    F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc
+
+(`channel_tiles.py`), with the scores of q and k its derivative with respect to A, what A reads from
+k that with respect to q, and so on. A program has a tile b of one query of each token, and goes
+over the chunk's earlier tiles a and later ones l; between has the totals of the tiles in between:
+
+    read_b    = Σ_a A_ba (between_ab ∘ until_a ∘ k_a),       dF/dq_b = since_b ∘ read_b,
+    written_b = Σ_l A_lbᵀ (between_bl ∘ since_l ∘ q_l),      dF/dk_b = until_b ∘ written_b,
+
+and both what is within the tile. The gates of b are also between the tokens of a and l, whose pairs
+are gone over for them. What the queries of a state make of k's and the gates' gradients is summed
+by XLA, and so are the gates of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.launch import divide, loop, remainder
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence.channel_tiles import (
+    TILE,
+    d_gates_of,
+    gradients_within,
+    read_within,
+    scores_within,
+    since_of,
+    until_of,
+)
+from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_tiles import every_block
+
+ALL = slice(None)
+
+
+def channel_scores(x: Any, out: Any, *, products: Products, block: int, blocks: int) -> None:
+    """dF/dA: the rows of tile b."""
+    own, count = _place(x, blocks)
+    width, zeros = x["k"].shape[1], jnp.zeros((TILE, TILE), jnp.float32)
+
+    def earlier(a: Any, done: Any) -> Any:
+        def add(c: Any, total: Any) -> Any:
+            keys = _earlier(products, x, a, own, c)
+            return total + products.dot(_later(products, x, own, c), keys, right=True)
+
+        out["scores"][:, _tokens(a)] = every_block(width, block, add, zeros)
+        return done
+
+    def within(c: Any, total: Any) -> Any:
+        return total + scores_within(products, *(_tile(x, name, own, c) for name in "qkg"))
+
+    def clear(a: Any, done: Any) -> Any:
+        out["scores"][:, _tokens(a)] = zeros
+        return done
+
+    loop(0, own, earlier, jnp.int32(0))
+    out["scores"][:, _tokens(own)] = every_block(width, block, within, zeros)
+    loop(own + 1, count, clear, jnp.int32(0))
+
+
+def channel_read(x: Any, out: Any, *, products: Products, blocks: int) -> None:
+    """dF/dq: a block of channels of tile b."""
+    own, _ = _place(x, blocks)
+    k, g = (_tile(x, name, own) for name in "kg")
+    within = read_within(products, _square(x, own, own), k, g)
+    out["d_q"][...] = within + _read(products, x, own, own) * since_of(products, g)
+
+
+def channel_gradient(x: Any, out: Any, *, products: Products, blocks: int) -> None:
+    """dF/dq, dF/dk and dF/dg: a block of channels of tile b."""
+    own, count = _place(x, blocks)
+    q, k, g = (_tile(x, name, own) for name in "qkg")
+
+    def one(tile: Any, carried: Any) -> Any:
+        written, crossing = carried
+        later = _later(products, x, tile)
+        crossing = crossing + jnp.sum(_read(products, x, tile, own) * later, axis=0)
+        later = later * _between(x, own, tile)
+        return written + products.dot(_square(x, tile, own), later, left=True), crossing
+
+    start = jnp.zeros(g.shape, jnp.float32), jnp.zeros(g.shape[1:], jnp.float32)
+    written, crossing = loop(own + 1, count, one, start)
+    read = _read(products, x, own, own) * since_of(products, g)
+    written = written * until_of(products, g)
+    d_q, d_k, d_g = gradients_within(products, _square(x, own, own), q, k, g)
+    out["d_q"][...] = d_q + read
+    out["d_k"][...] = d_k + written
+    out["d_g"][...] = d_g + d_gates_of(products, read * q, written * k) + crossing[None, :]
+
+
+def _place(x: Any, blocks: int) -> tuple[Any, int]:
+    """Which tile of its chunk a program has, and of how many."""
+    count = x["k"].shape[0] // TILE
+    return remainder(divide(pl.program_id(0), blocks), count), count
+
+
+def _tokens(tile: Any) -> Any:
+    return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
+
+
+def _tile(x: Any, name: str, tile: Any, columns: Any = ALL) -> Any:
+    return x[name][_tokens(tile), columns].astype(jnp.float32)
+
+
+def _square(x: Any, row: Any, column: Any) -> Any:
+    return x["a"][_tokens(row), _tokens(column)]
+
+
+def _between(x: Any, low: Any, high: Any, columns: Any = ALL) -> Any:
+    """What is kept by the tiles low < t < high (1, w)."""
+    totals = x["totals"][:, columns]
+    t = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
+    within = (t > low) & (t < high)
+    return jnp.exp(jnp.sum(jnp.where(within, totals, jnp.float32(0)), axis=0))[None, :]
+
+
+def _later(products: Products, x: Any, tile: Any, columns: Any = ALL) -> Any:
+    """since ∘ q of a tile."""
+    return _tile(x, "q", tile, columns) * since_of(products, _tile(x, "g", tile, columns))
+
+
+def _earlier(products: Products, x: Any, tile: Any, stop: Any, columns: Any = ALL) -> Any:
+    """k of a tile in front of another one."""
+    fade = until_of(products, _tile(x, "g", tile, columns)) * _between(x, tile, stop, columns)
+    return _tile(x, "k", tile, columns) * fade
+
+
+def _read(products: Products, x: Any, row: Any, stop: Any) -> Any:
+    """What tile `row` reads of those before `stop`, up to its own first token."""
+
+    def one(a: Any, total: Any) -> Any:
+        return total + products.dot(_square(x, row, a), _earlier(products, x, a, row))
+
+    return loop(0, stop, one, jnp.zeros((TILE, x["k"].shape[1]), jnp.float32))
+
+
+def scores_of_channels(plan: Plan, x: Rows) -> Any:
+    """dF/dA (m, r, T, C), of q, k and g."""
+    m, r, tokens, d = x["q"].shape
+    grid = _grid(tokens, m * r)
+    found = plan.launch(
+        channel_scores,
+        "channel_scores",
+        grid.shape,
+        _inputs(grid, plan, x, d, "q", "k", "g"),
+        {"scores": grid.rows(empty(m * r, tokens, plan.chunk))},
+        block=plan.block("channel_scores", d),
+        blocks=1,
+    )
+    return found["scores"].reshape(m, r, tokens, plan.chunk)
+
+
+def read_of_channels(plan: Plan, x: Rows, a: Any) -> Any:
+    """dF/dq (m, r, T, d), of A (m, r, T, C), k and g."""
+    (m, r, tokens, _), d = a.shape, x["k"].shape[2]
+    width = plan.block("channel_read", d)
+    grid = _grid(tokens, m * r, d // width)
+    found = plan.launch(
+        channel_read,
+        "channel_read",
+        grid.shape,
+        _inputs(grid, plan, {**x, "a": a}, width, "a", "k", "g"),
+        {"d_q": grid.rows(empty(m * r, tokens, d), width)},
+        blocks=d // width,
+    )
+    return found["d_q"].reshape(m, r, tokens, d)
+
+
+def gradients_of_channels(plan: Plan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
+    """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), of A (m, r, T, C), q, k and g."""
+    m, r, tokens, d = x["q"].shape
+    width = plan.block("channel_gradient", d)
+    grid = _grid(tokens, m * r, d // width)
+    found = plan.launch(
+        channel_gradient,
+        "channel_gradient",
+        grid.shape,
+        _inputs(grid, plan, {**x, "a": a}, width, "a", "q", "k", "g"),
+        {name: grid.rows(empty(m * r, tokens, d), width) for name in ("d_q", "d_k", "d_g")},
+        blocks=d // width,
+    )
+    d_q, d_k, d_g = (found[name].reshape(m, r, tokens, d) for name in ("d_q", "d_k", "d_g"))
+    return d_q, jnp.sum(d_k, axis=1), jnp.sum(d_g, axis=1)
+
+
+def _grid(tokens: int, heads: int, blocks: int = 1) -> Grid:
+    """A program for each tile."""
+    return Grid(TILE, tokens // TILE, heads, blocks)
+
+
+def _inputs(grid: Grid, plan: Plan, x: Rows, width: int, *names: str) -> dict[str, Any]:
+    """The whole chunk that a program's tile is in; of A all columns, else the program's own."""
+    tiles = plan.chunk // TILE
+    found = {}
+    for name in names:
+        array = each_query(x[name]) if name in ("a", "q") else x[name]
+        found[name] = grid.around(array, tiles, None if name == "a" else width)
+    m, tokens, d = x["g"].shape
+    totals = jnp.sum(x["g"].reshape(m, tokens // TILE, TILE, d), axis=2)
+    return {**found, "totals": grid.around(totals, tiles, width)}

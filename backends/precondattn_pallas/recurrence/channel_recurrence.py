@@ -1,0 +1,138 @@
+"""The recurrence in chunks with a decay for each key channel, or for each value channel.
+
+    O = (reading ∘ Q) S + A V,      S ← total ∘ S + (writing ∘ K)ᵀ V,
+    dQ = reading ∘ dO Sᵀ + dF/dQ,   dK = writing ∘ V dSᵀ + dF/dK,
+    dV = Aᵀ dO + (writing ∘ K) dS,  dS ← total ∘ dS + (reading ∘ Q)ᵀ dO
+
+with a decay for each row of the state, A = dF/dA of `channel_decay.py`, and F's other derivatives
+at A = tril(dO Vᵀ). F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With a decay for each column
+of the state it is F(Q Kᵀ, dO, V): the same with the roles of Q and dO exchanged, and those of K and
+V, on the transposed state. What is there dQ is then the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from precondattn.spec.recurrence import Gradients, Stream
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence import chunk_gradient, chunk_reads, chunk_states
+from precondattn_pallas.recurrence.channel_decay import (
+    gradients_of_channels,
+    read_of_channels,
+    scores_of_channels,
+)
+from precondattn_pallas.recurrence.chunk_arrays import (
+    Plan,
+    Rows,
+    padded_state,
+    padded_values,
+    plan_of,
+    queries_of,
+    unfilled_queries,
+    unfilled_state,
+    written_of,
+)
+from precondattn_pallas.recurrence.gate_sums import d_gates
+
+
+class Problem(NamedTuple):
+    """Rows of a call as the equations above have them."""
+
+    plan: Plan
+    rows: Rows
+    """q too, where there is one."""
+    d_o: Any
+    """(m, r, T, e); None where there is none."""
+    is_exchanged: bool
+
+    def state(self, state: Any) -> Any:
+        """(b, m, d, e) as rows have it."""
+        return padded_state(_transposed(state) if self.is_exchanged else state)
+
+    def of_state(self, state: Any, like: Any) -> Any:
+        """And back."""
+        if self.is_exchanged:
+            return _transposed(unfilled_state(state, _transposed(like)))
+        return unfilled_state(state, like)
+
+
+def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any, Any]:
+    """As `precondattn.spec.recurrence.Form` has it."""
+    problem = _problem(products, dtype, x, None)
+    plan, rows, d_o, is_exchanged = problem
+    states, final, _ = chunk_states.states(plan, rows, problem.state(state))
+    if is_exchanged:
+        found = read_of_channels(plan, rows, _pairs(plan, rows, d_o))
+        o = found + _from_states(plan, rows, d_o, states)
+    else:
+        o = chunk_reads.outputs(plan, _with_scores(plan, rows), states, rows["v"])
+    return unfilled_queries(o, x, x.v.shape[3]), problem.of_state(final, state)
+
+
+def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+    """The same."""
+    problem = _problem(products, dtype, x, d_o)
+    plan, rows, d_rows, is_exchanged = problem
+    states, _, v = chunk_states.states(plan, rows, problem.state(state))
+    rows = _with_scores(plan, rows)
+    local = chunk_reads.d_written(plan, rows, d_rows)
+    d_states, d_start, d_v = chunk_states.d_states(
+        plan, rows, d_rows, local, problem.state(d_final)
+    )
+    d_q, d_k, d_g = gradients_of_channels(plan, rows, _pairs(plan, rows, d_rows))
+
+    read = _from_states(plan, rows, d_rows, states)
+    of_keys = chunk_gradient.of_keys(plan, {"k": rows["k"]}, states, v, d_states)
+    written = rows["writing"] * of_keys["d_k"]
+    kept = of_keys["overlap"] * rows["total"]
+    d_g = d_gates(d_g, jnp.sum(read * rows["q"], axis=1), written * rows["k"], kept, plan.chunk)
+    d_q, d_k = d_q + read, d_k + written
+    if is_exchanged:
+        d_q = chunk_reads.outputs(plan, rows, states, v)
+        d_k, d_v = d_v, d_k
+    (d, e), s = state.shape[2:], x.k.shape[2]
+    stream = Stream(
+        unfilled_queries(d_q, x, d),
+        d_k[:, :s, :d].reshape(x.k.shape),
+        d_v[:, :s, :e].reshape(x.v.shape),
+        d_g[:, :s, : e if is_exchanged else d].reshape(x.g.shape),
+    )
+    return Gradients(stream, problem.of_state(d_start, d_final))
+
+
+def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> Problem:
+    is_exchanged = x.g.shape[4] > 1
+    q, k, v, g = x.q, x.k, x.v, x.g
+    if is_exchanged:
+        q, d_o, k, v, g = d_o, q, v, k, _transposed(g)
+    (s, d), e = k.shape[2:], v.shape[3]
+    plan = plan_of(products, d, e, "channel_states")
+    rows = written_of(k, v, g, None, plan, dtype)
+    tokens, width = rows["k"].shape[1:]
+    if q is not None:
+        rows["q"] = queries_of(q, s, tokens, width).astype(dtype)
+    if d_o is not None:
+        d_o = queries_of(d_o, s, tokens, padded_values(e)).astype(dtype)
+    return Problem(plan, rows, d_o, is_exchanged)
+
+
+def _with_scores(plan: Plan, rows: Rows) -> Rows:
+    return {**rows, "scores": scores_of_channels(plan, rows)}
+
+
+def _pairs(plan: Plan, rows: Rows, d_o: Any) -> Any:
+    """tril(dO Vᵀ) (m, r, T, C)."""
+    return chunk_gradient.of_scores(plan, {"k": rows["k"]}, rows["v"], d_o)["d_scores"]
+
+
+def _from_states(plan: Plan, rows: Rows, d_o: Any, states: Any) -> Any:
+    """reading ∘ dO Sᵀ (m, r, T, d)."""
+    found = chunk_gradient.of_queries(plan, rows, d_o, states)["d_q"]
+    return found * rows["reading"][:, None]
+
+
+def _transposed(array: Any) -> Any:
+    return jnp.swapaxes(array, -1, -2)

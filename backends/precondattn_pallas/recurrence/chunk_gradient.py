@@ -1,0 +1,174 @@
+"""The gradients of queries and keys, all chunks at once.
+
+    dA = D ∘ dO Uᵀ,    dQ = dA K + reading ∘ dO Sᵀ,
+    dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
+         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+
+the second line of dK by the delta rule only, with X and dL of `delta_rule.py`; S in front of the
+chunk and dS behind it. A program has a chunk and a block of key channels, and goes over the value
+channels. Besides, for the gates and for β, it has the sums of these products with what they are
+the gradients of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_tiles import (
+    crossing,
+    every_block,
+    pairs_of,
+    products_of_rows,
+)
+
+
+def d_scores(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """dA of one query of each token, and the gates' gradient from it."""
+    pairs = pairs_of(x, x["d_o"].shape[0])
+    found = pairs * products_of_rows(products, x["d_o"], x["u"], block)
+    out["d_scores"][...] = found
+    if "g" in x:
+        scores = products_of_rows(products, x["q"], x["k"], block)
+        out["crossing"][...] = crossing(found * scores)
+
+
+def d_queries(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """A block of dQ, of one query of each token; where decays are the channels', dO Sᵀ."""
+    found = products_of_rows(products, x["d_o"], x["state"], block)
+    if "reading" in x:
+        found = found * x["reading"][...][:, None]
+        out["read"][...] = jnp.sum(found * x["q"][...].astype(jnp.float32), axis=1)
+    if "d_scores" in x:
+        found = found + products.dot(x["d_scores"][...], x["k"][...])
+    out["d_q"][...] = found
+
+
+def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """A block of dK; where decays are the channels', U dSᵀ. And Σ S ∘ dS over value channels."""
+    is_delta = "d_right" in x
+    (size, width), rows = x["u"].shape, x["d_state"].shape[0]
+
+    def add(c: Any, total: Any) -> Any:
+        written, from_state, overlap = total
+        state, d_state = x["state"][:, c], x["d_state"][:, c]
+        written = written + products.dot(x["u"][:, c], d_state, right=True)
+        if is_delta:
+            from_state = from_state + products.dot(x["d_right"][:, c], state, right=True)
+        return written, from_state, overlap + jnp.sum(state * d_state, axis=1)
+
+    zeros = jnp.zeros((size, rows), jnp.float32)
+    start = zeros, zeros if is_delta else jnp.int32(0), jnp.zeros((rows,), jnp.float32)
+    found, from_state, overlap = every_block(width, block, add, start)
+    out["overlap"][...] = overlap
+    if "writing" in x:
+        found = found * x["writing"][...][:, None]
+        out["written"][...] = jnp.sum(found * x["k"][...].astype(jnp.float32), axis=1)
+    if "d_scores" in x:
+        for row in range(x["q"].shape[0]):
+            d_scores, q = x["d_scores"][row, :, :], x["q"][row, :, :]
+            found = found + products.dot(d_scores, q, left=True)
+    if is_delta:
+        k = x["k"][...]
+        if "reading" in x:
+            from_state = from_state * x["reading"][...][:, None]
+        out["from_keys"][...] = jnp.sum(from_state * k.astype(jnp.float32), axis=1)
+        found = found - x["beta"][...][:, None] * from_state
+        found = found + products.dot(x["d_keys"][...], k)
+    out["d_k"][...] = found
+
+
+def of_scores(plan: Plan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
+    """dA (m, r, T, C) as d_scores, and crossing (m, r, T) where there are gates."""
+    m, r, tokens, e = d_o.shape
+    grid = Grid(plan.chunk, tokens // plan.chunk, m * r)
+    inputs = {"d_o": grid.rows(each_query(d_o)), "u": grid.rows(u)}
+    outputs = {"d_scores": grid.rows(empty(m * r, tokens, plan.chunk))}
+    if "g" in x:
+        inputs |= {"q": grid.rows(each_query(x["q"])), "k": grid.rows(x["k"])}
+        inputs |= grid.those(x, "g")
+        outputs["crossing"] = grid.numbers(empty(m * r, tokens))
+    found = plan.launch(
+        d_scores,
+        "chunk_scores_gradient",
+        grid.shape,
+        inputs,
+        outputs,
+        block=plan.block("chunk_scores_gradient", min(x["k"].shape[2], e)),
+    )
+    return {name: array.reshape(m, r, *array.shape[1:]) for name, array in found.items()}
+
+
+def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
+    """dQ (m, r, T, d) as d_q, and its sums with Q as read (m, r, T) where there are gates.
+
+    x has dA too, as d_scores; without it, of dQ only dO Sᵀ.
+    """
+    (m, r, tokens, e), d = d_o.shape, states.shape[2]
+    width = plan.block("chunk_query_gradient", d)
+    grid = Grid(plan.chunk, tokens // plan.chunk, m * r, d // width)
+    inputs = {"d_o": grid.rows(each_query(d_o)), "state": grid.state(states, rows=width)}
+    outputs = {"d_q": grid.rows(empty(m * r, tokens, d), width)}
+    if "d_scores" in x:
+        inputs["d_scores"] = grid.rows(each_query(x["d_scores"]))
+        inputs["k"] = grid.rows(x["k"], width)
+        if "g" in x:
+            inputs |= {"q": grid.rows(each_query(x["q"]), width), **grid.those(x, "reading")}
+            outputs["read"] = grid.sums(empty(m * r, d // width, tokens))
+    found = plan.launch(
+        d_queries,
+        "chunk_query_gradient",
+        grid.shape,
+        inputs,
+        outputs,
+        block=plan.block("chunk_query_gradient", e),
+    )
+    result = {"d_q": found["d_q"].reshape(m, r, tokens, d)}
+    if "read" in found:
+        result["read"] = jnp.sum(found["read"], axis=1).reshape(m, r, tokens)
+    return result
+
+
+def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
+    """dK (m, T, d) as d_k, overlap (m, chunks, d), and sums of K with what dK consists of (m, T).
+
+    These are written, where there are gates, and from_keys by the delta rule; x has d_scores, and
+    d_right and d_keys of the delta rule. Without d_scores, of dK only U dSᵀ.
+    """
+    m, tokens, d = x["k"].shape
+    e = u.shape[2]
+    width = plan.block("chunk_key_gradient", d)
+    blocks, count = d // width, tokens // plan.chunk
+    grid = Grid(plan.chunk, count, m, blocks)
+    inputs = {
+        "u": grid.rows(u),
+        "state": grid.state(states, rows=width),
+        "d_state": grid.state(d_states, rows=width),
+    }
+    outputs = {
+        "d_k": grid.rows(empty(m, tokens, d), width),
+        "overlap": grid.state_rows(empty(m, count, d), width),
+    }
+    sums = []
+    if "d_scores" in x:
+        inputs["d_scores"] = grid.group(x["d_scores"])
+        inputs |= {"q": grid.group(x["q"], width), "k": grid.rows(x["k"], width)}
+        inputs |= grid.those(x, "writing")
+        sums += ["written"] if "writing" in x else []
+    if "d_right" in x:
+        inputs |= {name: grid.rows(x[name]) for name in ("d_right", "d_keys")}
+        inputs |= grid.those(x, "reading", "beta")
+        sums.append("from_keys")
+    outputs |= {name: grid.sums(empty(m, blocks, tokens)) for name in sums}
+    found = plan.launch(
+        d_keys_of_states,
+        "chunk_key_gradient",
+        grid.shape,
+        inputs,
+        outputs,
+        block=plan.block("chunk_key_gradient", e),
+    )
+    return found | {name: jnp.sum(found[name], axis=1) for name in sums}

@@ -1,0 +1,90 @@
+"""The inverse of a chunk's system by the delta rule.
+
+    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
+
+by recursive 2×2 block inversion,
+
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    M ← M − M (L ∘ lower left) M
+
+for blocks of 1, 2, 4 … tokens: within either half of the chunk in registers, and then once for the
+two halves. At float32's precision whatever the inputs are: entries are of the size of 1, for keys
+of length 1 and β in [0, 2], but doubling the Neumann series instead would lose every digit on keys
+that nearly coincide. Of two halves with h tokens, D of a pair across their border is
+
+    D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty
+from precondattn_pallas.recurrence.chunk_tiles import every_block, pairs_of, tokens_of
+
+
+def unit_lower_inverse(products: Products, strict: Any) -> Any:
+    """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide.
+
+    What stands on its diagonal and above is not looked at.
+    """
+    i, j = tokens_of(strict.shape[0])
+    zero = jnp.float32(0)
+    # Of pairs of rows, where A and B are 1.
+    is_pair = ((j & 1) == 0) & (i == j + 1)
+    found = jnp.where(i == j, jnp.float32(1), zero) - jnp.where(is_pair, strict, zero)
+    for level in range(1, strict.shape[0].bit_length() - 1):
+        i_block, j_block = i >> level, j >> level
+        is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
+        left = products.exact.dot(found, jnp.where(is_lower_left, strict, zero))
+        found = found - products.exact.dot(left, found)
+    return found
+
+
+def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """M of a chunk: its diagonal blocks first."""
+    half = x["k"].shape[0] // 2
+    first, second = pl.ds(0, half), pl.ds(half, half)
+    blocks = []
+    for own in (first, second):
+        gates = {"g": x["g"][own]} if "g" in x else {}
+        system = _among_keys(products, x, own, own, block) * pairs_of(gates, half, strict=True)
+        inverse = unit_lower_inverse(products, system * x["beta"][own][:, None])
+        out["inverse"][own, own] = inverse
+        blocks.append(inverse)
+    corner = _among_keys(products, x, second, first, block) * x["beta"][second][:, None]
+    if "g" in x:
+        since = jnp.exp(jnp.cumsum(x["g"][second], axis=0))
+        i, j = tokens_of(half)
+        behind = jnp.where(i > j, x["g"][first][:, None], jnp.float32(0))
+        corner = corner * since[:, None] * jnp.exp(jnp.sum(behind, axis=0))[None, :]
+    exact = products.exact
+    out["inverse"][second, first] = -exact.dot(exact.dot(blocks[1], corner), blocks[0])
+    out["inverse"][first, second] = jnp.zeros((half, half), jnp.float32)
+
+
+def _among_keys(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
+    """⟨k_i, k_j⟩ of two halves."""
+
+    def add(c: Any, total: Any) -> Any:
+        return total + products.dot(x["k"][i, c], x["k"][j, c], right=True)
+
+    return every_block(x["k"].shape[1], block, add, jnp.zeros((i.size, j.size), jnp.float32))
+
+
+def inverses(plan: Plan, x: Rows) -> Any:
+    """M of all chunks (m, T, C)."""
+    m, tokens, d = x["k"].shape
+    grid = Grid(plan.chunk, tokens // plan.chunk, m)
+    found = plan.launch(
+        invert,
+        "chunk_inverse",
+        grid.shape,
+        {"k": grid.rows(x["k"]), **grid.those(x, "beta", "g")},
+        {"inverse": grid.rows(empty(m, tokens, plan.chunk))},
+        block=plan.block("chunk_inverse", d),
+    )
+    return found["inverse"]

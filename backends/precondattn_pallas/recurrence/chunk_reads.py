@@ -1,0 +1,92 @@
+"""What chunks read, all at once, and what of the outputs' gradients reaches what was written there.
+
+    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,    A = (D ∘ Q Kᵀ)ᵀ dO, summed over the queries of a state.
+
+A program has a chunk and a block of value channels; scores are made anew for every block, 2 C d
+FLOPs a token each time, so that none stand in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_tiles import every_block, faded, is_by_channel, scores_of
+
+
+def read(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """The outputs of one query of each token."""
+    width = x["q"].shape[1]
+
+    by_channel = "reading" in x and is_by_channel(x, "reading")
+
+    def add(c: Any, total: Any) -> Any:
+        q = faded(x, "q", "reading", slice(None), c) if by_channel else x["q"][:, c]
+        return total + products.dot(q, x["state"][c, :])
+
+    found = every_block(width, block, add, jnp.zeros(out["o"].shape, jnp.float32))
+    if "reading" in x and not by_channel:
+        found = found * x["reading"][...][:, None]
+    scores = scores_of(products, x, block)
+    out["o"][...] = found + products.dot(scores, x["u"][...])
+
+
+def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
+    """A, of all queries of a state."""
+    total = jnp.zeros(out["local"].shape, jnp.float32)
+    for row in range(x["d_o"].shape[0]):
+        scores = scores_of(products, x, block, row)
+        total = total + products.dot(scores, x["d_o"][row, :, :], left=True)
+    out["local"][...] = total
+
+
+def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
+    """O (m, r, T, e), of the states in front of every chunk."""
+    m, r, tokens, d = x["q"].shape
+    e = u.shape[2]
+    width = plan.block("chunk_reads", e)
+    grid = Grid(plan.chunk, tokens // plan.chunk, m * r, e // width)
+    inputs = {
+        "q": grid.rows(each_query(x["q"])),
+        "state": grid.state(states, columns=width),
+        "u": grid.rows(u, width),
+        **grid.those(x, "reading"),
+    }
+    if "scores" in x:
+        inputs["scores"] = grid.rows(each_query(x["scores"]))
+    else:
+        inputs |= {"k": grid.rows(x["k"]), **grid.those(x, "g")}
+    found = plan.launch(
+        read,
+        "chunk_reads",
+        grid.shape,
+        inputs,
+        {"o": grid.rows(empty(m * r, tokens, e), width)},
+        block=plan.block("chunk_reads", d),
+    )
+    return found["o"].reshape(m, r, tokens, e)
+
+
+def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
+    """A (m, T, e), of dO (m, r, T, e)."""
+    m, _, tokens, d = x["q"].shape
+    e = d_o.shape[3]
+    width = plan.block("chunk_reads", e)
+    grid = Grid(plan.chunk, tokens // plan.chunk, m, e // width)
+    inputs = {"d_o": grid.group(d_o, width)}
+    if "scores" in x:
+        inputs["scores"] = grid.group(x["scores"])
+    else:
+        inputs |= {"q": grid.group(x["q"]), "k": grid.rows(x["k"]), **grid.those(x, "g")}
+    found = plan.launch(
+        read_back,
+        "chunk_reads",
+        grid.shape,
+        inputs,
+        {"local": grid.rows(empty(m, tokens, e), width)},
+        block=plan.block("chunk_reads", d),
+    )
+    return found["local"]

@@ -1,0 +1,120 @@
+"""The recurrence of linear attention and the delta rule in chunks, by Pallas kernels.
+
+    U = M β (V − reading ∘ K S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
+    S ← total ∘ S + (writing ∘ K)ᵀ U
+
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; where each channel has its own
+decay, as `channel_recurrence.py` has it. Chunks are prepared all at once
+(`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all at
+once (`chunk_reads.py`). The gradient makes the states anew, goes back over them, and has the rest
+of all chunks at once (`chunk_gradient.py`). XLA makes the factors of the gates, and the gradient of
+the gates from sums that the kernels leave (`gate_sums.py`).
+
+In memory stand, besides inputs, outputs and their gradients, a state of d e numbers in float32 for
+each chunk, M and two rows of numbers for each token; in the gradient, twice that and a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn_pallas.precision import Products
+from precondattn_pallas.recurrence import (
+    channel_recurrence,
+    chunk_gradient,
+    chunk_reads,
+    chunk_states,
+    delta_rule,
+)
+from precondattn_pallas.recurrence.chunk_arrays import (
+    padded_state,
+    padded_values,
+    plan_of,
+    queries_of,
+    rows_of,
+    unfilled_queries,
+    unfilled_state,
+)
+from precondattn_pallas.recurrence.gate_sums import d_gates
+
+
+class Chunkwise:
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`).
+
+    Queries, keys and values are multiplied in a dtype; `decays` says whether there are gates.
+    """
+
+    def __init__(self, products: Products, dtype: Any, *, decays: bool) -> None:
+        self.products, self.dtype, self.decays = products, dtype, decays
+
+    def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.forward(self.products, self.dtype, x, state)
+        plan = plan_of(self.products, *state.shape[2:])
+        rows = rows_of(x, plan, self.dtype, decays=self.decays)
+        if x.beta is not None:
+            rows |= delta_rule.prepared(plan, rows)
+        states, final, u = chunk_states.states(plan, rows, padded_state(state))
+        o = chunk_reads.outputs(plan, rows, states, u)
+        return unfilled_queries(o, x, x.v.shape[3]), unfilled_state(final, state)
+
+    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
+        plan = plan_of(self.products, *state.shape[2:])
+        rows = rows_of(x, plan, self.dtype, decays=self.decays)
+        if x.beta is not None:
+            rows |= delta_rule.prepared(plan, rows)
+        states, _, u = chunk_states.states(plan, rows, padded_state(state))
+        (s, e), tokens = x.v.shape[2:], rows["k"].shape[1]
+        d_o = queries_of(d_o, s, tokens, padded_values(e)).astype(self.dtype)
+        local = chunk_reads.d_written(plan, rows, d_o)
+        d_states, d_start, d_u = chunk_states.d_states(
+            plan, rows, d_o, local, padded_state(d_final)
+        )
+
+        of_scores = chunk_gradient.of_scores(plan, rows, u, d_o)
+        rows["d_scores"] = of_scores["d_scores"]
+        d_v, own = d_u, {}
+        if x.beta is not None:
+            own = delta_rule.d_written(plan, rows, u, d_u)
+            rows |= {name: own[name] for name in ("d_right", "d_keys")}
+            d_v = rows["beta"][..., None] * own["d_right"]
+        by_queries = chunk_gradient.of_queries(plan, rows, d_o, states)
+        of_keys = chunk_gradient.of_keys(plan, rows, states, u, d_states)
+
+        d_g = jnp.zeros_like(x.g)
+        if self.decays:
+            crossing = jnp.sum(of_scores["crossing"], axis=1)
+            read = jnp.sum(by_queries["read"], axis=1)
+            if x.beta is not None:
+                crossing = crossing + own["crossing"]
+                read = read - rows["beta"] * of_keys["from_keys"]
+            kept = jnp.sum(of_keys["overlap"] * rows["total"], axis=2)
+            d_g = d_gates(crossing, read, of_keys["written"], kept, plan.chunk)
+            d_g = d_g[:, :s].reshape(x.g.shape)
+        d_beta = None
+        if x.beta is not None:
+            d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
+        stream = Stream(
+            unfilled_queries(by_queries["d_q"], x, x.k.shape[3]),
+            of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
+            d_v[:, :s, :e].reshape(x.v.shape),
+            d_g,
+            d_beta,
+        )
+        return Gradients(stream, unfilled_state(d_start, d_final))
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
+        return function(*arrays)
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        done = [self.forward(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in done), *arrays), [final for _, final in done]

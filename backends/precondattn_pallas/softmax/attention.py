@@ -1,0 +1,161 @@
+"""Softmax attention as a backend's leaf: which calls the kernels take, and how they are called.
+
+Kept for the gradient: λ (b, h, t), in units of log 2, and where the output is rounded to half
+precision, the output as it was: D = do · o has to make the sum of every row of dS vanish, or where
+keys are alike, what is left of it is all that dq has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_pallas.configurations import configuration
+from precondattn_pallas.masks import where_valid
+from precondattn_pallas.precision import padded_width, products
+from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
+from precondattn_pallas.softmax.forward import Cut, attend
+from precondattn_pallas.softmax.score_tiles import Sight, segments_of
+
+LOG2_E = math.log2(math.e)
+WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
+"""Of keys and values: what fits the registers of a multiprocessor."""
+
+MOST_HEADS = 65535
+"""And sequences: a grid has no more along these axes."""
+
+Masks = tuple[Any, Any, Any]
+"""Of queries and keys, which count, and the keys' segments; None where all do, or there is one."""
+
+
+class Plan(NamedTuple):
+    """What is known of a call before its values."""
+
+    scale: float
+    forward: Cut
+    query_gradient: Cut
+    key_gradient: Cut
+
+
+def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
+    d, e = padded_width(q.shape[3]), padded_width(v.shape[3])
+    scale = leaf.scale_for(q.shape[3])
+    sight = Sight(q.shape[1], k.shape[1], leaf.causal, leaf.window)
+    multiplied = products(v.dtype, interpret=interpret)
+    if is_half := v.dtype.itemsize == 2:
+        multiplied = multiplied._replace(tf32=True)  # P has no more digits.
+
+    def cut(kernel: str) -> Cut:
+        tile = configuration(f"attention_{kernel}", max(d, e), is_half)
+        return Cut(sight, scale * LOG2_E, multiplied, tile, d, e)
+
+    return Plan(scale, cut("forward"), cut("query_gradient"), cut("key_gradient"))
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, tuple[Any, ...]]:
+    q_valid, k_valid, k_segment = masks
+    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    out, log_total = attend(
+        plan.forward, where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v),
+        segments,
+    )  # fmt: skip
+    out = where_valid(q_valid, out)
+    if v.dtype == jnp.float32:
+        return out, (log_total,)
+    return out.astype(v.dtype), (log_total, out)
+
+
+@partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, q: Any, k: Any, v: Any, masks: Masks, out: Any, log_total: Any, d_o: Any
+) -> dict[str, Any]:
+    q_valid, k_valid, k_segment = masks
+    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    d_o, out = where_valid(q_valid, d_o), where_valid(q_valid, out)
+    d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
+    x = {
+        "q": where_valid(q_valid, q),
+        "k": where_valid(k_valid, k),
+        "v": where_valid(k_valid, v),
+        "d_o": d_o,
+        "log_total": log_total,
+        "d_sum": jnp.swapaxes(d_sum, 1, 2),
+    }
+    d_k, d_v = d_keys_and_values(plan.key_gradient, x, segments)
+    d_q = d_queries(plan.query_gradient, x, segments)
+    return {"q": plan.scale * d_q, "k": plan.scale * d_k, "v": d_v}
+
+
+class Attention:
+    """Of `Softmax` that reads means."""
+
+    def __init__(self, *, interpret: bool) -> None:
+        self.interpret = interpret
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if leaf.metric != DOT:
+            return f"has kernels for attention with scores ⟨q, k⟩ only, not of {leaf.name}"
+        for option, is_used in (("a bias", leaf.bias), ("a forget gate", leaf.forget != "none")):
+            if is_used:
+                return f"has no kernel for attention with {option}"
+        shapes = dict(request.shapes)
+        widest = WIDEST[request.dtype]
+        for name, what in (("k", "keys"), ("v", "values")):
+            if shapes[name][3] > widest:
+                return (
+                    f"has kernels for attention in {request.dtype} with {what} whose width is at "
+                    f"most {widest}; found {shapes[name][3]}"
+                )
+        if 0 in shapes["q"] + shapes["v"]:
+            return "its attention takes no empty arrays"
+        if max(shapes["q"][0], shapes["q"][2]) > MOST_HEADS:
+            return f"its attention takes at most {MOST_HEADS} sequences, and as many heads"
+        return None
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        q, k, v = _inputs(x)
+        plan = plan_of(leaf, q, k, v, interpret=self.interpret)
+        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        return found
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        q, k, v = _inputs(x)
+        plan = plan_of(leaf, q, k, v, interpret=self.interpret)
+        log_total, *full = residuals
+        full_out = full[0] if full else out
+        d_out = cotangent.astype(v.dtype)
+        found = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
+        return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        b, t, h, _ = inputs["q"].shape
+        (*_, e), dtype = inputs["v"]
+        kept = ArraySpec((b, h, t), "float32")
+        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+
+
+def _inputs(x: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Queries, keys and values, in the dtype of the values."""
+    dtype = x["v"].dtype
+    return x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
+
+
+def masks_of(frame: Frame) -> Masks:
+    return frame.q_valid, frame.k_valid, frame.k_segment

@@ -1,0 +1,211 @@
+"""LASER by the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc}.
+
+A call is *close* if no two values of a channel that count are further apart than R. Then, with ν_c
+the largest of them, every e^{v − ν} is far from vanishing, and LASER is softmax attention to W:
+
+    W = e^{v − ν} − u,    o = ν + log(u + A W),    G = do / (u + A W),    dv = (W + u) ∘ Aᵀ G,
+
+with the gradient of A W at G for q and k. Channels whose values lie within log 2 of each other have
+u = 1, all others u = 0: then what is rounded in W is no larger than it need be. A hidden value
+enters ν and u, and so the rounding of an output, and nothing else.
+
+All other calls go a key at a time (`laser_exact.py`). Which it is is found on the device.
+
+Kept for the gradient: λ (b, h, t), A W (b, t, h, e) and o (b, t, h, e), in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.laser import RANGE
+from precondattn_pallas.masks import where_valid
+from precondattn_pallas.softmax import laser_exact
+from precondattn_pallas.softmax.attention import Attention, Masks, Plan, masks_of, plan_of
+from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
+from precondattn_pallas.softmax.forward import attend
+from precondattn_pallas.softmax.score_tiles import Segments, segments_of
+
+
+class Spread(NamedTuple):
+    """How far the values of each kv head lie apart."""
+
+    shift: Any
+    """ν (b, 1, n, e)"""
+    less: Any
+    """u (b, 1, n, e)"""
+    is_close: Any
+    """Of the call."""
+
+
+def factor_dtype(dtype: Any) -> Any:
+    """Of W and G, for values of this dtype: float16 has not the range."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
+def _spread(v: Any, valid: Any) -> Spread:
+    v = v.astype(jnp.float32)
+    counts = jnp.ones((1, v.shape[1], 1, 1), bool) if valid is None else valid[..., None, None]
+    high = jnp.max(jnp.where(counts, v, -jnp.inf), axis=1, keepdims=True)
+    low = jnp.min(jnp.where(counts, v, jnp.inf), axis=1, keepdims=True)
+    # With no value that counts there is nothing to shift.
+    high, low = (jnp.where(jnp.isfinite(a), a, 0.0) for a in (high, low))
+    less = jnp.where(high - low <= math.log(2), 1.0, 0.0)
+    return Spread(high, less, jnp.all(high - low <= RANGE["float32"]))
+
+
+class _Call(NamedTuple):
+    """What both ways start from."""
+
+    plan: Plan
+    q: Any
+    k: Any
+    v: Any
+    segments: Segments | None
+    spread: Spread
+
+    @property
+    def group(self) -> int:
+        return int(self.q.shape[2] // self.k.shape[2])
+
+    @property
+    def factor(self) -> Any:
+        return factor_dtype(self.v.dtype)
+
+    @property
+    def weights(self) -> Any:
+        """W + u = e^{v − ν}, in float32; not more than 1 where the values are not close."""
+        return jnp.exp(self.v.astype(jnp.float32) - self.spread.shift)
+
+    def of_queries(self, array: Any) -> Any:
+        """One for each query head."""
+        return jnp.repeat(array, self.group, axis=2)
+
+    def by_heads(self) -> tuple[Any, Any, Any]:
+        return tuple(
+            jnp.swapaxes(a.astype(jnp.float32), 1, 2)
+            for a in (self.q, self.of_queries(self.k), self.of_queries(self.v))
+        )
+
+
+def _call(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> _Call:
+    q_valid, k_valid, k_segment = masks
+    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    q, k, v = where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
+    return _Call(plan, q, k, v, segments, _spread(v, k_valid))
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
+    call = _call(plan, q, k, v, masks)
+
+    def close() -> Any:
+        shift, less = map(call.of_queries, call.spread[:2])
+        w = where_valid(masks[1], (call.weights - call.spread.less).astype(call.factor))
+        mean, log_total = attend(plan.forward, call.q, call.k, w, call.segments)
+        some = jnp.swapaxes(log_total, 1, 2)[..., None] < jnp.inf
+        return (
+            jnp.where(some, shift + jnp.log(jnp.where(some, less + mean, 1.0)), 0.0),
+            mean,
+            log_total,
+        )
+
+    def exact() -> Any:
+        cut = plan.forward
+        o, log_total = laser_exact.forward(cut.sight, plan.scale, *call.by_heads(), call.segments)
+        o = jnp.swapaxes(o, 1, 2)
+        return o, jnp.zeros_like(o), log_total
+
+    o, mean, log_total = lax.cond(call.spread.is_close, close, exact)
+    o = where_valid(masks[0], o)
+    return o.astype(v.dtype), (log_total, mean, o)
+
+
+@partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, q: Any, k: Any, v: Any, masks: Masks, residuals: Any, d_o: Any
+) -> dict[str, Any]:
+    call = _call(plan, q, k, v, masks)
+    log_total, mean, o = residuals
+    d_o = where_valid(masks[0], d_o).astype(jnp.float32)
+
+    def close() -> Any:
+        less = call.of_queries(call.spread.less)
+        some = jnp.swapaxes(log_total, 1, 2)[..., None] < jnp.inf
+        g = jnp.where(some, d_o / jnp.where(some, less + mean, 1.0), 0.0).astype(call.factor)
+        d_sum = jnp.sum(g.astype(jnp.float32) * mean, axis=3)
+        x = {
+            "q": call.q,
+            "k": call.k,
+            "v": where_valid(masks[1], (call.weights - call.spread.less).astype(call.factor)),
+            "d_o": g,
+            "log_total": log_total,
+            "d_sum": jnp.swapaxes(d_sum, 1, 2),
+        }
+        d_k, d_w = d_keys_and_values(plan.key_gradient, x, call.segments)
+        d_q = d_queries(plan.query_gradient, x, call.segments)
+        return plan.scale * d_q, plan.scale * d_k, d_w * call.weights
+
+    def exact() -> Any:
+        cut, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
+        found = laser_exact.backward(
+            cut.sight, plan.scale, *call.by_heads(), call.segments, back(o), log_total, back(d_o)
+        )
+        d_q, d_k, d_v = map(back, found)
+        return d_q, call_sum(d_k), call_sum(d_v)
+
+    def call_sum(array: Any) -> Any:
+        """Over the query heads of a kv head."""
+        b, s, h, width = array.shape
+        return array.reshape(b, s, h // call.group, call.group, width).sum(3)
+
+    found = lax.cond(call.spread.is_close, close, exact)
+    return dict(zip("qkv", found, strict=True))
+
+
+class Laser(Attention):
+    """Of `Softmax` that reads in exponential space."""
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        plan, q, k, v = self._planned(leaf, x)
+        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        return found
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        plan, q, k, v = self._planned(leaf, x)
+        found = _backward(plan, q, k, v, masks_of(frame), residuals, cotangent)
+        return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        b, t, h, _ = inputs["q"].shape
+        wide = ArraySpec((b, t, h, inputs["v"].shape[3]), "float32")
+        return ArraySpec((b, h, t), "float32"), wide, wide
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.dtype == "float16" and max(shape[-1] for _, shape in request.shapes) > 128:
+            return "has kernels for LASER in float16 with widths of at most 128"
+        return super().refuses(leaf, request)
+
+    def _planned(self, leaf: Any, x: Mapping[str, Any]) -> tuple[Plan, Any, Any, Any]:
+        dtype = x["v"].dtype
+        q, k, v = x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
+        like = jax.ShapeDtypeStruct(v.shape, factor_dtype(dtype))
+        plan = plan_of(leaf, q, k, like, interpret=self.interpret)
+        return plan, q, k, v

@@ -1,0 +1,89 @@
+"""LASER with values of any size, a key at a time, in memory linear in the number of tokens.
+
+    o_ic = log Σ_j e^{s_ij + v_jc} − λ_i,    w_ijc = e^{s_ij − λ_i + v_jc − o_ic},
+    dv_jc = Σ_i do_ic w_ijc,    dS_ij = Σ_c do_ic (w_ijc − a_ij).
+
+It serves calls whose values lie too far apart for one shift, at t s e exponentials a head. It is no
+kernel, but a loop of XLA's. Arrays are (b, heads, tokens, channels) in float32, with a head of keys
+for each of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from precondattn_pallas.softmax.score_tiles import Segments, Sight, visible
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+def _scores(sight: Sight, scale: float, q: Any, key: Any, j: Any, segments: Any) -> Any:
+    """s_ij of one key j (b, h, t), −∞ where it is hidden."""
+    scores = scale * jnp.einsum("bhtd,bhd->bht", q, key, precision=HIGHEST)
+    runs = (None, None)
+    if segments is not None:
+        own = lax.dynamic_index_in_dim(segments.key, j, 1, keepdims=True)
+        runs = segments.q_run[:, None], own[:, None]
+    rows = jnp.arange(q.shape[2], dtype=jnp.int32)[None, None]
+    return jnp.where(visible(sight, rows, j, *runs), scores, -jnp.inf)
+
+
+def _keys(k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Key after key."""
+    count = jnp.arange(k.shape[2], dtype=jnp.int32)
+    return count, jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
+
+
+def forward(
+    sight: Sight, scale: float, q: Any, k: Any, v: Any, segments: Segments | None
+) -> tuple[Any, Any]:
+    """o (b, h, t, e), and λ (b, h, t), ∞ where a row sees nothing."""
+
+    def one(carried: Any, at: Any) -> Any:
+        largest, total, of_scores = carried
+        j, key, value = at
+        scores = _scores(sight, scale, q, key, j, segments)
+        here = scores[..., None] + value[:, :, None, :]
+        higher = jnp.maximum(largest, here)
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        total = total * jnp.exp(largest - base) + jnp.exp(here - base)
+        return (higher, total, jnp.logaddexp(of_scores, scores)), None
+
+    shape = (*q.shape[:3], v.shape[3])
+    empty = jnp.full(shape, -jnp.inf, jnp.float32)
+    start = (empty, jnp.zeros(shape, jnp.float32), empty[..., 0])
+    (largest, total, logs), _ = lax.scan(one, start, _keys(k, v))
+    some = logs[..., None] > -jnp.inf
+    o = jnp.where(some, largest, 0.0) + jnp.log(jnp.where(some, total, 1.0))
+    return jnp.where(some, o - logs[..., None], 0.0), jnp.where(logs > -jnp.inf, logs, jnp.inf)
+
+
+def backward(
+    sight: Sight,
+    scale: float,
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Segments | None,
+    o: Any,
+    log_total: Any,
+    d_o: Any,
+) -> tuple[Any, Any, Any]:
+    """dq, dk and dv, of the arrays' shapes."""
+    sums = jnp.sum(d_o, axis=3)
+
+    def one(d_q: Any, at: Any) -> Any:
+        j, key, value = at
+        logs = _scores(sight, scale, q, key, j, segments) - log_total
+        weighted = d_o * jnp.exp(logs[..., None] + (value[:, :, None, :] - o))
+        d_scores = scale * (jnp.sum(weighted, axis=3) - jnp.exp(logs) * sums)
+        d_key = jnp.einsum("bht,bhtd->bhd", d_scores, q, precision=HIGHEST)
+        return d_q + d_scores[..., None] * key[:, :, None, :], (d_key, jnp.sum(weighted, axis=2))
+
+    d_q, found = lax.scan(one, jnp.zeros_like(q), _keys(k, v))
+    d_k, d_v = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), found)
+    return d_q, d_k, d_v

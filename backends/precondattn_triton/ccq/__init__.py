@@ -1,0 +1,1 @@
+"""CCQ's query, contracted by the covariance of the keys."""

@@ -1,0 +1,187 @@
+"""CCQ's query with the covariance of all keys so far, on its own: from arrays to launches.
+
+    lengths of q, lengths of k and k̄ (`row_lengths.py`) → moments of k̄ in front of every chunk
+    (`moments.py`, or a backbone's pass over the same keys) → q^c (`contraction.py`)
+
+and backward, with the moments made anew,
+
+    → dq, dλ (`contraction_gradient.py`) → what is carried back, dk (`moments_gradient.py`).
+
+Four launches forward and six backward, those of the two lengths among them, and no norm or product
+by PyTorch: 4 d² + 4 C d FLOPs a token and head forward, and 10 d² + 14 C d backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import swap_time_and_heads
+from precondattn.spec.linear_family import (
+    forget_other_segments,
+    queries_of_states,
+    where_valid,
+)
+from precondattn.spec.recurrence import Stream
+from precondattn_triton.ccq import contraction, contraction_gradient, moments_gradient, row_lengths
+from precondattn_triton.precision import is_half, product_precision
+from precondattn_triton.recurrence import moments as moments_of_keys
+from precondattn_triton.recurrence.chunk_arrays import Call, strides, tokens_of_chunk
+from precondattn_triton.recurrence.chunkwise import prepare_numbers
+from precondattn_triton.tiles import factor_dtype
+
+Tensors = Mapping[str, Tensor]
+
+
+class KeyGradients(NamedTuple):
+    """Of keys, from elsewhere (b, s, m, d)."""
+
+    unit: Tensor | None = None
+    raw: Tensor | None = None
+
+
+class Conditioned:
+    """One call: queries (b, t, h, d), keys (b, s, n, d), and λ (b, t, h).
+
+    Moments are left in it by `carry`, or by a backbone's pass that is `told` what to make; then
+    come the queries, and backward the gradients.
+    """
+
+    def __init__(self, eps: float, x: Tensors, frame: Frame, chunk: int | None = None) -> None:
+        q, k = x["q"], where_valid(swap_time_and_heads(x["k"]), frame)
+        b, n, s, d = k.shape
+        g = torch.zeros((), device=k.device).expand(b, n, s, 1, 1)
+        stream = Stream(queries_of_states(q, n), k, k, forget_other_segments(g, frame))
+        state = torch.zeros((), device=k.device).expand(b, n, d, d)
+        half = is_half(k.dtype)
+        has_segments = frame.k_segment is not None
+        precision = product_precision(k.dtype)
+        chunk = chunk or tokens_of_chunk("chunk_moments", d, d, half, k)
+        self.call = call = Call(stream, state, has_segments, 1.0, precision, half, chunk)
+        for name in ("gates", "reading", "writing", "total", "strength"):
+            call.known[name] = None
+        if has_segments:
+            prepare_numbers(call, stream)
+        valid = frame.among_keys(s).q_valid
+        if valid is not None:
+            valid = valid.expand(b, s).contiguous().view(torch.uint8)
+        call.known |= {"valid": valid, "contraction": x["contraction"]}
+        call.known |= strides("l", x["contraction"], "bth")
+        self.least = math.sqrt(eps)
+        self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)
+        """k̄"""
+        of_queries = {"x": stream.q, **strides("x", stream.q, "bmtrc"), "unit": None}
+        call.known["q_scale"] = self._inverse_lengths(of_queries, call.t, call.r)
+        of_keys = {"x": k, **strides("x", k[:, :, :, None], "bmtrc"), "unit": self.unit}
+        call.known["k_scale"] = self._inverse_lengths(of_keys, s, 1)
+        unit = self.unit.transpose(1, 2)
+        call.known |= {"k": unit, **strides("k", unit, "bmsd")}
+
+    def _inverse_lengths(self, x: dict[str, Any], count: int, rows: int) -> Tensor:
+        call = self.call
+        inverse = call.empty(call.b * call.m * rows, call.tokens)
+        call.launch(
+            row_lengths.inverse_lengths,
+            "row_lengths",
+            (call.count, call.b * call.m * rows),
+            **x,
+            inverse=inverse,
+            queries=rows,
+            count=count,
+            missing=call.s - count,
+            width=call.d,
+            least=self.least,
+        )
+        return inverse
+
+    def _make_room(self) -> dict[str, Tensor]:
+        """For the moments: in the dtype of factors (m, chunks, d, d), and sums and counts."""
+        call = self.call
+        heads, width = call.b * call.m, call.width
+        room = {
+            "moments": call.empty(
+                heads, call.count, width, width, dtype=factor_dtype(self.unit.dtype)
+            ),
+            "sums": call.empty(heads, call.count, width),
+            "counts": call.empty(heads, call.count),
+        }
+        call.known |= room
+        return room
+
+    def told(self, reads_unit_keys: bool) -> dict[str, Any]:
+        """What a backbone's pass is told that makes the moments."""
+        known = self.call.known
+        of_call = {f"unit_{name}": known[name] for name in ("valid", "writing", "total")}
+        scale = None if reads_unit_keys else known["k_scale"]
+        return {"unit": self.unit, "unit_scale": scale, **of_call, **self._make_room()}
+
+    def carry(self) -> None:
+        """The moments, in a pass of their own."""
+        call, block = self.call, self.call.keys("chunk_moments")
+        self._make_room()
+        call.launch(
+            moments_of_keys.carry_moments,
+            "chunk_moments",
+            (call.width // block, call.b * call.m),
+            BLOCK=block,
+        )
+
+    def contract(self, into: Tensor) -> None:
+        """q^c (b, t, h, d), in one piece, once there are moments."""
+        call = self.call
+        call.launch(
+            contraction.contract,
+            "chunk_contraction",
+            (call.count, call.b * call.m * call.r),
+            o=into,
+            KEYS=call.keys("chunk_contraction"),
+        )
+
+    def backward(self, d_o: Tensor, keys: KeyGradients | None = None) -> dict[str, Tensor]:
+        """The gradients of q, k and λ, in the dtypes of q and k, and in float32."""
+        call = self.call
+        heads, (b, t, m, r, d) = call.b * call.m, (call.b, call.t, call.m, call.r, call.d)
+        d_o = queries_of_states(d_o, m)
+        call.known |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
+        for name in ("weight", "mean_q", "mean_h"):
+            call.known[name] = call.empty(heads * r, call.tokens)
+        d_q = call.empty(b, t, m, r, d, dtype=self.unit.dtype)
+        d_contraction = call.empty(b, t, m, r)
+        call.launch(
+            contraction_gradient.contract_back,
+            "chunk_contraction",
+            (call.count, heads * r),
+            d_q=d_q,
+            d_contraction=d_contraction,
+            KEYS=call.keys("chunk_contraction"),
+        )
+        d_k = self._d_keys(keys or KeyGradients())
+        return {"q": d_q.flatten(2, 3), "k": d_k, "contraction": d_contraction.flatten(2, 3)}
+
+    def _d_keys(self, more: KeyGradients) -> Tensor:
+        call, block = self.call, self.call.keys("chunk_moments")
+        heads = call.b * call.m
+        call.known["d_moments"] = torch.empty_like(call.known["moments"])
+        call.known["d_sums"] = torch.empty_like(call.known["sums"])
+        call.launch(
+            moments_gradient.carry_moments_back,
+            "chunk_moments",
+            (call.width // block, heads),
+            BLOCK=block,
+        )
+        d_k = torch.empty_like(self.unit)
+        call.launch(
+            moments_gradient.d_keys_of_moments,
+            "chunk_contraction",
+            (call.count, heads),
+            d_k=d_k,
+            d_unit=more.unit,
+            d_raw=more.raw,
+            KEYS=call.keys("chunk_contraction"),
+        )
+        return d_k

@@ -1,0 +1,114 @@
+"""The gradient of the scores of LUCID's keys in PaTH's metric (`lucid_borders.py`).
+
+    dS_ab = −s (dv_a · y_b) Φ_ab    for b before a
+
+Across the borders of one level, with z what a token brings there, and the other side's tokens o,
+
+    at_border        dz_a = Σ_o dS_ao z_o    (o before a),    Σ_o dS_oa z_o    (o behind a),
+
+and within a chunk `within` keeps dS itself. Every program owns a tile of tokens and goes over all
+that it meets: nothing is added to from two programs, and the result is the same every time.
+
+Grids: tiles of tokens × heads. All levels together take 2 d + e products a pair of tokens, twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.lucid.gradient import products, weighted_keys
+from precondattn_triton.lucid.tiles import weights
+from precondattn_triton.tiles import load_rows
+
+
+@triton.jit
+def one_side(
+    left, right, keys, segments, head, tokens, a_start, low, high, s, width, scale, shift,
+    left_s, left_e, right_s, right_e,
+    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ_b (left_a · right_b) Φ_ab z_b over the tokens b from `low` to `high`."""
+    a_keys = load_rows(keys, head, tokens, a_start, TILE, KEY_WIDTH, 0, KEY_WIDTH)
+    total = tl.zeros((TILE, KEY_WIDTH), tl.float32)
+    DTYPE: tl.constexpr = (
+        tl.float32 if left.dtype.element_ty == tl.float16 else left.dtype.element_ty
+    )
+    for b_start in range(low, high, COLUMNS):
+        g = products(
+            left, right, a_start, b_start, s, width, left_s, left_e, right_s, right_e,
+            TILE, COLUMNS, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+        total += weighted_keys(
+            g, a_keys, keys, segments, head, tokens, a_start, b_start,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def at_border(
+    keys, segments, y, d_v, d_keys,
+    s, heads, tokens, width, half, scale, shift, score_scale,
+    y_b, y_s, y_n, y_e, d_v_b, d_v_s, d_v_n, d_v_e,
+    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of dz (m, T, D); y and dv (b, s, n, e) are 0 where a token counts for nothing."""
+    head = tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
+    if HAS_SEGMENTS:
+        segments += b * tokens
+    y += b * y_b + n * y_n
+    d_v += b * d_v_b + n * d_v_n
+    a_start = tl.program_id(0) * TILE
+    block = a_start // half
+    if block % 2 == 1:
+        total = one_side(
+            d_v, y, keys, segments, head, tokens, a_start, (block - 1) * half, block * half,
+            s, width, scale, shift, d_v_s, d_v_e, y_s, y_e,
+            HAS_SEGMENTS, TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+    else:
+        end = tl.minimum((block + 2) * half, s)
+        total = one_side(
+            y, d_v, keys, segments, head, tokens, a_start, (block + 1) * half, end,
+            s, width, scale, shift, y_s, y_e, d_v_s, d_v_e,
+            HAS_SEGMENTS, TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+    token = (head * tokens + a_start + tl.arange(0, TILE))[:, None]
+    at = d_keys + token * KEY_WIDTH + tl.arange(0, KEY_WIDTH)[None, :]
+    tl.store(at, -score_scale * total)
+
+
+@triton.jit
+def within(
+    own, segments, y, d_v, d_own,
+    s, heads, tokens, width, scale, shift, score_scale,
+    y_b, y_s, y_n, y_e, d_v_b, d_v_s, d_v_n, d_v_e,
+    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dS (m, T, C) of a tile of tokens with all of their chunk, 0 on and above the diagonal."""
+    head = tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
+    if HAS_SEGMENTS:
+        segments += b * tokens
+    y += b * y_b + n * y_n
+    d_v += b * d_v_b + n * d_v_n
+    a_start = tl.program_id(0) * TILE
+    a = a_start + tl.arange(0, TILE)
+    begin = a_start // CHUNK * CHUNK
+    for column in range(0, CHUNK, COLUMNS):
+        b_start = begin + column
+        g = products(
+            d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
+            TILE, COLUMNS, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+        scores = load_rows(own, head, tokens, a_start, TILE, COLUMNS, column, CHUNK)
+        found = weights(scores, segments, a_start, b_start, scale, shift, HAS_SEGMENTS)
+        is_before = a[:, None] > (b_start + tl.arange(0, COLUMNS))[None, :]
+        found = tl.where(is_before, -score_scale * g * found, 0.0)
+        at = d_own + (head * tokens + a)[:, None] * CHUNK + column
+        tl.store(at + tl.arange(0, COLUMNS)[None, :], found)

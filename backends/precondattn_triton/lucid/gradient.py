@@ -1,0 +1,130 @@
+"""The gradient of LUCID's keys, in one pass over all pairs of tiles.
+
+    dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+
+and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Every program owns a tile of keys and
+goes over all others, on both sides of it: nothing is added to from two programs, and the result is
+the same every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.lucid.tiles import phi
+from precondattn_triton.tiles import load_rows, load_tokens
+
+
+@triton.jit
+def products(
+    left, right, i_start, j_start, s, width, left_s, left_e, right_s, right_e,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """⟨left_i, right_j⟩ of two tiles of tokens, a chunk of channels at a time."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        first = chunk * WIDTH
+        i = load_tokens(left, i_start, first, s, width, left_s, left_e, ROWS, WIDTH)
+        j = load_tokens(right, j_start, first, s, width, right_s, right_e, COLUMNS, WIDTH)
+        total += tl.dot(i, tl.trans(j.to(i.dtype)), input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def weighted_keys(
+    g, a_keys, keys, segments, head, tokens, a_start, b_start, scale, shift,
+    HAS_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Σ_b Φ_ab g_ab k̂_b of a tile of b.
+
+    Not in float16, the keys' dtype: g has no bound.
+    """
+    b_keys = load_rows(keys, head, tokens, b_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
+    weights = phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, HAS_SEGMENTS, PRECISION)
+    return tl.dot((g * weights).to(DTYPE), b_keys.to(DTYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def key_gradient(
+    keys,
+    reciprocal,
+    segments,
+    y,
+    d_v,
+    d_k,
+    s,
+    heads,
+    tokens,
+    key_width,
+    width,
+    scale,
+    shift,
+    score_scale,
+    y_b,
+    y_s,
+    y_n,
+    y_e,
+    d_v_b,
+    d_v_s,
+    d_v_n,
+    d_v_e,
+    d_k_b,
+    d_k_s,
+    d_k_n,
+    d_k_d,
+    NORMALIZE: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 where a token counts for nothing."""
+    head = tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
+    if HAS_SEGMENTS:
+        segments += b * tokens
+    y += b * y_b + n * y_n
+    d_v += b * d_v_b + n * d_v_n
+    a_start = tl.program_id(0) * ROWS
+    a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+    a, place = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
+    DTYPE: tl.constexpr = tl.float32 if y.dtype.element_ty == tl.float16 else y.dtype.element_ty
+    # The tiles that cross the diagonal come in both loops, each time with one side of it.
+    behind_start = a_start // COLUMNS * COLUMNS
+    for b_start in range(0, a_start + ROWS, COLUMNS):
+        g = products(
+            d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
+            ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+        g = tl.where(a[:, None] > (b_start + place)[None, :], g, 0.0)
+        total += weighted_keys(
+            g, a_keys, keys, segments, head, tokens, a_start, b_start,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+        )  # fmt: skip
+    for b_start in range(behind_start, s, COLUMNS):
+        g = products(
+            y, d_v, a_start, b_start, s, width, y_s, y_e, d_v_s, d_v_e,
+            ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
+        )  # fmt: skip
+        g = tl.where(a[:, None] < (b_start + place)[None, :], g, 0.0)
+        total += weighted_keys(
+            g, a_keys, keys, segments, head, tokens, a_start, b_start,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+        )  # fmt: skip
+    total *= -score_scale
+    if NORMALIZE:
+        one_by_rms = tl.load(reciprocal + head * tokens + a)
+        unit = a_keys.to(tl.float32)
+        along = tl.sum(unit * total, axis=1) / key_width
+        total = (total - unit * along[:, None]) * one_by_rms[:, None]
+    token, channel = a.to(tl.int64), tl.arange(0, KEY_WIDTH).to(tl.int64)
+    inside = (token < s)[:, None] & (channel < key_width)[None, :]
+    at = b * d_k_b + n * d_k_n + token[:, None] * d_k_s + channel[None, :] * d_k_d
+    tl.store(d_k + at, total.to(d_k.dtype.element_ty), mask=inside)

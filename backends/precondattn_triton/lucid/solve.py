@@ -1,0 +1,262 @@
+"""LUCID's solve and its gradient by Triton kernels: from a user's arrays to launches.
+
+Everything else is in files of its own: sizes (`lucid_plan.py`), what kernels start from
+(`lucid_prepare.py`), the inverses of diagonal super-blocks (`lucid_inverse.py`), substitution
+(`lucid_substitution.py`), and the gradient of the keys (`lucid_gradient.py`); in PaTH's metric,
+rows in place of keys and their gradient (`lucid_borders.py`). In memory stand, for T tokens of a
+key/value head, keys and y as operands, a right side in float32, and S numbers a token for inverses;
+nothing is T × T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_triton.lucid import gradient as lucid_gradient
+from precondattn_triton.lucid import inverse as lucid_inverse
+from precondattn_triton.lucid import prepare as lucid_prepare
+from precondattn_triton.lucid import substitution as lucid_substitution
+from precondattn_triton.lucid.borders import Borders, borders_gradient, borders_of
+from precondattn_triton.lucid.plan import plan_of
+from precondattn_triton.path.chunk_gradient import tokens_of
+from precondattn_triton.precision import exact
+from precondattn_triton.tiles import masks_of
+
+MOST_HEADS = 65535
+"""Of all sequences: a grid has no more along that axis."""
+
+
+class Scratch(NamedTuple):
+    """What both ways of a solve start from."""
+
+    keys: Tensor
+    """k̂ (m, T, key_width)"""
+    reciprocal: Tensor
+    """1 / rms (m, T)"""
+    factor: Tensor
+    """β, and 0 at tokens that count for nothing (m, T)"""
+    segments: Tensor | None
+    """(b, T)"""
+
+
+class System:
+    """One call's matrix: solves with it and with its transpose."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
+        self.leaf, self.x, self.backward = leaf, x, backward
+        self.plan = plan = plan_of(leaf, x["k"], x["v"])
+        self.masks = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
+        self.scratch = self._prepared()
+        self.borders: Borders | None = None
+        if leaf.metric != DOT:
+            self.borders = borders_of(plan, self.scratch.keys, x, self.masks, with_inverse=backward)
+
+    def _prepared(self) -> Scratch:
+        plan, k = self.plan, self.x["k"]
+        beta = self.x.get("lucid_beta")
+        _, valid, _, segments = self.masks
+        if segments is not None:
+            segments = functional.pad(segments, (0, plan.tokens - plan.s))
+        keys = k.new_empty((plan.heads, plan.tokens, plan.key_width), dtype=plan.dtype)
+        reciprocal, factor = (
+            k.new_empty((plan.heads, plan.tokens), dtype=torch.float32) for _ in range(2)
+        )
+        rows = plan.inverse.rows
+        lucid_prepare.normalize_keys[(plan.tokens // rows, plan.heads)](
+            k, beta, valid, keys, reciprocal, factor,
+            plan.s, plan.n, plan.tokens, plan.d, self.leaf.eps,
+            *k.stride(), *((0, 0, 0) if beta is None else beta.stride()),
+            HAS_BETA=beta is not None, HAS_VALID=valid is not None,
+            NORMALIZE=self.leaf.normalize == "keys",
+            ROWS=rows, WIDTH=plan.key_width, num_warps=8,
+        )  # fmt: skip
+        return Scratch(keys, reciprocal, factor, segments)
+
+    def right_sides(self, v: Tensor) -> Tensor:
+        plan, valid = self.plan, self.masks.k_valid
+        right = v.new_empty((plan.heads, plan.tokens, plan.step), dtype=torch.float32)
+        rows = plan.inverse.rows
+        lucid_prepare.load_right_sides[(plan.tokens // rows, plan.heads, plan.chunks)](
+            v, valid, right, plan.s, plan.n, plan.tokens, plan.e, *v.stride(),
+            HAS_VALID=valid is not None, ROWS=rows, WIDTH=plan.chunk, STEP=plan.step, num_warps=8,
+        )  # fmt: skip
+        return right
+
+    def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
+        """Keys whose products pairs of blocks of `half` tokens have; or the scores in a chunk."""
+        borders = self.borders
+        if borders is None:
+            return self.scratch.keys, None, 0
+        if half < borders.chunks.size:
+            return None, borders.own, borders.chunks.size
+        return borders.keys[borders.level(half)], None, 0
+
+    def _keys_between_super_blocks(self) -> Tensor:
+        """Of all levels of borders that there are."""
+        borders = self.borders
+        if borders is None:
+            return self.scratch.keys
+        return borders.keys[borders.level(self.plan.super_block) :]
+
+    def inverses(self) -> Tensor:
+        """Of all super-blocks (m, T, S)."""
+        plan, (keys, _, factor, segments) = self.plan, self.scratch
+        widest, _, warps, stages = plan.inverse
+        # Tiles on the diagonal are read whole, and the blocks that they are made of were written.
+        inverse = keys.new_zeros((plan.heads, plan.tokens, plan.super_block))
+        options = {
+            "WIDTH": plan.key_width,
+            "BY_ROW": self.backward,
+            "HAS_SEGMENTS": segments is not None,
+            "PRECISION": plan.precision,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+        half = plan.first_block
+        keys, own, chunk = self._scores(half // 2)
+        lucid_inverse.invert_blocks[(plan.tokens // half, plan.heads)](
+            keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+            TILE=half, SUPER=plan.super_block, CHUNK=chunk, LEVELS=half.bit_length() - 1,
+            EXACT=exact(), **options,
+        )  # fmt: skip
+        while half < min(plan.super_block, plan.tokens):
+            tile = min(half, widest)
+            keys, own, chunk = self._scores(half)
+            pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
+            lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
+                keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+                half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
+            )  # fmt: skip
+            lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
+                inverse, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
+                PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+            half *= 2
+        return inverse
+
+    def solve(self, right: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
+        """y or dv into `out`; ρ into `rho`, or, backward and with a β, dβ (b, s, n) from it."""
+        plan, (_, _, factor, segments) = self.plan, self.scratch
+        backward, inverse = self.backward, self.inverses()
+        solved = torch.empty_like(right, dtype=plan.dtype)
+        sizes = right.new_empty((plan.heads, plan.step))
+        d_factor = None
+        if backward and rho is not None:
+            d_factor = right.new_empty((plan.chunks, plan.heads, plan.tokens))
+        starts = reversed(plan.super_blocks) if backward else plan.super_blocks
+        for start in starts:
+            end = min(start + plan.super_block, plan.tokens)
+            tiles = (end - start) // plan.inverse.rows
+            lucid_substitution.apply_inverse[(tiles, plan.heads, plan.chunks)](
+                inverse, factor, right, solved, sizes, rho, out, d_factor,
+                plan.s, plan.n, plan.tokens, start, plan.e,
+                *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
+                BACKWARD=backward, HAS_BETA=rho is not None, SCALED=plan.half,
+                TILE=plan.inverse.rows, SUPER=plan.super_block,
+                WIDTH=plan.chunk, STEP=plan.step, PRECISION=plan.precision,
+                num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
+            )  # fmt: skip
+            low, high = (0, start) if backward else (end, plan.tokens)
+            if low == high:
+                continue
+            rows, columns, warps, stages = plan.update
+            lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
+                self._keys_between_super_blocks(), segments, solved, sizes, right,
+                plan.n, plan.tokens, start, low, self.scratch.keys.numel(), *plan.score_factors,
+                HAS_BORDERS=self.borders is not None, HAS_SEGMENTS=segments is not None,
+                SCALED=plan.half, ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
+                KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
+                PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        if d_factor is None:
+            return None
+        total = d_factor.sum(0).view(plan.b, plan.n, plan.tokens)[:, :, : plan.s]
+        return total.transpose(1, 2)
+
+    def metric_gradient(self, y: Tensor, d_v: Tensor) -> dict[str, Tensor]:
+        """Of the keys, and of PaTH's inputs where the metric is its own."""
+        if self.borders is None:
+            return {"k": self.key_gradient(y, d_v)}
+        plan, scratch = self.plan, self.scratch
+        d = borders_gradient(plan, self.borders, scratch.keys, self.masks, scratch.segments, y, d_v)
+        d_k = d.unit
+        if self.leaf.normalize == "keys":
+            unit = scratch.keys.float()
+            along = (unit * d_k).sum(-1, keepdim=True) / plan.d
+            d_k = (d_k - unit * along) * scratch.reciprocal[..., None]
+        return {
+            name: tokens_of(found, self.x[name])
+            for name, found in (("k", d_k), ("w", d.w), ("beta", d.path_beta))
+        }
+
+    def key_gradient(self, y: Tensor, d_v: Tensor) -> Tensor:
+        plan, (keys, reciprocal, _, segments) = self.plan, self.scratch
+        d_k = torch.empty_like(self.x["k"], memory_format=torch.contiguous_format)
+        rows, columns, warps, stages = plan.gradient
+        lucid_gradient.key_gradient[(plan.tokens // rows, plan.heads)](
+            keys, reciprocal, segments, y, d_v, d_k,
+            plan.s, plan.n, plan.tokens, plan.d, plan.e, *plan.score_factors, plan.scale,
+            *y.stride(), *d_v.stride(), *d_k.stride(),
+            NORMALIZE=self.leaf.normalize == "keys", HAS_SEGMENTS=segments is not None,
+            ROWS=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk,
+            CHUNKS=plan.chunks, PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return d_k
+
+
+class LucidSolve:
+    """Of the leaf `LucidSolve`."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if not leaf.has_unit_diagonal:
+            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
+        if leaf.window is not None:
+            return "its solve has no window"
+        shapes = dict(request.shapes)
+        d, e = shapes["k"][3], shapes["v"][3]
+        if d > 256 or e > 512:
+            return f"its solve takes d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+        if 0 in shapes["v"]:
+            return "its solve takes no empty arrays"
+        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
+            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+        return None
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        system = System(leaf, x, frame, backward=False)
+        y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
+        rho = torch.empty_like(y) if leaf.beta else None
+        system.solve(system.right_sides(x["v"]), y, rho)
+        return y, () if rho is None else (rho,)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        out: Tensor,
+        residuals: tuple[Tensor, ...],
+        cotangent: Tensor,
+    ) -> dict[str, Tensor]:
+        system = System(leaf, x, frame, backward=True)
+        d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
+        (rho,) = residuals or (None,)
+        d_beta = system.solve(system.right_sides(cotangent), d_v, rho)
+        found = {"v": d_v, **system.metric_gradient(out, d_v)}
+        if d_beta is not None:
+            found["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
+        return found
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

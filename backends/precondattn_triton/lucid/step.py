@@ -1,0 +1,101 @@
+"""A step of LUCID by one token, around a cache: from buffers to launches of `lucid_decode.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
+from precondattn.frame import Frame
+from precondattn_triton.configurations import configuration
+from precondattn_triton.decoding import filled, splits_of, there
+from precondattn_triton.lucid import decode as lucid_decode
+from precondattn_triton.lucid.plan import LOG2_E
+from precondattn_triton.lucid.solve import MOST_HEADS
+from precondattn_triton.precision import is_half, padded_width, product_precision
+
+LARGEST_TILE = 8192
+"""Numbers of a tile of queries and the new key: what fits every multiprocessor."""
+
+
+class LucidStep:
+    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+
+    def refuses(self, group: Any, request: Request) -> str | None:
+        solve, softmax = group.program.leaves
+        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
+            return "its step is that of plain LUCID around causal softmax"
+        shapes = dict(request.shapes)
+        _, t, h, d = shapes["q"]
+        n, e = shapes["v"][2:]
+        if t != 1:
+            return f"its step is of one token; found t={t}"
+        if 0 in shapes["q"] + shapes["v"]:
+            return "its step takes no empty arrays"
+        if shapes["q"][0] * n > MOST_HEADS:
+            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
+        rows, width = padded_width(h // n + 1), padded_width(max(d, e))
+        most_rows = 32 if request.dtype == "float32" else 64
+        if width > 256 or rows > most_rows or rows * width > LARGEST_TILE:
+            return (
+                f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
+                f"tile; found d={d}, e={e} and {h // n}"
+            )
+        return None
+
+    def step(
+        self, group: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Updates]:
+        solve, softmax = group.program.leaves
+        solve_keys, softmax_keys = (call.slot_keys() for call in group.program.calls)
+        keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
+        rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None
+        q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
+        b, _, h, d = q.shape
+        n, e = v.shape[2:]
+        count, past_valid, new_valid = filled(frame, keys.shape[1])
+        is_token = there(frame, b)
+        widths = padded_width(d), padded_width(e)
+        rows = padded_width(h // n + 1)
+        cut = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
+        splits, per_split = splits_of(q, count, b * n, cut.columns)
+        totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
+        maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
+        scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
+        lucid_decode.read_past[(splits, b * n)](
+            q, k, keys, solved, rms, past_valid, totals, maxima, sums,
+            count, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
+            q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
+            *keys.stride(), *solved.stride(), *((0, 0, 0) if rms is None else rms.stride()),
+            0 if past_valid is None else past_valid.stride(0), per_split,
+            NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
+            ROWS=rows, TOKENS=cut.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
+            PRECISION=product_precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
+        y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)
+        own_rms = None if rms is None else totals.new_empty((b, 1, n))
+        lucid_decode.finish[(b * n,)](
+            q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
+            splits, n, h // n, d, e, solve.eps, scale,
+            q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
+            v.stride(0), v.stride(2), v.stride(3),
+            *((0, 0) if beta is None else (beta.stride(0), beta.stride(2))),
+            0 if new_valid is None else new_valid.stride(0),
+            0 if is_token is None else is_token.stride(0),
+            NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
+            ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
+        )  # fmt: skip
+        updates: dict[str, Any] = {
+            softmax_keys["key"]: Append(k),
+            solve_keys["key"]: Append(k),
+            solve_keys["solved"]: Append(y),
+        }
+        if own_rms is not None:
+            updates[solve_keys["rms"]] = Append(own_rms)
+        return out, updates

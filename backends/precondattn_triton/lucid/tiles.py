@@ -1,0 +1,62 @@
+"""Pieces of LUCID's matrix, and where the scratch of a solve stands.
+
+    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
+
+Scratch arrays are contiguous and padded: (m, T, w), with m = b n the heads of all sequences, T the
+tokens filled up to whole blocks and w a power of two. Tokens that count for nothing, those that
+fill up among them, have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_of(start, TILE: tl.constexpr, SUPER: tl.constexpr):
+    """Where a tile begins in its super-block. The compiler does not see that this is a multiple."""
+    return tl.multiple_of(start % SUPER, TILE)
+
+
+@triton.jit
+def highest_difference(i, j):
+    """The highest bit in which two unequal numbers differ, below 2²³."""
+    # Half a number away from every power of two, whatever the last digit of the logarithm.
+    return tl.floor(tl.log2((i ^ j).to(tl.float32) + 0.5)).to(tl.int64)
+
+
+@triton.jit
+def weights(
+    scores,
+    segments,
+    i_start,
+    j_start,
+    scale,
+    shift,
+    HAS_SEGMENTS: tl.constexpr,
+):
+    """Φ of a tile, from ⟨k̂_i, k̂_j⟩; scale and shift are s and s d, times log₂ e."""
+    found = tl.exp2(scores * scale - shift)
+    if HAS_SEGMENTS:
+        i_segments = tl.load(segments + i_start + tl.arange(0, scores.shape[0]))
+        j_segments = tl.load(segments + j_start + tl.arange(0, scores.shape[1]))
+        found = tl.where(i_segments[:, None] == j_segments[None, :], found, 0.0)
+    return found
+
+
+@triton.jit
+def phi(
+    i_keys,
+    j_keys,
+    segments,
+    i_start,
+    j_start,
+    scale,
+    shift,
+    HAS_SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Φ of two tiles of keys (I, d) and (J, d)."""
+    scores = tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
+    return weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)

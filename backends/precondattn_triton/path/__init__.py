@@ -1,0 +1,1 @@
+"""PaTH: softmax over keys that reflections transport to the query."""

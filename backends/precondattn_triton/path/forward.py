@@ -1,0 +1,180 @@
+"""PaTH forward: o = softmax(s A + mask) v,  A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j.
+
+A program has a tile of queries x and goes over chunks of keys (`path_chunks.py`) from the last that
+it sees to the first. Chunks that some of the queries stand in, with B = tril(x wᵀ):
+
+    S = x kᵀ − B Z R,    x ← x − B U,
+
+and all that stand in front of the tile:
+
+    S = x K̃ᵀ,    x ← x − (x wᵀ) U,
+
+with softmax over the tiles S as in `softmax_tiles.py`. x is carried along in float32. In units of
+t² / 2 products a head: d for the scores, 2 d for the reflections, e for the values. Registers hold
+x and the accumulator; k, v, w, K̃, U are read once for every tile of queries.
+
+Grid: tiles of queries × heads × sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn_triton.path.chunks import Chunks, rows_of
+from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
+from precondattn_triton.tiles import (
+    LOG2_E,
+    Masks,
+    configured,
+    is_token,
+    load_tile,
+    place,
+    store_tile,
+    visible,
+)
+
+
+class Read(NamedTuple):
+    """What the forward kernel found."""
+
+    out: torch.Tensor
+    """o (b, t, h, e), in the dtype of the values"""
+    full: torch.Tensor
+    """o in float32: `out` itself where that is float32"""
+    log_total: torch.Tensor
+    """λ (b, h, t), float32"""
+
+
+@triton.jit
+def own_scores(x, k_tile, w_tile, zr, is_behind, PRECISION: tl.constexpr):
+    """x kᵀ − B Z R and B, of queries of which some stand in the chunk."""
+    b = tl.dot(x, tl.trans(w_tile), input_precision=PRECISION)
+    b = tl.where(is_behind, b, 0.0).to(x.dtype)
+    scores = tl.dot(x, tl.trans(k_tile), input_precision=PRECISION)
+    return scores - tl.dot(b, zr, input_precision=PRECISION), b
+
+
+@triton.jit
+def path_visible(
+    row, column, is_key, batch, t, s, q_segment, k_segment, window, HAS_WINDOW: tl.constexpr
+):
+    """May query `row` of t look at key `column` of s?"""
+    seen = visible(row, column, is_key, batch, t, s, q_segment, k_segment, True)
+    if HAS_WINDOW:
+        seen = seen & (column > row + (s - t) - window)
+    return seen
+
+
+@triton.jit
+def _forward(
+    q, k, v, w, keys, u, zr, out, full, log_total,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, window, t, s, h, n, tokens,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    v_batch, v_token, v_head, v_channel,
+    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    own = batch * n + kv
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    x = load_tile(
+        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
+    ).to(tl.float32)
+    k += batch * k_batch + kv * k_head
+    v += batch * v_batch + kv * v_head
+    FACTOR: tl.constexpr = keys.dtype.element_ty
+
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PADDED_E), tl.float32)
+    past = s - t
+    first = tile * ROWS + past
+    # Chunks that some of these queries stand in; those before them lie in front of all.
+    own_first = first // CHUNK
+    own_end = tl.cdiv(tl.minimum(first + ROWS, s), CHUNK)
+    for back in range(0, own_end - own_first):
+        start = (own_end - 1 - back) * CHUNK
+        columns = start + tl.arange(0, CHUNK)
+        is_key = is_token(k_valid, batch, columns, s)
+        k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
+        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        is_behind = columns[None, :] <= rows[:, None] + past
+        zr_tile = rows_of(zr, own, tokens, start, CHUNK, CHUNK)
+        scores, b = own_scores(x.to(FACTOR), k_tile, w_tile, zr_tile, is_behind, PRECISION)
+        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        x -= tl.dot(b, u_tile, input_precision=PRECISION)
+        seen = path_visible(
+            rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
+            q_segment, k_segment, window, HAS_WINDOW,
+        )  # fmt: skip
+        scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
+        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
+
+    last = 0
+    if HAS_WINDOW:
+        last = tl.minimum(tl.maximum(first - window + 1, 0) // CHUNK, own_first)
+    for back in range(0, own_first - last):
+        start = (own_first - 1 - back) * CHUNK
+        columns = start + tl.arange(0, CHUNK)
+        is_key = is_token(k_valid, batch, columns, s)
+        factor = x.to(FACTOR)
+        carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
+        scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
+        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION).to(FACTOR)
+        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        x -= tl.dot(b, u_tile, input_precision=PRECISION)
+        if HAS_WINDOW or k_valid is not None or k_segment is not None:
+            seen = path_visible(
+                rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
+                q_segment, k_segment, window, HAS_WINDOW,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
+
+    o, logs = mean_and_log(largest, total, acc, is_row)
+    tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
+    start = (batch * t * h + head) * E
+    store_tile(out + start, rows, rows < t, h * E, o, E)
+    if full is not None:
+        store_tile(full + start, rows, rows < t, h * E, o, E)
+
+
+def path_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chunks: Chunks,
+    masks: Masks,
+    *,
+    scale: float,
+    window: int | None,
+) -> Read:
+    """Of q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e), of one dtype."""
+    b, t, h, d = q.shape
+    s, n, e = v.shape[1:]
+    out = v.new_empty((b, t, h, e))
+    full = None if v.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    log_total = v.new_empty((b, h, t), dtype=torch.float32)
+    tuned = configured("path_forward", q, v)
+    _forward[(triton.cdiv(t, tuned.rows) * b * h,)](
+        q, k, v, *chunks[:4], out, full, log_total,
+        *masks, scale, window or 0, t, s, h, n, chunks.count * chunks.size,
+        *q.stride(), *k.stride(), *v.stride(),
+        HAS_WINDOW=window is not None, D=d, E=e,
+        PADDED_D=padded_width(d), PADDED_E=padded_width(e),
+        ROWS=tuned.rows, CHUNK=chunks.size, PRECISION=product_precision(v.dtype),
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    return Read(out, out if full is None else full, log_total)

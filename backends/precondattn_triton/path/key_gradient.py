@@ -1,0 +1,113 @@
+"""What the queries behind PaTH's chunks leave there: gradients of v, K̃ and P = I − wᵀ U.
+
+With a query x as chunk c sees it, and y the gradient of what it hands on (`path_carry.py`),
+
+    past           dv += Aᵀ do,    dK̃ += dSᵀ x    tiles of keys × kv heads
+    reflections    F += xᵀ y                        parts of channels × chunks × kv heads
+
+a group of queries at a time, added to what the groups before have left in memory; F is the gradient
+of P. A program goes over the query heads of its group: nothing is added from two programs, and the
+result is the same every time. Grids are as above, times sequences. Products a head, in units of
+t² / 2: past 2 d + 2 e, reflections d² / C.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.path.chunks import keep_rows, rows_of
+from precondattn_triton.path.forward import path_visible
+from precondattn_triton.softmax.score_tiles import load_logs
+from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place
+
+
+@triton.jit
+def past(
+    x_in, v, keys, d_out, log_total, d_sum, d_keys, d_v,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, window, group_start, group_end, group_rows, t, s, h, n, tokens, chunks,
+    v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
+    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch, kv = place(tl.cdiv(chunks * CHUNK, ROWS), n)
+    own = batch * n + kv
+    chunk = tile * ROWS // CHUNK
+    behind = (chunk + 1) * CHUNK - (s - t)
+    if behind >= group_end:
+        return
+    columns = tile * ROWS + tl.arange(0, ROWS)
+    is_key = is_token(k_valid, batch, columns, s)
+    carried = rows_of(keys, own, tokens, tile * ROWS, ROWS, PADDED_D)
+    FACTOR: tl.constexpr = keys.dtype.element_ty
+    v += batch * v_batch + kv * v_head
+    values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+
+    key_acc = rows_of(d_keys, own, tokens, tile * ROWS, ROWS, PADDED_D)
+    value_acc = rows_of(d_v, own, tokens, tile * ROWS, ROWS, PADDED_E)
+    for member in range(0, h // n):
+        head = kv * (h // n) + member
+        x_start = x_in + ((batch * h + head) * chunks + chunk) * group_rows * PADDED_D
+        g_start = d_out + batch * g_batch + head * g_head
+        at = (batch * h + head) * t
+        first = tl.maximum(behind, group_start) - group_start
+        for start in range(first // COLUMNS * COLUMNS, group_end - group_start, COLUMNS):
+            local = start + tl.arange(0, COLUMNS)
+            queries = group_start + local
+            is_query = is_token(q_valid, batch, queries, t)
+            is_query = is_query & (queries < group_end) & (queries >= behind)
+            logs = load_logs(log_total, at, queries, is_query)
+            is_query = is_query & (logs < float("inf"))
+            sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
+            x = load_tile(x_start, local, is_query, PADDED_D, 1, PADDED_D, PADDED_D)
+            d_o = load_tile(g_start, queries, is_query, g_token, g_channel, E, PADDED_E).to(FACTOR)
+            # All transposed: keys × queries.
+            scores = tl.dot(carried, tl.trans(x), input_precision=PRECISION) * (scale * LOG2_E)
+            if HAS_WINDOW or k_valid is not None or k_segment is not None:
+                seen = path_visible(
+                    queries[None, :], columns[:, None], is_key[:, None], batch, t, s,
+                    q_segment, k_segment, window, HAS_WINDOW,
+                )  # fmt: skip
+                scores = tl.where(seen, scores, float("-inf"))
+            a = tl.exp2(scores - logs[None, :])
+            value_acc = tl.dot(a.to(FACTOR), d_o, value_acc, input_precision=PRECISION)
+            d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
+            d_scores = (a * (d_a - sums[None, :]) * scale).to(FACTOR)
+            key_acc = tl.dot(d_scores, x, key_acc, input_precision=PRECISION)
+    keep_rows(d_keys, own, tokens, tile * ROWS, key_acc)
+    keep_rows(d_v, own, tokens, tile * ROWS, value_acc)
+
+
+@triton.jit
+def reflections(
+    x_in, y_in, d_whole,
+    group_start, group_end, group_rows, t, s, h, n, all_chunks, chunks,
+    PADDED_D: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = PADDED_D // WIDTH
+    chunk_and_part, batch, kv = place(chunks * PARTS, n)
+    chunk, part = chunk_and_part // PARTS, chunk_and_part % PARTS
+    behind = (chunk + 1) * CHUNK - (s - t)
+    if behind >= group_end:
+        return
+    channels = tl.arange(0, PADDED_D)
+    its = part * WIDTH + tl.arange(0, WIDTH)
+    d_whole += ((batch * n + kv) * all_chunks + chunk) * PADDED_D * PADDED_D
+    at_acc = addresses(d_whole, channels, PADDED_D, its, 1)
+    acc = tl.load(at_acc)
+    for member in range(0, h // n):
+        head = kv * (h // n) + member
+        skip = ((batch * h + head) * chunks + chunk) * group_rows * PADDED_D
+        first = tl.maximum(behind, group_start) - group_start
+        for start in range(first // COLUMNS * COLUMNS, group_end - group_start, COLUMNS):
+            local = start + tl.arange(0, COLUMNS)
+            queries = group_start + local
+            is_query = (queries < group_end) & (queries >= behind)
+            x = load_tile(x_in + skip, local, is_query, PADDED_D, 1, PADDED_D, PADDED_D)
+            at = addresses(y_in + skip, local, PADDED_D, its, 1)
+            y = tl.load(at, mask=is_query[:, None], other=0.0)
+            acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
+    tl.store(at_acc, acc)

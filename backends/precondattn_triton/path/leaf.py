@@ -1,0 +1,117 @@
+"""PaTH as a backend's leaf: which calls the kernels take, and how they are called.
+
+Kept for the gradient: λ (b, h, t), and, where the output is rounded to half precision, the output
+as it was (b, t, h, e). Chunks (`path_chunks.py`) are made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.spec.read import MEAN
+from precondattn_triton.path.backward import Inputs, path_backward
+from precondattn_triton.path.chunk_gradient import tokens_of
+from precondattn_triton.path.chunks import path_chunks
+from precondattn_triton.path.forward import path_forward
+from precondattn_triton.path.step import path_step, refuses_step
+from precondattn_triton.softmax.widths import refuses_widths
+from precondattn_triton.tiles import masks_of
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Path:
+    """Of `Path`, its values read as a mean."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        """Why not; None where the kernels do this call."""
+        if leaf.read != MEAN:
+            return "has kernels for PaTH whose values are read as a mean, not for LASER around it"
+        for option, is_used in (
+            ("a bias", leaf.bias),
+            ("a forget gate", leaf.forget != "none"),
+        ):
+            if is_used:
+                return f"has no kernel for PaTH with {option}"
+        shapes = dict(request.shapes)
+        if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
+            return "its kernels for PaTH take no empty arrays"
+        if request.verb == "extend":
+            return refuses_step(shapes)
+        if shapes["q"][1] > shapes["k"][1]:
+            return "its kernels for PaTH take no more queries than keys"
+        return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
+
+    def forward(
+        self, leaf: Any, x: Tensors, frame: Frame
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The output (b, t, h, e) in the dtype of the values, and the residuals."""
+        q, k, v, w, beta = _inputs(x)
+        masks = masks_of(frame, *q.shape[:2])
+        chunks = path_chunks(k, w, beta, masks, with_inverse=False)
+        scale = leaf.scale_for(q.shape[3])
+        read = path_forward(q, k, v, chunks, masks, scale=scale, window=leaf.window)
+        residuals = (read.log_total,)
+        return read.out, residuals if read.full is read.out else (*residuals, read.full)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Tensors,
+        frame: Frame,
+        out: torch.Tensor,
+        residuals: tuple[torch.Tensor, ...],
+        cotangent: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of all inputs, in their dtypes."""
+        own = _inputs(x)
+        q, k, _, w, beta = own
+        masks = masks_of(frame, *q.shape[:2])
+        log_total, *full = residuals
+        d = path_backward(
+            own,
+            path_chunks(k, w, beta, masks, with_inverse=True),
+            masks,
+            full[0] if full else out.contiguous(),
+            log_total,
+            cotangent.to(q.dtype),
+            scale=leaf.scale_for(q.shape[3]),
+            window=leaf.window,
+        )
+        found = {"q": d.q.to(x["q"].dtype)}
+        for name in ("k", "v", "w", "beta"):
+            found[name] = tokens_of(getattr(d, name), x[name])
+        return found
+
+    def step(
+        self,
+        leaf: Any,
+        past: Tensors,
+        x: Tensors,
+        frame: Frame,
+    ) -> tuple[torch.Tensor, Updates]:
+        """The output for one new token, and the updates of the cache's buffers."""
+        keys = leaf.program.calls[0].slot_keys()
+        out, updates = path_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
+        return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        """What `forward` gives as residuals."""
+        b, t, h, _ = inputs["q"].shape
+        (_, _, _, e), dtype = inputs["v"]
+        log_total = ArraySpec((b, h, t), "float32")
+        if dtype == "float32":
+            return (log_total,)
+        return log_total, ArraySpec((b, t, h, e), "float32")
+
+
+def _inputs(x: Tensors) -> Inputs:
+    """In the dtype of the values, but for β."""
+    dtype = x["v"].dtype
+    return Inputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])

@@ -1,0 +1,125 @@
+"""A step of PaTH by one token, around a cache: from buffers to launches of `path_decode.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from precondattn.cache import Append, Replace, Rewrite, Updates
+from precondattn.frame import Frame, FrameOfAlike
+from precondattn_triton.configurations import configuration
+from precondattn_triton.decoding import filled, splits_of, there
+from precondattn_triton.path import decode as path_decode
+from precondattn_triton.precision import is_half, padded_width, product_precision
+from precondattn_triton.tiles import LOG2_E
+
+FLUSH_ROWS = 32
+"""Keys that a program of `flush_keys` rewrites."""
+
+LARGEST_TILE = 8192
+"""Numbers of a tile of queries: what fits every multiprocessor."""
+
+
+def refuses_step(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why there is no step; None where there is one."""
+    _, t, h, d = shapes["q"]
+    n, e = shapes["v"][2:]
+    if t != 1:
+        return f"its step of PaTH is of one token; found t={t}"
+    rows, width = padded_width(h // n), padded_width(max(d, e))
+    if width > 256 or rows > 64 or rows * width > LARGEST_TILE:
+        return (
+            f"its step of PaTH takes d, e ≤ 256, and as many query heads to a key/value head as "
+            f"fit a tile; found d={d}, e={e} and {h // n}"
+        )
+    return None
+
+
+def path_step(
+    leaf: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+) -> tuple[Tensor, Updates]:
+    """The output (b, 1, h, e), and the updates by slot."""
+    q, k, v, w, beta = (x[name] for name in ("q", "k", "v", "w", "beta"))
+    keys, values = past["key"], past["value"]
+    (b, _, h, d), (n, e) = q.shape, v.shape[2:]
+    flush = leaf.flush
+    # With flush 1 nothing waits, and these are not looked at.
+    pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
+    count, past_valid, new_valid = filled(frame, keys.shape[1])
+    is_token = there(frame, b)
+    lengths = frame.q_position[:, 0].expand(b).contiguous()
+    rows, key_width, width = padded_width(h // n), padded_width(d), padded_width(e)
+    tuned = configuration("path_decode", max(key_width, width), is_half(q.dtype), q)
+    splits, per_split = splits_of(q, count, b * n, tuned.columns)
+    carried = q.new_empty((b * n, rows, key_width), dtype=torch.float32)
+    totals = carried.new_empty((b * n, splits + 1, rows, width))
+    maxima, sums = (carried.new_empty((b * n, splits + 1, rows)) for _ in range(2))
+    parts = splits + 1
+    window = leaf.window or 0
+    scale = leaf.scale_for(d) * LOG2_E.value
+    valid_stride = 0 if past_valid is None else past_valid.stride(0)
+    of_cache = *keys.stride(), *values.stride()
+    of_pending = *pending_w.stride(), *pending_beta.stride()
+    of_new = w.stride(0), w.stride(2), w.stride(3), beta.stride(0), beta.stride(2)
+    fixed = {"HAS_VALID": past_valid is not None, "HAS_WINDOW": leaf.window is not None}
+    fixed |= {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
+    path_decode.recent[(b * n,)](
+        q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,
+        new_valid, carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
+        q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
+        v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, valid_stride,
+        0 if new_valid is None else new_valid.stride(0), **fixed,
+    )  # fmt: skip
+    path_decode.flushed[(splits, b * n)](
+        carried, keys, values, lengths, past_valid, totals, maxima, sums,
+        count, n, d, e, parts, per_split, scale, window, flush, *of_cache, valid_stride,
+        **fixed, TOKENS=tuned.columns, PRECISION=product_precision(q.dtype),
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
+    token_stride = 0 if is_token is None else is_token.stride(0)
+    path_decode.merge[(b * n,)](
+        totals, maxima, sums, is_token, out, parts, n, h // n, e, token_stride,
+        ROWS=rows, WIDTH=width,
+    )  # fmt: skip
+
+    new = k.to(keys.dtype)
+    updates: Updates = {"value": Append(v), "key": Append(new)}
+    # Where lengths are on the device, whether some sequence is flushed now is not known here.
+    if not isinstance(frame, FrameOfAlike) or (frame.held + 1) % flush == 0:
+        whole = torch.empty_like(keys)
+        path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
+            keys, w, beta, pending_w, pending_beta, lengths, is_token, whole,
+            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_stride,
+            *whole.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
+        )  # fmt: skip
+        updates["key"] = Rewrite(whole, new)
+    if flush > 1:
+        updates |= _pending(flush, past, w, beta, lengths, is_token)
+    return out, updates
+
+
+def _pending(
+    flush: int,
+    past: Mapping[str, Tensor],
+    w: Tensor,
+    beta: Tensor,
+    lengths: Tensor,
+    is_token: Tensor | None,
+) -> Updates:
+    """The reflections since the last flush, with the new one; none behind a flush."""
+    counts = torch.ones_like(lengths) if is_token is None else is_token[:, 0].to(lengths.dtype)
+    place = torch.arange(flush, device=w.device)[None, :]
+    is_new = (place == (lengths % flush)[:, None]) & (counts > 0)[:, None]
+    is_kept = (place < ((lengths + counts) % flush)[:, None])[:, :, None]
+    old_w, old_beta = past["pending_w"], past["pending_beta"]
+    all_beta = torch.where(is_new[:, :, None], beta.to(old_beta.dtype), old_beta)
+    all_w = torch.where(is_new[:, :, None, None], w.to(old_w.dtype), old_w)
+    return {
+        "pending_w": Replace(all_w.where(is_kept[..., None], 0)),
+        "pending_beta": Replace(all_beta.where(is_kept, 0)),
+    }

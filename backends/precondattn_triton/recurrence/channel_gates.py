@@ -1,0 +1,221 @@
+"""Factors that gates make of a chunk where each channel has its own, and the gates' gradient.
+
+    reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
+
+As in `gate_sums.py`, but for rows (m, T, w) instead of numbers. A program has a chunk of one head
+and a block of channels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_rows
+from precondattn_triton.recurrence.gate_sums import LOWEST
+from precondattn_triton.tiles import load_rows, load_tokens
+
+
+@triton.jit
+def load_channel_factors(
+    g,
+    gates,
+    reading,
+    writing,
+    total,
+    heads,
+    s,
+    tokens,
+    width,
+    g_b,
+    g_m,
+    g_s,
+    g_c,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+):
+    """Into scratch: g as `gates`, reading, writing (m, T, w) and total (m, chunks, w)."""
+    BLOCKS: tl.constexpr = GATE_STEP // BLOCK
+    head = tl.program_id(1).to(tl.int64)
+    chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
+    start = chunk * CHUNK
+    g += head // heads * g_b + head % heads * g_m
+    own = load_tokens(g, start, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    own = tl.maximum(own, LOWEST)
+    # The gates of the token behind each, in the same chunk.
+    behind = load_tokens(g, start + 1, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    has_next = tl.arange(0, CHUNK) + 1 < CHUNK
+    behind = tl.where(has_next[:, None], tl.maximum(behind, LOWEST), 0.0)
+    since, until = tl.cumsum(own, axis=0), tl.cumsum(behind, axis=0, reverse=True)
+    store_rows(gates, head, tokens, start, first, own, GATE_STEP)
+    store_rows(reading, head, tokens, start, first, tl.exp(since), GATE_STEP)
+    store_rows(writing, head, tokens, start, first, tl.exp(until), GATE_STEP)
+    at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + first + tl.arange(0, BLOCK)
+    tl.store(total + at, tl.exp(tl.sum(own, axis=0)))
+
+
+@triton.jit
+def fade(
+    x,
+    factors,
+    faded,
+    heads,
+    queries,
+    tokens,
+    count,
+    missing,
+    width,
+    x_b,
+    x_m,
+    x_t,
+    x_r,
+    x_c,
+    x_group,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+):
+    """`faded` (m r, T, w) gets reading ∘ Q or writing ∘ K, of the factors (m, T, w).
+
+    x (b, m, count, r, w) has the last tokens; `missing` are in front of them.
+    """
+    BLOCKS: tl.constexpr = GATE_STEP // BLOCK
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    start = tl.program_id(0) // BLOCKS * CHUNK
+    x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
+    own = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
+    own = own * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    store_rows(faded, query, tokens, start, first, own, GATE_STEP)
+
+
+@triton.jit
+def sums_of_values(
+    q,
+    k,
+    v,
+    d_o,
+    reading,
+    writing,
+    states,
+    d_states,
+    read,
+    written,
+    overlap,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of gates of value channels, the sums that their gradient needs.
+
+    `read` (m r, T, STEP) gets s reading ∘ Q S ∘ dO, `written` (m, T, STEP) writing ∘ K dS ∘ V, and
+    `overlap` (m, chunks, STEP) Σ S ∘ dS over key channels.
+    """
+    BLOCKS: tl.constexpr = STEP // BLOCK
+    head = tl.program_id(1).to(tl.int64)
+    chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
+    start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
+    q = head_of(q, head, heads, q_b, q_m, q_group)
+    k = head_of(k, head, heads, k_b, k_m, k_group)
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    found = tl.zeros((CHUNK, BLOCK), tl.float32)
+    both = tl.zeros((BLOCK,), tl.float32)
+    for c in range(0, WIDTH, KEYS):
+        state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+        d_state = load_rows(d_states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+        both += tl.sum(state * d_state, axis=0)
+        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        found += product(keys, d_state, PRECISION)
+    tl.store(overlap + at * STEP + first + tl.arange(0, BLOCK), both)
+    found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+    found *= load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK).to(tl.float32)
+    store_rows(written, head, tokens, start, first, found, STEP)
+    for row in range(queries):
+        found = tl.zeros((CHUNK, BLOCK), tl.float32)
+        for c in range(0, WIDTH, KEYS):
+            state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
+            own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            found += product(own, state, PRECISION)
+        found *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP) * scale
+        outputs = d_o + row * o_r
+        cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
+        found *= cotangent.to(tl.float32)
+        store_rows(read, head * queries + row, tokens, start, first, found, STEP)
+
+
+@triton.jit
+def channel_gate_gradient(
+    d_gates,
+    read,
+    written,
+    overlap,
+    total,
+    d_g,
+    s,
+    tokens,
+    queries,
+    width,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+):
+    """dg (m, s, w), from what chunks leave of it.
+
+    `d_gates` (m, T, w) are of pairs of tokens, and already by gate; `read` (m r, T, w) and
+    `written` (m, T, w) are of what tokens read from the state in front of their chunk and wrote to
+    that behind it, and `overlap` (m, chunks, w) is of both states.
+    """
+    BLOCKS: tl.constexpr = GATE_STEP // BLOCK
+    head = tl.program_id(1).to(tl.int64)
+    chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
+    start = chunk * CHUNK
+    place, channel = tl.arange(0, CHUNK), first + tl.arange(0, BLOCK)
+    reads = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for row in range(queries):
+        query = head * queries + row
+        reads += load_rows(read, query, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    # Of the tokens before each.
+    at = (head * tokens + start + place[:, None] - 1) * GATE_STEP + channel[None, :]
+    writes = tl.load(written + at, mask=(place > 0)[:, None], other=0.0)
+    at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + channel
+    kept = tl.load(overlap + at) * tl.load(total + at)
+    found = load_rows(d_gates, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    found += tl.cumsum(reads, axis=0, reverse=True) + tl.cumsum(writes, axis=0)
+    at = (head * s + start + place[:, None]) * width + channel[None, :]
+    inside = (start + place < s)[:, None] & (channel < width)[None, :]
+    tl.store(d_g + at, found + kept[None, :], mask=inside)

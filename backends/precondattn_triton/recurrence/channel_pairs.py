@@ -1,0 +1,147 @@
+"""What tokens of a chunk read of each other where each channel has its gates: launches.
+
+With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
+
+    gates of key channels:    scores = s dF(·, Q, K)/dA,    dQ, dK, dg from F(s tril(dO Vᵀ), Q, K),
+    gates of value channels:  O = dF(A, ·, V)/dx,    d scores = s dF(·, dO, V)/dA,
+                              dV, dg from F(A, dO, V).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from precondattn_triton.recurrence import channel_decay, channel_gates, chunk_gradient
+from precondattn_triton.recurrence.chunk_arrays import Call, strides_if
+
+QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
+KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
+
+
+def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
+    """An array of the call as if it had another name."""
+    prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
+    found = {other: call.known[name]}
+    for axis, other_axis in zip(axes, other_axes, strict=True):
+        found[f"{other_prefix}_{other_axis}"] = call.known[f"{prefix}_{axis}"]
+    group = f"{prefix}_group"
+    return found | ({f"{other_prefix}_group": call.known[group]} if group in call.known else {})
+
+
+def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
+    return {
+        **(
+            {"x": None} | strides_if("x", None, "bmtrc")
+            if x is None
+            else _as(call, *x, "x", "bmtrc")
+        ),
+        **_as(call, *y, "y", "bmsc"),
+        "width": call.known["d" if y is KEY else "e"],
+    }
+
+
+def _scores(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
+    """s dF/dA (m r, T, C)."""
+    queries = call.b * call.m * call.r
+    scores = call.empty(queries, call.tokens, call.chunk)
+    call.launch(
+        channel_decay.channel_scores,
+        "channel_scores",
+        (call.tokens // channel_decay.SUB.value, queries),
+        **_pair(call, x, y),
+        scores=scores,
+        BLOCK=call.gate_block("channel_scores"),
+    )
+    return scores
+
+
+def _gradient(
+    call: Call, x: tuple[str, str] | None, y: tuple[str, str], pairs: Tensor
+) -> tuple[Tensor, Any, Any]:
+    """Of F: dx (m r, T, w), and, where there is an x, dy and dg (m, T, w)."""
+    heads, shape = call.b * call.m, (call.tokens, call.gate_step)
+    d_x = call.empty(heads * call.r, *shape)
+    d_y, d_gates = (None if x is None else call.empty(heads, *shape) for _ in range(2))
+    block = call.gate_block("channel_gradient")
+    subs = call.tokens // channel_decay.SUB.value
+    call.launch(
+        channel_decay.channel_gradient,
+        "channel_gradient",
+        (subs * call.gate_step // block, heads),
+        **_pair(call, x, y),
+        pairs=pairs,
+        d_x=d_x,
+        d_y=d_y,
+        d_gates=d_gates,
+        BLOCK=block,
+    )
+    return d_x, d_y, d_gates
+
+
+def faded(call: Call, x: tuple[str, str], factors: str) -> Tensor:
+    """reading ∘ Q or writing ∘ K (m r, T, w), of gates of key channels."""
+    is_key = x is KEY
+    rows = call.b * call.m * (1 if is_key else call.r)
+    found = call.empty(rows, call.tokens, call.gate_step)
+    block = call.gate_block("channel_gates")
+    given = _as(call, *x, "x", "bmtc" if is_key else "bmtrc")
+    call.launch(
+        channel_gates.fade,
+        "channel_gates",
+        (call.count * call.gate_step // block, rows),
+        **{"x_r": 0} | given,
+        factors=call.known[factors],
+        faded=found,
+        queries=1 if is_key else call.r,
+        count=call.s if is_key else call.t,
+        missing=0 if is_key else call.s - call.t,
+        width=call.d,
+        BLOCK=block,
+    )
+    return found
+
+
+def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
+    """s tril(x yᵀ) (m r, T, C)."""
+    queries = call.b * call.m * call.r
+    found = call.empty(queries, call.tokens, call.chunk)
+    call.launch(
+        chunk_gradient.d_scores_of,
+        "chunk_scores_gradient",
+        (call.count, queries),
+        **_as(call, *x, *COTANGENT),
+        **_as(call, *y, *VALUE),
+        e=call.known["d" if y is KEY else "e"],
+        STEP=call.width if y is KEY else call.step,
+        u=None,
+        gates=None,
+        d_scores=found,
+        crossing_scores=None,
+        BLOCK=call.both("chunk_scores_gradient"),
+    )
+    return found
+
+
+def scores_of_queries(call: Call) -> Tensor:
+    """Of gates of key channels."""
+    return _scores(call, QUERY, KEY)
+
+
+def values_of_pairs(call: Call) -> Tensor:
+    """O within chunks (m r, T, w), of gates of value channels."""
+    scores = tril_of_products(call, QUERY, KEY)
+    return _gradient(call, None, VALUE, scores)[0]
+
+
+def gradients_of_keys(call: Call, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (m r, T, w), dK and dg (m, T, w) within chunks, of gates of key channels."""
+    return _gradient(call, QUERY, KEY, d_scores)
+
+
+def gradients_of_values(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the scores (m r, T, C), dV and dg (m, T, w), of gates of value channels."""
+    scores = tril_of_products(call, QUERY, KEY)
+    _, d_v, d_gates = _gradient(call, COTANGENT, VALUE, scores)
+    return _scores(call, COTANGENT, VALUE), d_v, d_gates

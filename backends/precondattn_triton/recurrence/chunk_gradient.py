@@ -1,0 +1,300 @@
+"""The gradients of queries and keys, all chunks at once.
+
+    dA = s D ∘ dO Uᵀ,    dQ = dA K + s reading ∘ dO Sᵀ,
+    dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
+         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+
+the second line of dK by the delta rule only, with X and dL of `delta_rule.py`; S in front of the
+chunk and dS behind it. A program has a chunk and a block of key channels, and goes over the value
+channels. Besides, for the gates and for β, it has the sums of these products with what they are
+the gradients of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.recurrence.chunk_tiles import (
+    crossing,
+    head_of,
+    pairs_of,
+    product,
+    store_rows,
+    store_tokens,
+)
+from precondattn_triton.tiles import load_rows, load_tokens
+
+
+@triton.jit
+def d_scores_of(
+    q,
+    k,
+    v,
+    u,
+    d_o,
+    gates,
+    d_scores,
+    crossing_scores,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`d_scores` (m r, T, CHUNK) gets dA of one query of each token.
+
+    With gates, `crossing_scores` (m r, T) gets their gradient from it.
+    """
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    start = tl.program_id(0) * CHUNK
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    found = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for c in range(0, STEP, BLOCK):
+        cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+        if u is not None:
+            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        else:
+            written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        found += product(cotangent, tl.trans(written), PRECISION)
+    found *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+    store_rows(d_scores, query, tokens, start, 0, found, CHUNK)
+    if gates is not None:
+        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
+        k = head_of(k, head, heads, k_b, k_m, k_group)
+        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for c in range(0, WIDTH, BLOCK):
+            own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, BLOCK)
+            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+            scores += product(own, tl.trans(keys), PRECISION)
+        at = query * tokens + start + tl.arange(0, CHUNK)
+        tl.store(crossing_scores + at, crossing(found * scores, CHUNK))
+
+
+@triton.jit
+def d_queries(
+    q,
+    k,
+    d_o,
+    reading,
+    d_scores,
+    own_q,
+    states,
+    d_q,
+    read,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """KEYS channels of `d_q` (b, t, m, r, d), of one query of each token.
+
+    With gates, `read` (m r, blocks, T) gets the sums of Q with dQ from the state; where each key
+    channel has its gate, `read` (m r, T, WIDTH) gets the products, and what comes from within the
+    chunk is given as `own_q` (m r, T, WIDTH).
+    """
+    BLOCKS: tl.constexpr = WIDTH // KEYS
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    start, first = chunk * CHUNK, block * KEYS
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
+    k = head_of(k, head, heads, k_b, k_m, k_group)
+    found = tl.zeros((CHUNK, KEYS), tl.float32)
+    for c in range(0, STEP, BLOCK):
+        cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+        if DECAY == "values":
+            cotangent = cotangent * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        at = head * (tokens // CHUNK) + chunk
+        state = load_rows(states, at, WIDTH, first, KEYS, BLOCK, c, STEP)
+        found += product(cotangent, tl.trans(state), PRECISION)
+    found *= scale
+    place = tl.arange(0, CHUNK)
+    if DECAY == "head":
+        found *= tl.load(reading + head * tokens + start + place)[:, None]
+        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
+        own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+        sums = tl.sum(found * own.to(tl.float32), axis=1)
+        tl.store(read + (query * BLOCKS + block) * tokens + start + place, sums)
+    if DECAY == "keys":
+        found *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
+        own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+        store_rows(read, query, tokens, start, first, found * own.to(tl.float32), WIDTH)
+        found += load_rows(own_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
+    else:
+        pairs = load_rows(d_scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+        found += product(pairs, keys, PRECISION)
+    d_q += ((head // heads * t * heads + head % heads) * queries + row) * d
+    store_tokens(d_q, start - s + t, first, t, d, heads * queries * d, found)
+
+
+@triton.jit
+def d_keys_of(
+    q,
+    k,
+    v,
+    u,
+    strength,
+    reading,
+    writing,
+    d_scores,
+    own_k,
+    d_right,
+    d_keys,
+    states,
+    d_states,
+    d_k,
+    written,
+    from_keys,
+    overlap,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """KEYS channels of `d_k` (b, s, m, d).
+
+    With gates, `written` (m, blocks, T) gets the sums of K with dK from the state behind, and
+    `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; by the delta rule, `from_keys` (m,
+    blocks, T) gets those of K with reading ∘ X Sᵀ. Where each key channel has its gate, `written`
+    (m, T, WIDTH) gets the products, and what comes from within the chunk is `own_k` (m, T, WIDTH).
+    """
+    BLOCKS: tl.constexpr = WIDTH // KEYS
+    head = tl.program_id(1).to(tl.int64)
+    chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    start, first = chunk * CHUNK, block * KEYS
+    q = head_of(q, head, heads, q_b, q_m, q_group)
+    k = head_of(k, head, heads, k_b, k_m, k_group)
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    found = tl.zeros((CHUNK, KEYS), tl.float32)
+    from_state = tl.zeros((CHUNK, KEYS), tl.float32)
+    both = tl.zeros((KEYS,), tl.float32)
+    chunk_at = head * (tokens // CHUNK) + chunk
+    for c in range(0, STEP, BLOCK):
+        d_state = load_rows(d_states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
+        if u is not None:
+            own = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        else:
+            own = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        if DECAY == "values":
+            own = own * load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        found += product(own, tl.trans(d_state), PRECISION)
+        state = load_rows(states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
+        if DECAY == "head" or DECAY == "keys":
+            both += tl.sum(state * d_state, axis=1)
+        if d_right is not None:
+            right = load_rows(d_right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            from_state += product(right, tl.trans(state), PRECISION)
+    place = tl.arange(0, CHUNK)
+    numbers = head * tokens + start + place
+    sums = (head * BLOCKS + block) * tokens + start + place
+    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+    if DECAY == "head" or DECAY == "keys":
+        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), both)
+    if DECAY == "head":
+        found *= tl.load(writing + numbers)[:, None]
+        from_state *= tl.load(reading + numbers)[:, None]
+        tl.store(written + sums, tl.sum(found * keys.to(tl.float32), axis=1))
+    if DECAY == "keys":
+        found *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        store_rows(written, head, tokens, start, first, found * keys.to(tl.float32), WIDTH)
+        found += load_rows(own_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+    else:
+        for row in range(queries):
+            at = head * queries + row
+            pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+            own = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+            found += product(tl.trans(pairs), own, PRECISION)
+    if d_right is not None:
+        tl.store(from_keys + sums, tl.sum(from_state * keys.to(tl.float32), axis=1))
+        found -= tl.load(strength + numbers)[:, None] * from_state
+        pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        found += product(pairs, keys, PRECISION)
+    d_k += (head // heads * s * heads + head % heads) * d
+    store_tokens(d_k, start, first, s, d, heads * d, found)

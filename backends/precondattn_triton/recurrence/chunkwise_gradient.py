@@ -1,0 +1,219 @@
+"""The gradient of the recurrence in chunks: launches, in the order in which one needs another.
+
+From the states in front of every chunk, and what the delta rule has prepared: what the chunks' own
+outputs make of U's gradient; back over the chunks, the gradient of states and of U; then of all
+chunks at once what is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.spec.recurrence import Gradients, Stream
+from precondattn_triton.recurrence import (
+    channel_gates,
+    chunk_gradient,
+    chunk_reads,
+    chunk_states,
+    delta_rule,
+    gate_sums,
+)
+from precondattn_triton.recurrence.channel_pairs import (
+    COTANGENT,
+    VALUE,
+    gradients_of_keys,
+    gradients_of_values,
+    tril_of_products,
+)
+from precondattn_triton.recurrence.chunk_arrays import Call, strides
+
+
+def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
+    """Of a call whose states have been carried forward."""
+    queries = call.b * call.m * call.r
+    call.known |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
+    names = ("own_q", "own_k", "d_gates", "crossing_scores", "d_right", "d_keys", "d_strength")
+    names += ("crossing_keys", "read", "written", "from_keys", "overlap")
+    call.known |= dict.fromkeys(names)
+    if call.decay == "values":
+        call.known["d_scores"], local, call.known["d_gates"] = gradients_of_values(call)
+        call.known["local"] = local
+    else:
+        call.known["local"] = _local(call)
+    d_initial = _carry_back(call, d_final)
+    if call.decay == "keys":
+        call.known["d_scores"] = tril_of_products(call, COTANGENT, VALUE)
+        found = gradients_of_keys(call, call.known["d_scores"])
+        call.known["own_q"], call.known["own_k"], call.known["d_gates"] = found
+    elif call.decay != "values":
+        call.known["d_scores"] = call.empty(queries, call.tokens, call.chunk)
+        if call.decay == "head":
+            call.known["crossing_scores"] = call.empty(queries, call.tokens)
+        call.launch(
+            chunk_gradient.d_scores_of,
+            "chunk_scores_gradient",
+            (call.count, queries),
+            BLOCK=call.both("chunk_scores_gradient"),
+        )
+    d_v = _d_values(call, x)
+    d_q = _d_queries(call, x)
+    d_k = _d_keys(call, x)
+    d_g, d_beta = _d_channel_gates(call, x) if call.is_by_channel else _d_numbers(call, x)
+    stream = Stream(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta)
+    return Gradients(stream, d_initial)
+
+
+def _of_heads(x: Tensor, call: Call) -> torch.dtype:
+    """The dtype of a gradient by heads with a state: sums over those that share are in float32."""
+    return x.dtype if x.shape[1] == call.m else torch.float32
+
+
+def _local(call: Call) -> Tensor:
+    """What the chunks' own outputs make of U's gradient (m, T, STEP)."""
+    local = call.empty(call.b * call.m, call.tokens, call.step)
+    values = call.values("chunk_reads")
+    call.launch(
+        chunk_reads.read_back,
+        "chunk_reads",
+        (call.count * call.step // values, call.b * call.m),
+        local=local,
+        KEYS=call.keys("chunk_reads"),
+        BLOCK=values,
+    )
+    return local
+
+
+def _carry_back(call: Call, d_final: Tensor) -> Tensor:
+    """The gradient of the first state, with those behind every chunk, and dU, left in the call."""
+    heads = call.b * call.m
+    d_initial = call.empty(call.b, call.m, call.d, call.e)
+    call.known["d_states"] = torch.empty_like(call.known["states"])
+    call.known["d_u"] = torch.empty_like(call.known["local"])
+    values = call.values("chunk_gradients")
+    call.launch(
+        chunk_states.carry_gradients,
+        "chunk_gradients",
+        (call.step // values, heads),
+        d_final=d_final.contiguous(),
+        d_initial=d_initial,
+        BLOCK=values,
+    )
+    return d_initial
+
+
+def _d_values(call: Call, x: Stream) -> Tensor:
+    """(b, m, s, e); by the delta rule with what else comes from dU left in the call."""
+    heads, tokens = call.b * call.m, call.tokens
+    if x.beta is None:
+        d_v = call.known["d_u"].view(call.b, call.m, tokens, call.step)
+        return d_v[:, :, : call.s, : call.e]
+    call.known["d_right"] = call.empty(heads, tokens, call.step)
+    call.known["d_keys"] = call.empty(heads, tokens, call.chunk)
+    call.known["d_strength"] = call.empty(heads, tokens)
+    if call.decay == "head":
+        call.known["crossing_keys"] = call.empty(heads, tokens)
+    d_v = call.empty(call.b, call.s, call.m, call.e, dtype=_of_heads(x.v, call))
+    call.launch(
+        delta_rule.d_written,
+        "delta_keys",
+        (call.count, heads),
+        d_v=d_v,
+        BLOCK=call.both("delta_keys"),
+    )
+    return d_v.transpose(1, 2)
+
+
+def _d_queries(call: Call, x: Stream) -> Tensor:
+    """(b, t, m, r, d)"""
+    queries, keys = call.b * call.m * call.r, call.keys("chunk_query_gradient")
+    blocks = call.width // keys
+    if call.decay == "head":
+        call.known["read"] = call.empty(queries, blocks, call.tokens)
+    if call.decay == "keys":
+        call.known["read"] = call.empty(queries, call.tokens, call.width)
+    d_q = call.empty(call.b, call.t, call.m, call.r, call.d, dtype=_of_heads(x.q, call))
+    call.launch(
+        chunk_gradient.d_queries,
+        "chunk_query_gradient",
+        (call.count * blocks, queries),
+        d_q=d_q,
+        KEYS=keys,
+        BLOCK=call.values("chunk_query_gradient"),
+    )
+    return d_q
+
+
+def _d_keys(call: Call, x: Stream) -> Tensor:
+    """(b, s, m, d)"""
+    heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
+    blocks = call.width // keys
+    if call.decay in ("head", "keys"):
+        call.known["overlap"] = call.empty(heads, call.count, call.width)
+    if call.decay == "head":
+        call.known["written"] = call.empty(heads, blocks, call.tokens)
+    if call.decay == "keys":
+        call.known["written"] = call.empty(heads, call.tokens, call.width)
+    if x.beta is not None:
+        call.known["from_keys"] = call.empty(heads, blocks, call.tokens)
+    d_k = call.empty(call.b, call.s, call.m, call.d, dtype=_of_heads(x.k, call))
+    call.launch(
+        chunk_gradient.d_keys_of,
+        "chunk_key_gradient",
+        (call.count * blocks, heads),
+        d_k=d_k,
+        KEYS=keys,
+        BLOCK=call.values("chunk_key_gradient"),
+    )
+    return d_k
+
+
+def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
+    """The gradients of the gates, as those came, and of β (b, m, s)."""
+    heads = call.b * call.m
+    d_g = call.empty(heads, call.s) if call.decay == "head" else None
+    d_beta = None if x.beta is None else call.empty(heads, call.s)
+    if d_g is not None or d_beta is not None:
+        call.launch(
+            gate_sums.gate_gradient,
+            "gate_sums",
+            (call.count, heads),
+            crossing=call.known["crossing_scores"],
+            d_g=d_g,
+            d_beta=d_beta,
+            READ_BLOCKS=call.width // call.keys("chunk_query_gradient"),
+            KEY_BLOCKS=call.width // call.keys("chunk_key_gradient"),
+        )
+    if d_beta is not None:
+        d_beta = d_beta.view(call.b, call.m, call.s)
+    return torch.zeros_like(x.g) if d_g is None else d_g.view(x.g.shape), d_beta
+
+
+def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
+    """The gradient of the gates, as they came."""
+    if call.decay == "values":
+        heads, values = call.b * call.m, call.values("value_sums")
+        call.known["read"] = call.empty(heads * call.r, call.tokens, call.step)
+        call.known["written"] = call.empty(heads, call.tokens, call.step)
+        call.known["overlap"] = call.empty(heads, call.count, call.step)
+        call.launch(
+            channel_gates.sums_of_values,
+            "value_sums",
+            (call.count * call.step // values, heads),
+            KEYS=call.keys("value_sums"),
+            BLOCK=values,
+        )
+    width = x.g.flatten(3).shape[3]
+    d_g = call.empty(call.b * call.m, call.s, width)
+    block = call.gate_block("channel_gates")
+    call.launch(
+        channel_gates.channel_gate_gradient,
+        "channel_gates",
+        (call.count * call.gate_step // block, call.b * call.m),
+        d_g=d_g,
+        width=width,
+        BLOCK=block,
+    )
+    return d_g.view(x.g.shape), None

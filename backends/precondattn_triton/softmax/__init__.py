@@ -1,0 +1,1 @@
+"""Softmax over tiles of scores: LASER and differential attention."""

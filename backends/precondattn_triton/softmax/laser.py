@@ -1,0 +1,110 @@
+"""LASER as a backend's leaf: which calls the kernels take, and how they are called.
+
+Kept for the gradient: λ (b, h, t), how far values lie apart (`laser_forward.Spread`), and, where
+the output is rounded to half precision, the output as it was (b, t, h, e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn_triton.softmax.laser_backward import laser_backward
+from precondattn_triton.softmax.laser_forward import Spread, laser_forward, spread
+from precondattn_triton.softmax.widths import limits
+from precondattn_triton.tiles import masks_of
+
+STEP = 4
+"""Widths are multiples of it: rows of 16-bit numbers then begin at multiples of 8 bytes."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Laser:
+    """Of `Softmax` that reads in exponential space."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        """Why not; None where the kernels do this call."""
+        shapes = dict(request.shapes)
+        if request.verb not in ("forward", "vjp"):
+            return "has no kernel for LASER that extends a cache"
+        if request.dtype == "float64":
+            return "has kernels for LASER in float16, bfloat16 and float32, not in float64"
+        if leaf.metric != DOT:
+            return f"has kernels for LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
+        for option, is_used in (
+            ("a bias", leaf.bias),
+            ("a forget gate", leaf.forget != "none"),
+            ("a window", leaf.window is not None),
+        ):
+            if is_used:
+                return f"has no kernel for LASER with {option}"
+        widths = limits(request.dtype, shapes["k"][3], shapes["v"][3])
+        for what, width, widest in widths:
+            if width > widest or width % STEP:
+                return (
+                    f"has kernels for LASER in {request.dtype} with {what} whose width is a "
+                    f"multiple of {STEP} and at most {widest}; found {width}"
+                )
+        return None
+
+    def forward(
+        self, leaf: Any, x: Tensors, frame: Frame
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The output (b, t, h, e) in the dtype of the values, and the residuals."""
+        q, k, v = _inputs(x)
+        masks = masks_of(frame, *q.shape[:2])
+        known = spread(v, masks)
+        scale = leaf.scale_for(q.shape[3])
+        read = laser_forward(q, k, v, masks, known, scale=scale, causal=leaf.causal)
+        residuals = read.log_total, *known
+        return read.out, residuals if read.full is read.out else (*residuals, read.full)
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Tensors,
+        frame: Frame,
+        out: torch.Tensor,
+        residuals: tuple[torch.Tensor, ...],
+        cotangent: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of q, k and v, in their dtypes."""
+        q, k, v = _inputs(x)
+        log_total, shift, less, is_close, *full = residuals
+        found = laser_backward(
+            q,
+            k,
+            v,
+            masks_of(frame, *q.shape[:2]),
+            Spread(shift, less, is_close),
+            full[0] if full else out.contiguous(),
+            log_total,
+            cotangent.to(v.dtype),
+            scale=leaf.scale_for(q.shape[3]),
+            causal=leaf.causal,
+        )
+        return {name: d.to(x[name].dtype) for name, d in zip("qkv", found, strict=True)}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        """What `forward` gives as residuals."""
+        b, t, h, _ = inputs["q"].shape
+        (_, _, n, e), dtype = inputs["v"]
+        kept = (
+            ArraySpec((b, h, t), "float32"),
+            ArraySpec((b, n, e), "float32"),
+            ArraySpec((b, n, e), "float32"),
+            ArraySpec((b, n), "int32"),
+        )
+        return kept if dtype == "float32" else (*kept, ArraySpec((b, t, h, e), "float32"))
+
+
+def _inputs(x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, in the dtype of the values."""
+    dtype = x["v"].dtype
+    return x["q"].to(dtype), x["k"].to(dtype), x["v"]

@@ -1,0 +1,433 @@
+"""LASER backward, from o, λ and the output's gradient do, with D_i = Σ_c do_ic:
+
+    w_ijc = e^{s_ij − λ_i + v_jc − o_ic},    a_ij = e^{s_ij − λ_i},    s_ij = scale ⟨q_i, k_j⟩,
+    dv_jc = Σ_i do_ic w_ijc,    ds_ij = Σ_c do_ic w_ijc − a_ij D_i,
+    dq = scale ds k,    dk = scale dsᵀ q.
+
+In close heads (see `laser_forward.py`) that is the gradient of softmax attention to
+W = e^{v − ν} − u,
+
+    G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    ds = A ∘ (G Wᵀ − D'),
+    D'_i = Σ_c G_ic (e^{o_ic − ν_c} − u_c),
+
+with G as rounded in D' too: then rounding scales what each channel adds to ds, and Σ_j ds_ij
+stays 0. In exact heads the sums are taken as they stand, one key (for dq) or one query (for dk and
+dv) at a time, some channels at once.
+
+Kernels, in order, and their grids:
+
+    cotangent               G (b, t, h, e) and D'    tiles of queries × heads
+    query gradient          dq of close heads        tiles of queries × heads
+    key gradient            dk, dv of close heads    tiles of keys × kv heads
+    exact query gradient    dq of the others         tiles of queries × heads
+    exact key gradient      dk, dv of the others     tiles of keys × kv heads
+
+A program of a key gradient goes over the query heads of its group: nothing is added from two
+programs, and the result is the same every time. FLOPs a close head, half of them where causal:
+dq 2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for each of the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.softmax.laser_forward import Spread, exact_channels, weights
+from precondattn_triton.tiles import (
+    LOG2_E,
+    Masks,
+    addresses,
+    configured,
+    factor_dtype,
+    is_token,
+    load_tile,
+    place,
+    store_tile,
+    visible,
+)
+
+COTANGENT_ELEMENTS = 4096
+"""Of a tile of `cotangent`."""
+
+
+# --------------------------------------------------------------------------------- close heads
+
+
+@triton.jit
+def _cotangent(
+    d_out, full, log_total, shift, less, is_close, g, d_sum,
+    q_valid,
+    t, h, n,
+    o_batch, o_token, o_head, o_channel,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    logs = tl.load(log_total + (batch * h + head) * t + rows, mask=is_row, other=float("inf"))
+    some = logs < float("inf")
+    start = (batch * t * h + head) * E
+    d_o = load_tile(
+        d_out + batch * o_batch + head * o_head, rows, some, o_token, o_channel, E, PADDED_E
+    ).to(tl.float32)
+    o = load_tile(full + start, rows, some, h * E, 1, E, PADDED_E)
+    channels = tl.arange(0, PADDED_E)
+    at = (batch * n + kv) * E + channels
+    nu = tl.load(shift + at, mask=channels < E, other=0.0)
+    u = tl.load(less + at, mask=channels < E, other=0.0)
+    above = tl.where(some[:, None], nu[None, :] - o, 0.0) * LOG2_E
+    rounded = (d_o * tl.exp2(above)).to(g.dtype.element_ty)
+    sums = tl.sum(rounded.to(tl.float32) * (tl.exp2(-above) - u[None, :]), 1)
+    store_tile(g + start, rows, rows < t, h * E, rounded, E)
+    tl.store(d_sum + (batch * h + head) * t + rows, sums, mask=rows < t)
+
+
+@triton.jit
+def _query_gradient(
+    q, k, w, less, is_close, g, d_sum, log_total, d_q,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q_tile = load_tile(
+        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
+    )
+    g_tile = load_tile(g + (batch * t * h + head) * E, rows, is_row, h * E, 1, E, PADDED_E)
+    at = (batch * h + head) * t + rows
+    logs = tl.load(log_total + at, mask=is_row, other=float("inf")) * LOG2_E
+    sums = tl.load(d_sum + at, mask=is_row, other=0.0)
+    k += batch * k_batch + kv * k_head
+    w += (batch * n + kv) * s * E
+
+    acc = tl.zeros((ROWS, PADDED_D), tl.float32)
+    end = s
+    if CAUSAL:
+        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
+    for start in range(0, end, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        is_key = is_token(k_valid, batch, columns, s)
+        k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
+        w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
+        seen = visible(
+            rows[:, None],
+            columns[None, :],
+            is_key[None, :],
+            batch,
+            t,
+            s,
+            q_segment,
+            k_segment,
+            CAUSAL,
+        )
+        a = tl.exp2(tl.where(seen, scores - logs[:, None], float("-inf")))
+        d_a = tl.dot(g_tile, tl.trans(w_tile), input_precision=PRECISION)
+        d_scores = (a * (d_a - sums[:, None])).to(w.dtype.element_ty)
+        acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
+    start = (batch * t * h + head) * D
+    store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
+
+
+@triton.jit
+def _key_gradient(
+    q, k, w, less, is_close, g, d_sum, log_total, d_k, d_v,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch, kv = place(tl.cdiv(s, ROWS), n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    keys = tile * ROWS + tl.arange(0, ROWS)
+    is_key = is_token(k_valid, batch, keys, s)
+    k_tile = load_tile(
+        k + batch * k_batch + kv * k_head, keys, is_key, k_token, k_channel, D, PADDED_D
+    )
+    w += (batch * n + kv) * s * E
+    w_tile = load_tile(w, keys, keys < s, E, 1, E, PADDED_E)
+
+    key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
+    weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
+    # The first query that sees a key of the tile, at the beginning of a tile of queries.
+    first = 0
+    if CAUSAL:
+        first = tl.maximum(tile * ROWS - (s - t), 0) // COLUMNS * COLUMNS
+    group = h // n
+    for member in range(0, group):
+        head = kv * group + member
+        q_start = q + batch * q_batch + head * q_head
+        g_start = g + (batch * t * h + head) * E
+        for start in range(first, t, COLUMNS):
+            queries = start + tl.arange(0, COLUMNS)
+            is_query = is_token(q_valid, batch, queries, t)
+            q_tile = load_tile(q_start, queries, is_query, q_token, q_channel, D, PADDED_D)
+            g_tile = load_tile(g_start, queries, is_query, h * E, 1, E, PADDED_E)
+            at = (batch * h + head) * t + queries
+            logs = tl.load(log_total + at, mask=is_query, other=float("inf")) * LOG2_E
+            sums = tl.load(d_sum + at, mask=is_query, other=0.0)
+            # All transposed: keys × queries.
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2_E)
+            seen = visible(
+                queries[None, :],
+                keys[:, None],
+                is_key[:, None],
+                batch,
+                t,
+                s,
+                q_segment,
+                k_segment,
+                CAUSAL,
+            )
+            a = tl.exp2(tl.where(seen, scores - logs[None, :], float("-inf")))
+            weight_acc = tl.dot(
+                a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
+            )
+            d_a = tl.dot(w_tile, tl.trans(g_tile), input_precision=PRECISION)
+            d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
+            key_acc = tl.dot(
+                d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
+            )
+    head_start = batch * s * n + kv
+    store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
+    # Read again, rather than kept in registers while it is not needed.
+    w_tile = load_tile(w, keys, keys < s, E, 1, E, PADDED_E).to(tl.float32)
+    channels = tl.arange(0, PADDED_E)
+    at = (batch * n + kv) * E + channels
+    u = tl.load(less + at, mask=channels < E, other=0.0)
+    d_values = weight_acc * (w_tile + u[None, :])
+    store_tile(d_v + head_start * E, keys, keys < s, n * E, d_values, E)
+
+
+# --------------------------------------------------------------------------------- exact heads
+
+
+@triton.jit
+def _exact_query_gradient(
+    q, k, v, is_close, full, log_total, d_out, d_q,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    v_batch, v_token, v_head, v_channel,
+    o_batch, o_token, o_head, o_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) != 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q_tile = load_tile(
+        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
+    ).to(tl.float32)
+    at = (batch * h + head) * t + rows[:, None]
+    logs = tl.load(log_total + at, mask=is_row[:, None], other=float("inf"))
+    k += batch * k_batch + kv * k_head
+    v += batch * v_batch + kv * v_head
+    full += (batch * t * h + head) * E
+    d_out += batch * o_batch + head * o_head
+
+    acc = tl.zeros((ROWS, PADDED_D), tl.float32)
+    end = s
+    if CAUSAL:
+        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
+    # Each part of the channels adds its share Σ_c do_ic (w_ijc − a_ij) of ds.
+    for first in range(0, E, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        is_number = is_row[:, None] & (channels < E)[None, :]
+        o = tl.load(addresses(full, rows, h * E, channels, 1), mask=is_number, other=0.0)
+        d_o = tl.load(
+            addresses(d_out, rows, o_token, channels, o_channel), mask=is_number, other=0.0
+        ).to(tl.float32)
+        sums = tl.sum(d_o, 1, keep_dims=True)
+        for j in range(0, end):
+            column = j + tl.arange(0, 1)
+            is_key = is_token(k_valid, batch, column, s)
+            k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
+            v_row = tl.load(
+                addresses(v, column, v_token, channels, v_channel),
+                mask=is_key[:, None] & (channels < E)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
+            seen = visible(
+                rows[:, None],
+                column[None, :],
+                is_key[None, :],
+                batch,
+                t,
+                s,
+                q_segment,
+                k_segment,
+                CAUSAL,
+            )
+            log_a = tl.where(seen, score - logs, float("-inf"))
+            w = tl.exp(log_a + (v_row - o))
+            d_score = tl.sum(d_o * w, 1, keep_dims=True) - tl.exp(log_a) * sums
+            acc += d_score * k_row
+    start = (batch * t * h + head) * D
+    store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
+
+
+@triton.jit
+def _exact_key_gradient(
+    q, k, v, is_close, full, log_total, d_out, d_k, d_v,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    v_batch, v_token, v_head, v_channel,
+    o_batch, o_token, o_head, o_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, kv = place(tl.cdiv(s, ROWS), n)
+    if tl.load(is_close + batch * n + kv) != 0:
+        return
+    keys = tile * ROWS + tl.arange(0, ROWS)
+    is_key = is_token(k_valid, batch, keys, s)
+    k_tile = load_tile(
+        k + batch * k_batch + kv * k_head, keys, is_key, k_token, k_channel, D, PADDED_D
+    ).to(tl.float32)
+    v += batch * v_batch + kv * v_head
+
+    key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
+    query = 0
+    if CAUSAL:
+        query = tl.maximum(tile * ROWS - (s - t), 0)
+    group = h // n
+    head_start = batch * s * n + kv
+    for first in range(0, E, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        is_number = is_key[:, None] & (channels < E)[None, :]
+        v_tile = tl.load(
+            addresses(v, keys, v_token, channels, v_channel), mask=is_number, other=0.0
+        ).to(tl.float32)
+        value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
+        for member in range(0, group):
+            head = kv * group + member
+            q_start = q + batch * q_batch + head * q_head
+            o_start = full + (batch * t * h + head) * E
+            d_start = d_out + batch * o_batch + head * o_head
+            for i in range(query, t):
+                row = i + tl.arange(0, 1)
+                is_row = is_token(q_valid, batch, row, t)
+                q_row = load_tile(q_start, row, is_row, q_token, q_channel, D, PADDED_D).to(
+                    tl.float32
+                )
+                at = (batch * h + head) * t + row[None, :]
+                logs = tl.load(log_total + at, mask=is_row[None, :], other=float("inf"))
+                is_part = is_row[:, None] & (channels < E)[None, :]
+                o = tl.load(addresses(o_start, row, h * E, channels, 1), mask=is_part, other=0.0)
+                d_o = tl.load(
+                    addresses(d_start, row, o_token, channels, o_channel), mask=is_part, other=0.0
+                ).to(tl.float32)
+                score = tl.sum(k_tile * q_row, 1, keep_dims=True) * scale
+                seen = visible(
+                    row[None, :],
+                    keys[:, None],
+                    is_key[:, None],
+                    batch,
+                    t,
+                    s,
+                    q_segment,
+                    k_segment,
+                    CAUSAL,
+                )
+                log_a = tl.where(seen, score - logs, float("-inf"))
+                weighted = d_o * tl.exp(log_a + (v_tile - o))
+                value_acc += weighted
+                share = tl.exp(log_a) * tl.sum(d_o, 1, keep_dims=True)
+                key_acc += (tl.sum(weighted, 1, keep_dims=True) - share) * q_row
+        at = addresses(d_v + head_start * E, keys, n * E, channels, 1)
+        is_stored = (keys < s)[:, None] & (channels < E)[None, :]
+        tl.store(at, value_acc.to(d_v.dtype.element_ty), mask=is_stored)
+    store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
+
+
+# ------------------------------------------------------------------------------------- launch
+
+
+def laser_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masks: Masks,
+    known: Spread,
+    full: torch.Tensor,
+    log_total: torch.Tensor,
+    d_out: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, of the inputs' shapes and dtypes; o in float32 and λ as forward found them."""
+    b, t, h, d = q.shape
+    s, n, e = v.shape[1:]
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    sizes = scale, t, s, h, n
+    fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
+
+    w = weights(v, masks, known)
+    g, d_sum = _cotangents(d_out, masks, known, full, log_total)
+    for name, kernel, found, tokens, heads in (
+        ("laser_query_gradient", _query_gradient, (d_q,), t, h),
+        ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
+    ):
+        tuned = configured(name, q, v)
+        kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
+            q, k, w, known.less, known.is_close, g, d_sum, log_total, *found,
+            *masks, *sizes, *q.stride(), *k.stride(),
+            **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
+            PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+
+    for name, kernel, found, tokens, heads in (
+        ("laser_exact_query_gradient", _exact_query_gradient, (d_q,), t, h),
+        ("laser_exact_key_gradient", _exact_key_gradient, (d_k, d_v), s, n),
+    ):
+        tuned = configured(name, q, v)
+        kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
+            q, k, v, known.is_close, full, log_total, d_out, *found,
+            *masks, *sizes, *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
+            **fixed, CHANNELS=exact_channels(e), ROWS=tuned.rows,
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+    return d_q, d_k, d_v
+
+
+def _cotangents(
+    d_out: torch.Tensor,
+    masks: Masks,
+    known: Spread,
+    full: torch.Tensor,
+    log_total: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """G (b, t, h, e) and D' (b, h, t) of the close heads."""
+    b, t, h, e = d_out.shape
+    g = d_out.new_empty(d_out.shape, dtype=factor_dtype(d_out.dtype))
+    d_sum = torch.empty_like(log_total)
+    rows = max(COTANGENT_ELEMENTS // padded_width(e), 16)
+    _cotangent[(triton.cdiv(t, rows) * b * h,)](
+        d_out, full, log_total, *known, g, d_sum, masks.q_valid,
+        t, h, known.is_close.shape[1], *d_out.stride(),
+        E=e, PADDED_E=padded_width(e), ROWS=rows,
+    )  # fmt: skip
+    return g, d_sum

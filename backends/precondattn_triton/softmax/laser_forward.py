@@ -1,0 +1,392 @@
+"""LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{s_ij − λ_i},  s_ij = scale ⟨q_i, k_j⟩.
+
+A kv head of a sequence is *close* if no two values of a channel that count are further apart than
+R: then, with ν_c the largest of them, every e^{v − ν} is far from vanishing, and LASER is softmax
+attention to W = e^{v − ν} − u:
+
+    P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P W,
+    o = ν + log(u + acc / l),    λ = m + log l,
+
+in tiles, with the running maximum m of each row; l sums P as rounded for the product, so that
+acc / l is a mean. Channels whose values lie within log 2 of each other have u = 1, all others
+u = 0: then what is rounded in W is no larger than it need be, and small values have small errors. A
+hidden value enters ν and u, and so the rounding of an output, and nothing else.
+
+All other heads are *exact*: one key at a time, with a running maximum M_ic of s_ij + v_jc for each
+row and channel,
+
+    M' = max(M, s + v),    acc ← acc e^{M − M'} + e^{s + v − M'},    o = M + log acc − λ,
+
+so that a hidden value has no part at all in an output.
+
+Kernels, in order, and their grids:
+
+    spread     largest and smallest values       segments of tokens × kv heads
+    weights    W (b, n, s, e), close heads       tiles of keys × kv heads
+    close      o and λ of the close heads        tiles of queries × heads
+    exact      o and λ of the others             parts of channels × tiles of queries × heads
+
+Which heads are close is found and kept on the device; a program of the wrong kind ends at once.
+Close: 2 t s (d + e) FLOPs a head, half of them where causal; q, k and W are read from memory, k and
+W once for every tile of queries. Exact: t s e exponentials a head.
+A row that sees nothing has o = 0 and λ = ∞: all of its weights vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn.spec.laser import RANGE
+from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.tiles import (
+    LOG2_E,
+    Masks,
+    addresses,
+    configured,
+    factor_dtype,
+    is_token,
+    load_tile,
+    place,
+    store_tile,
+    visible,
+)
+
+SEGMENT = 256
+"""Tokens whose values a program of `spread` compares."""
+
+VALUE_ELEMENTS = 4096
+"""Of a tile of values in `spread` and `weights`."""
+
+EXACT_CHANNELS = 64
+"""Channels of a program of `exact`, at most."""
+
+
+class Spread(NamedTuple):
+    """How far the values of each kv head lie apart."""
+
+    shift: torch.Tensor
+    """ν (b, n, e), float32: the largest value of a channel"""
+    less: torch.Tensor
+    """u (b, n, e), float32: 1 where the values of a channel lie within log 2, else 0"""
+    is_close: torch.Tensor
+    """(b, n), int32: whether no values of a channel are further apart than R"""
+
+
+class Read(NamedTuple):
+    """What the forward kernels found."""
+
+    out: torch.Tensor
+    """o (b, t, h, e), in the dtype of the values"""
+    full: torch.Tensor
+    """o in float32: `out` itself where that is float32"""
+    log_total: torch.Tensor
+    """λ (b, h, t), float32"""
+
+
+# -------------------------------------------------------------------------------------- values
+
+
+@triton.jit
+def _spread(
+    v, k_valid, largest, smallest,
+    s, n,
+    v_batch, v_token, v_head, v_channel,
+    E: tl.constexpr, PADDED_E: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    segments = tl.cdiv(s, SEGMENT)
+    segment, batch, head = place(segments, n)
+    high = tl.full((PADDED_E,), float("-inf"), tl.float32)
+    low = tl.full((PADDED_E,), float("inf"), tl.float32)
+    for start in range(0, SEGMENT, ROWS):
+        tokens = segment * SEGMENT + start + tl.arange(0, ROWS)
+        is_there = is_token(k_valid, batch, tokens, s)
+        values = load_tile(
+            v + batch * v_batch + head * v_head, tokens, is_there, v_token, v_channel, E, PADDED_E
+        ).to(tl.float32)
+        high = tl.maximum(high, tl.max(tl.where(is_there[:, None], values, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(is_there[:, None], values, float("inf")), 0))
+    channels = tl.arange(0, PADDED_E)
+    at = ((batch * n + head) * segments + segment) * E + channels
+    tl.store(largest + at, high, mask=channels < E)
+    tl.store(smallest + at, low, mask=channels < E)
+
+
+@triton.jit
+def _weights(
+    v, k_valid, shift, less, is_close, w,
+    s, n,
+    v_batch, v_token, v_head, v_channel,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(s, ROWS), n)
+    if tl.load(is_close + batch * n + head) == 0:
+        return
+    tokens = tile * ROWS + tl.arange(0, ROWS)
+    is_there = is_token(k_valid, batch, tokens, s)
+    channels = tl.arange(0, PADDED_E)
+    at = (batch * n + head) * E + channels
+    nu = tl.load(shift + at, mask=channels < E, other=0.0)
+    u = tl.load(less + at, mask=channels < E, other=0.0)
+    values = load_tile(
+        v + batch * v_batch + head * v_head, tokens, is_there, v_token, v_channel, E, PADDED_E
+    ).to(tl.float32)
+    found = tl.exp2((values - nu[None, :]) * LOG2_E) - u[None, :]
+    found = tl.where(is_there[:, None], found, 0.0)
+    store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, found, E)
+
+
+def spread(v: torch.Tensor, masks: Masks) -> Spread:
+    """Of the values that count."""
+    b, s, n, e = v.shape
+    segments = triton.cdiv(s, SEGMENT)
+    largest, smallest = v.new_empty((2, b, n, segments, e), dtype=torch.float32)
+    _spread[(segments * b * n,)](
+        v, masks.k_valid, largest, smallest, s, n, *v.stride(),
+        E=e, PADDED_E=padded_width(e), SEGMENT=SEGMENT, ROWS=_value_rows(e),
+    )  # fmt: skip
+    shift = largest.amax(2)
+    apart = shift - smallest.amin(2)
+    is_close = (apart <= RANGE["float32"]).all(-1).to(torch.int32)
+    # With no value that counts there is nothing to shift.
+    shift = shift.masked_fill(shift.isneginf(), 0.0)
+    return Spread(shift, (apart <= math.log(2)).to(torch.float32), is_close)
+
+
+def weights(v: torch.Tensor, masks: Masks, known: Spread) -> torch.Tensor:
+    """W (b, n, s, e) of the close heads, 0 at keys that do not count; anything in other heads."""
+    b, s, n, e = v.shape
+    w = v.new_empty((b, n, s, e), dtype=factor_dtype(v.dtype))
+    rows = _value_rows(e)
+    _weights[(triton.cdiv(s, rows) * b * n,)](
+        v, masks.k_valid, *known, w, s, n, *v.stride(),
+        E=e, PADDED_E=padded_width(e), ROWS=rows,
+    )  # fmt: skip
+    return w
+
+
+def _value_rows(e: int) -> int:
+    """Tokens of a tile of values."""
+    return min(max(VALUE_ELEMENTS // padded_width(e), 16), SEGMENT)
+
+
+# --------------------------------------------------------------------------------- close heads
+
+
+@triton.jit
+def _close(
+    q, k, w, shift, less, is_close, out, full, log_total,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q_tile = load_tile(
+        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
+    )
+    k += batch * k_batch + kv * k_head
+    w += (batch * n + kv) * s * E
+
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PADDED_E), tl.float32)
+    # Keys before `open_end` are seen by all rows, those from `end` on by none.
+    end = s
+    open_end = s // COLUMNS * COLUMNS
+    if CAUSAL:
+        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
+        open_end = (tile * ROWS + (s - t) + 1) // COLUMNS * COLUMNS
+    if k_valid is not None:
+        open_end = 0
+    if k_segment is not None:
+        open_end = 0
+    for phase in tl.static_range(2):
+        if phase == 0:
+            low, high = 0, open_end
+        else:
+            low, high = open_end, end
+        for start in range(low, high, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            is_key = is_token(k_valid, batch, columns, s)
+            k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
+            # In units of log 2.
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
+            if phase == 1:
+                seen = visible(
+                    rows[:, None],
+                    columns[None, :],
+                    is_key[None, :],
+                    batch,
+                    t,
+                    s,
+                    q_segment,
+                    k_segment,
+                    CAUSAL,
+                )
+                scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(largest, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp2(largest - base)
+            p = tl.exp2(scores - base[:, None]).to(w.dtype.element_ty)
+            total = total * shrink + tl.sum(p.to(tl.float32), 1)
+            w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
+            acc = tl.dot(p, w_tile, acc * shrink[:, None], input_precision=PRECISION)
+            largest = higher
+
+    some = is_row & (total > 0)
+    channels = tl.arange(0, PADDED_E)
+    at = (batch * n + kv) * E + channels
+    nu = tl.load(shift + at, mask=channels < E, other=0.0)
+    u = tl.load(less + at, mask=channels < E, other=0.0)
+    is_mean = some[:, None] & (channels < E)[None, :]
+    mean = tl.where(is_mean, u[None, :] + acc / tl.where(some, total, 1.0)[:, None], 1.0)
+    o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
+    logs = largest / LOG2_E + tl.log(tl.where(some, total, 1.0))
+    logs = tl.where(some, logs, float("inf"))
+    tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
+    start = (batch * t * h + head) * E
+    store_tile(out + start, rows, rows < t, h * E, o, E)
+    if full is not None:
+        store_tile(full + start, rows, rows < t, h * E, o, E)
+
+
+# --------------------------------------------------------------------------------- exact heads
+
+
+@triton.jit
+def _with_term(largest, total, term):
+    """M' and the sum of e^{x − M'}, with one more x; −∞ adds nothing."""
+    is_higher = term > largest
+    smaller = tl.where(term > float("-inf"), tl.exp(-tl.abs(largest - term)), 0.0)
+    total = tl.where(is_higher, total * smaller + 1.0, total + smaller)
+    return tl.maximum(largest, term), total
+
+
+@triton.jit
+def _exact(
+    q, k, v, is_close, out, full, log_total,
+    q_valid, k_valid, q_segment, k_segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    v_batch, v_token, v_head, v_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(t, ROWS)
+    part_and_tile, batch, head = place(tiles * tl.cdiv(E, CHANNELS), h)
+    tile, part = part_and_tile % tiles, part_and_tile // tiles
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) != 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q_tile = load_tile(
+        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
+    ).to(tl.float32)
+    k += batch * k_batch + kv * k_head
+    first = part * CHANNELS
+    channels = first + tl.arange(0, CHANNELS)
+    v += batch * v_batch + kv * v_head
+
+    highest_score = tl.full((ROWS, 1), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, 1), tl.float32)
+    highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
+    acc = tl.zeros((ROWS, CHANNELS), tl.float32)
+    end = s
+    if CAUSAL:
+        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
+    for j in range(0, end):
+        column = j + tl.arange(0, 1)
+        is_key = is_token(k_valid, batch, column, s)
+        k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
+        v_row = tl.load(
+            addresses(v, column, v_token, channels, v_channel),
+            mask=is_key[:, None] & (channels < E)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
+        seen = visible(
+            rows[:, None],
+            column[None, :],
+            is_key[None, :],
+            batch,
+            t,
+            s,
+            q_segment,
+            k_segment,
+            CAUSAL,
+        )
+        score = tl.where(seen, score, float("-inf"))
+        highest_score, total = _with_term(highest_score, total, score)
+        highest, acc = _with_term(highest, acc, score + v_row)
+
+    some = is_row[:, None] & (total > 0)
+    logs = tl.where(some, highest_score + tl.log(tl.where(some, total, 1.0)), float("inf"))
+    o = tl.where(some, highest + tl.log(tl.where(some, acc, 1.0)) - logs, 0.0)
+    is_stored = (rows < t)[:, None]
+    at = (batch * h + head) * t + rows[:, None]
+    tl.store(log_total + at, logs, mask=is_stored & (part == 0))
+    is_stored = is_stored & (channels < E)[None, :]
+    start = (batch * t * h + head) * E
+    at = addresses(out + start, rows, h * E, channels, 1)
+    tl.store(at, o.to(out.dtype.element_ty), mask=is_stored)
+    if full is not None:
+        tl.store(addresses(full + start, rows, h * E, channels, 1), o, mask=is_stored)
+
+
+# ------------------------------------------------------------------------------------- launch
+
+
+def laser_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masks: Masks,
+    known: Spread,
+    *,
+    scale: float,
+    causal: bool,
+) -> Read:
+    """Of q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e), of one dtype."""
+    b, t, h, d = q.shape
+    s, n, e = v.shape[1:]
+    out = v.new_empty((b, t, h, e))
+    full = None if v.dtype == torch.float32 else v.new_empty(out.shape, dtype=torch.float32)
+    log_total = v.new_empty((b, h, t), dtype=torch.float32)
+    found = out, full, log_total
+    sizes = scale, t, s, h, n
+    fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
+
+    tuned = configured("laser_forward", q, v)
+    _close[(triton.cdiv(t, tuned.rows) * b * h,)](
+        q, k, weights(v, masks, known), *known, *found,
+        *masks, *sizes, *q.stride(), *k.stride(),
+        **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
+        PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+
+    tuned, channels = configured("laser_exact_forward", q, v), exact_channels(e)
+    _exact[(triton.cdiv(t, tuned.rows) * triton.cdiv(e, channels) * b * h,)](
+        q, k, v, known.is_close, *found,
+        *masks, *sizes, *q.stride(), *k.stride(), *v.stride(),
+        **fixed, CHANNELS=channels, ROWS=tuned.rows,
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    return Read(out, out if full is None else full, log_total)
+
+
+def exact_channels(e: int) -> int:
+    """Channels that a kernel for exact heads takes at once."""
+    return min(padded_width(e), EXACT_CHANNELS)

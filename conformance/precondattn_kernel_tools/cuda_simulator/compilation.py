@@ -1,0 +1,174 @@
+"""From a CUDA source to a shared library of this machine, with a cache of what was built before.
+
+g++ preprocesses it, the keywords that are left are rewritten, and g++ compiles the rest with every
+access to memory instrumented. The runtime is compiled once and linked to each module.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from precondattn_kernel_tools.cuda_simulator.errors import CompilationError
+from precondattn_kernel_tools.cuda_simulator.shared_declarations import (
+    plain_kernels,
+    translate,
+)
+from precondattn_kernel_tools.cuda_toolkit import MissingToolError, include_folder
+
+HERE = Path(__file__).parent
+DEVICE, RUNTIME = HERE / "device", HERE / "runtime"
+
+COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
+INSTRUMENTED = (
+    *("-O1", "-g", "-w", "-fno-strict-aliasing"),
+    # One rounding for each operation: sums differ from a GPU's by the last bits at most.
+    "-ffp-contract=off",
+    "-fsanitize=thread",
+    *("--param", "tsan-instrument-func-entry-exit=0", "--param", "tsan-distinguish-volatile=1"),
+    "-fsanitize=bounds,alignment,integer-divide-by-zero,shift,signed-integer-overflow",
+)
+# What no one has written is then no number that looks right. Older compilers can not.
+PATTERN = "-ftrivial-auto-var-init=pattern"
+OWN_OPTIONS = ("-D", "-I", "-U")
+OTHER_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
+"""NVRTC's options that are taken and change nothing here."""
+
+# A line for each, so that the compiler's messages say which name it did not find.
+ENTRY = (
+    'extern "C" __attribute__((visibility("default"))) '
+    "void simulated_signature_{number}(char* to, unsigned long room) "
+    "{{ ::simulated::signature(&{name}, to, room); }} "
+    'extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) '
+    "void simulated_call_{number}(void** arguments) {{ ::simulated::call(&{name}, arguments); }}\n"
+)
+
+
+class Built:
+    """A library, and the kernels in it by their number."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.path, self.names = path, tuple(names)
+
+
+def build(
+    code: str, source: str, expressions: Sequence[str], options: Sequence[str], folder: Path | None
+) -> Built:
+    """The library of a source. What it includes is looked for in the folder first.
+
+    Raises
+    ------
+    CompilationError
+        with the compiler's message.
+    MissingToolError
+        when there is no g++, or no header of CUDA.
+    """
+    given = [*_own(options), *([f"-I{folder}"] if folder else [])]
+    whole = f'#include "cuda_on_cpu.h"\n# 1 "{source}"\n{code}\n'
+    text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *given, "-"], whole)
+    text = text.replace('"<stdin>"', f'"{source}"')  # In debugging information it comes back.
+    translated = translate(text, source)
+    found = plain_kernels(text, source)
+    names = [*expressions, *(name for name in found if name not in expressions)]
+    if not names:
+        raise CompilationError(
+            f'{source} has no kernel: name_expressions is empty, and nothing is extern "C"'
+        )
+    entries = "".join(ENTRY.format(number=i, name=name) for i, name in enumerate(names))
+    translated += f'\n# 1 "name_expressions"\n{entries}'
+    runtime = _runtime()
+    flags = [*COMMON, *INSTRUMENTED, *([PATTERN] if _takes_pattern() else [])]
+    key = _key(translated, runtime.name, *flags)
+
+    def make(path: Path) -> None:
+        unit = path.with_suffix(".o")
+        _run(["-c", "-x", "c++-cpp-output", *flags, "-o", str(unit), "-"], translated)
+        # Not the sanitizers' own libraries: the runtime has what they would be asked for.
+        _run(["-shared", "-Wl,--no-undefined", "-o", str(path), str(unit), str(runtime)])
+
+    return Built(_cached(f"module-{key}.so", make), names)
+
+
+def cache_folder() -> Path:
+    """Of the user. It may be removed at any time."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "precondattn" / "cuda_simulator"
+
+
+def _own(options: Sequence[str]) -> list[str]:
+    found = []
+    for option in options:
+        if option.startswith(OWN_OPTIONS):
+            found.append(option)
+        elif not option.startswith(OTHER_OPTIONS):
+            raise ValueError(
+                f"options has {option!r}: the simulator takes {', '.join(OWN_OPTIONS)} with what "
+                f"follows at once, and leaves aside {', '.join(OTHER_OPTIONS)}"
+            )
+    return found
+
+
+def _includes() -> list[str]:
+    return [f"-I{DEVICE}", "-isystem", str(include_folder())]
+
+
+@functools.cache
+def _runtime() -> Path:
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    texts = [path.read_text() for path in (*sources, RUNTIME / "runtime.h", DEVICE / "interface.h")]
+
+    flags = [*COMMON, "-O2", *_includes(), "-r", "-nostdlib"]
+
+    def make(path: Path) -> None:
+        _run([*flags, "-o", str(path), *map(str, sources)])
+
+    return _cached(f"runtime-{_key(*texts, *flags)}.o", make)
+
+
+@functools.cache
+def _compiler() -> tuple[str, str]:
+    """Its path and version."""
+    path = shutil.which("g++")
+    if path is None:
+        raise MissingToolError("g++ is needed to simulate CUDA kernels, and is not found")
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return path, done.stdout
+
+
+@functools.cache
+def _takes_pattern() -> bool:
+    return int(_run(["-dumpversion"]).partition(".")[0]) >= 12
+
+
+def _run(arguments: Sequence[str], text: str = "") -> str:
+    done = subprocess.run(
+        [_compiler()[0], *arguments], input=text, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise CompilationError(re.sub(r"(?m)^\s+", "  ", done.stderr[:4000]))
+    return done.stdout
+
+
+def _key(*texts: str) -> str:
+    digest = hashlib.sha256("\0".join((*texts, _compiler()[1])).encode())
+    return digest.hexdigest()[:24]
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The file of that name; several processes may make it at once, and each finds a whole one."""
+    folder = cache_folder()
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            fresh = Path(place) / name
+            make(fresh)
+            fresh.replace(path)
+    return path

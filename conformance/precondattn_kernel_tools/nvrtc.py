@@ -1,0 +1,122 @@
+"""NVIDIA's run-time compiler, as a library: CUDA C++ in, machine code and the assembler's log out.
+
+It needs neither a GPU nor a driver. CuPy hands sources to the same library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.cuda_toolkit import nvrtc_library
+
+STATIC_LIMIT = 48 << 10
+"""Bytes of shared memory that a kernel may declare; more has to be dynamic."""
+
+
+class NvrtcError(RuntimeError):
+    """What the compiler refuses, in its own words."""
+
+
+class Compiled(NamedTuple):
+    """One kernel, for one target."""
+
+    registers: int
+    spilt_bytes: int
+    shared_bytes: int
+    """Static: what is dynamic, the launch says."""
+
+
+def compile_kernel(
+    code: str, name: str, name_expression: str, target: str, options: Sequence[str] = ()
+) -> Compiled:
+    """The kernel of a name expression, "solve<__half, 64>", or of a name that is `extern "C"`.
+
+    Raises
+    ------
+    NvrtcError
+        with the compiler's messages.
+    MissingToolError
+        when NVRTC is not installed.
+    """
+    library = _library()
+    program = ctypes.c_void_p()
+    _require(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), code.encode(), name.encode(), 0, None, None
+        )
+    )
+    try:
+        _require(library.nvrtcAddNameExpression(program, name_expression.encode()))
+        flags = [f"-arch={target}", "-std=c++17", "--ptxas-options=-v", *options]
+        encoded = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        status = library.nvrtcCompileProgram(program, len(flags), encoded)
+        log = _log(program)
+        if status:
+            raise NvrtcError(_with_too_large(log).strip() or _reason(status))
+        lowered = ctypes.c_char_p()
+        _require(
+            library.nvrtcGetLoweredName(program, name_expression.encode(), ctypes.byref(lowered))
+        )
+        return _of(lowered.value.decode() if lowered.value else "", log)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def version() -> str:
+    """Such as "13.0"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _require(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return f"{major.value}.{minor.value}"
+
+
+@functools.cache
+def _library() -> Any:
+    path = nvrtc_library()
+    # It asks for this one by its name alone, which is enough once it is loaded.
+    for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):
+        ctypes.CDLL(str(part))
+    library = ctypes.CDLL(str(path))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _reason(status: int) -> str:
+    return str(_library().nvrtcGetErrorString(status).decode())
+
+
+def _require(status: int) -> None:
+    if status:
+        raise NvrtcError(_reason(status))
+
+
+def _log(program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    _require(_library().nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    _require(_library().nvrtcGetProgramLog(program, text))
+    return text.value.decode(errors="replace")
+
+
+def _with_too_large(log: str) -> str:
+    """Some versions fail without a word when more shared memory is declared than there may be."""
+    sizes = [int(size) for size in re.findall(r"(\d+) bytes smem", log)]
+    if "error" not in log and max(sizes, default=0) > STATIC_LIMIT:
+        return f"{max(sizes)} bytes of shared memory are declared, of {STATIC_LIMIT}\n{log}"
+    return log
+
+
+def _of(lowered: str, log: str) -> Compiled:
+    """What the assembler says of one kernel; a source may have others, which are not asked for."""
+    for part in re.split(r"Compiling entry function ", log)[1:]:
+        if not part.startswith(f"'{lowered}'"):
+            continue
+        registers = re.search(r"Used (\d+) registers", part)
+        spilt = re.search(r"(\d+) bytes spill stores", part)
+        if registers and spilt:
+            shared = re.search(r"(\d+) bytes smem", part)
+            return Compiled(int(registers[1]), int(spilt[1]), int(shared[1]) if shared else 0)
+    raise NvrtcError(f"the assembler says nothing of {lowered!r}:\n{log}")

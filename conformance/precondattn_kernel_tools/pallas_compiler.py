@@ -1,0 +1,258 @@
+"""Compiling Pallas kernels for GPUs and TPUs that are not there: do they compile, and do they fit?
+
+    python -m precondattn_kernel_tools.pallas_compiler MODULE --target sm_90 --save FILE
+
+`MODULE.variants(target)` gives the functions that a package ships for a target. Each is lowered by
+JAX as for such a device; every Pallas kernel in it becomes Triton's intermediate code, is compiled
+to machine code, and what it needs of a multiprocessor is read from the assembler, as
+`triton_compiler.py` does. For the target `tpu`, lowering is all there is: it shows blocks of a
+wrong shape and operations that a TPU has not, and nothing of what fits its memory:
+`tpu_compiler.py` shows that, where a TPU's compiler is installed.
+
+Kernels need explicit `compiler_params`, Triton's for a GPU. Later versions of JAX than 0.10 hand
+over machine code of the device that they find: this needs one that hands over Triton's code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.compiler_arguments import parsed
+from precondattn_kernel_tools.resources import (
+    SHARED_LIMITS,
+    Resources,
+    judge,
+    line,
+    of_a_thread,
+    report,
+)
+
+TPU = "tpu"
+TARGETS = (*(target for target in SHARED_LIMITS if target.startswith("sm_")), TPU)
+TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
+"""What a lowered kernel is called, or is part of the name."""
+
+
+class Variant(NamedTuple):
+    """A function that launches kernels, as it is shipped."""
+
+    name: str
+    """Its own: no other variant of the module has it."""
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    """`jax.ShapeDtypeStruct`s, or trees of them."""
+    spill_limit: int = 0
+    """Bytes that a thread may spill."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of a variant, before it is compiled."""
+
+    name: str
+    """That of the variant, and its own."""
+    code: str
+    """In Triton's intermediate language; empty of a TPU's."""
+    options: tuple[tuple[str, int], ...]
+    """num_warps, num_stages."""
+    spill_limit: int
+
+
+def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
+    """All that it launches on "cuda" or "tpu", in order, each once.
+
+    Raises
+    ------
+    Exception
+        what JAX raises where it can not lower one.
+    """
+    import jax
+
+    traced = jax.jit(variant.function).trace(*variant.arguments)
+    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    found: dict[tuple[str, Any], str] = {}
+    for name, code, options in _calls(module, platform):
+        found.setdefault((code, options), name)
+    counts: Counter[str] = Counter()
+    kernels = []
+    for (code, options), name in found.items():
+        counts[name] += 1
+        number = f" {counts[name]}" if counts[name] > 1 else ""
+        text = _as_text(code) if platform == "cuda" else ""
+        full = f"{variant.name} {name}{number}"
+        kernels.append(Kernel(full, text, options, variant.spill_limit))
+    return kernels
+
+
+def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[str, int], ...]]]:
+    """Name, code and options of the calls of kernels in a lowered module."""
+    from jax._src.lib.mlir import ir
+
+    operations = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            operations.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    for operation in operations:
+        target = str(operation.attributes["call_target_name"])
+        if platform == "cuda" and TRITON_CALL in target:
+            given = operation.attributes["mhlo.backend_config"]
+            options = tuple(
+                (name, ir.IntegerAttr(given[name]).value) for name in ("num_warps", "num_stages")
+            )
+            yield (
+                ir.StringAttr(given["name"]).value,
+                ir.StringAttr(given["ir"]).value_bytes,
+                options,
+            )
+        elif platform == TPU and TPU_CALL in target:
+            attributes = operation.attributes
+            name = "kernel_name" if "kernel_name" in attributes else "call_target_name"
+            yield ir.StringAttr(attributes[name]).value, str(operation), ()
+        elif "triton_kernel_call" in target:
+            raise NotImplementedError("this version of JAX hands over no code of Triton's")
+
+
+def _as_text(code: bytes) -> str:
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib.triton import dialect
+
+    with mlir.make_ir_context() as context:
+        dialect.register_dialect(context)
+        text: str = ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+    return text
+
+
+def compile_kernel(kernel: Kernel, target: str) -> Resources:
+    """For an NVIDIA GPU; what the compiler refuses is a failure."""
+    found = Resources(kernel.name, target)
+    start = time.perf_counter()
+    try:
+        compiled = _compiled(kernel, target)
+        found.seconds = round(time.perf_counter() - start, 2)
+        found.registers, found.spilt_bytes = of_a_thread(compiled.asm)
+    except Exception as error:  # Whatever stops a compiler is what is asked for here.
+        found.failures.append(f"{type(error).__name__}: {error}")
+        return found
+    found.shared_bytes = compiled.metadata.shared
+    judge(found, kernel.spill_limit)
+    return found
+
+
+def _compiled(kernel: Kernel, target: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
+        path = Path(folder) / "kernel.ttir"
+        path.write_text(kernel.code)
+        machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+        return triton.compile(str(path), target=machine, options=dict(kernel.options))
+
+
+def variants_of(module: str, target: str) -> dict[str, Variant]:
+    """By name, as they are shipped for a target.
+
+    Raises
+    ------
+    ValueError
+        when two have the same.
+    """
+    variants = list(importlib.import_module(module).variants(target))
+    counts = Counter(variant.name for variant in variants)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
+    return {variant.name: variant for variant in variants}
+
+
+def compile_all(asked: Sequence[tuple[Variant, str]], jobs: int) -> Iterator[Resources]:
+    """Every kernel of each (variant, target), in that order, in as many processes as jobs.
+
+    A kernel that variants of one target share is compiled once.
+    """
+    context = multiprocessing.get_context("spawn")
+    running: list[tuple[Resources, Kernel | None, Future[Resources] | None]] = []
+    seen = set()
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for variant, target in asked:
+            name = variant.name
+            try:
+                kernels = kernels_of(variant, TPU if target == TPU else "cuda")
+            except Exception as error:  # What JAX refuses to lower is what is asked for here.
+                said = f"{type(error).__name__}: {error}"
+                running.append((Resources(name, target, failures=[said]), None, None))
+                continue
+            if not kernels:
+                said = "no kernel in it"
+                running.append((Resources(name, target, failures=[said]), None, None))
+            for kernel in kernels:
+                future = None
+                if target != TPU:
+                    cut = (target, kernel.code, kernel.options)
+                    if cut in seen:
+                        continue
+                    seen.add(cut)
+                    future = pool.submit(compile_kernel, kernel, target)
+                running.append((Resources(kernel.name, target), kernel, future))
+        for resources, kernel, future in running:
+            try:
+                yield resources if future is None else future.result()
+            except BrokenProcessPool:  # This one, or one beside it, took the process down.
+                assert kernel is not None
+                yield _compile_alone(kernel, resources.target)
+
+
+def _compile_alone(kernel: Kernel, target: str) -> Resources:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(compile_kernel, kernel, target).result()
+        except BrokenProcessPool:
+            return Resources(kernel.name, target, failures=["the compiler's process died"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line for each kernel, and return 1 when one of them fails."""
+    parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
+    try:
+        asked = [
+            (variant, target)
+            for target in given.target
+            for variant in variants_of(given.module, target).values()
+            if given.match in variant.name
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if not asked:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    if given.list:
+        print("\n".join(dict.fromkeys(variant.name for variant, _ in asked)))
+        return 0
+    found = []
+    for resources in compile_all(asked, given.jobs):
+        found.append(resources)
+        print(line(resources), flush=True)
+    if given.save:
+        import jax
+
+        made = {"jax": jax.__version__, **report(found)}
+        given.save.write_text(json.dumps(made, indent=1) + "\n")
+    return int(any(resources.failures for resources in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

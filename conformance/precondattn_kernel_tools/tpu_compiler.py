@@ -1,0 +1,87 @@
+"""Compiling Pallas kernels for a TPU that is not there: do they compile, and do they fit its VMEM?
+
+    python -m precondattn_kernel_tools.tpu_compiler MODULE --chip v5e
+
+A TPU's compiler is in the package `libtpu`, in the version that JAX's extra `tpu` asks for, and
+needs no TPU; it is large, and nothing else here needs it. `MODULE.variants("tpu")` gives the
+functions that a package ships, as for `pallas_compiler.py`, which lowers them and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from precondattn_kernel_tools.pallas_compiler import TPU, Variant, variants_of
+
+CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""The smallest of its machines, of which one chip is compiled for."""
+
+
+def compiler_for(chip: str) -> Callable[[Variant], str]:
+    """What compiles all kernels of a variant for one chip, and returns the error, or "".
+
+    Raises
+    ------
+    ImportError
+        where `libtpu` is not installed.
+    """
+    try:
+        importlib.import_module("libtpu")
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            "a TPU's compiler is in libtpu: pip install the version that jax[tpu] asks for"
+        ) from missing
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    machine = topologies.get_topology_desc(CHIPS[chip], platform="tpu")
+    sharding = SingleDeviceSharding(machine.devices[0])
+
+    def on_the_chip(array: Any) -> Any:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    def compile_variant(variant: Variant) -> str:
+        try:
+            traced = jax.jit(variant.function).trace(*jax.tree.map(on_the_chip, variant.arguments))
+            traced.lower(lowering_platforms=(TPU,)).compile()
+        except Exception as error:  # Whatever stops a compiler is what is asked for here.
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return compile_variant
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    parser = argparse.ArgumentParser(description="Compile a package's Pallas kernels for a TPU.")
+    parser.add_argument("module", help='the module whose variants("tpu") are compiled')
+    parser.add_argument("--chip", choices=CHIPS, default="v5e")
+    parser.add_argument("--match", default="", help="only variants whose name has this in it")
+    given = parser.parse_args(arguments)
+    chosen = [v for v in variants_of(given.module, TPU).values() if given.match in v.name]
+    if not chosen:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    try:
+        compile_variant = compiler_for(given.chip)
+    except ImportError as error:
+        parser.error(str(error))
+    failed = False
+    for variant in chosen:
+        start = time.perf_counter()
+        failure = compile_variant(variant)
+        print(f"{given.chip:4s} {time.perf_counter() - start:7.2f} s  {variant.name}", flush=True)
+        if failure:
+            print(textwrap.indent(failure, "    "), flush=True)
+        failed = failed or bool(failure)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

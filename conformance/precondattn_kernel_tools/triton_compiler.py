@@ -1,0 +1,190 @@
+"""Compiling Triton kernels for GPUs that are not there: do they compile, and do they fit?
+
+    python -m precondattn_kernel_tools.triton_compiler MODULE --target sm_90 --save FILE
+
+`MODULE.variants(target)` gives the variants that a package ships for a target. Each is compiled to
+machine code, and what it needs of a multiprocessor is read from the assembler: registers and bytes
+spilt to memory by each thread, shared memory by each block. A variant that spills more, or takes
+more shared memory than there is, is a failure.
+
+It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared to be interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.compiler_arguments import parsed
+from precondattn_kernel_tools.resources import (
+    SHARED_LIMITS,
+    Resources,
+    judge,
+    line,
+    of_a_thread,
+    report,
+)
+
+
+class Variant(NamedTuple):
+    """One way in which a kernel is shipped."""
+
+    name: str
+    """Its own: no other variant of the module has it."""
+    function: Any
+    """What `triton.jit` made."""
+    signature: Mapping[str, str]
+    """By argument: "*bf16" (a pointer), "i32", "fp32" …"""
+    constants: Mapping[str, Any]
+    """The values of the others, which are known at compile time."""
+    options: Mapping[str, int]
+    """num_warps, num_stages."""
+    spill_limit: int = 0
+    """Bytes that a thread may spill."""
+    divisible: Sequence[str] = ()
+    """Integers that are multiples of 16, as Triton sees when it is called with them."""
+
+
+def compile_variant(variant: Variant, target: str) -> Resources:
+    """For a target such as "sm_90" or "gfx942"; what the compiler refuses is a failure.
+
+    Raises
+    ------
+    ValueError
+        when the target is not one of `SHARED_LIMITS`.
+    """
+    if target not in SHARED_LIMITS:
+        raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
+    found = Resources(variant.name, target)
+    start = time.perf_counter()
+    try:
+        kernel = _compiled(variant, target)
+        found.seconds = round(time.perf_counter() - start, 2)
+        found.registers, found.spilt_bytes = of_a_thread(kernel.asm)
+    except Exception as error:  # Whatever stops a compiler is what is asked for here.
+        found.failures.append(f"{type(error).__name__}: {error}")
+        return found
+    found.shared_bytes = kernel.metadata.shared
+    judge(found, variant.spill_limit)
+    return found
+
+
+def _compiled(variant: Variant, target: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.function.arg_names
+    given = {**variant.signature, **variant.constants}
+    if missing := [name for name in names if name not in given]:
+        raise ValueError(f"neither a type nor a value is given for {', '.join(missing)}")
+    if unknown := [name for name in (*given, *variant.divisible) if name not in names]:
+        raise ValueError(f"the kernel has no argument {', '.join(unknown)}")
+    source = ASTSource(
+        fn=variant.function,
+        signature={
+            name: "constexpr" if name in variant.constants else variant.signature[name]
+            for name in names
+        },
+        constexprs=dict(variant.constants),
+        # As at run time, where the address of a new tensor is a multiple of 16.
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in variant.divisible or variant.signature.get(name, "").startswith("*")
+        },
+    )
+    if target.startswith("gfx"):
+        machine = GPUTarget("hip", target, 64)
+    else:
+        machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
+        return triton.compile(source, target=machine, options=dict(variant.options))
+
+
+@functools.cache
+def variants_of(module: str, target: str) -> dict[str, Variant]:
+    """By name, as they are shipped for a target.
+
+    Raises
+    ------
+    ValueError
+        when two have the same.
+    """
+    variants = list(importlib.import_module(module).variants(target))
+    counts = Counter(variant.name for variant in variants)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
+    return {variant.name: variant for variant in variants}
+
+
+def compile_all(module: str, asked: Sequence[tuple[str, str]], jobs: int) -> Iterator[Resources]:
+    """For each (name, target), in that order, in as many processes at a time as there are jobs."""
+    with _processes(min(jobs, len(asked))) as pool:
+        running = [pool.submit(_compile_named, module, *each) for each in asked]
+        for (name, target), future in zip(asked, running, strict=True):
+            try:
+                yield future.result()
+            except BrokenProcessPool:  # This one, or one beside it, took the process down.
+                yield _compile_alone(module, name, target)
+
+
+def _compile_alone(module: str, name: str, target: str) -> Resources:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(_compile_named, module, name, target).result()
+        except BrokenProcessPool:
+            return Resources(name, target, failures=["the compiler's process died"])
+
+
+def _compile_named(module: str, name: str, target: str) -> Resources:
+    """In a process of a pool: kernels do not travel, their names do."""
+    return compile_variant(variants_of(module, target)[name], target)
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    import triton
+
+    parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
+    try:
+        asked = [
+            (name, target)
+            for target in given.target
+            for name in variants_of(given.module, target)
+            if given.match in name
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if not asked:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    if given.list:
+        print("\n".join(dict.fromkeys(name for name, _ in asked)))
+        return 0
+    found = []
+    for resources in compile_all(given.module, asked, given.jobs):
+        found.append(resources)
+        print(line(resources), flush=True)
+    if given.save:
+        given.save.write_text(json.dumps(report(found), indent=1) + "\n")
+    return int(any(resources.failures for resources in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Triton's interpreter, as honest as the hardware.
+
+With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in NumPy. What it computes then differs from
+what a GPU computes, and what it forgives, a GPU does not:
+
+==================  ====================================================================
+bfloat16            is kept as the bits of an integer, and calculated with as one
+tf32 products       are done in float32
+autotuning          asks for a driver, and there is none
+out of bounds       whatever memory lies there is read, or written
+programs            run one after the other, the first first: a race shows no harm
+==================  ====================================================================
+
+`mend` puts the first three right for the process. `checked` holds every access to its own tensor
+and every element to one program that writes it, and runs the programs of a grid in another order:
+the output of a kernel without races is the same in any.
+
+What stays hidden: races within a program, and whatever depends on the number of warps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner
+
+try:
+    from precondattn_kernel_tools.triton_memory import (
+        BFLOAT16,
+        Memory,
+        OutOfBoundsError,
+        RaceError,
+        Watch,
+    )
+except ModuleNotFoundError as missing:
+    if missing.name != "ml_dtypes":
+        raise
+    raise ImportError(
+        "bfloat16 on a CPU needs ml_dtypes: pip install 'precondattn[kernels]'"
+    ) from missing
+
+__all__ = ["OutOfBoundsError", "RaceError", "checked", "is_interpreting", "mend"]
+
+interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+
+
+def is_interpreting() -> bool:
+    """Whether kernels that are declared from now on run on the CPU.
+
+    Triton's own, such as `tl.sum`, are declared when it is imported.
+    """
+    of_triton = isinstance(tl.sum, interpreter.InterpretedFunction)
+    return of_triton and bool(triton.knobs.runtime.interpret)
+
+
+def mend() -> None:
+    """Bfloat16, tf32 and autotuning as on a GPU, in this process. More than once does no harm.
+
+    Raises
+    ------
+    RuntimeError
+        when kernels are not interpreted, for then nothing would be checked.
+    """
+    if not is_interpreting():
+        raise RuntimeError(
+            "kernels are not interpreted: TRITON_INTERPRET=1 has to be in the environment before "
+            "Triton is imported"
+        )
+    if isinstance(interpreter._interpreter, Memory):
+        return
+    interpreter._interpreter = Memory(interpreter._interpreter)
+    _mend_types()
+    _mend_products()
+    _mend_indices()
+    _mend_launches(interpreter._interpreter)
+    # There is no driver to time with. All take the same time, so that the first is taken.
+    Autotuner._bench = lambda self, *args, config, **meta: 0.0
+
+
+@contextmanager
+def checked(seed: int | None = None) -> Iterator[None]:
+    """Kernels that are launched inside are watched.
+
+    With a seed, the programs of each grid run in an order that is drawn from it, else in their own.
+
+    Raises
+    ------
+    OutOfBoundsError, RaceError
+        from the launch; the traceback ends below the kernel's own line.
+    """
+    mend()
+    memory = interpreter._interpreter
+    before = memory.watch
+    memory.watch = Watch(seed)
+    try:
+        yield
+    finally:
+        memory.watch = before
+
+
+def _mend_launches(memory: Memory) -> None:
+    """The watch, if there is one, hears of every launch, its tensors, its grid and its programs."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    launch, convert = executor.__call__, interpreter._implicit_cvt
+    set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
+
+    def watched_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if memory.watch is not None:
+            memory.watch.begin()
+        with warnings.catch_warnings():
+            # A GPU does not warn of overflow and NaN, as NumPy does.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            try:
+                return launch(self, *args, **kwargs)
+            except interpreter.InterpreterError as error:
+                first: Any = error
+                while isinstance(first, interpreter.InterpreterError) and first.__cause__:
+                    first = first.__cause__
+                if isinstance(first, OutOfBoundsError | RaceError):
+                    raise first from None
+                raise
+
+    def numbered(argument: Any) -> Any:
+        found = convert(argument)
+        if memory.watch is not None and hasattr(argument, "data_ptr"):
+            found.handle.data += memory.watch.number(interpreter._unwrap_tensor(argument))
+        return found
+
+    def watched_size(self: Any, *size: int) -> None:
+        if memory.watch is not None:
+            memory.watch.set_grid(size)
+        set_size(self, *size)
+
+    def watched_place(self: Any, *place: int) -> None:
+        set_place(self, *(place if memory.watch is None else memory.watch.set_program(place)))
+
+    executor.__call__ = watched_launch
+    interpreter._implicit_cvt = numbered
+    builder.set_grid_dim, builder.set_grid_idx = watched_size, watched_place
+
+
+def _mend_types() -> None:
+    builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
+
+    def honest_type(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return BFLOAT16 if scalar == tl.bfloat16 else numpy_type(dtype)
+
+    def cast(self: Any, source: Any, dtype: Any) -> Any:
+        # To the nearest, ties to even, as the hardware's conversions do.
+        data = source.data.astype(honest_type(dtype))
+        return interpreter.TensorHandle(data, dtype.scalar)
+
+    convert = builder.create_fp_to_fp
+
+    def between_floats(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        widths = {source.dtype.scalar.primitive_bitwidth, dtype.scalar.primitive_bitwidth}
+        if 8 in widths or str(rounding).endswith("RTZ"):
+            return convert(self, source, dtype, rounding)
+        return cast(self, source, dtype)
+
+    interpreter._get_np_dtype = honest_type
+    builder.cast_impl = cast
+    builder.create_fp_to_fp = between_floats
+    builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
+        np.array([value], dtype=BFLOAT16), tl.bfloat16
+    )
+
+
+def _mend_products() -> None:
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
+        if a.dtype.primitive_bitwidth == 8:
+            return product(self, a, b, total, precision, imprecise)
+        is_tf32 = str(precision).endswith("TF32")
+        x, y = (_factor(factor.data, is_tf32).astype(total.data.dtype) for factor in (a, b))
+        return interpreter.TensorHandle(np.matmul(x, y) + total.data, total.dtype.scalar)
+
+    builder.create_dot = dot
+
+
+def _factor(data: Any, is_tf32: bool) -> Any:
+    """As tensor cores take it. Of a float32, tf32 has the first 10 bits of the fraction.
+
+    Triton's compiler hands over the float32 without rounding it, and the other bits are not read.
+    """
+    if not is_tf32 or data.dtype != np.float32:
+        return data
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _mend_indices() -> None:
+    """NumPy from 2.4 on makes no integer of an array with one element; Triton up to 3.6 asks it."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched

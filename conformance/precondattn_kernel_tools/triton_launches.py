@@ -1,0 +1,92 @@
+"""What a package would launch, without a GPU: its own launching code, on tensors without memory.
+
+    with recorded() as launches:
+        backend.forward(mechanism, inputs_on_the_meta_device, frame)
+    variants = [launch.variant("lucid d128") for launch in launches]
+
+So what is compiled ahead of time (`triton_compiler.py`) is what is shipped: the same types, the
+same constants, the same number of warps, and integers specialised as they are at run time (1
+becomes a constant, multiples of 16 are known to be so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.triton_compiler import Variant
+
+TYPES = {
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.float64": "fp64",
+    "torch.int8": "i8",
+    "torch.uint8": "u8",
+    "torch.bool": "i1",
+    "torch.int32": "i32",
+    "torch.int64": "i64",
+}
+"""Triton's names."""
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
+
+
+class Launch(NamedTuple):
+    """One call of a kernel."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    def variant(self, name: str) -> Variant:
+        """What Triton would compile for it, called `name` and the kernel's own name."""
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        divisible = []
+        for parameter in self.function.params:
+            value = self.arguments[parameter.name]
+            if parameter.is_constexpr or value is None or value is True or value is False:
+                constants[parameter.name] = value
+            elif isinstance(value, int):
+                if value == 1:
+                    constants[parameter.name] = 1
+                    continue
+                signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0:
+                    divisible.append(parameter.name)
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "*" + TYPES[str(value.dtype)]
+        return Variant(
+            f"{name} {self.function.__name__}",
+            self.function,
+            signature,
+            constants,
+            self.options,
+            divisible=tuple(divisible),
+        )
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches are noted in the list, and nothing is run."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+    launches: list[Launch] = []
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        arguments = dict(zip(self.arg_names, args, strict=False)) | named
+        size = grid(arguments) if callable(grid) else grid
+        launches.append(Launch(self, tuple(map(int, size)), arguments, options))
+
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run

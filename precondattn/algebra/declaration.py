@@ -1,0 +1,252 @@
+"""Declared inputs: name and symbolic shape, said once, used for checks, cases and docs.
+
+A pattern is a few axes, one letter each:
+
+===  ======================================================================
+b    batch
+t    query time
+s    key time
+c    capacity of a cache
+h    query heads
+n    key/value heads, a divisor of h
+u    value heads, a multiple of h
+d    key width
+e    value width
+m    slots
+===  ======================================================================
+
+An axis may be a multiple (`2*d`), a fixed size (`64`), or may broadcast (`1|b`: either b or 1). A
+pattern without axes is a single number. After the axes it may be said that the rows have length 1
+(`"b s n d unit"` of directions, `"b s h d unit row"` of keys), or in which range the values lie:
+`"b s n in [0, 2]"`, `"h in (0, inf)"`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from precondattn.arrays import Shape
+
+LETTERS = {
+    "b": "batch",
+    "t": "query time",
+    "s": "key time",
+    "c": "capacity",
+    "h": "query heads",
+    "n": "key/value heads",
+    "u": "value heads",
+    "d": "key width",
+    "e": "value width",
+    "m": "slots",
+}
+
+Sizes = dict[str, int]
+
+
+ATTENTION_INPUTS = frozenset({"q", "k", "v", "g"})
+"""Inputs that mean the same in every mechanism."""
+
+
+class ShapeError(ValueError):
+    """An input's shape disagrees with its declaration or with another input."""
+
+
+FIXED = "."
+"""The letter of an axis of fixed size."""
+
+
+class Axis(NamedTuple):
+    letter: str
+    multiple: int = 1
+    broadcasts: bool = False
+
+    def size(self, sizes: Mapping[str, int]) -> int:
+        return self.multiple * (1 if self.letter == FIXED else sizes[self.letter])
+
+    def __str__(self) -> str:
+        if self.letter == FIXED:
+            return str(self.multiple)
+        multiple = f"{self.multiple}*" if self.multiple != 1 else ""
+        return ("1|" if self.broadcasts else "") + multiple + self.letter
+
+
+class Pattern(NamedTuple):
+    """One input's symbolic shape and, where it has one, the range of its values."""
+
+    axes: tuple[Axis, ...]
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    """Whether `low` itself is outside."""
+    open_high: bool = False
+    unit: bool = False
+    """Whether its rows, along the last axis, have length 1."""
+    row: bool = False
+    """Whether, though they do, they are rows like those of q and v, and no directions."""
+
+    @classmethod
+    @cache
+    def read(cls, text: str) -> Pattern:
+        """From its text, such as `"b s n in [0, 2]"`."""
+        parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
+        assert parts is not None  # Everything matches.
+        axes = []
+        words = parts[1].split()
+        row = words[-2:] == ["unit", "row"]
+        words = words[:-1] if row else words
+        unit = words[-1:] == ["unit"]
+        for word in words[:-1] if unit else words:
+            if word.isdecimal():
+                axes.append(Axis(FIXED, int(word)))
+                continue
+            match = re.fullmatch(r"(1\|)?(?:(\d+)\*)?([a-z])", word)
+            if match is None or match[3] not in LETTERS:
+                raise ValueError(f"pattern {text!r}: {word!r} is no axis; letters are {[*LETTERS]}")
+            axes.append(Axis(match[3], int(match[2] or 1), bool(match[1])))
+        if parts[2] is None:
+            return cls(tuple(axes), unit=unit, row=row)
+        low, high = float(parts[3]), float(parts[4])
+        return cls(tuple(axes), low, high, parts[2] == "(", parts[5] == ")", unit, row)
+
+    @property
+    def letters(self) -> str:
+        return "".join(axis.letter for axis in self.axes)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether it speaks of pairs of a query and a key, as an additive bias does."""
+        return "t" in self.letters and "s" in self.letters
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it has a row for each token, as queries, keys and values do.
+
+        Directions of length 1 and values of a range are not counted: like gates, they say what is
+        done to the rows.
+        """
+        is_free = (self.row or not self.unit) and self.low is None
+        return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
+
+    @property
+    def time_axis(self) -> int | None:
+        """The axis of tokens, that of queries where there are two; None where there is none."""
+        places = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
+        return places[0] if places else None
+
+    def shape(self, sizes: Mapping[str, int]) -> Shape:
+        return tuple(axis.size(sizes) for axis in self.axes)
+
+    def renamed(self, letters: Mapping[str, str]) -> Pattern:
+        """The pattern with some of its letters replaced."""
+        return self.substituted({old: Axis(new) for old, new in letters.items()})
+
+    def substituted(self, axes: Mapping[str, Axis]) -> Pattern:
+        """The pattern with other axes in place of some letters: 2*d with d = 3*e is 6*e."""
+        found = []
+        for axis in self.axes:
+            other = axes.get(axis.letter, Axis(axis.letter))
+            found.append(Axis(other.letter, axis.multiple * other.multiple, axis.broadcasts))
+        return self._replace(axes=tuple(found))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.axes))
+
+    @property
+    def text(self) -> str:
+        """Axes, length and range, as `read` takes them."""
+        text = str(self) + (" unit" if self.unit else "") + (" row" if self.row else "")
+        if self.low is None or self.high is None:
+            return text
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{text} in {left}{self.low:g}, {self.high:g}{right}".strip()
+
+
+class Inputs(Mapping[str, Pattern]):
+    """The inputs of a mechanism, in order.
+
+    Examples
+    --------
+    >>> inputs = Inputs(q="b t h d", k="b s n d")
+    >>> inputs.sizes("softmax", {"q": (2, 3, 8, 16), "k": (2, 5, 4, 16)})
+    {'b': 2, 't': 3, 'h': 8, 'd': 16, 's': 5, 'n': 4}
+    """
+
+    def __init__(self, **patterns: str | Pattern) -> None:
+        self._patterns = {
+            name: Pattern.read(pattern) if isinstance(pattern, str) else pattern
+            for name, pattern in patterns.items()
+        }
+
+    def __getitem__(self, name: str) -> Pattern:
+        return self._patterns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._patterns)
+
+    def __len__(self) -> int:
+        return len(self._patterns)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._patterns.items()))
+
+    def __repr__(self) -> str:
+        patterns = ", ".join(f'{name}="{pattern.text}"' for name, pattern in self.items())
+        return f"Inputs({patterns})"
+
+    def extending(self) -> Inputs:
+        """The inputs of `extend`: keys come with the queries, pairs span the cache's capacity."""
+        return Inputs(
+            **{
+                name: pattern.renamed({"s": "c"} if pattern.is_pairwise else {"s": "t"})
+                for name, pattern in self.items()
+            }
+        )
+
+    def sizes(
+        self, owner: str, shapes: Mapping[str, Shape], known: Mapping[str, int] | None = None
+    ) -> Sizes:
+        """The size of every letter, from the shapes of (some of) the inputs.
+
+        Raises
+        ------
+        ShapeError
+            naming the input, its pattern, the shape found and the axis in conflict.
+        """
+        sizes: Sizes = dict(known or {})
+        source: dict[str, str] = dict.fromkeys(sizes, "the cache")
+        for name, shape in shapes.items():
+            pattern = self[name]
+            about = f"{owner}: {name} is declared ({pattern}), found shape {shape}"
+            if len(shape) != len(pattern.axes):
+                raise ShapeError(f"{about}: {len(pattern.axes)} axes expected, not {len(shape)}")
+            for i, (axis, size) in enumerate(zip(pattern.axes, shape, strict=True)):
+                where = f"{about}: axis {i} ({axis})"
+                if size == 0:
+                    raise ShapeError(f"{where} is empty")
+                if axis.broadcasts and size == 1:
+                    continue
+                if axis.letter == FIXED and size != axis.multiple:
+                    raise ShapeError(f"{where} is {size}, but {axis.multiple} is needed")
+                if axis.letter == FIXED:
+                    continue
+                if size % axis.multiple:
+                    raise ShapeError(f"{where} is {size}, not a multiple of {axis.multiple}")
+                letter, found = axis.letter, size // axis.multiple
+                if sizes.setdefault(letter, found) != found:
+                    expected = axis.multiple * sizes[letter]
+                    raise ShapeError(f"{where} is {size}, but {expected} in {source[letter]}")
+                source.setdefault(letter, name)
+        _check_heads(owner, sizes, shapes)
+        return sizes
+
+
+def _check_heads(owner: str, sizes: Sizes, shapes: Mapping[str, Shape]) -> None:
+    for few, many in (("n", "h"), ("h", "u")):
+        if few in sizes and many in sizes and sizes[many] % sizes[few]:
+            raise ShapeError(
+                f"{owner}: {LETTERS[many]} ({many} = {sizes[many]}) must be a multiple of "
+                f"{LETTERS[few]} ({few} = {sizes[few]}); found shapes {dict(shapes)}"
+            )

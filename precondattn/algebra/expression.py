@@ -1,0 +1,137 @@
+"""Mechanisms as text: `"lucid[eps=0](laser)"`, the inverse of `str`.
+
+    expression := name [ "[" option "=" value { "," option "=" value } "]" ] [ "(" expression ")" ]
+
+Options that have their default, and a base that is plain softmax, are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from precondattn.algebra import registry
+from precondattn.algebra.options import fields_of, text_of
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+_NAME = re.compile(r"\s*([a-z][a-z0-9_]*)\s*")
+_VALUE = re.compile(r"\s*([^,\]\[()]+?)\s*(?=[,\]])")
+
+
+def text_of_mechanism(mechanism: Mechanism) -> str:
+    """The expression that `parse` turns back into an equal mechanism."""
+    options = [
+        f"{name}={text_of(getattr(mechanism, name))}"
+        for name, field in fields_of(mechanism).items()
+        if getattr(mechanism, name) != field.default
+    ]
+    text = mechanism.name + (f"[{','.join(options)}]" if options else "")
+    base = getattr(mechanism, "base", None)
+    return text if base is None or base == _default_base(type(mechanism)) else f"{text}({base})"
+
+
+def _default_base(cls: type[Any]) -> Any:
+    return next((f.default for f in dataclasses.fields(cls) if f.name == "base"), None)
+
+
+def parse(text: str) -> Mechanism:
+    """The mechanism that an expression names.
+
+    Raises
+    ------
+    ValueError
+        for text that is no expression, an unknown name or option, or an option out of range.
+    TypeError
+        for a composition that makes no sense, with the reason.
+
+    Examples
+    --------
+    >>> import precondattn as pa
+    >>> pa.parse("lucid[eps=0](laser)") == pa.Lucid(pa.Laser(), eps=0)
+    True
+    >>> str(pa.Lucid(pa.Softmax(window=128)))
+    'lucid(softmax[window=128])'
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"an expression is text such as 'lucid(laser)'; found {text!r}")
+    reader = _Reader(text)
+    mechanism = reader.mechanism()
+    if reader.at != len(text):
+        reader.fail("the end of the expression")
+    return mechanism
+
+
+class _Reader:
+    """A cursor over the text of one expression."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def fail(self, expected: str) -> NoReturn:
+        pointer = " " * self.at + "^"
+        raise ValueError(f"expected {expected} here:\n  {self.text}\n  {pointer}")
+
+    def accept(self, mark: str) -> bool:
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at = re.compile(r"\s*").match(self.text, self.at + len(mark)).end()  # type: ignore[union-attr]
+        return True
+
+    def word(self, pattern: re.Pattern[str], expected: str) -> str:
+        match = pattern.match(self.text, self.at)
+        if match is None:
+            self.fail(expected)
+        self.at = match.end()
+        return match[1]
+
+    def mechanism(self) -> Mechanism:
+        name = self.word(_NAME, "the name of a mechanism")
+        cls = registry.find(name)
+        if cls is None:
+            known = sorted(registry.mechanisms())
+            errors = "".join(
+                f"\n  {entry} could not be imported: {e}" for entry, e in registry.broken.items()
+            )
+            raise ValueError(
+                f"{self.text!r}: unknown mechanism {name!r}{_nearest(name, known)}; "
+                f"known are {', '.join(known)}{errors}"
+            )
+        arguments = self.options(cls)
+        if self.accept("("):
+            if _default_base(cls) is None:
+                raise ValueError(f"{self.text!r}: {name} is a {cls.role} and takes no base")
+            arguments["base"] = self.mechanism()
+            if not self.accept(")"):
+                self.fail("')'")
+        return cls(**arguments)
+
+    def options(self, cls: type[Mechanism]) -> dict[str, Any]:
+        known, found = fields_of(cls), dict[str, Any]()
+        if not self.accept("["):
+            return found
+        while not self.accept("]"):
+            name = self.word(_NAME, "the name of an option")
+            if name not in known:
+                raise ValueError(
+                    f"{self.text!r}: {cls.name} has no option {name!r}"
+                    f"{_nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                )
+            if name in found:
+                raise ValueError(f"{self.text!r}: option {name} is given twice")
+            if not self.accept("="):
+                self.fail(f"'=' and the value of {name}")
+            value = self.word(_VALUE, f"the value of {name}")
+            found[name] = known[name].metadata["kind"].read(value)
+            if not self.accept(",") and not self.text.startswith("]", self.at):
+                self.fail("',' or ']'")
+        return found
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,72 @@
+"""A group: several leaf calls as one mechanism, for a backend that does them in one go."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.expression import parse
+from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.program import Program
+
+
+@dataclass(frozen=True)
+class Group(Mechanism):
+    """Leaf calls cut from a program, under names that do not depend on where they were cut."""
+
+    calls: Program
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(**self.calls.inputs)
+
+    @property
+    def program(self) -> Program:
+        return self.calls
+
+    def _expression(self) -> str:
+        return str(self.calls)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def group_of(expression: str | Mechanism) -> Program:
+    """The program by which a backend recognises a mechanism: `group_of("lucid")`.
+
+    Examples
+    --------
+    >>> print(group_of("lucid"))
+    y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)
+    >>> group_of("lucid(laser)") == group_of("lucid(softmax[read=log_mean_exp])")
+    True
+    """
+    mechanism = parse(expression) if isinstance(expression, str) else expression
+    program = mechanism.program
+    return program.part(range(len(program.calls)))[0]
+
+
+def read_program(text: str) -> Program:
+    """The program from its text: the inverse of `str` for programs made by `Program.part`."""
+    calls: list[LeafCall] = []
+    for line in text.split("; "):
+        match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
+        if match is None:
+            raise ValueError(f"{line!r} is no call of a leaf")
+        leaf: Any = parse(match[2])
+        arguments = []
+        for word in match[3].split(", "):
+            formal, _, value = word.partition("=")
+            arguments.append((formal, value or formal))
+        calls.append(LeafCall(match[1], leaf, tuple(arguments)))
+    return Program(calls, calls[-1].out)
+
+
+@cache
+def read_mechanism(text: str) -> Any:
+    """The leaf or group that `str` gave this text."""
+    return Group(read_program(text)) if " = " in text else parse(text)

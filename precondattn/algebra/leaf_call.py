@@ -1,0 +1,37 @@
+"""A leaf call: one leaf, applied to named values. A program is a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+
+class LeafCall(NamedTuple):
+    """One leaf, applied to named values."""
+
+    out: str
+    leaf: Leaf
+    arguments: tuple[tuple[str, str], ...]
+    """(the leaf's name of an input, the name of the value)."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(value for _, value in self.arguments)
+
+    def slot_keys(self) -> Mapping[str, str]:
+        """The leaf's slots, by the name of the value whose history each holds."""
+        return _slot_keys(self)
+
+    def __str__(self) -> str:
+        arguments = (a if a == value else f"{a}={value}" for a, value in self.arguments)
+        return f"{self.out} = {self.leaf}({', '.join(arguments)})"
+
+
+@cache
+def _slot_keys(call: LeafCall) -> Mapping[str, str]:
+    names = {**dict(call.arguments), "out": call.out}
+    return {slot.name: slot.holds.format(**names) for slot in call.leaf.slots()}

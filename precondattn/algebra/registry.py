@@ -1,0 +1,78 @@
+"""The mechanisms that can be named in an expression, by their name.
+
+Ours are registered when their class is made. Others are found through the entry-point group
+`precondattn.mechanisms`, whose entries name a class, or a module that defines some.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+GROUP = "precondattn.mechanisms"
+
+_classes: dict[str, type[Mechanism]] = {}
+_entry_points_loaded = False
+
+broken: dict[str, str] = {}
+"""Entry points that could not be imported, with the error."""
+
+
+def register(cls: type[Mechanism]) -> None:
+    """Make a mechanism known; a name may be taken once."""
+    known = _classes.get(cls.name)
+    # The same class may be made twice: a module reloaded, or dataclass(slots=True).
+    if known is not None and (known.__module__, known.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
+        raise ValueError(f"the name {cls.name!r} is taken by {known.__module__}.{known.__name__}")
+    _classes[cls.name] = cls
+
+
+def unregister(name: str) -> None:
+    """Forget a mechanism, such as one that was tried out in a notebook."""
+    if name not in _classes:
+        raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(_classes))}")
+    del _classes[name]
+
+
+def find(name: str) -> type[Mechanism] | None:
+    """The class of that name, or None."""
+    if name not in _classes:
+        _load_entry_points()
+    return _classes.get(name)
+
+
+def registered() -> dict[str, type[Mechanism]]:
+    """Every known class by name, pieces included."""
+    _load_entry_points()
+    return dict(_classes)
+
+
+def mechanisms() -> dict[str, type[Mechanism]]:
+    """The bases and preconditioners that an expression can name, by name.
+
+    Examples
+    --------
+    >>> import precondattn as pa
+    >>> sorted(pa.mechanisms())[:3]
+    ['ccq', 'delta', 'differential']
+    """
+    return {n: c for n, c in registered().items() if c.role in ("base", "preconditioner")}
+
+
+def _load_entry_points() -> None:
+    global _entry_points_loaded
+    if _entry_points_loaded:
+        return
+    _entry_points_loaded = True
+    from importlib.metadata import entry_points  # Slow to import, and seldom needed.
+
+    for entry_point in entry_points(group=GROUP):
+        try:
+            entry_point.load()
+        except Exception as error:  # Whatever a stranger's module raises, the others still work.
+            broken[entry_point.name] = f"{type(error).__name__}: {error}"

@@ -1,0 +1,100 @@
+"""Unfolding: from a mechanism's nested steps to its program, a flat list of leaf calls."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from precondattn.algebra.declaration import ATTENTION_INPUTS
+from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.program import Program
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner
+
+
+@cache
+def program_of(mechanism: Mechanism) -> Program:
+    """A mechanism, unfolded.
+
+    Raises
+    ------
+    TypeError
+        where two inputs of one name mean different things, or a renaming hits a taken name.
+    """
+    steps = getattr(mechanism, "steps", None)
+    if steps is None:
+        leaf: Any = mechanism
+        call = LeafCall("out", leaf, tuple((name, name) for name in leaf.inputs))
+        meanings = {name: leaf.meaning(name) for name in leaf.inputs}
+        return Program([call], "out", meanings)
+    return _unfold(mechanism)  # type: ignore[arg-type]
+
+
+def _unfold(mechanism: Preconditioner) -> Program:
+    """The steps' programs, one after the other, under this preconditioner's names."""
+    calls: list[LeafCall] = []
+    known: dict[tuple[Leaf, tuple[tuple[str, str], ...]], str] = {}
+    values: dict[str, str] = {}  # A step's name of its output, or an input -> the value's name.
+    meanings: dict[str, object] = {}
+    made: set[str] = set()
+    steps = mechanism.steps()
+    for step in steps:
+        inner, renamed = step.mechanism.program, dict(step.renamed)
+        unknown = sorted(set(renamed) - set(inner.inputs))
+        if unknown:
+            raise TypeError(
+                f"{mechanism.name}: a step renames {', '.join(unknown)}, and {step.mechanism} "
+                f"takes {', '.join(inner.inputs)}"
+            )
+        if step.out in made:
+            raise TypeError(f"{mechanism.name}: two steps make {step.out!r}")
+        inside = {}
+        for name in step.mechanism.inputs:
+            outer = renamed.get(name, name)
+            if outer not in made:
+                _declare(mechanism, step.mechanism, name, outer, meanings)
+                values.setdefault(outer, outer)
+            inside[name] = values[outer]
+        for call in inner.calls:
+            arguments = tuple((formal, inside[value]) for formal, value in call.arguments)
+            last = call.out == inner.out
+            name = step.out if last else f"{step.out}.{call.out}"
+            if (call.leaf, arguments) not in known:
+                known[call.leaf, arguments] = name
+                calls.append(LeafCall(name, call.leaf, arguments))
+            inside[call.out] = known[call.leaf, arguments]
+        made.add(step.out)
+        if step.out in meanings:
+            raise TypeError(f"{mechanism.name}: a step makes {step.out!r}, which is an input too")
+        values[step.out] = inside[inner.out]
+    return Program(calls, values[steps[-1].out], meanings)
+
+
+def _declare(
+    owner: Preconditioner, piece: Mechanism, name: str, outer: str, meanings: dict[str, object]
+) -> None:
+    """Note that `piece` reads the input `outer` as its `name`, if that is no contradiction."""
+    if outer != name and piece == owner.base and outer in owner.base.inputs:
+        raise TypeError(
+            f"{owner.name}({owner.base}): {name} would be renamed to {outer}, "
+            f"which {owner.base} declares already"
+        )
+    if outer == name:
+        meaning = piece.meaning(name)
+        base = owner.base
+        own = piece.role == "piece" and meaning == piece.name
+        if own and name in base.inputs and base.meaning(name) == meaning:
+            raise TypeError(
+                f"{owner.name}({owner.base}) makes no sense: {name} is an input of {owner.base} "
+                f"already, and would be used twice"
+            )
+    elif piece != owner.base and outer in owner.base.inputs:
+        meaning = owner.base.meaning(outer)  # The wiring says so: read the base's input.
+    else:
+        meaning = "attention" if outer in ATTENTION_INPUTS else owner.name
+    if meanings.setdefault(outer, meaning) != meaning:
+        raise TypeError(
+            f"{owner.name}({owner.base}): the input {outer!r} would mean two things, "
+            f"that of {meanings[outer]} and that of {meaning}"
+        )

@@ -1,1 +1,0 @@
-"""How a framework's autograd is told about backends, once for each framework."""

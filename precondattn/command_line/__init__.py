@@ -1,0 +1,1 @@
+"""The command line: `precondattn list`, `explain`, `conformance`, `bench`, `new-backend`."""

@@ -1,0 +1,21 @@
+"""The command line: `precondattn list`, `explain` and `conformance`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The entry point, which says what to install when its own needs are missing."""
+    try:
+        from precondattn.command_line.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(
+            f"precondattn: the command line needs {error.name}, which is not installed; "
+            "install precondattn with its extra 'conformance'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    app()

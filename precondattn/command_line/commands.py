@@ -1,0 +1,264 @@
+"""The subcommands of `precondattn`. Each imports what it needs when it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import precondattn as pa
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Preconditioned attention: mechanisms, backends, conformance, benchmarks.",
+)
+# A report in a file or a pipe keeps whole lines; only a terminal is as narrow as it is.
+console = Console() if Console().is_terminal else Console(width=120)
+
+
+@app.command("list")
+def list_all() -> None:
+    """Mechanisms with their inputs, and backends."""
+    from precondattn.dispatch.discovery import discover
+
+    table = Table("mechanism", "kind", "inputs", title="mechanisms", title_justify="left")
+    for name, cls in sorted(pa.mechanisms().items()):
+        mechanism = pa.parse(name)
+        inputs = ", ".join(f"{n} ({pattern.text})" for n, pattern in mechanism.inputs.items())
+        table.add_row(name, cls.role, inputs)
+    console.print(table)
+    found = discover()
+    table = Table("backend", "arrays of", "made for", title="backends", title_justify="left")
+    for backend in found.backends:
+        libraries = ", ".join(sorted(backend.libraries)) or "any library"
+        table.add_row(backend.name, libraries, ", ".join(sorted(backend.accelerates)) or "–")
+    for name, error in found.broken:
+        table.add_row(name, "[red]could not be imported[/red]", error)
+    console.print(table)
+
+
+@app.command()
+def explain(
+    mechanism: Annotated[str, typer.Argument(help="an expression, such as 'lucid(laser)'")],
+    library: Annotated[str, typer.Option(help="whose arrays")] = "numpy",
+    dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
+    device: Annotated[str | None, typer.Option(help="as the library names it")] = None,
+    verb: Annotated[str, typer.Option(help="forward, vjp or extend")] = "forward",
+    sizes: Annotated[
+        str, typer.Option(help="sizes by letter: batch, times, heads, widths")
+    ] = "b=1,t=128,s=128,h=4,n=4,d=64,e=64",
+) -> None:
+    """Which backend would run which piece of a call, and why not the others."""
+    from precondattn_conformance import libraries
+    from precondattn_conformance.inputs import Layout, make_inputs
+
+    try:
+        chosen = {name: int(size) for name, _, size in (s.partition("=") for s in sizes.split(","))}
+        parsed, arrays_of = pa.parse(mechanism), libraries.named(library, device)
+        with arrays_of.precision(dtype):
+            made = make_inputs(parsed, Layout("explain", **chosen), "random")
+            arrays = {name: arrays_of.array(array, dtype) for name, array in made.items()}
+            if verb == "extend":
+                cache = parsed.init_cache(**arrays, capacity=chosen["s"])
+                explanation = parsed.explain(**arrays, cache=cache)
+            else:
+                explanation = parsed.explain(**arrays, verb=verb)
+        console.print(str(explanation), markup=False, soft_wrap=True)
+    except (ValueError, TypeError) as error:
+        _stop(error)
+
+
+@app.command()
+def conformance(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="hold this backend to the oracle; helpers after it, by repeating"),
+    ] = None,
+    level: Annotated[str, typer.Option(help="smoke, full or stress")] = "smoke",
+    device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
+    library: Annotated[
+        list[str] | None, typer.Option(help="only this array library; may be repeated")
+    ] = None,
+    mechanism: Annotated[
+        list[str] | None, typer.Option(help="only this mechanism or piece; may be repeated")
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="only this check, as outputs; may be repeated")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="only this dtype; may be repeated")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="only this case, by its id; may be repeated")
+    ] = None,
+    xfail: Annotated[
+        Path | None, typer.Option(help="cases that are expected to fail, and why")
+    ] = None,
+    skip: Annotated[Path | None, typer.Option(help="cases that are not run, and why")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="seconds after which a case has hung", min=0.5)
+    ] = 300,
+    jobs: Annotated[
+        int | None, typer.Option(help="processes; 0: all in this one, for a debugger", min=0)
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
+    junit: Annotated[Path | None, typer.Option(help="write JUnit XML here")] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="plant faults, and see that the suite finds them")
+    ] = False,
+) -> None:
+    """Hold backends to the oracle, by every check of every mechanism; say where they are wrong."""
+    from precondattn_conformance.command import conformance as run
+    from precondattn_conformance.session import Session
+
+    try:
+        if self_test:
+            from precondattn_conformance.faults.selftest import self_test as test
+
+            raise typer.Exit(test(console))
+        session = Session(
+            backend=tuple(backend or ()),
+            level=level,
+            device=device,
+            libraries=tuple(library or ()),
+            mechanisms=tuple(mechanism or ()),
+            checks=tuple(check or ()),
+            dtypes=tuple(dtype or ()),
+            ids=tuple(case or ()),
+            xfail=xfail,
+            skip=skip,
+            timeout=timeout,
+            jobs=jobs,
+        )
+        code = run(session, console, record=record, html=html, junit=junit)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    name: Annotated[
+        list[str] | None, typer.Argument(help="cases by name, * for anything; all by default")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="name the cases, and stop")] = False,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="this backend alone, or helped by others: mine,torch; may be repeated"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
+    library: Annotated[
+        list[str] | None, typer.Option(help="only this array library; may be repeated")
+    ] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help="any expression, instead of the named cases; may be repeated"),
+    ] = None,
+    work: Annotated[
+        list[str] | None,
+        typer.Option(help="only forward, forward_backward, decode or memory; may be repeated"),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="beside what a user would run instead")] = True,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(help="such as b=1,t=4096,h=8,n=8,d=64,e=64; repeat it for a curve"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 by default")] = None,
+    rounds: Annotated[int | None, typer.Option(help="as many as fit in seconds by default")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="peak memory too, in processes of their own")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: does it run?")] = False,
+    save: Annotated[Path | None, typer.Option(help="write the rows to this JSON file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
+    benchmark_json: Annotated[
+        Path | None, typer.Option(help="write pytest-benchmark's own record, with every round")
+    ] = None,
+) -> None:
+    """Measure: time beside peers, error, FLOP/s, bytes/s and memory of each case."""
+    from precondattn_conformance.bench import command
+
+    if list_:
+        command.list_cases(console)
+        return
+    try:
+        code = command.bench(
+            names=tuple(name or ()),
+            backends=tuple(backend or ()),
+            device=device,
+            libraries_=tuple(library or ()),
+            mechanisms=tuple(mechanism or ()),
+            works=tuple(work or ()),
+            sizes=tuple(sizes or ()),
+            dtype=dtype,
+            peers=peers,
+            rounds=rounds,
+            memory=memory,
+            quick=quick,
+            save=save,
+            plot=plot,
+            benchmark_json=benchmark_json,
+            console=console,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="a record of conformance, or of `bench --save`")],
+    new: Annotated[Path, typer.Argument(help="a later one, of the same kind")],
+    threshold: Annotated[
+        float, typer.Option(help="of benchmarks: how much slower is too much")
+    ] = 0.1,
+    growth: Annotated[
+        float, typer.Option(help="of conformance: by which factor an error may grow")
+    ] = 3.0,
+) -> None:
+    """What is worse between two saved runs: fails, is slower, less exact; exit code 1 where any."""
+    from precondattn_conformance.report import command
+
+    try:
+        code = command.compare(old, new, threshold=threshold, growth=growth, console=console)
+    except ValueError as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="of the package, and of the backend")],
+    library: Annotated[str, typer.Option(help="torch, jax, numpy or cupy")] = "torch",
+    directory: Annotated[
+        Path | None, typer.Option(help="where to; a new folder of that name by default")
+    ] = None,
+) -> None:
+    """Write the package of a new backend: complete, correct, and to be replaced by your kernel."""
+    from precondattn_conformance.new_backend import new_backend as write
+
+    try:
+        files = write(name, library, directory)
+    except (ValueError, ImportError, OSError) as error:
+        _stop(error)
+    for file in files:
+        console.print(file, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"\nNow install it, and hold it to the oracle:\n\n"
+        f"  pip install -e {files[0].parent}\n"
+        f"  precondattn conformance --backend {name} --library {library} --mechanism lucid_solve",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _stop(error: Exception) -> None:
+    """Say what is wrong with the arguments, and leave with the exit code for that."""
+    Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
+    raise typer.Exit(2) from None

@@ -1,0 +1,1 @@
+"""Dispatch: which backend computes which leaf calls, and why not the others."""

@@ -1,0 +1,153 @@
+"""Which backends there are: found by entry point, or registered by hand, and those that broke."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from precondattn.backend import Backend
+from precondattn.dispatch.reference import Reference
+
+GROUP = "precondattn.backends"
+REFERENCE = Reference()
+
+
+class Discovered(NamedTuple):
+    """Every backend of this process."""
+
+    backends: tuple[Backend, ...]
+    """In order of preference; the reference is last."""
+    broken: tuple[tuple[str, str], ...]
+    """(name, error) of those that could not be imported."""
+
+    def named(self, name: str) -> Backend:
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        for broken, error in self.broken:
+            if broken == name:
+                raise ImportError(f"backend {name!r} could not be imported: {error}")
+        known = ", ".join(backend.name for backend in self.backends)
+        raise ValueError(f"unknown backend {name!r}; known are {known}")
+
+
+_registered: dict[str, Backend] = {}
+_broken: dict[str, str] = {}
+_discovered: Discovered | None = None
+
+_chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
+    "precondattn_backends", default=None
+)
+
+
+def discover() -> Discovered:
+    """All backends. Entry points are looked at once in a process."""
+    global _discovered
+    if _discovered is None:
+        _load_entry_points()
+        found = sorted(_registered.values(), key=lambda b: (-b.preference, b.name))
+        _discovered = Discovered((*found, REFERENCE), tuple(sorted(_broken.items())))
+    return _discovered
+
+
+def register_backend(backend: Backend | type[Backend]) -> None:
+    """Make a backend, or an instance of its class, known to this process, as an entry point would.
+
+    Raises
+    ------
+    TypeError
+        when it lacks one of the attributes or methods of `Backend`.
+    ValueError
+        when its name is taken.
+    """
+    global _discovered
+    if isinstance(backend, type):
+        backend = backend()
+    lacks = [
+        name
+        for name in _PROTOCOL
+        # A method that is the protocol's own has not been written.
+        if getattr(type(backend), name, None) in (None, vars(Backend).get(name))
+    ]
+    lacks += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
+    if not isinstance(getattr(backend, "name", None), str):
+        lacks.insert(0, "name")
+    if lacks:
+        raise TypeError(f"{backend!r} is no backend: it lacks {', '.join(lacks)}")
+    known = {REFERENCE.name, *_registered}
+    if backend.name in known:
+        raise ValueError(f"the backend name {backend.name!r} is taken")
+    _registered[backend.name] = backend
+    _discovered = None
+
+
+def unregister_backend(name: str) -> None:
+    """Forget a backend that `register_backend` made known."""
+    global _discovered
+    if name not in _registered:
+        raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
+    del _registered[name]
+    _discovered = None
+
+
+_ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
+"""What a subclass of `Backend` has already, and another class must have."""
+_PROTOCOL = ("supports", "forward")
+"""What every backend must have. One without a gradient or a step says so in `supports`."""
+_entry_points_loaded = False
+
+
+def _load_entry_points() -> None:
+    global _entry_points_loaded
+    if _entry_points_loaded:
+        return
+    _entry_points_loaded = True
+    from importlib.metadata import entry_points  # Slow to import, and not needed before a call.
+
+    for entry_point in entry_points(group=GROUP):
+        try:
+            register_backend(entry_point.load())
+        except Exception as error:  # Whatever a stranger's module raises, the others still work.
+            _broken[entry_point.name] = f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Only these backends, in this order of preference, for every call inside.
+
+    Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict:
+    work that none of them takes raises. A function compiled by `torch.compile` or `jax.jit` keeps
+    the choice that was in force when it was traced; there, `backend=` of the call says it plainly.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> q = k = v = np.ones((1, 3, 1, 4))
+    >>> with pa.use_backend("reference"):
+    ...     out = pa.lucid(q, k, v)
+    """
+    _check_names(names)
+    token = _chosen.set(names)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The names that a call is restricted to, by its own word or by `use_backend`; or None."""
+    if backend is None:
+        return _chosen.get()
+    names = (backend,) if isinstance(backend, str) else backend
+    _check_names(names)
+    return tuple(names)
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    is_sequence = isinstance(names, tuple | list)
+    if not is_sequence or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"backend must be a name or a tuple of names; found {names!r}")
+    for name in names:
+        discover().named(name)

@@ -1,0 +1,32 @@
+"""Recognising a group of leaf calls, for backends that compute the group with one kernel."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from precondattn.algebra.program import Program
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.metric import DOT
+from precondattn.spec.read import MEAN
+from precondattn.spec.softmax import Softmax
+
+
+@cache
+def is_lucid(program: Program) -> bool:
+    """Whether a group is LUCID around softmax, with the dot product and the normalised keys."""
+    if len(program.calls) != 2 or [*map(type, program.leaves)] != [LucidSolve, Softmax]:
+        return False
+    solve: Any
+    softmax: Any
+    solve, softmax = program.leaves
+    fits = (
+        solve.metric == DOT
+        and solve.has_unit_diagonal
+        and softmax.read == MEAN
+        and softmax.forget == "none"
+        and not softmax.bias
+    )
+    first, second = (dict(call.arguments) for call in program.calls)
+    wired = second["v"] == program.calls[0].out and first["k"] == second["k"]
+    return fits and wired

@@ -1,0 +1,86 @@
+"""The reference backend: the oracle itself, leaf by leaf, on any array library.
+
+It is plain differentiable code. Half-precision inputs are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+
+if TYPE_CHECKING:
+    from precondattn.arrays import Arrays, Residuals
+
+
+class Reference(Backend):
+    """Correct, clear, and quadratic in memory."""
+
+    name = "reference"
+    preference = -1_000_000
+    wide_values = True
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if len(mechanism.program.calls) > 1:
+            return Support.no("runs one leaf at a time")
+        return Support.yes(differentiable=True)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        out, residuals = mechanism.forward(upcast_all(inputs), frame)
+        return out, residuals
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        gradients: Arrays = mechanism.backward(
+            upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent)
+        )
+        return gradients
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        keys = mechanism.program.calls[0].slot_keys()
+        past = {slot: past[key] for slot, key in keys.items()}
+        out, updates = mechanism.step(upcast_all(past), upcast_all(inputs), frame)
+        return out, {keys[slot]: update for slot, update in updates.items()}
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        keys = mechanism.program.calls[0].slot_keys()
+        gradients, d_past = mechanism.step_backward(
+            upcast_all({slot: past[key] for slot, key in keys.items()}),
+            upcast_all(inputs),
+            frame,
+            upcast(cotangent),
+            upcast_all({slot: d_buffers[key] for slot, key in keys.items()}),
+        )
+        return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
+
+    def residual_shapes(
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        raise NotImplementedError("the reference is traced itself; nothing has to be foretold")

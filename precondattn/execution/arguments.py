@@ -1,0 +1,363 @@
+"""One call's arguments: named, checked, and bound to a frame of positions and masks.
+
+Every error that bad input can cause is raised here or in `masks.py` and `cache_checks.py`, before
+anything is computed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from precondattn.algebra.declaration import Inputs, ShapeError, Sizes
+from precondattn.arrays import (
+    FLOATING,
+    HALF,
+    Array,
+    dtype_name,
+    exact_device,
+    is_traced,
+    library_of,
+    namespace,
+    values_at_hand,
+)
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.execution.cache_checks import (
+    check_buffers,
+    check_cache,
+    check_cacheable,
+    keeps_tokens,
+)
+from precondattn.execution.masks import (
+    INTEGERS,
+    ValueChecks,
+    check_lengths,
+    check_mask,
+    is_contiguous,
+    zero_padding,
+)
+from precondattn.frame import Frame, extending_frame, full_frame
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+class BoundCall(NamedTuple):
+    """A call whose arguments are in order."""
+
+    inputs: dict[str, Array]
+    frame: Frame
+    sizes: Sizes
+    library: str
+    dtype: str
+    masks: frozenset[str]
+    """Which of segment_ids, lengths and key_mask were given."""
+    lengths: Array | None
+    """Valid tokens (b,) of each sequence, as int32."""
+    invalid: Array | None
+    """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
+
+
+NEGATIVE = "the cache's length is negative"
+EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit"
+
+
+def bind(
+    mechanism: Mechanism,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    *,
+    segment_ids: Array | None = None,
+    lengths: Any = None,
+    key_mask: Array | None = None,
+) -> BoundCall:
+    """The arguments of a full call."""
+    owner, declared = str(mechanism), _declared(mechanism)
+    inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
+    library = check_arrays(owner, declared, inputs)
+    sizes = declared.sizes(owner, _shapes(inputs))
+    b = sizes["b"]
+    t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
+    if t > s and mechanism.offers.causal:
+        raise ShapeError(
+            f"{owner}: is causal, and so takes at most as many queries as keys; "
+            f"found t = {t} and s = {s}"
+        )
+    if t != s and not mechanism.offers.causal:
+        for name, given in (("lengths", lengths), ("segment_ids", segment_ids)):
+            if given is not None:
+                raise ValueError(
+                    f"{owner}: {name} speaks of positions, which queries (t = {t}) and keys "
+                    f"(s = {s}) of a non-causal call do not share; use key_mask"
+                )
+    like = next(iter(inputs.values()))
+    checks = ValueChecks(owner)
+    lengths = check_lengths(owner, lengths, like, b, s, "s", checks)
+    key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
+    segment_ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
+    if segment_ids is not None:
+        checks.require(
+            is_contiguous(segment_ids), "segment_ids must be contiguous: equal ids stand together"
+        )
+    frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
+    masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
+    inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
+    dtype = call_dtype(inputs)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid)
+
+
+def bind_extension(
+    mechanism: Mechanism,
+    cache: Cache,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    *,
+    lengths: Any = None,
+    key_mask: Array | None = None,
+) -> BoundCall:
+    """The arguments of `extend`."""
+    owner, declared = str(mechanism), _extending(mechanism)
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"{owner}: extend takes a Cache first, as init_cache makes it; "
+            f"found {type(cache).__name__}"
+        )
+    inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
+    library, sizes = _checked_once(owner, mechanism, cache, inputs)
+    b, t, capacity = (sizes[letter] for letter in "btc")
+    like = next(iter(inputs.values()))
+    checks = ValueChecks(owner)
+    lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
+    key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
+    seen = cache.store.get(KEY_MASK)
+    if not keeps_tokens(mechanism):
+        seen = key_mask  # What is hidden now has not come into the state, and need not be recalled.
+    elif key_mask is not None and seen is None:
+        raise ValueError(
+            f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
+        )
+    before = values_at_hand(cache.length)
+    new = [t] * b if lengths is None else values_at_hand(lengths)
+    if before is None or new is None:
+        checks.require(cache.length >= 0, NEGATIVE)
+        if capacity:
+            fits = cache.length + (t if lengths is None else lengths) <= capacity
+            checks.require(fits, EXCEEDED.format(capacity))
+    else:
+        checks.require_now((n >= 0 for n in before), NEGATIVE)
+        if capacity:
+            fits = (n + more <= capacity for n, more in zip(before, new, strict=True))
+            checks.require_now(fits, EXCEEDED.format(capacity))
+    is_open = lengths is None and key_mask is None and KEY_MASK not in cache.store
+    frame = extending_frame(
+        cache.length,
+        capacity,
+        t,
+        lengths=lengths,
+        key_mask=key_mask,
+        past_mask=cache.store.get(KEY_MASK),
+        held=before[0] if before and len(set(before)) == 1 and is_open else None,
+    )
+    masks = _names(lengths=lengths, key_mask=seen)
+    new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
+    inputs = zero_padding(inputs, _declared(mechanism), frame.q_valid, new_valid)
+    dtype = call_dtype(inputs)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid)
+
+
+_checked: dict[Any, tuple[str, Sizes]] = {}
+"""Library and sizes of the extensions checked so far. Decoding repeats the same one."""
+MOST_SIGNATURES = 256
+
+
+def _checked_once(
+    owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
+) -> tuple[str, Sizes]:
+    """`_check_signature`, where it is not known already."""
+    if any(map(is_traced, inputs.values())):  # Sizes may be symbols, which have no hash.
+        return _check_signature(owner, mechanism, cache, inputs)
+    signature = _signature(mechanism, cache, inputs)
+    if signature not in _checked:
+        if len(_checked) >= MOST_SIGNATURES:
+            _checked.clear()
+        _checked[signature] = _check_signature(owner, mechanism, cache, inputs)
+    return _checked[signature]
+
+
+def _signature(mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> Any:
+    """All that `_check_signature` looks at."""
+    arrays = (cache.length, *cache.store.values(), *inputs.values())
+    return mechanism, tuple(cache.store), tuple(inputs), tuple(map(_kind, arrays))
+
+
+def _kind(array: Array) -> Any:
+    if library_of(array) is None:
+        return type(array)
+    return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
+
+
+def _check_signature(
+    owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
+) -> tuple[str, Sizes]:
+    """Libraries, devices, dtypes and shapes of cache and inputs; the library, and all sizes."""
+    check_cacheable(mechanism)
+    declared = _extending(mechanism)
+    library = check_arrays(owner, declared, inputs)
+    capacity = check_cache(owner, mechanism, cache, inputs)
+    known = {"c": capacity, "b": cache.length.shape[0]}
+    sizes = declared.sizes(owner, _shapes(inputs), known)
+    check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs))
+    return library, sizes
+
+
+def bind_shapes(
+    mechanism: Mechanism, arrays: Sequence[Array], named: Mapping[str, Array]
+) -> tuple[Array, Sizes]:
+    """An input to make buffers like, and the sizes that (some of) the inputs have."""
+    owner, declared = str(mechanism), _extending(mechanism)
+    inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
+    if not inputs:
+        raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
+    check_arrays(owner, declared, inputs)
+    token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
+    sizes = declared.sizes(owner, _shapes(token_inputs))
+    like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
+    return like, sizes
+
+
+def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Array) -> None:
+    """Raise an error for a cotangent that is not like the array it belongs to."""
+    library = library_of(array)
+    if library_of(cotangent) != library:
+        raise TypeError(
+            f"{owner}: {what} must be an array of {library}, as {of}; "
+            f"found {type(cotangent).__name__}"
+        )
+    shape, dtype = tuple(array.shape), dtype_name(array)
+    if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
+        raise ValueError(
+            f"{owner}: {what} must have {of}'s shape {shape} and dtype {dtype}; "
+            f"found {tuple(cotangent.shape)} and {dtype_name(cotangent)}"
+        )
+
+
+@cache
+def _declared(mechanism: Mechanism) -> Inputs:
+    return mechanism.inputs
+
+
+@cache
+def _extending(mechanism: Mechanism) -> Inputs:
+    """The inputs of `extend`."""
+    return mechanism.inputs.extending()
+
+
+CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
+"""Keywords of a call that are not inputs."""
+
+EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
+INIT_OPTIONS = ("capacity", "key_mask")
+
+
+def _inputs_by_name(
+    owner: str,
+    declared: Inputs,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    options: Sequence[str],
+    *,
+    complete: bool = True,
+) -> dict[str, Array]:
+    takes = f"{owner} takes {', '.join(declared)}"
+    if len(arrays) > min(3, len(declared)):
+        raise TypeError(
+            f"{takes}: at most {min(3, len(declared))} by position, the others by name; "
+            f"found {len(arrays)} by position"
+        )
+    given = dict(zip(declared, arrays, strict=False))
+    for name, array in named.items():
+        if name in given:
+            raise TypeError(f"{owner}: {name} is given by position and by name")
+        if name not in declared:
+            near = difflib.get_close_matches(name, [*declared, *options], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(
+                f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
+            )
+        given[name] = array
+    missing = [name for name in declared if name not in given]
+    if missing and complete:
+        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
+    return {name: given[name] for name in declared if name in given}
+
+
+def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
+    """One library, one device, dtypes that go together; returns the library."""
+    libraries = {}
+    for name, array in inputs.items():
+        library = library_of(array)
+        if library is None:
+            raise TypeError(
+                f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
+                f"array-API library; found {type(array).__name__}"
+            )
+        libraries[name] = library
+    if len(set(libraries.values())) > 1:
+        raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
+    devices = {name: exact_device(array) for name, array in inputs.items()}
+    placed = {name: device for name, device in devices.items() if device is not None}
+    # Compared, not hashed: CuPy's devices have no hash.
+    if any(device != next(iter(placed.values())) for device in placed.values()):
+        found = {name: str(device) for name, device in placed.items()}
+        raise ValueError(f"{owner}: inputs on one device expected; found {found}")
+    dtypes = {name: dtype_name(array) for name, array in inputs.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOATING:
+            raise TypeError(
+                f"{owner}: {name} must be of dtype float16, bfloat16, float32 or float64; "
+                f"found {dtype}"
+            )
+    expected = call_dtype(inputs)
+    for name, dtype in dtypes.items():
+        is_wide_gate = expected in HALF and dtype == "float32" and not declared[name].is_rows
+        if dtype != expected and not is_wide_gate:
+            raise TypeError(
+                f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
+                f"and values, gates and the like may be float32); found {dtypes}"
+            )
+    return next(iter(libraries.values()))
+
+
+def call_dtype(inputs: Mapping[str, Array]) -> str:
+    """The dtype of the output: v's, or the first input's where there is no v."""
+    return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
+
+
+def _shapes(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in inputs.items()}
+
+
+def _names(**masks: Array | None) -> frozenset[str]:
+    return frozenset(name for name, mask in masks.items() if mask is not None)
+
+
+def new_token_count(bound: BoundCall, cache: Cache) -> Array:
+    """The number of tokens (b,) by which each sequence grows; an int where all caches are equally
+    long.
+
+    An invalid sequence stays invalid: its length becomes greater than the capacity, or negative
+    where there is no capacity.
+    """
+    if bound.frame.held is not None:
+        return bound.sizes["t"]
+    xp = namespace(cache.length)
+    count = bound.lengths
+    if count is None:
+        count = xp.full_like(cache.length, bound.sizes["t"])
+    if bound.invalid is None:
+        return count
+    capacity = bound.sizes["c"]
+    invalid_length = capacity + 1 if capacity else -1
+    return xp.where(bound.invalid, invalid_length - cache.length, count)

@@ -1,0 +1,51 @@
+"""JAX: a backend's forward and backward as one `jax.custom_vjp` function.
+
+Piece and backend are static. Arrays without a gradient (the frame) get none. vmap, jit and grad
+compose as JAX composes them; forward mode is refused by JAX itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from precondattn.arrays import Array
+from precondattn.dispatch.plan import PlannedCall
+from precondattn.frame import Frame
+
+jax.tree_util.register_pytree_node(
+    Frame, lambda frame: (frame.arrays, None), lambda _, arrays: Frame(*arrays)
+)
+
+
+def apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
+    """The output of a planned call, differentiable in its inputs."""
+    return _apply(planned, inputs, frame)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
+    return planned.backend.forward(planned.piece, inputs, frame)[0]
+
+
+def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Any:
+    out, residuals = planned.backend.forward(planned.piece, inputs, frame)
+    return out, (inputs, frame, out, residuals)
+
+
+def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
+    inputs, frame, out, residuals = saved
+    gradients = planned.backend.backward(planned.piece, inputs, frame, out, residuals, cotangent)
+    cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
+    return cotangents, jax.tree.map(_no_cotangent, frame)
+
+
+def _no_cotangent(array: Array) -> Any:
+    """The cotangent of an integer or boolean array, which is of the type float0."""
+    return np.zeros(array.shape, dtype=jax.dtypes.float0)
+
+
+_apply.defvjp(_forward, _backward)

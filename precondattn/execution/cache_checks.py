@@ -1,0 +1,96 @@
+"""Checks of a cache: whether a mechanism can have one, and whether one fits a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from precondattn.algebra.declaration import ShapeError, Sizes
+from precondattn.arrays import HALF, Array, dtype_name, exact_device, library_of
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.execution.masks import INTEGERS
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+@cache
+def keeps_tokens(mechanism: Mechanism) -> bool:
+    """Whether its cache has a place for each token, and not states only."""
+    return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
+
+
+def check_has_states(mechanism: Mechanism) -> None:
+    check_cacheable(mechanism)
+    if keeps_tokens(mechanism):
+        raise TypeError(
+            f"{mechanism}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
+            f"of a full call, or the automatic differentiation of PyTorch or JAX"
+        )
+
+
+def check_cacheable(mechanism: Mechanism) -> None:
+    if not mechanism.offers.causal:
+        raise ValueError(f"{mechanism}: is not causal, so nothing of it can be cached")
+
+
+def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> int:
+    """The capacity of the cache; 0 for a mechanism that remembers no tokens."""
+    slots = mechanism.program.slots
+    keys = set(slots)
+    if keys and not cache.store:
+        raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
+    missing = sorted(keys - set(cache.store))
+    surplus = sorted(set(cache.store) - keys - {KEY_MASK})
+    if missing or surplus:
+        raise ValueError(
+            f"{owner}: the cache is of another mechanism: it holds {sorted(cache.store)}, "
+            f"and {sorted(keys)} are needed"
+        )
+    like = next(iter(inputs.values()))
+    device = exact_device(like)
+    for name, array in {"length": cache.length, **cache.store}.items():
+        if library_of(array) != library_of(like):
+            raise TypeError(
+                f"{owner}: the cache's {name!r} is an array of {library_of(array)}; the inputs are "
+                f"of {library_of(like)}"
+            )
+        own_device = exact_device(array)
+        if None not in (own_device, device) and own_device != device:
+            raise ValueError(
+                f"{owner}: the cache's {name!r} is on {own_device}; the inputs are on {device}"
+            )
+    if cache.length.ndim != 1 or dtype_name(cache.length) not in INTEGERS:
+        raise TypeError(
+            f"{owner}: the cache's 'length' must be integers of shape (b); found "
+            f"{dtype_name(cache.length)} of shape {tuple(cache.length.shape)}"
+        )
+    for name, (_, pattern) in slots.items():
+        buffer = cache.store[name]
+        if "c" in pattern.letters and buffer.ndim == len(pattern.letters):
+            return int(buffer.shape[pattern.letters.index("c")])
+    return int(cache.store[KEY_MASK].shape[1]) if KEY_MASK in cache.store else 0
+
+
+def check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str) -> None:
+    if KEY_MASK in cache.store:
+        kept, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
+        if tuple(kept.shape) != expected or dtype_name(kept) != "bool":
+            raise TypeError(
+                f"{owner}: the cache's {KEY_MASK!r} must be bool of shape {expected}; found "
+                f"{dtype_name(kept)} of shape {tuple(kept.shape)}"
+            )
+    for name, (slot, pattern) in mechanism.program.slots.items():
+        shape, buffer = pattern.shape(sizes), cache.store[name]
+        found = tuple(buffer.shape)
+        if found != shape:
+            raise ShapeError(
+                f"{owner}: the cache's {name!r} has shape {found}; these inputs need {shape}"
+            )
+        needed = "float32" if slot.wide and dtype in HALF else dtype
+        if dtype_name(buffer) != needed:
+            raise TypeError(
+                f"{owner}: the cache's {name!r} has dtype {dtype_name(buffer)}; "
+                f"these inputs need {needed}"
+            )

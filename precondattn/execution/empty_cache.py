@@ -1,0 +1,56 @@
+"""An empty cache for a mechanism, from arrays like those that will be cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn.algebra.declaration import FIXED, ShapeError
+from precondattn.arrays import Array, Arrays, namespace, placement
+from precondattn.cache import KEY_MASK, Cache, new_buffer
+from precondattn.execution.arguments import bind_shapes
+from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+def empty_cache(
+    mechanism: Mechanism,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    capacity: int | None,
+    key_mask: bool,
+) -> Cache:
+    """A cache of length 0, with buffers of zeros for `capacity` tokens a sequence."""
+    check_cacheable(mechanism)
+    has_tokens = keeps_tokens(mechanism)
+    if capacity is None and has_tokens:
+        raise TypeError(
+            f"{mechanism}: missing capacity, the number of tokens that the cache has a place for"
+        )
+    is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_whole and capacity >= 1):
+        raise ValueError(
+            f"{mechanism}: capacity must be a whole number, 1 or above; found {capacity!r}"
+        )
+    if not isinstance(key_mask, bool):
+        raise TypeError(
+            f"{mechanism}: key_mask must be true or false, whether the cache keeps one; "
+            f"found {type(key_mask).__name__}"
+        )
+    like, sizes = bind_shapes(mechanism, arrays, named)
+    sizes["c"] = capacity or 0
+    store: Arrays = {}
+    for name, (slot, pattern) in mechanism.program.slots.items():
+        unknown = set(pattern.letters.replace(FIXED, "")) - set(sizes)
+        if unknown:
+            tell = [n for n, p in mechanism.inputs.items() if unknown & set(p.letters)]
+            raise ShapeError(
+                f"{mechanism}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
+                f"from these inputs; pass {', '.join(tell)} too"
+            )
+        store[name] = new_buffer(slot, pattern.shape(sizes), like)
+    xp = namespace(like)
+    if key_mask and has_tokens:
+        store[KEY_MASK] = xp.zeros((sizes["b"], sizes["c"]), dtype=xp.bool, **placement(like))
+    return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store)

@@ -1,0 +1,261 @@
+"""Running a plan: the output, the gradient in reverse, and the extension of a cache.
+
+Values between calls are in float32 or wider where a backend made them so; another gets its inputs
+in the call's dtype, unless it takes wide values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    cast,
+    dtype_name,
+    library_of,
+    namespace,
+    wants_gradient,
+    zero_where_not,
+)
+from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
+from precondattn.dispatch.plan import Plan, PlannedCall
+from precondattn.execution.arguments import BoundCall
+from precondattn.execution.masks import nan_where_invalid
+
+
+def forward(plan: Plan, call: BoundCall) -> Array:
+    """The output; differentiable by the arrays' own framework."""
+    values = dict(call.inputs)
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
+    return _finished(values[plan.out], call)
+
+
+def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
+    """The output, and the function that takes its cotangent to the gradients by input name."""
+    values = dict(call.inputs)
+    trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        out, residuals = planned.backend.forward(planned.piece, inputs, call.frame)
+        values[planned.out] = out
+        trace.append((planned, inputs, out, residuals))
+
+    def pullback(cotangent: Array) -> Arrays:
+        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
+        for planned, inputs, out, residuals in reversed(trace):
+            if planned.out not in cotangents:
+                continue
+            gradients = planned.backend.backward(
+                planned.piece,
+                inputs,
+                call.frame,
+                out,
+                residuals,
+                cast(cotangents[planned.out], out.dtype),
+            )
+            for name, value in planned.arguments:
+                _accumulate(cotangents, value, gradients[name])
+        return _of_inputs(cotangents, call)
+
+    return _finished(values[plan.out], call), pullback
+
+
+class Stepped(NamedTuple):
+    """A planned call of an extension, and what it did."""
+
+    planned: PlannedCall
+    past: Arrays
+    inputs: Arrays
+    out: Array
+    kept: frozenset[str]
+    """The buffers it updates: of calls that share one, the first's value is kept."""
+
+
+def _steps(
+    plan: Plan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
+) -> tuple[Array, dict[str, Any], list[Stepped]]:
+    """The output, the update of every buffer, and what was done."""
+    values = dict(call.inputs)
+    updates: dict[str, Any] = {}
+    trace: list[Stepped] = []
+    for planned in plan.calls:
+        inputs = _inputs(planned, values, call)
+        past = {own: cache.store[key] for own, key in planned.buffers}
+        out, made = run(planned, past, inputs, call.frame)
+        values[planned.out] = out
+        kept = frozenset(own for own, key in planned.buffers if key not in updates)
+        updates |= {key: made[own] for own, key in planned.buffers if own in kept}
+        trace.append(Stepped(planned, past, inputs, out, kept))
+    return values[plan.out], updates, trace
+
+
+def extend(
+    plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
+) -> tuple[Array, Cache]:
+    """The output for the new tokens, and the cache with them."""
+    out, updates, _ = _steps(plan, call, cache, _bridged_step)
+    store = _updated_store(updates, call, cache, count, donate=donate)
+    if KEY_MASK in cache.store:
+        seen, new = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
+        store[KEY_MASK] = updated(seen, new, cache.length, count, donate=donate)
+    extended = Cache(cache.length + count, store)
+    if donate:
+        cache.store.clear()
+    return _finished(out, call), extended
+
+
+def extend_vjp(
+    plan: Plan, call: BoundCall, cache: Cache, count: Array
+) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
+    """`extend`, and the function that takes the cotangents of output and buffers back.
+
+    It gives the gradients of the inputs and of the old buffers, by name.
+    """
+    dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
+    result, updates, trace = _steps(plan, call, cache, _plain_step)
+
+    def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
+        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
+        d_past: Arrays = {}
+        for planned, past, inputs, out, kept in reversed(trace):
+            keys = dict(planned.buffers)
+            d_out = cotangents.get(planned.out)
+            gradients, d_buffers = planned.backend.step_backward(
+                planned.piece,
+                past,
+                inputs,
+                call.frame,
+                namespace(out).zeros_like(out) if d_out is None else cast(d_out, out.dtype),
+                {
+                    own: d_store[key] if own in kept else namespace(past[own]).zeros_like(past[own])
+                    for own, key in keys.items()
+                },
+            )
+            for name, value in planned.arguments:
+                _accumulate(cotangents, value, gradients[name])
+            for own, d_buffer in d_buffers.items():
+                _accumulate(d_past, keys[own], d_buffer)
+        d_first = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
+        return _of_inputs(cotangents, call), d_first
+
+    store = _updated_store(updates, call, cache, count, donate=False)
+    extended = Cache(cache.length + count, store)
+    return _finished(result, call), extended, pullback
+
+
+def _updated_store(
+    updates: Mapping[str, Any], call: BoundCall, cache: Cache, count: Array, *, donate: bool
+) -> Arrays:
+    """The buffers with their updates; a state is NaN where arguments were out of range."""
+    store = {}
+    for key, update in updates.items():
+        if isinstance(update, Replace):
+            update = Replace(nan_where_invalid(update.value, call.invalid))
+        store[key] = updated(
+            cache.store[key],
+            update,
+            cache.length,
+            count,
+            donate=donate,
+            held=call.frame.held,
+        )
+    return store
+
+
+def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
+    known = cotangents.get(name)
+    cotangents[name] = gradient if known is None else _sum(known, gradient)
+
+
+def _of_inputs(cotangents: Arrays, call: BoundCall) -> Arrays:
+    """The gradient of every input, in its dtype; 0 where the output does not depend on it."""
+    return {
+        name: cast(cotangents[name], array.dtype)
+        if name in cotangents
+        else namespace(array).zeros_like(array)
+        for name, array in call.inputs.items()
+    }
+
+
+def _finished(out: Array, call: BoundCall) -> Array:
+    """An output, or its cotangent: 0 at padded tokens, NaN where arguments were out of range."""
+    out = _in_call_dtype(out, call)
+    valid = call.frame.q_valid
+    if valid is not None:
+        shape = (*valid.shape, *(1,) * (out.ndim - 2))
+        out = zero_where_not(namespace(valid).reshape(valid, shape), out)
+    return nan_where_invalid(out, call.invalid)
+
+
+def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
+    k_valid = call.frame.k_valid
+    assert k_valid is not None  # The frame of an extension always says which slots are filled.
+    capacity = cache.store[KEY_MASK].shape[1]
+    return k_valid[:, capacity:]
+
+
+def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
+    inputs = {name: values[value] for name, value in planned.arguments}
+    if planned.backend.wide_values:
+        return inputs
+    given = {id(array) for array in call.inputs.values()}
+    return {
+        name: array if id(array) in given else _in_call_dtype(array, call)
+        for name, array in inputs.items()
+    }
+
+
+def _in_call_dtype(array: Array, call: BoundCall) -> Array:
+    if dtype_name(array) == call.dtype:
+        return array
+    # The inputs' own: not every namespace has a name for bfloat16.
+    dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == call.dtype)
+    return namespace(array).astype(array, dtype)
+
+
+def _sum(a: Array, b: Array) -> Array:
+    """a + b in the wider of their dtypes: gradients of one value from two backends."""
+    xp = namespace(a, b)
+    dtype = xp.result_type(a.dtype, b.dtype)
+    return cast(a, dtype) + cast(b, dtype)
+
+
+def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
+    """How the framework's autograd is told about a call."""
+    if not planned.support.differentiable:
+        if call.library == "torch":
+            from precondattn.execution.autograd_torch import apply
+
+            return apply
+        if call.library == "jax":
+            from precondattn.execution.autograd_jax import apply
+
+            return apply
+    return _plain
+
+
+def _bridged_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+) -> tuple[Array, Any]:
+    arrays = (*past.values(), *inputs.values())
+    is_left_to_torch = planned.support.differentiable or library_of(arrays[0]) != "torch"
+    if is_left_to_torch or not wants_gradient(*arrays):
+        return _plain_step(planned, past, inputs, frame)
+    from precondattn.execution.autograd_torch import apply_step
+
+    return apply_step(planned, past, inputs, frame)
+
+
+def _plain_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+) -> tuple[Array, Any]:
+    return planned.backend.step(planned.piece, past, inputs, frame)
+
+
+def _plain(planned: PlannedCall, inputs: Arrays, frame: Any) -> Array:
+    out: Array = planned.backend.forward(planned.piece, inputs, frame)[0]
+    return out

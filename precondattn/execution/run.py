@@ -1,0 +1,219 @@
+"""The public verbs: arguments are bound, a plan is made, and the plan is evaluated.
+
+`algebra/verbs.py` has the signatures and the documentation, and hands every call on to here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    device_of,
+    is_traced,
+    namespace,
+    transforms_of,
+    wants_gradient,
+)
+from precondattn.backend import Request
+from precondattn.cache import Cache
+from precondattn.dispatch.discovery import allowed_backends, discover
+from precondattn.dispatch.explanation import Explanation
+from precondattn.dispatch.plan import Plan, make_plan
+from precondattn.execution import evaluation
+from precondattn.execution.arguments import (
+    BoundCall,
+    bind,
+    bind_extension,
+    check_cotangent,
+    new_token_count,
+)
+from precondattn.execution.cache_checks import check_has_states
+from precondattn.execution.masks import zero_padding
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.verbs import BackendNames, ExtendPullback
+
+
+def call(
+    mechanism: Mechanism,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    segment_ids: Array | None,
+    lengths: Any,
+    key_mask: Array | None,
+) -> Array:
+    """A full call."""
+    bound = bind(
+        mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
+    )
+    plan = _plan(mechanism, _request("forward", bound), bound, backend)
+    return evaluation.forward(plan, bound)
+
+
+def vjp(
+    mechanism: Mechanism,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    segment_ids: Array | None,
+    lengths: Any,
+    key_mask: Array | None,
+) -> tuple[Array, Callable[[Array], Arrays]]:
+    """A full call and its pullback."""
+    bound = bind(
+        mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
+    )
+    out, pull = evaluation.vjp(_plan(mechanism, _request("vjp", bound), bound, backend), bound)
+
+    def pullback(cotangent: Array) -> Arrays:
+        check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
+        frame = bound.frame
+        return zero_padding(pull(cotangent), mechanism.inputs, frame.q_valid, frame.k_valid)
+
+    return out, pullback
+
+
+def extend(
+    mechanism: Mechanism,
+    cache: Cache,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    lengths: Any,
+    key_mask: Array | None,
+    *,
+    donate: bool,
+) -> tuple[Array, Cache]:
+    """An extension of a cache."""
+    _refuse_segments(mechanism, named)
+    bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    request = _request("extend", bound, tuple(cache.store.values()))
+    plan = _plan(mechanism, request, bound, backend)
+    if donate and bound.library == "torch" and request.differentiated:
+        raise ValueError(
+            f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
+            f"call it under torch.no_grad(), or without donate"
+        )
+    count = new_token_count(bound, cache)
+    return evaluation.extend(plan, bound, cache, count, donate=donate)
+
+
+def extend_vjp(
+    mechanism: Mechanism,
+    cache: Cache,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    lengths: Any,
+    key_mask: Array | None,
+) -> tuple[Array, Cache, ExtendPullback]:
+    """An extension of a cache of states, and its pullback."""
+    _refuse_segments(mechanism, named)
+    if "donate" in named:
+        raise TypeError(
+            f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
+        )
+    check_has_states(mechanism)
+    bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
+    count = new_token_count(bound, cache)
+    out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
+    past = dict(extended.store)
+
+    def pullback(
+        cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
+    ) -> tuple[Arrays, Arrays]:
+        given = _cotangents_of_buffers(str(mechanism), d_store)
+        check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
+        for name, array in given.items():
+            if name not in past:
+                raise ValueError(
+                    f"{mechanism}: the cache has no buffer {name!r}; it has {', '.join(past)}"
+                )
+            what = f"the cotangent of {name!r}"
+            check_cotangent(str(mechanism), what, array, "that buffer", past[name])
+        zeros = {n: namespace(a).zeros_like(a) for n, a in past.items() if n not in given}
+        gradients, d_past = pull(cotangent, {**given, **zeros})
+        frame = bound.frame
+        new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
+        return zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid), d_past
+
+    return out, extended, pullback
+
+
+def explain(
+    mechanism: Mechanism,
+    verb: str,
+    cache: Cache | None,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    segment_ids: Array | None,
+    lengths: Any,
+    key_mask: Array | None,
+) -> Explanation:
+    """The plan of a call, made by the code that makes the plan when the call runs."""
+    if verb not in ("forward", "vjp"):
+        raise ValueError(
+            f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, give the cache); "
+            f"found {verb!r}"
+        )
+    if cache is not None and segment_ids is not None:
+        raise ValueError(f"{mechanism}: a cache is for extend, which has no segment_ids")
+    if cache is None:
+        bound = bind(
+            mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
+        )
+    else:
+        if verb == "vjp":
+            check_has_states(mechanism)
+        verb = "extend_vjp" if verb == "vjp" else "extend"
+        bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    request = _request(verb, bound)
+    plan = _plan(mechanism, request, bound, backend)
+    return Explanation(str(mechanism), mechanism.program, request, plan, discover())
+
+
+def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:
+    if "segment_ids" in named:
+        raise TypeError(
+            f"{mechanism}: segment_ids belong to a full call; each sequence has a cache of its own"
+        )
+
+
+def _cotangents_of_buffers(owner: str, given: Any) -> Arrays:
+    given = given.store if isinstance(given, Cache) else given
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"{owner}: the cotangents of buffers come as a dict by their names, or as a Cache of "
+            f"them; found {type(given).__name__}"
+        )
+    return dict(given or {})
+
+
+def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
+    arrays = bound.inputs
+    first = next(iter(arrays.values()))
+    differentiated = wants_gradient(*arrays.values(), *past)
+    transforms = transforms_of(*arrays.values(), *past)
+    return Request(
+        verb="vjp" if verb == "forward" and differentiated else verb,
+        library=bound.library,
+        device=device_of(first),
+        dtype=bound.dtype,
+        shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
+        masks=bound.masks,
+        differentiated=differentiated,
+        transformed="grad" in transforms,
+        mapped="vmap" in transforms,
+        traced=bound.library == "torch" and is_traced(first) and not transforms,
+    )
+
+
+def _plan(mechanism: Mechanism, request: Request, bound: BoundCall, backend: BackendNames) -> Plan:
+    return make_plan(mechanism, request, bound.sizes.get("c"), allowed_backends(backend))

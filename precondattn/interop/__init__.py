@@ -1,0 +1,1 @@
+"""Other projects' names and layouts, translated to those of this library."""

@@ -1,0 +1,152 @@
+"""Mamba-2's own inputs, as those of `SSD`.
+
+    q = C,  k = B,  v = Δ x,  g = Δ A,      y = ssd(q, k, v, g) + D x
+
+with one B and C for each group of heads, A < 0, and Δ = softplus(dt + bias), clipped, or dt itself.
+Source: Mamba-2 (arXiv 2405.21060) 5–7.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.arrays import Array, cast, library_of, namespace, upcast
+from precondattn.spec.scaled_dims import softplus
+from precondattn.spec.ssd import SSD
+
+DECLARED = {
+    "x": "b t u e",
+    "dt": "b t u",
+    "A": "u in (-inf, 0]",
+    "B": "b t h d",
+    "C": "b t h d",
+    "D": "u",
+    "dt_bias": "u",
+}
+
+
+def mamba2_inputs(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    dt_bias: Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> dict[str, Array]:
+    """`q`, `k`, `v` and `g` of `SSD`, from Mamba-2's arguments by Mamba-2's names.
+
+    Parameters
+    ----------
+    x : array (b, t, u, e)
+        Values of u heads.
+    dt : array (b, t, u)
+        Step sizes, or what `dt_bias` and `dt_softplus` make them of.
+    A : array (u,)
+        Below 0; −exp(A_log) in a layer.
+    B, C : array (b, t, h, d)
+        Of h groups, which divide u; head i is of group ⌊i h / u⌋.
+    dt_bias : array (u,), optional
+        Added to dt.
+    dt_softplus : bool
+        Whether Δ = softplus(dt).
+    dt_limit : (float, float)
+        Δ is clipped to it.
+
+    Returns
+    -------
+    dict
+        `g` in float32 where x is in half precision, the others like x. Every piece is
+        differentiable where the library is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the argument, for shapes, dtypes or libraries that do not go together.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> x, dt, A = rng.normal(size=(1, 5, 8, 4)), rng.normal(size=(1, 5, 8)), -np.ones(8)
+    >>> B, C = rng.normal(size=(2, 1, 5, 2, 16))  # two groups
+    >>> inputs = pa.mamba2_inputs(x, dt, A, B, C, dt_softplus=True)
+    >>> {name: array.shape for name, array in inputs.items()}
+    {'q': (1, 5, 2, 16), 'k': (1, 5, 2, 16), 'v': (1, 5, 8, 4), 'g': (1, 5, 8)}
+    >>> pa.SSD()(**inputs).shape
+    (1, 5, 8, 4)
+    """
+    _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "dt_bias": dt_bias})
+    low, high = _limits(dt_limit)
+    xp = namespace(x)
+    step = upcast(dt)
+    if dt_bias is not None:
+        step = step + upcast(dt_bias)
+    if dt_softplus:
+        step = softplus(step)
+    step = xp.clip(step, min=low, max=None if high == math.inf else high)
+    v = cast(step[..., None] * upcast(x), x.dtype)
+    return {"q": C, "k": B, "v": v, "g": step * upcast(A)}
+
+
+def mamba2(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    D: Array | None = None,
+    dt_bias: Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> Array:
+    """Mamba-2's recurrence on its own arguments: y (b, t, u, e), D x included.
+
+    The arguments are those of `mamba2_inputs`, and D (u,) of the direct path, left out by default.
+    A gate z, initial states and packed sequences are not among them: call `SSD` on what
+    `mamba2_inputs` makes, which has caches and masks.
+
+    Examples
+    --------
+    A memory that halves, with the input beside it:
+
+    >>> import numpy as np, precondattn as pa
+    >>> x = np.asarray([1.0, 0, 0]).reshape(1, 3, 1, 1)
+    >>> dt, A, ones = np.ones((1, 3, 1)), np.log([0.5]), np.ones((1, 3, 1, 1))
+    >>> pa.mamba2(x, dt, A, ones, ones, D=np.asarray([10.0])).ravel()
+    array([11.  ,  0.5 ,  0.25])
+    """
+    if D is not None:
+        _check({"x": x, "D": D})
+    inputs = mamba2_inputs(
+        x, dt, A, B, C, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
+    )
+    y = SSD()(**inputs)
+    return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), x.dtype)
+
+
+def _limits(dt_limit: Any) -> tuple[float, float]:
+    try:
+        low, high = map(float, dt_limit)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 <= low < high:
+        raise ValueError(f"mamba2: dt_limit must be 0 ≤ low < high; found {dt_limit!r}")
+    return low, high
+
+
+def _check(arrays: dict[str, Any]) -> None:
+    from precondattn.execution.arguments import check_arrays
+
+    given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
+    for name, array in given.items():
+        if library_of(array) is None:
+            raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
+    declared = Inputs(**{name: DECLARED[name] for name in given})
+    check_arrays("mamba2", declared, given)
+    declared.sizes("mamba2", {name: tuple(array.shape) for name, array in given.items()})
