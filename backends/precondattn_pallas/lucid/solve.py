@@ -2,8 +2,8 @@
 
 What the kernels start from is made by XLA: normalised keys, β, right-hand sides, padded and by
 heads. Everything else is in their own files: the inverses of diagonal super-blocks
-(`lucid_inverse.py`), substitution (`lucid_substitution.py`), and the gradient of the keys
-(`lucid_gradient.py`). In memory stand, for T tokens of a key/value head, keys and y as operands,
+(`inverse.py`), substitution (`substitution.py`), and the gradient of the keys
+(`gradient.py`). In memory stand, for T tokens of a key/value head, keys and y as operands,
 right sides in float32, and 2 S numbers a token for inverses; nothing is T × T.
 
 Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and

@@ -1,4 +1,4 @@
-"""A step of LUCID by one token, around a cache: from buffers to the launch of `lucid_decode.py`.
+"""A step of LUCID by one token, around a cache: from buffers to the launch of `decode.py`.
 
 JAX does not say whether a step will be differentiated. If it is, the gradient is that of the
 definition's own step.

@@ -1,6 +1,6 @@
 """Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
 
-Forward, from the first super-block J to the last, with N_J of `lucid_inverse.py` and R = v,
+Forward, from the first super-block J to the last, with N_J of `inverse.py` and R = v,
 
     ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
 

@@ -1,4 +1,4 @@
-"""The gradient of the scores of LUCID's keys in PaTH's metric (`lucid_borders.py`).
+"""The gradient of the scores of LUCID's keys in PaTH's metric (`borders.py`).
 
     dS_ab = −s (dv_a · y_b) Φ_ab    for b before a
 

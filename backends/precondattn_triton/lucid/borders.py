@@ -16,7 +16,7 @@ product of a block's reflections,
     x ← x P_first  in second halves,    κ ← κ P_secondᵀ  in first halves,    P ← P_second P_first,
 
 2 d² products a token, for each of log₂ (T / C) levels. Chunks begin it, with the factors of
-`path_chunks.py` at q = k = k̂,
+`path/chunks.py` at q = k = k̂,
 
     S = k̂ k̂ᵀ − B Z R,    B = tril(k̂ wᵀ),    x = k̂ − B U,    κ = K̃,    P = I − wᵀ U,
 

@@ -1,4 +1,4 @@
-"""Rows that cross the borders of a level, and gradients that come back (`lucid_borders.py`).
+"""Rows that cross the borders of a level, and gradients that come back (`borders.py`).
 
 A level has blocks of `half` tokens, and a border in the middle of every two. A row of the second
 block is a query x, one of the first a key κ; with P of the other block, of its product of

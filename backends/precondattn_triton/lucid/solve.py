@@ -1,9 +1,9 @@
 """LUCID's solve and its gradient by Triton kernels: from a user's arrays to launches.
 
-Everything else is in files of its own: sizes (`lucid_plan.py`), what kernels start from
-(`lucid_prepare.py`), the inverses of diagonal super-blocks (`lucid_inverse.py`), substitution
-(`lucid_substitution.py`), and the gradient of the keys (`lucid_gradient.py`); in PaTH's metric,
-rows in place of keys and their gradient (`lucid_borders.py`). In memory stand, for T tokens of a
+Everything else is in files of its own: sizes (`plan.py`), what kernels start from
+(`prepare.py`), the inverses of diagonal super-blocks (`inverse.py`), substitution
+(`substitution.py`), and the gradient of the keys (`gradient.py`); in PaTH's metric,
+rows in place of keys and their gradient (`borders.py`). In memory stand, for T tokens of a
 key/value head, keys and y as operands, a right side in float32, and S numbers a token for inverses;
 nothing is T × T.
 """

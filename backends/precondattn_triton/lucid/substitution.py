@@ -1,6 +1,6 @@
 """Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
 
-Forward, from the first super-block J to the last, with N_J of `lucid_inverse.py` and R = v,
+Forward, from the first super-block J to the last, with N_J of `inverse.py` and R = v,
 
     ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
 
@@ -9,7 +9,7 @@ backward, from the last to the first, with R = dy,
     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 
 Φ is symmetric, so that one kernel, `update`, serves both. In PaTH's metric its keys are rows at the
-border between the two super-blocks (`lucid_borders.py`), symmetric again. Products of 16 bits take
+border between the two super-blocks (`borders.py`), symmetric again. Products of 16 bits take
 y divided by a power of two, that of the largest right side of its channel and super-block: since no
 entry of N is larger than 2, no quotient is larger than 4 S, far from where float16 ends.
 """

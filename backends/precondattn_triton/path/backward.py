@@ -1,10 +1,10 @@
 """PaTH backward, from o, λ and do: the order of its kernels, and each chunk's own algebra.
 
 Queries come in groups of a few chunks: they are carried to the first chunk, and come back with
-their gradients (`path_carry.py`), from which keys, values and reflections get theirs
-(`path_key_gradient.py`). Memory grows with the tokens times the queries of a group, and not with
-the tokens' square. Scores within chunks follow (`path_own.py`), and then every chunk goes back to
-what it is made of (`path_chunk_gradient.py`).
+their gradients (`carried_queries.py`), from which keys, values and reflections get theirs
+(`key_gradient.py`). Memory grows with the tokens times the queries of a group, and not with
+the tokens' square. Scores within chunks follow (`own_chunk.py`), and then every chunk goes back to
+what it is made of (`chunk_gradient.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Queries of PaTH on their way, and what the gradients of earlier scores make of them.
 
 For a group of queries, with x_c the query as chunk c, in front of its own, sees it
-(`path_chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of what chunk c hands on to the
+(`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of what chunk c hands on to the
 chunks in front of it:
 
     carry        X[c] = x_c                                          c = last … 0
     come back    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last
 
 with dS = s A ∘ (do vᵀ − D). The last y is the gradient of the query as it leaves its own chunk
-(`path_own.py`). y follows x the other way round, and reflections are not inverted: they may be
+(`own_chunk.py`). y follows x the other way round, and reflections are not inverted: they may be
 projections. So X is kept, for a group of a few chunks of queries at a time, and Y beside it, which
 the gradient of the reflections needs. Both are (b, h, chunks, rows of the group, D).
 

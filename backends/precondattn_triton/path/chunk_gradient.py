@@ -1,6 +1,6 @@
 """PaTH's chunks backward: what queries left at a chunk goes on to what the chunk is made of.
 
-With the factors of `path_chunks.py`, and F the gradient of P,
+With the factors of `chunks.py`, and F the gradient of P,
 
     K̃ = k − (Z R)ᵀ w:         dk += dK̃,    dw −= Z R dK̃,    d(Z R) −= w dK̃ᵀ
     P = I − wᵀ U:              dU −= w F,    dw −= U Fᵀ

@@ -6,7 +6,7 @@ and β_m. For the queries of a key/value head, x ← q, and back from the new to
     S_m = x k_mᵀ,    x ← x − β_m (x w_mᵀ) w_m                               (`recent`, by heads)
     S = x Kᵀ                                                                (`flushed`, by splits)
 
-with softmax over all of them as in `softmax_tiles.py`, the parts merged by
+with softmax over all of them as in `softmax/score_tiles.py`, the parts merged by
 
     o = Σ_p 2^{m_p − m} acc_p / Σ_p 2^{m_p − m} l_p,    m = max_p m_p       (`merge`, by heads).
 

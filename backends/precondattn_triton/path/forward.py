@@ -1,6 +1,6 @@
 """PaTH forward: o = softmax(s A + mask) v,  A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j.
 
-A program has a tile of queries x and goes over chunks of keys (`path_chunks.py`) from the last that
+A program has a tile of queries x and goes over chunks of keys (`chunks.py`) from the last that
 it sees to the first. Chunks that some of the queries stand in, with B = tril(x wᵀ):
 
     S = x kᵀ − B Z R,    x ← x − B U,
@@ -9,7 +9,7 @@ and all that stand in front of the tile:
 
     S = x K̃ᵀ,    x ← x − (x wᵀ) U,
 
-with softmax over the tiles S as in `softmax_tiles.py`. x is carried along in float32. In units of
+with softmax over the tiles S as in `score_tiles.py`. x is carried along in float32. In units of
 t² / 2 products a head: d for the scores, 2 d for the reflections, e for the values. Registers hold
 x and the accumulator; k, v, w, K̃, U are read once for every tile of queries.
 

@@ -1,6 +1,6 @@
 """What the queries behind PaTH's chunks leave there: gradients of v, K̃ and P = I − wᵀ U.
 
-With a query x as chunk c sees it, and y the gradient of what it hands on (`path_carry.py`),
+With a query x as chunk c sees it, and y the gradient of what it hands on (`carried_queries.py`),
 
     past           dv += Aᵀ do,    dK̃ += dSᵀ x    tiles of keys × kv heads
     reflections    F += xᵀ y                        parts of channels × chunks × kv heads

@@ -1,7 +1,7 @@
 """PaTH as a backend's leaf: which calls the kernels take, and how they are called.
 
 Kept for the gradient: λ (b, h, t), and, where the output is rounded to half precision, the output
-as it was (b, t, h, e). Chunks (`path_chunks.py`) are made again.
+as it was (b, t, h, e). Chunks (`chunks.py`) are made again.
 """
 
 from __future__ import annotations

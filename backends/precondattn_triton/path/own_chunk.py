@@ -1,7 +1,7 @@
 """The scores of PaTH's queries with the keys of their own chunk, backward.
 
 With B = tril(q wᵀ), S = q kᵀ − B Z R, and y the gradient of the query as it leaves its chunk,
-q − B U (`path_chunks.py`):
+q − B U (`chunks.py`):
 
     scores    A = e^{s S − λ},    dS = s A ∘ (do vᵀ − D),
               dB = −tril(dS (Z R)ᵀ + y Uᵀ),    dq = y + dS k + dB w

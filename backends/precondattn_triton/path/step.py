@@ -1,4 +1,4 @@
-"""A step of PaTH by one token, around a cache: from buffers to launches of `path_decode.py`."""
+"""A step of PaTH by one token, around a cache: from buffers to launches of `decode.py`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`. Chunks a
 once (`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all
 at once (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) makes the states anew, goes back
 over them, and has the rest of all chunks at once. One token alone has a kernel of its own
-(`recurrent_step.py`).
+(`one_token.py`).
 
 Where values are added, each key channel may have its gates, or each value channel. What tokens read
 of each other then comes from `channel_decay.py`, and the factors are rows instead of numbers.

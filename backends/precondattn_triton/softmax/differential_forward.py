@@ -4,7 +4,7 @@ One pass over the keys: a tile of values is read once, and weighted by the score
 
     S₁ = s q₁ k₁ᵀ,    S₂ = s q₂ k₂ᵀ,    acc_m ← acc_m 2^{m_m − m'_m} + P_m V,
 
-each with a running maximum of its own (`softmax_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are
+each with a running maximum of its own (`score_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are
 float32, and so is their difference, which cancels where the maps nearly agree.
 
 Grid: tiles of queries × heads × sequences. t s (2 d + 2 e) products a head, half of them where
