@@ -185,7 +185,7 @@ def writes_in_place(array: Array) -> bool:
     return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
 
 
-def values_at_hand(array: Array) -> list[int] | None:
+def host_integers(array: Array) -> list[int] | None:
     """The values of integers (b,) where it costs nothing to look at them: on a CPU, untraced."""
     if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
         return None

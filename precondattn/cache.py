@@ -19,9 +19,9 @@ from precondattn.arrays import (
     cast,
     copied,
     dtype_name,
+    host_integers,
     namespace,
     placement,
-    values_at_hand,
     wants_gradient,
     writes_in_place,
 )
@@ -168,7 +168,7 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
 
 def _common_length(length: Array, count: Array, t: int) -> int | None:
     """The length of all sequences, where all get t tokens and it costs nothing to look."""
-    lengths, counts = values_at_hand(length), values_at_hand(count)
+    lengths, counts = host_integers(length), host_integers(count)
     if lengths is None or counts is None:
         return None
     is_common = lengths.count(lengths[0]) == len(lengths) and counts.count(t) == len(counts)

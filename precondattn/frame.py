@@ -1,8 +1,8 @@
-"""Who may look at whom, besides what a mechanism itself says.
+"""Positions, validity and segments, from which the attention mask is built.
 
-One frame serves full calls and `extend`. In a full call of t queries and s keys, query i stands at
+One frame serves full calls and `extend`. In a full call of t queries and s keys, query i has
 position i + s − t (bottom-right alignment). In `extend` the keys are the cache's slots followed by
-the new tokens, and the new tokens stand at the positions after their own sequence's length.
+the new tokens, whose positions start at the length of their own sequence.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class Frame:
     """Positions, validity and segments of queries (b, t) and keys (b, s).
 
     The batch axis of positions is 1 where all sequences share them. Validity and segments are None
-    where the call has none, so that a backend sees without looking at values that nothing is
-    masked.
+    where the call has none, so that a backend knows that nothing is masked without reading arrays.
     """
 
     held: int | None = None
-    """In `extend`: how many tokens every sequence's cache holds. Only where all hold as many, all
-    of them and all the new ones are visible, and this is known without waiting for a device."""
+    """In `extend`: the number of tokens in every sequence's cache. None unless all sequences have
+    the same number, no cached or new token is masked, and the number is known on the host without
+    waiting for a device."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Frame:
 
     @property
     def is_traced(self) -> bool:
-        """Whether it can not be looked at."""
+        """Whether its entries are unknown because a compiler traces the call."""
         return is_traced(self.q_position)
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
-        """All of them, in the order in which a frame is made of them."""
+        """All arrays, in the order of the constructor's arguments."""
         return (
             self.q_position,
             self.k_position,
@@ -64,11 +64,11 @@ class Frame:
         )
 
     def replaced(self, **changes: Array | None) -> Frame:
-        """A frame with other arrays."""
+        """A copy of the frame in which the named arrays are replaced."""
         return Frame(**(dict(zip(ARRAYS, self.arrays, strict=True)) | changes))
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:
-        """Boolean (b or 1, 1, t, s): may query i look at key j?
+        """The attention mask, boolean (b or 1, 1, t, s): may query i attend to key j?
 
         Causal: j ≤ i, or j < i when `strict`. Window w: |i − j| < w.
         """
@@ -76,25 +76,28 @@ class Frame:
         i = self.q_position[:, :, None]
         j = self.k_position[:, None, :]
         if causal:
-            seen = j < i if strict else j <= i
+            mask = j < i if strict else j <= i
         else:
-            seen = i == i
-            seen = seen & (j == j)
+            mask = i == i
+            mask = mask & (j == j)
         if window is not None:
-            seen = seen & (xp.abs(i - j) < window)
+            mask = mask & (xp.abs(i - j) < window)
         if self.q_valid is not None:
-            seen = seen & self.q_valid[:, :, None]
+            mask = mask & self.q_valid[:, :, None]
         if self.k_valid is not None:
-            seen = seen & self.k_valid[:, None, :]
+            mask = mask & self.k_valid[:, None, :]
         if self.q_segment is not None and self.k_segment is not None:
-            seen = seen & (self.q_segment[:, :, None] == self.k_segment[:, None, :])
-        return seen[:, None, :, :]
+            mask = mask & (self.q_segment[:, :, None] == self.k_segment[:, None, :])
+        return mask[:, None, :, :]
 
     def among_keys(self, count: int) -> Frame:
-        """The frame in which the last `count` keys are the queries, as in a preconditioner."""
+        """The frame in which the last `count` keys are also the queries.
 
-        def last(side: Array | None) -> Array | None:
-            return None if side is None else side[:, side.shape[1] - count :]
+        A preconditioner that relates keys to keys uses it.
+        """
+
+        def last(array: Array | None) -> Array | None:
+            return None if array is None else array[:, array.shape[1] - count :]
 
         return self.replaced(
             q_position=last(self.k_position),
@@ -106,11 +109,11 @@ class Frame:
 ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
 
 
-class FrameOfAlike(Frame):
-    """Of t new tokens behind caches that all hold `held` tokens, with nothing hidden.
+class UniformFrame(Frame):
+    """The frame of t new tokens after caches that all hold `held` tokens, with nothing masked.
 
-    Its arrays are made when they are asked for: who knows how many tokens are held seldom needs
-    them, and a step of one token has little else to do.
+    Its arrays are computed when they are first read. A backend that uses `held` rarely reads them,
+    and computing them would take a large part of the time of a one-token step.
     """
 
     held: int
@@ -123,13 +126,13 @@ class FrameOfAlike(Frame):
     def q_position(self) -> Array:
         if self._q_position is None:
             new = arange_like(self.t, self._length) + self.held
-            self._q_position = self._of_each(new)
+            self._q_position = self._for_each_sequence(new)
         return self._q_position
 
     @property
     def k_position(self) -> Array:
         if self._k_position is None:
-            slots = self._of_each(arange_like(self.slots, self._length))
+            slots = self._for_each_sequence(arange_like(self.slots, self._length))
             self._k_position = namespace(slots).concat([slots, self.q_position], axis=1)
         return self._k_position
 
@@ -141,31 +144,34 @@ class FrameOfAlike(Frame):
     def k_valid(self) -> Array | None:
         if self._k_valid is None:
             xp = namespace(self._length)
-            past = self.k_position[:, : self.slots] < self.held
+            cached = self.k_position[:, : self.slots] < self.held
             new = xp.ones_like(self.q_position, dtype=xp.bool)
-            self._k_valid = xp.concat([past, new], axis=1)
+            self._k_valid = xp.concat([cached, new], axis=1)
         return self._k_valid
 
-    def of_filled(self) -> Frame:
-        """Of the slots that are filled, and the new tokens: nothing is hidden in it."""
-        return _Filled(self._length, self.held, self.held, self.t)
+    def trimmed(self) -> Frame:
+        """The frame of the filled slots and the new tokens, without the unused slots."""
+        return _TrimmedFrame(self._length, self.held, self.held, self.t)
 
-    def _of_each(self, row: Array) -> Array:
-        """The row (s) for every sequence."""
+    def _for_each_sequence(self, row: Array) -> Array:
+        """The row (s) broadcast to (b, s)."""
         shape = (self._length.shape[0], row.shape[0])
         return namespace(row).broadcast_to(row[None, :], shape)
 
 
-class _Filled(FrameOfAlike):
+class _TrimmedFrame(UniformFrame):
+    """A uniform frame without unused slots: every key is valid."""
+
     @property
     def k_valid(self) -> None:
         return None
 
 
 def has_lengths_only(frame: Frame) -> bool:
-    """Whether in a full call nothing is hidden but padding at the end, of queries as of keys.
+    """Whether a full call masks only padding at the end, the same for queries and keys.
 
-    A causal query that counts then sees no padding, and needs no mask. False where it is not known.
+    The causal mask then already excludes padding from every valid query. False where this is not
+    known on the host.
     """
     q_valid, k_valid = frame.q_valid, frame.k_valid
     if frame.k_segment is not None or q_valid is None or k_valid is None:
@@ -186,7 +192,10 @@ def full_frame(
     key_mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> Frame:
-    """The frame of a call of t queries and s keys; lengths (b,), the others (b, s)."""
+    """The frame of a full call of t queries and s keys.
+
+    `lengths` is (b,); `key_mask` and `segment_ids` are (b, s).
+    """
     k_position = arange_like(s, like)[None, :]
     q_position = arange_like(t, like)[None, :] + (s - t)
     q_valid, k_valid = None, key_mask
@@ -208,9 +217,9 @@ def extending_frame(
     past_mask: Array | None,
     held: int | None = None,
 ) -> Frame:
-    """The frame of t new tokens behind `length` (b,) tokens in a cache of `capacity` slots."""
+    """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots."""
     if held is not None:
-        return FrameOfAlike(length, held, capacity, t)
+        return UniformFrame(length, held, capacity, t)
     xp = namespace(length)
     slot = arange_like(capacity, length)[None, :]
     new = arange_like(t, length)[None, :]

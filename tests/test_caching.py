@@ -191,7 +191,7 @@ def test_the_frame_of_caches_that_hold_as_many_is_the_general_frame(b, held, t):
             assert mine is None
         else:
             np.testing.assert_array_equal(mine, wanted)
-    filled = few.of_filled()
+    filled = few.trimmed()
     assert filled.k_valid is None
     np.testing.assert_array_equal(filled.k_position, np.tile(np.arange(held + t), (b, 1)))
 

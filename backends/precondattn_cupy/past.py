@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from precondattn.arrays import Array
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame, UniformFrame
 from precondattn_cupy.launch import is_simulated
 from precondattn_cupy.layout import bytes_of
 
@@ -29,7 +29,7 @@ class Past(NamedTuple):
 
 def past_of(frame: Frame, b: int, capacity: int) -> Past:
     """Of a frame of one new token behind `capacity` slots."""
-    if isinstance(frame, FrameOfAlike):
+    if isinstance(frame, UniformFrame):
         return Past(frame.held, None, None, None)
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always says which slots are filled.

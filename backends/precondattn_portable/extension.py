@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame, UniformFrame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
@@ -35,8 +35,8 @@ class Filled(NamedTuple):
 
 def filled(frame: Frame, capacity: int) -> Filled:
     """Of the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
-    if isinstance(frame, FrameOfAlike):
-        return Filled(frame.held, frame.held, frame.of_filled())
+    if isinstance(frame, UniformFrame):
+        return Filled(frame.held, frame.held, frame.trimmed())
     xp = namespace(frame.q_position)
     start = frame.q_position[:, 0]
     count = min(int(xp.max(start)), capacity)

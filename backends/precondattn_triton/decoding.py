@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame, UniformFrame
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that read the cache: enough to hide that each waits for memory."""
@@ -26,7 +26,7 @@ def query_rows(
 
 def filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
     """How many slots to look at, and which of them and of the new keys count, a byte each."""
-    if isinstance(frame, FrameOfAlike):
+    if isinstance(frame, UniformFrame):
         return frame.held, None, None
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always says which slots are filled.

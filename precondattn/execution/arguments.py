@@ -18,10 +18,10 @@ from precondattn.arrays import (
     Array,
     dtype_name,
     exact_device,
+    host_integers,
     is_traced,
     library_of,
     namespace,
-    values_at_hand,
 )
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.cache_checks import (
@@ -138,8 +138,8 @@ def bind_extension(
         raise ValueError(
             f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
         )
-    before = values_at_hand(cache.length)
-    new = [t] * b if lengths is None else values_at_hand(lengths)
+    before = host_integers(cache.length)
+    new = [t] * b if lengths is None else host_integers(lengths)
     if before is None or new is None:
         checks.require(cache.length >= 0, NEGATIVE)
         if capacity:

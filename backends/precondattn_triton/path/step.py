@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from precondattn.cache import Append, Replace, Rewrite, Updates
-from precondattn.frame import Frame, FrameOfAlike
+from precondattn.frame import Frame, UniformFrame
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import filled, splits_of, there
 from precondattn_triton.path import decode as path_decode
@@ -90,7 +90,7 @@ def path_step(
     new = k.to(keys.dtype)
     updates: Updates = {"value": Append(v), "key": Append(new)}
     # Where lengths are on the device, whether some sequence is flushed now is not known here.
-    if not isinstance(frame, FrameOfAlike) or (frame.held + 1) % flush == 0:
+    if not isinstance(frame, UniformFrame) or (frame.held + 1) % flush == 0:
         whole = torch.empty_like(keys)
         path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
             keys, w, beta, pending_w, pending_beta, lengths, is_token, whole,
