@@ -9,7 +9,6 @@ import jax
 import pytest
 import torch
 
-import precondattn as pa
 from precondattn.dispatch import discovery
 from precondattn_jax import chunkwise as jax_chunkwise
 from precondattn_jax import definition as jax_definition
@@ -24,10 +23,10 @@ from precondattn_portable import (
     triangular_inverse,
 )
 
-STRANGER = Path(__file__).parent / "stranger"
+THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
-collect_ignore = ["stranger"]
+collect_ignore = ["third_party"]
 """Collecting it would import it, and make its mechanism known to every test."""
 
 jax.config.update("jax_enable_x64", True)
@@ -37,25 +36,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("PRECONDATTN_CUPY_SIMULATE", "1")
 
 
-OF_THE_ORACLE = ("identities", "peers", "recurrence_forms", "state_gradients", "mamba2")
-"""In the names of files that hold the oracle to something else than itself."""
-
-
 @pytest.fixture(autouse=True, scope="module")
-def nothing_compiled_is_kept():
-    """A process may map 65,530 regions of memory; JAX's compiled functions would be more."""
+def clear_jax_caches():
+    """A process may map 65,530 memory regions; JAX's compiled functions would exceed that."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def oracle(request):
-    """The reference, in tests of the mathematics."""
-    if any(part in request.path.stem for part in OF_THE_ORACLE):
-        with pa.use_backend("reference"):
-            yield
-    else:
-        yield
 
 
 OUR_BACKENDS = ("cupy", "jax", "pallas", "portable", "torch", "triton")
@@ -102,10 +87,10 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture
-def stranger(afresh, monkeypatch):
+def third_party(afresh, monkeypatch):
     """The out-of-tree backend's module, installed for one test."""
-    monkeypatch.syspath_prepend(str(STRANGER))
+    monkeypatch.syspath_prepend(str(THIRD_PARTY))
     discovery.discover()
-    module = sys.modules["stranger_backend"]
+    module = sys.modules["third_party_backend"]
     module.calls.clear()
     return module

@@ -1,0 +1,194 @@
+"""LASER's CUDA kernels against the definition, in the simulator."""
+
+from tests.backends.cupy.simulated import DTYPES, ORDERS  # isort: skip  # It may skip.
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.backend import Request
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn_cupy.softmax.laser import Laser
+from tests.backends.cupy.attention import check, found, problem, unwritten_is_nan, with_nan
+
+__all__ = ["unwritten_is_nan"]
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
+HALF = ("float16", "bfloat16")
+TYPES = ("float32", *HALF)
+
+
+def laser(**options):
+    return pa.Softmax(read=LOG_MEAN_EXP, **options)
+
+
+CAUSAL = (laser(), laser(causal=False))
+
+
+def is_close(ours):
+    return ours["residuals"][3].astype(bool).tolist()
+
+
+# ------------------------------------------------------------------------------- close heads
+
+
+@pytest.mark.parametrize("leaf", CAUSAL)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("t", [1, 15, 16, 17, 33])
+def test_output_and_gradients_of_every_length_and_dtype(t, dtype, leaf):
+    ours = check(*problem(t, b=1, dtype=dtype), leaf=leaf, gradient_bound=GRADIENTS[dtype])
+    assert is_close(ours) == [[True]]
+
+
+GRADIENTS = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_in_any_order_of_blocks_and_threads(spread, order):
+    check(*problem(19, h=4, n=2, spread=spread), leaf=laser(), order=order, gradient_bound=1e-4)
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize("leaf", [*CAUSAL, laser(window=7)])
+@pytest.mark.parametrize("t", [1, 17])
+def test_fewer_queries_than_keys_are_the_last_ones(t, leaf, spread):
+    check(*problem(t, 40, b=1, d=12, e=5, spread=spread), leaf=leaf, gradient_bound=1e-4)
+
+
+@pytest.mark.parametrize("leaf", CAUSAL)
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_may_hold_nan(dtype, spread, leaf):
+    x, d_out = problem(33, b=3, h=1, dtype=dtype, spread=spread)
+    lengths = np.array([0, 20, 33])
+    hidden = np.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    ours = check(
+        x, with_nan(d_out, hidden), leaf=leaf, lengths=lengths,
+        gradient_bound=1e-4 if dtype == "float32" else 4e-2,
+    )  # fmt: skip
+    assert all((ours[name][hidden] == 0).all() for name in ("out", *x))
+    assert is_close(ours) == [[True], [spread == 1], [spread == 1]]
+
+
+@pytest.mark.parametrize("leaf", CAUSAL)
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_segments_and_hidden_keys(spread, leaf):
+    x, d_out = problem(43, h=2, spread=spread)
+    ids = np.array([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 25, [7] * 43])
+    key_mask = np.arange(43) % 5 > 1
+    key_mask = key_mask[None] & np.array([[True], [False]])
+    x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
+    ours = check(
+        x, d_out, leaf=leaf, segment_ids=ids, key_mask=key_mask, gradient_bound=1e-4
+    )  # fmt: skip
+    assert (ours["out"][1] == 0).all()
+    assert all((ours[name][1] == 0).all() for name in x)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("height", [0.0, -3.0, 1e4])
+def test_constant_values_give_that_constant(dtype, height):
+    x, d_out = problem(33, b=1, dtype=dtype)
+    x["v"] = np.full_like(x["v"], height)
+    ours = found(x, d_out, leaf=laser())
+    assert (ours["out"] == x["v"][:, :, :1]).all()
+    assert (ours["q"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_near_the_limit_of_close_heads(dtype):
+    x, d_out = problem(33, b=1, dtype=dtype)
+    lift = 60 * np.random.default_rng(0).random(x["v"].shape) - 500
+    x["v"] = lift.astype(DTYPES[dtype])
+    # Values that differ much take attention to themselves: the gradient is of opposing terms.
+    ours = check(x, d_out, leaf=laser(), gradient_bound=10 * GRADIENTS[dtype])
+    assert is_close(ours) == [[True]] or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_small_values_have_small_errors(dtype):
+    """Though e^v is next to 1, where numbers of half precision lie apart by as much as they."""
+    x, d_out = problem(33, b=1, dtype=dtype, spread=1e-2)
+    ours = check(x, d_out, leaf=laser())
+    exact = check({name: a.astype(np.float32) for name, a in x.items()}, d_out, leaf=laser())
+    assert np.max(np.abs(ours["out"] - exact["out"])) < 2e-4
+
+
+# ------------------------------------------------------------------------------- exact heads
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("leaf", CAUSAL)
+def test_values_far_apart(dtype, leaf):
+    x, d_out = problem(33, b=1, dtype=dtype, spread=100.0)
+    ours = check(x, d_out, leaf=leaf, gradient_bound=10 * GRADIENTS[dtype])
+    assert is_close(ours) == [[False]]
+
+
+def test_values_far_apart_with_more_channels_than_are_taken_at_once():
+    check(*problem(17, 20, b=1, h=2, e=72, spread=100.0), leaf=laser(), gradient_bound=1e-4)
+
+
+def test_close_and_far_heads_in_one_call():
+    x, d_out = problem(17, h=4, n=2)
+    x["v"][:, :, 1] *= 100
+    x["v"][1, :, 1] /= 100
+    ours = check(x, d_out, leaf=laser(), gradient_bound=1e-4)
+    assert is_close(ours) == [[True, False], [True, True]]
+
+
+def test_a_padded_value_does_not_put_a_head_apart():
+    x, d_out = problem(17, b=1)
+    x["v"][:, 16] = 1e4
+    assert is_close(check(x, d_out, leaf=laser(), lengths=np.array([16]))) == [[True]]
+    assert is_close(found(x, d_out, leaf=laser())) == [[False]]
+
+
+@pytest.mark.parametrize("apart", [50.0, 130.0])
+@pytest.mark.parametrize("leaf", CAUSAL)
+def test_values_that_oppose_the_scores(apart, leaf):
+    """The key with the largest score has the smallest value: e^s and e^v vanish in turn."""
+    x, d_out = problem(17, b=1, h=1)
+    height = np.linspace(-0.5, 0.5, 17, dtype=np.float32) * np.float32(apart)
+    x["q"], x["k"] = np.zeros_like(x["q"]), np.zeros_like(x["k"])
+    x["q"][..., 0], x["k"][0, :, 0, 0] = 4, height
+    x["v"] = x["v"] - height[None, :, None, None]
+    ours = check(x, d_out, leaf=leaf, gradient_bound=1e-3)
+    assert is_close(ours) == [[apart < 60]]
+
+
+def test_no_later_value_has_a_part_in_an_output():
+    x, d_out = problem(17, b=1, h=1, spread=100.0)
+    later = {name: a.copy() for name, a in x.items()}
+    later["v"][:, 12:] += 3e4
+    later["k"][:, 12:] *= 7
+    first, second = (found(given, d_out, leaf=laser())["out"][:, :12] for given in (x, later))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_the_spread_of_many_tokens(monkeypatch):
+    monkeypatch.setattr("precondattn_cupy.softmax.laser.SEGMENT", 8)
+    x, d_out = problem(33, b=1)
+    check(x, d_out, leaf=laser())
+    x["v"][:, 20] -= 90
+    assert is_close(found(x, d_out, leaf=laser())) == [[False]]
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "e", "reason"),
+    [
+        (laser(bias=True), "float32", 64, "a bias"),
+        (laser(forget="scaled"), "float32", 64, "a forget gate"),
+        (laser(), "float32", 513, "at most 512 channels; found 513"),
+        (laser(), "float16", 129, "at most 128 channels; found 129"),
+    ],
+)
+def test_what_they_do_not_take_is_refused_with_the_reason(leaf, dtype, e, reason):
+    shapes = (("q", (1, 8, 2, 64)), ("k", (1, 8, 1, 64)), ("v", (1, 8, 1, e)))
+    request = Request("vjp", "numpy", "cpu", dtype, shapes, frozenset())
+    assert reason in Laser().refuses(leaf, request)

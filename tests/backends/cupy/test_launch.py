@@ -1,0 +1,85 @@
+"""From a kernel's file to a launch: sources, arguments, and what is refused."""
+
+from tests.backends.cupy import simulated  # noqa: F401  # isort: skip
+
+import re
+
+import numpy as np
+import pytest
+
+from precondattn_cupy import configurations, launch, variants
+from precondattn_cupy.configurations import Configuration, configuration, forced, padded_width
+from precondattn_cupy.launch import recorded
+from precondattn_cupy.sources import FOLDER, source
+from precondattn_kernel_tools import cuda_compiler
+
+ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.cu")))
+def test_a_source_has_its_headers_in_it_once(name):
+    text = source(name)
+    assert '#include "' not in text
+    defined = re.findall(r"__device__ __forceinline__ float wide\(float x\)", text)
+    assert len(defined) == 1
+
+
+def test_a_launch_is_noted_and_not_run():
+    out = ARRAYS[1].copy()
+    with recorded() as found:
+        launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (ARRAYS[0], out, 1, 8, 0.0), 64)
+    assert found == [launch.Launch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
+    np.testing.assert_array_equal(out, ARRAYS[1])
+
+
+@pytest.mark.parametrize("grid", [(0,), (2**31,), (1, 65536), (1, 1, 65536), (1, -1)])
+def test_a_grid_that_no_gpu_takes(grid):
+    with pytest.raises(ValueError, match="a grid has from 1"):
+        launch.launch("unit_rows", "unit_rows<float>", grid, 32, ARRAYS)
+
+
+def test_a_number_that_is_too_large():
+    with pytest.raises(ValueError, match="32 bits, not 2147483648"):
+        launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (*ARRAYS[:2], 2**31, 8, 0.0))
+
+
+def test_shared_memory_is_held_to_the_device(monkeypatch):
+    monkeypatch.setenv(launch.SIMULATE, "0")
+    monkeypatch.setattr(launch, "_device", lambda: 0)
+    monkeypatch.setattr(launch, "_shared_limit", lambda device: 50 << 10)
+    with pytest.raises(MemoryError, match=r"needs 52224 bytes .* device 0 has 51200"):
+        launch.launch("unit_rows", "unit_rows<float>", (1,), 32, ARRAYS, 51 << 10)
+
+
+def test_a_null_pointer_has_eight_bytes_for_cupy():
+    """CuPy itself would pass nothing at all for None."""
+    value = launch._value("kernel", None, simulated=False)
+    assert value.dtype == np.uint64
+    assert value == 0
+
+
+def test_configurations():
+    assert [padded_width(width) for width in (1, 16, 17, 128, 300)] == [16, 16, 32, 128, 512]
+    with pytest.raises(ValueError, match="at most 512"):
+        padded_width(513)
+    with forced(example=Configuration(32, 16)):
+        assert configuration("example", 64, half=True).threads == 64
+    assert "example" not in configurations._forced
+
+
+def test_every_kernel_of_a_source_is_among_the_variants():
+    """What is not compiled ahead of time is not known to compile."""
+    listed = {variant.name.partition("<")[0] for variant in variants.variants("sm_80")}
+    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
+    defined = set()
+    for path in FOLDER.glob("*.cu"):
+        defined |= set(re.findall(kernel, path.read_text(encoding="utf-8")))
+    assert defined
+    assert listed == defined
+
+
+def test_a_variant_compiles():
+    variant = next(variants.variants("sm_80"))
+    found = cuda_compiler.compile_variant(variant, "sm_80")
+    assert found.failures == []
+    assert found.spilt_bytes == 0

@@ -1,0 +1,159 @@
+"""Steps of softmax attention and LASER by one token, against the definition, in the simulator."""
+
+from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error  # isort: skip  # It may skip.
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.backend import Request
+from precondattn_cupy.softmax import step as softmax_step
+from precondattn_cupy.softmax.leaf import Softmax
+from precondattn_kernel_tools.cuda_simulator import checked
+from tests.backends.cupy.attention import unwritten_is_nan
+
+__all__ = ["unwritten_is_nan"]
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
+MECHANISMS = {"softmax": pa.Softmax(), "laser": pa.Laser()}
+MINE = ("cupy", "portable")
+
+
+def inputs(t, *, b=2, h=2, n=1, d=16, e=16, dtype="float32", spread=1.0):
+    rng = np.random.default_rng(t)
+    shapes = {"q": (b, t, h, d), "k": (b, t, n, d), "v": (b, t, n, e)}
+    x = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    x["v"] *= spread
+    return {name: array.astype(DTYPES[dtype]) for name, array in x.items()}
+
+
+def last_output(mechanism, x, held, backend, *, capacity=None, order=None, **masks):
+    """Of the last of the tokens, behind a cache that holds all but it."""
+    capacity = capacity or held + 3
+    cache = mechanism.init_cache(
+        **{name: array[:, :1] for name, array in x.items()},
+        capacity=capacity,
+        key_mask="key_mask" in masks,
+    )
+    if held:
+        before = {name: mask[0] for name, mask in masks.items()}
+        past = {name: array[:, :held] for name, array in x.items()}
+        _, cache = mechanism.extend(cache, **past, **before, backend="reference")
+    now = {name: mask[1] for name, mask in masks.items()}
+    new = {name: array[:, held:] for name, array in x.items()}
+    with checked(order):
+        out, cache = mechanism.extend(cache, **new, **now, backend=backend)
+    return out, cache
+
+
+def check(name, x, held, **options):
+    mechanism = MECHANISMS[name]
+    shapes = {key: array[:, held:] for key, array in x.items()}
+    out, cache = last_output(mechanism, x, held, MINE, **options)
+    wide = {key: array.astype(np.float64) for key, array in x.items()}
+    wanted, expected = last_output(mechanism, wide, held, "reference", **options)
+    assert out.dtype == x["v"].dtype
+    assert out.shape == (*shapes["q"].shape[:3], x["v"].shape[3])
+    assert error(out, wanted) < TOLERANCES[str(x["v"].dtype)]
+    for key, buffer in cache.store.items():
+        np.testing.assert_array_equal(buffer.astype(np.float64), expected.store[key])
+    return out
+
+
+@pytest.fixture(autouse=True)
+def only_ours(monkeypatch):
+    """No call is left to another backend."""
+    monkeypatch.setattr("precondattn_portable.backend.Portable.step", None)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("held", [0, 1, 63, 64, 65, 300])
+def test_caches_of_every_length_and_dtype(held, dtype, name):
+    check(name, inputs(held + 1, b=1, dtype=dtype), held)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_any_order_of_blocks_and_threads(order, name):
+    check(name, inputs(131, h=4, n=2, d=12, e=5), 130, order=order)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("capacity", [136, 140])
+def test_a_cache_that_is_longer_than_what_it_holds(capacity, name):
+    check(name, inputs(131), 130, capacity=capacity)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_more_query_heads_to_a_kv_head_than_a_tile_has_rows(name):
+    check(name, inputs(40, b=1, h=38, n=2), 39)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_wide_rows(name):
+    check(name, inputs(40, b=1, d=70, e=100), 39)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 100.0])
+def test_values_of_any_size(spread):
+    check("laser", inputs(131, spread=spread), 130)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_sequences_of_other_lengths(name):
+    lengths = np.array([50, 0, 17]), np.array([1, 1, 0])
+    x = inputs(51, b=3)
+    for i in range(3):
+        for array in x.values():
+            array[i, lengths[0][i] : 50] = np.nan
+    out = check(name, x, 50, lengths=lengths)
+    assert (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_hidden_keys_may_hold_nan(name):
+    x = inputs(51, b=3)
+    mask = np.arange(50) % 5 > 1
+    past = mask[None] & np.array([True, True, False])[:, None]
+    new = np.array([[True], [False], [False]])
+    for key in ("k", "v"):
+        x[key][:, :50][~past] = np.nan
+        x[key][:, 50:][~new] = np.nan
+    out = check(name, x, 50, key_mask=(past, new))
+    assert (out[2] == 0).all()
+
+
+def refusal(leaf, *, t=1, h=2, d=64, e=64):
+    shapes = (("q", (1, t, h, d)), ("k", (1, t, 1, d)), ("v", (1, t, 1, e)))
+    request = Request("extend", "numpy", "cpu", "float16", shapes, frozenset())
+    return Softmax().refuses(leaf, request)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "asked", "reason"),
+    [
+        (pa.Softmax(), {"t": 2}, "one token; found t=2"),
+        (pa.Softmax(window=3), {}, "no window"),
+        (pa.Softmax(bias=True), {}, "a bias"),
+        (pa.Softmax(), {"d": 257}, "keys of at most 256 channels; found 257"),
+        (pa.Softmax(), {"e": 129}, "values of at most 128 channels; found 129"),
+        (pa.Softmax(), {"h": 65536}, "at most 65535 sequences"),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(leaf, asked, reason):
+    assert reason in refusal(leaf, **asked)
+
+
+def test_what_it_takes():
+    for size in ({}, {"d": 256, "e": 128}, {"d": 1, "e": 3}):
+        assert refusal(pa.Softmax(), **size) is None
+
+
+def test_every_block_has_whole_tiles():
+    tile = softmax_step.WARPS * softmax_step.COLUMNS
+    for count in (0, 1, 63, 64, 65, 1000):
+        for heads in (1, 3, 100):
+            splits, each = softmax_step._splits(count, heads)
+            assert each % tile == 0
+            assert splits * each >= count > (splits - 1) * each or count == splits == 0

@@ -1,0 +1,58 @@
+"""Rows of unit norm in CUDA: against the definition in float64, in every dtype."""
+
+from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error  # isort: skip
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_kernel_tools.cuda_simulator import checked
+
+BACKEND = ("cupy",)
+
+
+def rows(*shape, dtype, seed=0):
+    """Some of them zero, some the same, some of another size."""
+    o = np.random.default_rng(seed).normal(size=shape)
+    o[:, 1::4] = 0
+    o[:, 2::4] = o[:, :1]
+    return o.astype(dtype)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "h", "e"), [(1, 1, 1), (5, 3, 20), (9, 2, 33), (3, 1, 515)])
+def test_rows_and_their_gradient(t, h, e, dtype, detach, order):
+    leaf = pa.UnitRows(detach=detach, eps=1e-3)
+    o, d_y = (rows(2, t, h, e, dtype=DTYPES[dtype], seed=seed) for seed in (0, 1))
+    with checked(order):
+        y, pullback = leaf.vjp(o, backend=BACKEND)
+        found = pullback(d_y)["o"]
+    assert y.dtype == found.dtype == DTYPES[dtype]
+    expected, pullback = leaf.vjp(o.astype(np.float64), backend="reference")
+    assert error(y, expected) < TOLERANCES[dtype]
+    scale = 1 if dtype != "float16" else 8  # Behind a division by ε, numbers are large.
+    assert error(found, pullback(d_y.astype(np.float64))["o"]) < scale * TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20, 3e38])
+def test_rows_that_can_not_be_squared(size):
+    o = (np.random.default_rng(0).uniform(-1, 1, size=(1, 4, 2, 8)) * size).astype(np.float32)
+    y = pa.UnitRows(eps=0)(o, backend=BACKEND)
+    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), 1, rtol=1e-5)
+
+
+def test_strides():
+    o = rows(2, 6, 3, 16, dtype=np.float32)
+    turned = np.ascontiguousarray(o.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    odd = np.zeros((2, 6, 3, 17), np.float32)[..., 1:]
+    odd[...] = o
+    for view in (turned, odd):
+        np.testing.assert_array_equal(pa.UnitRows()(view, backend=BACKEND), pa.UnitRows()(o))
+
+
+def test_what_it_refuses():
+    o = np.zeros((1, 2, 2, 8))
+    with pytest.raises(pa.UnsupportedError, match="not of channels"):
+        pa.UnitRows(axis="channel")(o, backend=BACKEND)

@@ -1,0 +1,234 @@
+"""The JAX backend beyond conformance: real block sizes, JAX's transformations, memory, extremes."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_jax.triangular_inverse import unit_lower_inverse
+from tests.backends.portable.test_blocked_backends import MECHANISMS
+
+
+def arrays(x, dtype=None):
+    return {n: jnp.asarray(a, dtype=dtype) for n, a in x.items()}
+
+
+def close(found, expected, tolerance=1e-9):
+    np.testing.assert_allclose(
+        np.asarray(found), np.asarray(expected), rtol=tolerance, atol=tolerance
+    )
+
+
+def with_gradient(m, x, cotangent, backend, **masks):
+    """Output and gradients, as NumPy's."""
+    out, pullback = m.vjp(**x, **masks, backend=backend)
+    gradients = pullback(cotangent)
+    return {"out": np.asarray(out)} | {n: np.asarray(g) for n, g in gradients.items()}
+
+
+def compare(m, x, tolerance=1e-9, **masks):
+    """Output and gradients, relative to the largest that the reference has of each."""
+    cotangent = np.random.default_rng(0).normal(size=m(**x, **masks, backend="reference").shape)
+    expected = with_gradient(m, x, cotangent, "reference", **masks)
+    found = with_gradient(m, arrays(x), jnp.asarray(cotangent), "jax", **arrays(masks))
+    for name, array in expected.items():
+        scale = max(np.abs(array).max(), 1e-3)
+        close(found[name] / scale, array / scale, tolerance)
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+@pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
+def test_it_is_chosen_over_the_reference(expression, verb):
+    m = pa.parse(expression)
+    x = arrays(make_inputs(m, Layout("plain"), "random"))
+    if verb == "extend":
+        explained = m.explain(cache=m.init_cache(**x, capacity=x["k"].shape[1]), **x)
+    else:
+        explained = m.explain(**x, verb=verb)
+    assert set(explained.backends) == {"jax"}
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_several_blocks_of_the_size_they_have_by_default(expression):
+    m = pa.parse(expression)
+    layout = Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
+    compare(m, make_inputs(m, layout, "clustered"))
+
+
+@pytest.mark.parametrize("expression", ["lucid", "path"])
+@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
+def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
+    """A query whose own key is masked still sees the others."""
+    m = pa.parse(expression)
+    layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
+    compare(m, make_inputs(m, layout, "clustered"), **layout.masks())
+
+
+@pytest.mark.parametrize("tokens", [7, 8, 17])
+@pytest.mark.parametrize("keys", ["duplicate", "zero", "clustered"])
+def test_hard_keys_around_the_edge_of_a_block(keys, tokens, small_blocks):
+    m = pa.Lucid()
+    x = make_inputs(m, Layout("edge", b=1, t=tokens, s=tokens, h=2, n=1, d=8, e=4), "clustered")
+    if keys == "duplicate":
+        x["k"][:, 1:] = x["k"][:, :1]
+    elif keys == "zero":
+        x["k"][:, ::2] = 0.0
+    compare(m, x)
+
+
+@pytest.mark.parametrize("tokens", [15, 16])
+def test_softmax_that_sees_all_keys_with_more_queries_than_those(tokens, small_blocks):
+    m = pa.Softmax(causal=False)
+    compare(m, make_inputs(m, Layout("more", b=1, t=21, s=tokens, h=2, n=1, d=4, e=3), "random"))
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])
+def test_laser_reads_values_too_far_apart_for_one_shift(dtype, apart, small_blocks):
+    """Blocks far above and below one another, and single values far from those around them."""
+    rng = np.random.default_rng(1)
+    x = {n: rng.normal(size=(2, 45, 2, 4)) for n in "qkv"}
+    x["v"][:, 10:20] += apart
+    x["v"][:, 20:30] -= apart
+    x["v"][:, 33, :, 1] += apart / 2
+    wide = {n: a.astype(dtype).astype("float64") for n, a in x.items()}
+    cotangent = rng.normal(size=x["v"].shape)
+    found = with_gradient(pa.Laser(), arrays(x, dtype), jnp.asarray(cotangent, dtype), "jax")
+    wide_cotangent = cotangent.astype(dtype).astype("float64")
+    expected = with_gradient(pa.Laser(), wide, wide_cotangent, "reference")
+    for name in found:
+        close(found[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 40, 256])
+def test_the_inverse_of_a_matrix_of_keys_that_nearly_coincide(size):
+    rng = np.random.default_rng(2)
+    strict = np.tril(1.0 - 0.1 * rng.random((2, size, size)), k=-1)
+    exact = np.linalg.inv(np.eye(size) + strict)
+    close(unit_lower_inverse(jnp.asarray(strict)), exact, 1e-10)
+    close(unit_lower_inverse(jnp.asarray(strict, "float32")), exact, 1e-4)
+
+
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path", "gated_delta", "gsa"])
+def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
+    m = pa.parse(expression)
+    layout = Layout("transformed", b=1, t=21, s=21, h=2, n=1, d=4, e=4)
+    x = arrays(make_inputs(m, layout, "clustered"))
+    call = partial(m, backend="jax")
+    expected, pullback = m.vjp(**x, backend="jax")
+    close(jax.jit(lambda x: call(**x))(x), expected)
+    cotangent = jnp.cos(expected)
+    stacked = {n: jnp.stack([a, 0.7 * a]) for n, a in x.items()}
+    found = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(call(**x))))))(stacked)
+    for name, gradient in pullback(cotangent).items():
+        close(found[name][0], gradient)
+    close(jax.vmap(lambda x: call(**x))(stacked)[1], call(**{n: a[1] for n, a in stacked.items()}))
+
+
+@pytest.mark.parametrize(
+    "expression", ["softmax[window=9]", "laser", "lucid", "path[flush=3]", "gated_delta"]
+)
+def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, small_blocks):
+    m = pa.parse(expression)
+    layout = Layout("decoded", b=2, t=20, s=20, h=2, n=1, d=4, e=4)
+    x = arrays(make_inputs(m, layout, "clustered"))
+    expected = m(**x, backend="reference")
+
+    @partial(jax.jit, donate_argnums=0)
+    def extend(cache, x, lengths):
+        return m.extend(cache, **x, lengths=lengths, backend="jax", donate=True)
+
+    cache = m.init_cache(**x, capacity=24)
+    lengths = np.asarray([[5, 3], [1, 1], [0, 1], [5, 5], [1, 1]])
+    place = np.zeros(2, dtype=int)
+    for now in lengths:
+        rows = place[:, None] + np.arange(now.max())
+        tokens = {n: a[np.arange(2)[:, None], rows] for n, a in x.items()}
+        out, cache = extend(cache, tokens, jnp.asarray(now))
+        for i, count in enumerate(now):
+            close(out[i, :count], expected[i, place[i] : place[i] + count])
+        place += now
+    assert list(cache.length) == list(place)
+
+
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path[flush=4]"])
+def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
+    m = pa.parse(expression)
+    x = arrays(make_inputs(m, Layout("s", b=1, t=9, s=9, h=2, n=1, d=4, e=4), "clustered"))
+
+    def loss(x, backend):
+        cache = m.init_cache(**x, capacity=10)
+        first, cache = m.extend(cache, **{n: a[:, :6] for n, a in x.items()}, backend=backend)
+        second, _ = m.extend(cache, **{n: a[:, 6:] for n, a in x.items()}, backend=backend)
+        return jnp.sum(jnp.sin(first)) + jnp.sum(jnp.cos(second))
+
+    found, expected = (jax.grad(loss)(x, name) for name in ("jax", "reference"))
+    for name in x:
+        close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "gated_delta"])
+def test_memory_is_linear_in_the_number_of_tokens(expression):
+    """By XLA's own account of what a compiled function has in memory beside its arguments."""
+    m = pa.parse(expression)
+
+    def bytes_of(tokens):
+        layout = Layout("memory", b=1, t=tokens, s=tokens, h=2, n=2, d=16, e=16)
+        small = make_inputs(m, Layout("m", b=1, t=1, s=1, h=2, n=2, d=16, e=16), "random")
+        x = {
+            n: jax.ShapeDtypeStruct((1, layout.t, *a.shape[2:]), jnp.float32)
+            for n, a in small.items()
+        }
+        loss = jax.jit(jax.grad(lambda x: jnp.sum(m(**x, backend="jax"))))
+        return loss.lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = bytes_of(4096), bytes_of(16384)
+    assert many <= 2 * 2.2 * few
+    assert many < 16384 * 16384 * 4
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+jax.config.update("jax_enable_x64", True)
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+
+mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
+for expression in ("softmax", "lucid", "laser", "path", "gated_delta"):
+    m = pa.parse(expression)
+    layout = Layout("sharded", b=2, t=37, s=37, h=4, n=4, d=4, e=4)
+    x = {n: jnp.asarray(a) for n, a in make_inputs(m, layout, "clustered").items()}
+
+    def local(x):
+        return m(**x, backend="jax")
+
+    def loss(x):
+        spec = P("batch", None, "heads")
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jnp.sum(jnp.sin(sharded(x)))
+
+    found = jax.jit(jax.value_and_grad(loss))(x)
+    expected = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(m(**x, backend="reference"))))(x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+print("all of them agree")
+"""
+
+
+def test_shards_on_eight_devices():
+    flags = os.environ.get("XLA_FLAGS", "")
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env={**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("all of them agree"), done.stderr[-3000:]

@@ -1,0 +1,104 @@
+"""LUCID's Pallas kernels against the definition, interpreted."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+import jax.numpy as jnp
+
+import precondattn as pa
+from precondattn.frame import Frame
+from precondattn_pallas.configurations import Configuration
+from precondattn_pallas.lucid.solve import LucidSolve
+from tests.backends.pallas.tiles import BOUNDS, check, error, frame_of, quick, rounded, small_tiles
+
+KERNELS = LucidSolve(interpret=True)
+
+
+def problem(t, d=8, e=16, n=2, b=2, keys="clustered", **options):
+    """A leaf, its inputs and a cotangent."""
+    rng = np.random.default_rng(t)
+    leaf = pa.LucidSolve(**options)
+    k = 0.3 * rng.normal(size=(b, t, n, d)) + rng.normal(size=(b, 1, n, d))
+    if keys == "equal":
+        k = np.broadcast_to(k[:, :1], k.shape).copy()
+    if keys == "zero":
+        k[:, ::3] = 0
+    if options.get("normalize") == "given":
+        k = k / np.sqrt(np.mean(k * k, axis=-1, keepdims=True))
+    x = {"k": k, "v": rng.normal(size=(b, t, n, e))}
+    if leaf.beta:
+        x["lucid_beta"] = 2 * rng.uniform(size=(b, t, n))
+        x["lucid_beta"][:, ::4] = 0
+    return leaf, x, rng.normal(size=(b, t, n, e))
+
+
+@pytest.mark.parametrize(
+    ("t", "dtype"), [(65, "float32"), (129, "float32"), (63, "bfloat16"), (65, "float16")]
+)
+def test_every_dtype_across_blocks_and_super_blocks(t, dtype):
+    check(KERNELS, *problem(t, d=12, e=20, beta=True), frame_of(t, t, 2), dtype, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(("keys", "eps"), [("equal", 0.0), ("zero", 0.0), ("zero", 1e-6)])
+def test_keys_that_coincide_or_are_zero(keys, eps):
+    given = problem(50, b=1, n=1, keys=keys, eps=eps)
+    check(KERNELS, *given, frame_of(50, 50, 1), "float32", 1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "lengths"), [("float32", (33, 13)), ("bfloat16", (40, 0))])
+def test_padding_is_not_looked_at(dtype, lengths):
+    frame = frame_of(40, 40, 2, lengths=lengths)
+    check(KERNELS, *problem(40, n=1, beta=True), frame, dtype, BOUNDS[dtype])
+
+
+def test_segments_do_not_meet():
+    frame = frame_of(70, 70, 2, segments=(7, 40))
+    check(KERNELS, *problem(70), frame, "float32", 2e-5)
+
+
+@pytest.mark.parametrize(("d", "e"), [(136, 8), (16, 136)])
+def test_widths_that_are_no_powers_of_two_and_more_than_a_chunk(d, e):
+    given = problem(18, d=d, e=e, b=1, n=1)
+    check(KERNELS, *given, frame_of(18, 18, 1), "bfloat16", 2e-2)
+
+
+def test_keys_that_somebody_else_normalised():
+    given = problem(34, b=1, normalize="given")
+    check(KERNELS, *given, frame_of(34, 34, 1), "bfloat16", 2e-2)
+
+
+def test_tiles_of_unequal_sizes_as_they_are_shipped():
+    tiles = {
+        "lucid_inverse": Configuration(64, 128),
+        "lucid_update": Configuration(64, 32),
+        "lucid_gradient": Configuration(16, 32),
+    }
+    given = problem(130, b=1, n=1, beta=True)
+    check(KERNELS, *given, frame_of(130, 130, 1), "float32", 2e-5, **tiles)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_channels_of_very_different_sizes(dtype):
+    """Each channel is as exact as if it were alone, though float16 ends at 65504."""
+    leaf, x, _ = problem(34, b=1, n=1)
+    x["v"] *= 1e4 ** np.random.default_rng(0).normal(size=x["v"].shape[3])
+    given, exact = ({n: rounded(a, dtype)[i] for n, a in x.items()} for i in (0, 1))
+    expected, _ = leaf.forward(exact, frame_of(34, 34, 1))
+    with small_tiles():
+        y = quick(lambda x: KERNELS.forward(leaf, x, Frame(None, None))[0])(given)
+    for channel in range(expected.shape[3]):
+        assert error(y[..., channel], expected[..., channel]) < BOUNDS[dtype]
+
+
+def test_one_token_is_its_own_value():
+    leaf, x, d_y = problem(1)
+    given = {name: jnp.asarray(a, dtype="float32") for name, a in x.items()}
+    frame = Frame(None, None)
+    with small_tiles():
+        y, kept = KERNELS.forward(leaf, given, frame)
+        found = KERNELS.backward(leaf, given, frame, y, kept, jnp.asarray(d_y, dtype="float32"))
+    assert error(y, x["v"]) < 1e-6
+    assert error(found["v"], d_y) < 1e-6
+    assert not found["k"].any()

@@ -1,0 +1,32 @@
+"""The conformance suite on the blocked backends: at the block sizes they have, and small ones."""
+
+import pytest
+
+from tests.backends.mechanism_groups import check, groups
+
+BACKENDS = {
+    "numpy": "portable",
+    "array_api_strict": "portable",
+    "torch": "torch",
+    "jax": "jax",
+}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *groups("smoke", "numpy", ("float64", "float32")),
+        *groups("smoke", "array_api_strict", ("float64",)),
+        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+        *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
+    ],
+)
+def test_the_blocked_backends_conform(group):
+    check(group, BACKENDS[group[0].library])
+
+
+@pytest.mark.parametrize(
+    "group", [*groups("full", "numpy", ("float64",)), *groups("smoke", "torch", ("float64",))]
+)
+def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
+    check(group, BACKENDS[group[0].library])

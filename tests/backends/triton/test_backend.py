@@ -1,0 +1,250 @@
+"""The Triton backend in dispatch: what it takes, what it refuses, and that it conforms."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.algebra.group import Group, group_of
+from precondattn.backend import Request, UnsupportedError
+from precondattn_conformance.runner import run_cases
+from precondattn_conformance.status import FAILED, PASSED
+from precondattn_triton import Triton
+from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
+from tests.backends.mechanism_groups import fewer_queries, groups
+from tests.backends.triton.tiles import error, small_tiles
+
+TAKEN = (
+    "lucid_solve",
+    "lucid_solve[beta=true]",
+    "lucid",
+    "lucid[beta=true]",
+    "lucid_solve[metric=transported]",
+    "lucid(path)",
+    "unit_rows",
+    "unit_rows[detach=false]",
+    "row_normalized",
+    "laser",
+    "laser(softmax[causal=false])",
+    "lucid(laser)",
+    "path",
+    "path[window=3]",
+    "differential",
+    "gated_delta",
+)
+OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
+RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
+DTYPES = ("float32", "bfloat16", "float16")
+INTERPRET = "TRITON_INTERPRET"
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *(g for g in groups("smoke", "torch", DTYPES) if g.id.removeprefix("torch-") in TAKEN),
+        *fewer_queries("torch", "float16", (*OF_ANY_WIDTH, *RECURRENCES)),
+    ],
+)
+def test_what_it_takes_conforms(group):
+    with small_tiles():
+        report = run_cases(group, ("triton", "torch"))
+    failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
+    assert not failed, "\n".join(failed)
+    assert any(o.status == PASSED for o in report.outcomes)
+
+
+def arrays(t=20, h=2, n=2, d=8, e=8, dtype=torch.float32):
+    return (torch.randn(2, t, heads, width).to(dtype) for heads, width in ((h, d), (n, d), (n, e)))
+
+
+def test_interpreted_it_is_used_only_by_name():
+    q, k, v = arrays()
+    assert "triton" not in pa.Lucid().explain(q, k, v).backends
+    named = pa.Lucid().explain(q, k, v, backend=("triton", "torch"))
+    assert named.backends == ("triton", "torch")
+
+
+def request(mechanism, device="cpu", dtype="float32", verb="vjp", masks=(), **shapes):
+    return Request(verb, "torch", device, dtype, tuple(shapes.items()), frozenset(masks))
+
+
+KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "changes", "reason"),
+    [
+        ("lucid_solve[window=3]", {}, "no window"),
+        ("lucid_solve[normalize=rows]", {}, "unit diagonal"),
+        ("lucid_solve", {"dtype": "float64"}, "float64"),
+        ("lucid_solve", {"device": "cuda"}, "interprets"),
+        ("lucid_solve", {"k": (2, 20, 2, 264)}, "d=264"),
+        ("lucid_solve", {"v": (2, 20, 2, 520)}, "e=520"),
+        ("lucid_solve", {"v": (0, 20, 2, 8)}, "empty"),
+        ("lucid_solve", {"verb": "extend"}, "no step"),
+        ("softmax", {"q": (2, 20, 2, 8)}, "no kernels"),
+        ("gla", {"q": (2, 20, 2, 8), "k": (2, 20, 2, 264), "g": (2, 20, 2, 264)}, "d=264"),
+        ("path", {"q": (2, 20, 2, 8), "verb": "extend"}, "one token"),
+        ("unit_rows[axis=channel]", {"o": (2, 20, 2, 8)}, "channels"),
+        ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),
+    ],
+)
+def test_it_says_what_it_does_not_take(mechanism, changes, reason):
+    support = Triton().supports(
+        pa.parse(mechanism).program.leaves[0], request(mechanism, **{**KV, **changes})
+    )
+    assert not support.ok
+    assert reason in support.reason
+
+
+def test_on_amd_it_takes_what_fits():
+    solve = pa.LucidSolve()
+    with compiling_for(amd=True):
+        assert Triton().supports(solve, request(solve, **KV)).ok
+        wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
+        assert "found 128" in Triton().supports(solve, wide).reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "h", "d", "fits"),
+    [
+        ("bfloat16", 63, 128, True),
+        ("bfloat16", 64, 128, False),
+        ("bfloat16", 31, 256, True),
+        ("bfloat16", 32, 256, False),
+        ("bfloat16", 1, 264, False),
+        ("float32", 31, 256, True),
+        ("float32", 32, 8, False),
+    ],
+)
+def test_a_step_takes_as_many_query_heads_as_fit(dtype, h, d, fits):
+    group = Group(group_of("lucid"))
+    shapes = {"q": (2, 1, h, d), "k": (2, 1, 1, d), "v": (2, 1, 1, d)}
+    support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
+    assert support.ok == fits
+    assert fits or f"d={d}" in support.reason
+
+
+def test_a_traced_step_goes_elsewhere():
+    m = pa.Lucid()
+    q, k, v = arrays(1)
+    cache = m.init_cache(q, k, v, capacity=8)
+
+    def step(q, k, v):
+        return m.extend(cache, q, k, v, backend=("triton", "torch"))[0]
+
+    with small_tiles():
+        found = torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
+        torch.testing.assert_close(found, step(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+def test_tf32_is_the_users_choice():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
+            matmul.fp32_precision = precision
+            assert as_the_user_allows() == expected
+            assert product_precision(torch.float16) == expected
+            assert product_precision(torch.bfloat16) == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
+    q, k, v = arrays()
+    with pytest.raises(UnsupportedError, match="no kernels for softmax"):
+        pa.Lucid()(q, k, v, backend="triton")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize(("h", "n", "d", "e"), [(4, 2, 12, 20), (16, 1, 8, 8), (2, 2, 40, 16)])
+def test_decoding_behind_a_cache(dtype, bound, beta, h, n, d, e):
+    torch.manual_seed(0)
+    m, t, first = pa.Lucid(beta=beta), 37, 33
+    q, k, v = arrays(t, h, n, d, e, dtype)
+    k = 0.3 * k + k[:, :1]
+    x = {"q": q, "k": k, "v": v}
+    if beta:
+        x["lucid_beta"] = 2 * torch.rand(2, t, n).to(dtype)
+    expected = m(**{name: a.double() for name, a in x.items()}, backend="reference")
+    cache = m.init_cache(**x, capacity=40)
+    _, cache = m.extend(cache, **{name: a[:, :first] for name, a in x.items()})
+    for i in range(first, t):
+        with small_tiles(i):
+            new = {name: a[:, i : i + 1] for name, a in x.items()}
+            out, cache = m.extend(cache, **new, backend="triton")
+        assert error(out[:, 0], expected[:, i]) < bound
+
+
+def test_decoding_sequences_of_unequal_lengths():
+    """One sequence begins with the step, and one has no new token."""
+    torch.manual_seed(0)
+    m = pa.Lucid()
+    q, k, v = (torch.randn(3, 21, 2, 8) for _ in range(3))
+    cache = m.init_cache(q, k, v, capacity=24)
+    past = {"q": q[:, :20], "k": k[:, :20], "v": v[:, :20]}
+    _, cache = m.extend(cache, **past, lengths=torch.tensor([20, 0, 7]))
+    new = {"q": q[:, 20:], "k": k[:, 20:], "v": v[:, 20:]}
+    lengths = torch.tensor([1, 1, 0])
+    expected, other = m.extend(cache, **new, lengths=lengths, backend="torch")
+    with small_tiles():
+        found, cache = m.extend(cache, **new, lengths=lengths, backend="triton")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name, buffer in other.store.items():
+        torch.testing.assert_close(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
+
+
+def test_the_ledger_is_that_of_the_saved_reports():
+    """It is what `docs/make_ledger.py` makes of them, and nothing else."""
+    docs = Path(__file__).parents[3] / "docs"
+    maker = runpy.run_path(str(docs / "make_ledger.py"))
+    made = maker["page"](maker["_reports"](), maker["_records"]())
+    assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
+
+
+def test_interpreted_by_name_it_has_a_gpus_arithmetic():
+    """In a process that knows nothing of how kernels are checked."""
+    code = """
+import torch, precondattn as pa
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
+found = pa.Lucid()(q, k, v, backend=("triton", "torch"))
+expected = pa.Lucid()(q.double(), k.double(), v.double())
+assert (found - expected).abs().max() < 3e-2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
+
+
+def test_every_configuration_is_among_the_compiled():
+    code = """
+from unittest.mock import patch
+from precondattn_triton import configurations, tiles, unit_rows, variants
+from precondattn_triton.recurrence import chunk_arrays
+from precondattn_triton.lucid import plan as lucid_plan
+from precondattn_triton.lucid import step as lucid_step
+from precondattn_triton.path import step as path_step
+shipped = {(key.kernel, cut) for key, cut in configurations.UNTUNED.items()}
+assert len(shipped) <= 110, len(shipped)
+compiled, look_up = set(), configurations.configuration
+def noted(kernel, *rest):
+    cut = look_up(kernel, *rest)
+    compiled.add((kernel, cut))
+    return cut
+for module in (chunk_arrays, lucid_plan, lucid_step, path_step, tiles, unit_rows):
+    patch.object(module, "configuration", noted).start()
+names = [variant.name for variant in variants.variants("sm_90")]
+assert len(names) == len(set(names))
+assert compiled == shipped, shipped - compiled
+"""
+    without = {name: value for name, value in os.environ.items() if name != INTERPRET}
+    subprocess.run([sys.executable, "-c", code], check=True, env=without)

@@ -1,0 +1,221 @@
+"""Differential attention's Triton kernels against the definition, in the interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.algebra.group import Group, group_of
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import full_frame
+from precondattn_conformance.tolerance import error
+from precondattn_triton import Triton
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.softmax.differential import Differential
+from tests.backends.triton.tiles import SMALL, tiles_as_given
+
+BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+def problem(expression, t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
+    """Inputs by the group's names, and a cotangent."""
+    torch.manual_seed(t)
+    sizes = {"b": b, "t": t, "s": s or t, "h": h, "n": n, "d": d, "e": e}
+    inputs = Group(group_of(expression)).inputs
+    x = {name: torch.randn(p.shape(sizes)).to(dtype) for name, p in inputs.items()}
+    return x, torch.randn(b, t, h, e).to(dtype)
+
+
+def dtype_name(array):
+    return str(array.dtype).removeprefix("torch.")
+
+
+def wide(array):
+    return array.double().numpy()
+
+
+def found(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
+    """Output and gradients by the kernels."""
+    group = Group(group_of(expression))
+    frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
+    kernels = Differential()
+    with torch.no_grad(), tiles_as_given(seed, tiles):
+        out, residuals = kernels.forward(group, x, frame)
+        gradients = kernels.backward(group, x, frame, out, residuals, d_out)
+    specs = {name: ArraySpec(tuple(a.shape), dtype_name(a)) for name, a in x.items()}
+    shapes = [ArraySpec(tuple(r.shape), dtype_name(r)) for r in residuals]
+    assert shapes == list(kernels.residual_shapes(group, specs))
+    return out, gradients
+
+
+def check(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
+    """The kernels agree with the definition in float64, and write to none of the inputs."""
+    before = {name: a.clone() for name, a in x.items()}
+    out, gradients = found(expression, x, d_out, seed=seed, tiles=tiles, **masks)
+    with pa.use_backend("reference"):
+        right, pullback = pa.parse(expression).vjp(
+            **{name: a.double() for name, a in x.items()}, **masks
+        )
+        expected = pullback(d_out.double())
+    bound = BOUND[x["v"].dtype]
+    assert out.dtype == x["v"].dtype
+    assert error(wide(out), wide(right)) < bound
+    for name, gradient in expected.items():
+        assert gradients[name].dtype == x[name].dtype
+        assert gradients[name].shape == x[name].shape
+        assert error(wide(gradients[name]), wide(gradient)) < 2 * bound, name
+        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
+    return out, gradients
+
+
+@pytest.mark.parametrize(
+    ("expression", "t", "h", "n", "d", "e", "dtype"),
+    [
+        ("differential", 2, 1, 1, 8, 16, torch.float32),
+        ("differential[per=head]", 15, 2, 1, 12, 8, torch.float32),
+        ("differential[per=token]", 16, 4, 2, 16, 20, torch.bfloat16),
+        ("differential[per=token](softmax[causal=false])", 17, 2, 2, 20, 12, torch.float32),
+        ("differential(softmax[scale=0.3])", 33, 1, 1, 16, 16, torch.float16),
+        ("differential(softmax[causal=false])", 48, 1, 1, 8, 8, torch.bfloat16),
+    ],
+)
+def test_output_and_gradients_of_every_size_and_dtype(expression, t, h, n, d, e, dtype):
+    check(expression, *problem(expression, t, h=h, n=n, d=d, e=e, dtype=dtype))
+
+
+@pytest.mark.parametrize("paired", ["q", "k"])
+def test_what_both_maps_read_has_both_gradients(paired):
+    expression = f"differential[paired={paired}]"
+    check(expression, *problem(expression, 17, h=2))
+
+
+def test_tiles_of_queries_and_keys_may_differ():
+    high, wide = Configuration(32, 16), Configuration(16, 32)
+    tiles = {"forward": wide, "query_gradient": high, "key_gradient": high}
+    tiles = {**SMALL, **{f"differential_{name}": cut for name, cut in tiles.items()}}
+    check("differential", *problem("differential", 70), tiles=tiles)
+
+
+@pytest.mark.parametrize("causal", ["true", "false"])
+@pytest.mark.parametrize("t", [1, 17])
+def test_fewer_queries_than_keys_are_the_last_ones(t, causal):
+    expression = f"differential(softmax[causal={causal}])"
+    check(expression, *problem(expression, t, 40))
+
+
+@pytest.mark.parametrize("causal", ["true", "false"])
+def test_padding_may_hold_nan(causal):
+    expression = f"differential[per=token](softmax[causal={causal}])"
+    x, d_out = problem(expression, 33, b=2, dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 20])
+    hidden = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    out, gradients = check(expression, x, with_nan(d_out, hidden), lengths=lengths)
+    assert (out[hidden] == 0).all()
+    assert all((gradient[hidden] == 0).all() for gradient in gradients.values())
+
+
+def test_hidden_keys_may_hold_nan_and_queries_may_see_none():
+    x, d_out = problem("differential", 33, b=2)
+    key_mask = torch.arange(33)[None] % 5 > 1
+    key_mask = key_mask & torch.tensor([[True], [False]])
+    x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "k2", "v")}
+    out, gradients = check("differential", x, d_out, key_mask=key_mask)
+    assert (out[1] == 0).all()
+    assert (gradients["q"][1] == 0).all()
+
+
+def test_queries_see_their_own_segment():
+    x, d_out = problem("differential", 35)
+    check("differential", x, d_out, segment_ids=torch.tensor([[5] * 10 + [1] * 8 + [9] * 17]))
+
+
+def test_the_same_map_twice_is_one_map_less():
+    x, d_out = problem("differential", 20)
+    x |= {"q2": x["q"], "k2": x["k"], "lam": torch.tensor(1.0)}
+    out, _ = found("differential", x, d_out)
+    assert (out == 0).all()
+    x["lam"] = torch.tensor(0.25)
+    with pa.use_backend("reference"):
+        softmax = pa.Softmax()(x["q"], x["k"], x["v"])
+    assert error(wide(found("differential", x, d_out)[0]), wide(0.75 * softmax)) < 1e-6
+
+
+def test_duplicate_and_zero_keys():
+    x, d_out = problem("differential", 33)
+    x["k"][:, 5:25] = x["k"][:, 5:6]
+    x["k2"][:, 8:] = 0
+    check("differential", x, d_out)
+
+
+def test_inputs_of_any_strides():
+    x, _ = problem("differential[per=token]", 17, b=2, h=2, n=2)
+    apart = {
+        name: torch.stack((a, a), dim=-1)[..., 0].transpose(0, 1).contiguous().transpose(0, 1)
+        for name, a in x.items()
+    }
+    check("differential[per=token]", apart, torch.randn(17, 1, 8)[None].expand(2, 17, 2, 8))
+
+
+def test_the_same_bits_whatever_the_order_of_programs():
+    x, d_out = problem("differential", 33, h=2)
+    first, second = (found("differential", x, d_out, seed=seed) for seed in (1, 2))
+    assert torch.equal(first[0], second[0])
+    for name, gradient in first[1].items():
+        assert torch.equal(gradient, second[1][name])
+
+
+def test_shipped_tiles_compute_the_same():
+    for dtype in (torch.float32, torch.bfloat16):
+        check("differential", *problem("differential", 33, dtype=dtype), tiles={})
+
+
+def with_nan(array, hidden):
+    """NaN at hidden tokens (b, t)."""
+    return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+def refusal(expression, *, verb="vjp", d=64, e=64, t=8):
+    group = Group(group_of(expression))
+    sizes = {"b": 1, "t": t, "s": 8, "h": 2, "n": 1, "d": d, "e": e}
+    shapes = tuple((name, p.shape(sizes)) for name, p in group.inputs.items())
+    request = Request(verb, "torch", "cpu", "bfloat16", shapes, frozenset())
+    return Triton().supports(group, request)
+
+
+def test_what_the_kernels_take():
+    for size in ({}, {"d": 68}, {"d": 256, "e": 512}, {"t": 3}, {"verb": "forward"}):
+        for expression in ("differential", "differential[per=head,paired=q]"):
+            assert refusal(expression, **size).ok
+
+
+@pytest.mark.parametrize(
+    ("expression", "asked", "reason"),
+    [
+        ("differential(softmax[bias=true])", {}, "a bias"),
+        ("differential(softmax[forget=scaled])", {}, "a forget gate"),
+        ("differential(softmax[window=3])", {}, "a window"),
+        ("differential(laser)", {}, "LASER"),
+        ("differential[paired=q/k/v]", {}, "the same values"),
+        ("differential", {"verb": "extend"}, "no step"),
+        ("differential", {"d": 264}, "keys of width 256 at most; found 264"),
+        ("differential", {"e": 520}, "values of width 512 at most; found 520"),
+        ("differential", {"t": 0}, "empty"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(expression, asked, reason):
+    support = refusal(expression, **asked)
+    assert not support.ok
+    assert reason in support.reason
+
+
+def test_a_plan_takes_the_group_in_one_go():
+    q, k, v, q2, k2 = torch.randn(5, 1, 20, 2, 8)
+    inputs = {"q": q, "k": k, "v": v, "q2": q2, "k2": k2, "lam": torch.tensor(0.5)}
+    plan = pa.Differential().explain(**inputs, backend=("triton", "torch"))
+    assert plan.backends == ("triton",)

@@ -1,0 +1,357 @@
+"""LASER's Triton kernels against the definition, in the interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import full_frame
+from precondattn_conformance.tolerance import error
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.softmax.laser import Laser
+from tests.backends.triton.tiles import SMALL, tiles_as_given
+
+HALF = (torch.bfloat16, torch.float16)
+BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+class Found:
+    """What the kernels make of a call: output, gradients by input, and which heads were close."""
+
+    def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
+        leaf = mechanism(causal).program.leaves[0]
+        frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
+        laser = Laser()
+        with torch.no_grad(), tiles_as_given(seed, tiles):
+            self.out, self.residuals = laser.forward(leaf, x, frame)
+            self.gradients = laser.backward(leaf, x, frame, self.out, self.residuals, d_out)
+        self.is_close = self.residuals[3].bool().tolist()
+        specs = {name: ArraySpec(tuple(a.shape), dtype_name(a)) for name, a in x.items()}
+        shapes = [ArraySpec(tuple(r.shape), dtype_name(r)) for r in self.residuals]
+        assert shapes == list(laser.residual_shapes(leaf, specs))
+
+
+def mechanism(causal):
+    return pa.Laser(pa.Softmax(causal=causal))
+
+
+def wide(array):
+    return array.double().numpy()
+
+
+def dtype_name(array):
+    return str(array.dtype).removeprefix("torch.")
+
+
+def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=8, dtype=torch.float32, spread=1.0):
+    """Inputs and a cotangent; a `spread` of 100 puts the values of a channel far apart."""
+    s = s or t
+    torch.manual_seed(t)
+    q, k = torch.randn(b, t, h, d), torch.randn(b, s, n, d)
+    v = torch.randn(b, s, n, e) * torch.as_tensor(spread)
+    x = {name: a.to(dtype) for name, a in {"q": q, "k": k, "v": v}.items()}
+    return x, torch.randn(b, t, h, e).to(dtype)
+
+
+def expected(x, d_out, *, causal=True, **masks):
+    """Output and gradients of the definition, in float64."""
+    x = {name: a.double() for name, a in x.items()}
+    with pa.use_backend("reference"):
+        out, pullback = mechanism(causal).vjp(**x, **masks)
+        return out, pullback(d_out.double())
+
+
+def check(x, d_out, *, bound=None, gradient_bound=None, **options):
+    """The kernels agree with the definition, and write to none of the inputs."""
+    bound = bound or BOUND[x["v"].dtype]
+    before = {name: a.clone() for name, a in x.items()}
+    found = Found(x, d_out, **options)
+    out, gradients = expected(x, d_out, **{k: v for k, v in options.items() if k != "tiles"})
+    assert found.out.dtype == x["v"].dtype
+    assert error(wide(found.out), wide(out)) < bound
+    for name, gradient in gradients.items():
+        assert found.gradients[name].dtype == x[name].dtype
+        assert found.gradients[name].shape == x[name].shape
+        difference = error(wide(found.gradients[name]), wide(gradient))
+        assert difference < (gradient_bound or 2 * bound), name
+        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+def with_nan(array, hidden):
+    """NaN at hidden tokens (b, t)."""
+    return array.masked_fill(hidden[:, :, None, None], torch.nan)
+
+
+# ------------------------------------------------------------------------------- close heads
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("t", "h", "n", "d", "e", "dtype"),
+    [
+        (1, 2, 2, 8, 16, torch.float32),
+        (15, 2, 1, 12, 8, torch.float32),
+        (16, 4, 2, 16, 40, torch.bfloat16),
+        (17, 1, 1, 40, 12, torch.float32),
+        (33, 2, 2, 16, 16, torch.float16),
+        (33, 2, 1, 8, 8, torch.bfloat16),
+        (48, 1, 1, 16, 8, torch.float32),
+    ],
+)
+def test_output_and_gradients_of_every_size_and_dtype(t, h, n, d, e, dtype, causal):
+    x, d_out = problem(t, b=1, h=h, n=n, d=d, e=e, dtype=dtype)
+    assert check(x, d_out, causal=causal).is_close == [[True] * n]
+
+
+def test_tiles_of_queries_and_keys_may_differ():
+    x, d_out = problem(70, b=1, h=1)
+    wide, high = Configuration(16, 32), Configuration(32, 16)
+    for query, key in ((wide, high), (high, wide)):
+        check(
+            x,
+            d_out,
+            tiles={
+                **SMALL,
+                "laser_forward": query,
+                "laser_query_gradient": key,
+                "laser_key_gradient": query,
+            },
+        )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("t", [1, 17])
+def test_fewer_queries_than_keys_are_the_last_ones(t, causal):
+    x, d_out = problem(t, 40, b=1)
+    check(x, d_out, causal=causal)
+
+
+def test_more_queries_than_keys():
+    x, d_out = problem(40, 17, b=1)
+    check(x, d_out, causal=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_may_hold_nan(causal, dtype):
+    x, d_out = problem(33, b=3, h=1, dtype=dtype)
+    lengths = torch.tensor([0, 20, 33])
+    hidden = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    found = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths)
+    assert (found.out[hidden] == 0).all()
+    assert all((gradient[hidden] == 0).all() for gradient in found.gradients.values())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_see_their_own_segment(causal):
+    x, d_out = problem(35, h=1)
+    ids = torch.tensor([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 17, [7] * 35])
+    check(x, d_out, causal=causal, segment_ids=ids)
+
+
+def test_segments_of_fewer_queries_than_keys():
+    x, d_out = problem(20, 35, h=1)
+    ids = torch.arange(35)[None].expand(2, 35) // torch.tensor([[12], [17]])
+    check(x, d_out, segment_ids=ids)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_keys_may_hold_nan_and_queries_may_see_none(causal):
+    x, d_out = problem(33, h=1)
+    key_mask = torch.arange(33) % 5 > 1  # A causal query before the third sees nothing.
+    key_mask = key_mask[None] & torch.tensor([[True], [False]])
+    x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
+    found = check(x, d_out, causal=causal, key_mask=key_mask)
+    assert (found.out[1] == 0).all()
+    assert (found.gradients["q"][1] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_logits_of_any_size(size):
+    x, d_out = problem(33, b=1)
+    x["q"] *= size
+    # In float32 a logit of that size is rounded to 1e-3, and its exponential with it; what is left
+    # of the gradient of q comes from the few rows where two logits are nearly the same.
+    bounds = {"bound": 5e-4, "gradient_bound": 1e-2} if size > 1 else {}
+    check(x, d_out, **bounds)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("height", [0.0, -3.0, 1e4])
+def test_constant_values_give_that_constant(dtype, height):
+    x, d_out = problem(33, b=1, dtype=dtype)
+    x["v"] = torch.full_like(x["v"], height)
+    found = Found(x, d_out)
+    assert (found.out == height).all()
+    assert (found.gradients["q"] == 0).all()
+
+
+def test_values_near_the_limit_of_close_heads():
+    x, d_out = problem(33, b=1)
+    x["v"] = 60 * torch.rand(x["v"].shape) - 500
+    # Values that differ much take attention to themselves: the gradient is of opposing terms.
+    assert check(x, d_out, gradient_bound=2e-4).is_close == [[True]]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_small_values_have_small_errors(dtype):
+    """Though e^v is next to 1, where numbers of half precision lie apart by as much as they."""
+    x, d_out = problem(33, b=1, dtype=dtype, spread=1e-2)
+    check(x, d_out)
+
+
+# ------------------------------------------------------------------------------- exact heads
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_far_apart(dtype, causal):
+    x, d_out = problem(17, b=1, e=12, dtype=dtype, spread=100.0)
+    assert check(x, d_out, causal=causal).is_close == [[False]]
+
+
+def test_values_far_apart_with_more_channels_than_are_taken_at_once(monkeypatch):
+    monkeypatch.setattr("precondattn_triton.softmax.laser_forward.EXACT_CHANNELS", 16)
+    x, d_out = problem(17, 20, b=1, h=1, e=36, spread=100.0)
+    check(x, d_out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_far_apart_behind_masks(causal):
+    x, d_out = problem(17, h=1, spread=100.0)
+    lengths = torch.tensor([16, 5])
+    hidden = torch.arange(17) >= lengths[:, None]
+    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    ids = torch.tensor([[1] * 4 + [3] * 13, [0] * 17])
+    found = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths, segment_ids=ids)
+    assert found.is_close == [[False], [False]]
+    assert (found.out[hidden] == 0).all()
+
+
+def test_close_and_far_heads_in_one_call():
+    x, d_out = problem(17, h=4, n=2, spread=torch.tensor([1.0, 100.0])[:, None])
+    x["v"][1, :, 1] /= 100
+    assert check(x, d_out).is_close == [[True, False], [True, True]]
+
+
+def test_a_padded_value_does_not_put_a_head_apart():
+    x, d_out = problem(17, b=1)
+    x["v"][:, 16] = 1e4
+    assert check(x, d_out, lengths=torch.tensor([16])).is_close == [[True]]
+    assert Found(x, d_out).is_close == [[False]]
+
+
+@pytest.mark.parametrize("apart", [50.0, 130.0])
+def test_values_that_oppose_the_scores(apart):
+    """The key with the largest score has the smallest value: e^s and e^v vanish in turn."""
+    x, d_out = problem(17, b=1, h=1)
+    height = torch.linspace(-0.5, 0.5, 17) * apart
+    x["q"], x["k"] = torch.zeros(1, 17, 1, 16), torch.zeros(1, 17, 1, 16)
+    x["q"][..., 0], x["k"][0, :, 0, 0] = 4, height
+    x["v"] = x["v"] - height[None, :, None, None]
+    for causal in (True, False):
+        found = check(x, d_out, causal=causal, gradient_bound=1e-3)
+        assert found.is_close == [[apart < 60]]
+
+
+def test_values_of_size_ten_thousand():
+    x, d_out = problem(17, b=1, h=1, spread=300.0)
+    x["v"] += 1e4
+    # In float32 a sum s + v of that size is rounded to 1e-3, and its exponential with it.
+    check(x, d_out, bound=1e-6, gradient_bound=2e-3)
+
+
+def test_no_later_value_has_a_part_in_an_output():
+    x, d_out = problem(17, b=1, h=1, spread=100.0)
+    later = {name: a.clone() for name, a in x.items()}
+    later["v"][:, 12:] += 3e4
+    later["k"][:, 12:] *= 7
+    assert torch.equal(Found(x, d_out).out[:, :12], Found(later, d_out).out[:, :12])
+
+
+# ------------------------------------------------------------------------------ any tensors
+
+
+def test_inputs_of_any_strides():
+    torch.manual_seed(0)
+    x = {
+        "q": torch.randn(2, 4, 16, 17).permute(0, 3, 1, 2),  # Channels apart.
+        "k": torch.randn(2, 2, 20, 32)[:, :, 3:, ::2].transpose(1, 2),
+        "v": torch.randn(17, 2, 2, 8).transpose(0, 1).flip(0),
+    }
+    x["v"][:, :, 1] *= 100
+    d_out = torch.randn(17, 1, 1, 8)[None, :, 0].expand(2, 17, 4, 8)
+    check(x, d_out)
+    x["v"] = torch.randn(1, 17, 1, 8).expand(2, 17, 2, 8)
+    check(x, torch.tensor(1.0).expand(2, 17, 4, 8))
+
+
+def test_tensors_of_more_than_two_to_the_31_elements():
+    x, d_out = problem(5, b=1, h=1, dtype=torch.float16)
+    far = torch.empty(2**31 + 16, dtype=torch.float16)  # Of which next to nothing is touched.
+    for name in x:
+        apart = far.as_strided(x[name].shape, (0, 2**29, 0, 1))
+        check({**x, name: apart.copy_(x[name])}, d_out)
+
+
+def test_the_same_bits_whatever_the_order_of_programs():
+    x, d_out = problem(33, h=4, n=2)
+    first, second = (Found(x, d_out, seed=seed) for seed in (1, 2))
+    assert torch.equal(first.out, second.out)
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name])
+
+
+def test_shipped_tiles_compute_the_same():
+    x, d_out = problem(33, b=1, h=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = {name: a.to(dtype) for name, a in x.items()}
+        check(x, d_out.to(dtype), tiles={})
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+def refusal(leaf, *, verb="vjp", dtype="bfloat16", d=64, e=64):
+    shapes = (("q", (1, 8, 2, d)), ("k", (1, 8, 1, d)), ("v", (1, 8, 1, e)))
+    request = Request(verb, "torch", "cuda", dtype, shapes, frozenset())
+    return Laser().refuses(leaf.program.leaves[0], request)
+
+
+def test_what_the_kernels_take():
+    for size in ({}, {"d": 68}, {"d": 256, "e": 256}, {"e": 512}, {"verb": "forward"}):
+        for causal in (True, False):
+            assert refusal(mechanism(causal), **size) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        (pa.Softmax(bias=True), "a bias"),
+        (pa.Softmax(window=4), "a window"),
+        (pa.Softmax(forget="scaled"), "a forget gate"),
+        (pa.Path(), "not of path"),
+    ],
+)
+def test_options_without_a_kernel_are_refused(base, reason):
+    assert reason in refusal(pa.Laser(base))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"verb": "extend"}, "extends a cache"),
+        ({"dtype": "float64"}, "not in float64"),
+        ({"d": 260}, "keys whose width is a multiple of 4 and at most 256; found 260"),
+        ({"d": 66}, "found 66"),
+        ({"e": 516}, "at most 512; found 516"),
+        ({"e": 260, "dtype": "float32"}, "values whose width is a multiple of 4 and at most 256"),
+    ],
+)
+def test_sizes_and_dtypes_without_a_kernel_are_refused(asked, reason):
+    assert reason in refusal(pa.Laser(), **asked)

@@ -1,0 +1,211 @@
+"""LUCID's Triton kernels against the definition, in the interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.frame import Frame
+from precondattn_triton.configurations import Configuration, configuration
+from precondattn_triton.lucid.solve import LucidSolve
+from tests.backends.triton.tiles import error, small_tiles
+
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
+
+
+def problem(
+    t,
+    d=8,
+    e=16,
+    n=2,
+    b=2,
+    dtype=torch.float32,
+    keys="clustered",
+    lengths=None,
+    segments=False,
+    spread=1.0,
+    **options,
+):
+    """A leaf, its inputs, a cotangent, a frame, and which tokens count."""
+    torch.manual_seed(t)
+    leaf = pa.LucidSolve(**options)
+    k = 0.3 * torch.randn(b, t, n, d) + torch.randn(b, 1, n, d)
+    if keys == "equal":
+        k = k[:, :1].expand(b, t, n, d).clone()
+    if keys == "zero":
+        k[:, ::3] = 0
+    if options.get("normalize") == "given":
+        k = k / k.square().mean(-1, keepdim=True).sqrt()
+    x = {"k": k, "v": torch.randn(b, t, n, e) * spread ** torch.randn(e)}
+    if leaf.beta:
+        x["lucid_beta"] = 2 * torch.rand(b, t, n)
+        x["lucid_beta"][:, ::4] = 0
+    x = {name: array.to(dtype) for name, array in x.items()}
+    position = torch.arange(t)[None]
+    valid = None if lengths is None else position < torch.tensor(lengths)[:, None]
+    segment = (position // 7).expand(b, t) if segments else None
+    frame = Frame(position, position, valid, valid, segment, segment)
+    return leaf, x, torch.randn(b, t, n, e).to(dtype), frame
+
+
+def only_valid(array, frame, filler):
+    if frame.k_valid is None:
+        return array
+    valid = frame.k_valid.reshape(*frame.k_valid.shape, *[1] * (array.ndim - 2))
+    return array.masked_fill(~valid, filler)
+
+
+def check(leaf, x, d_y, frame, bound, **tiles):
+    """Output and gradients against the definition in float64, whatever stands in the padding."""
+    wide = {name: array.double() for name, array in x.items()}
+    y = only_valid(leaf.forward(wide, frame)[0], frame, 0)
+    expected = leaf.backward(wide, frame, y, (), only_valid(d_y.double(), frame, 0))
+    given = {name: only_valid(array, frame, torch.nan) for name, array in x.items()}
+    before = {name: array.clone() for name, array in given.items()}
+    kernels = LucidSolve()
+    with small_tiles(**tiles):
+        found, residuals = kernels.forward(leaf, given, frame)
+        d_y = only_valid(d_y, frame, torch.nan)
+        gradients = kernels.backward(leaf, given, frame, found, residuals, d_y)
+    shapes = kernels.residual_shapes(leaf, {"v": (tuple(x["v"].shape), str(x["v"].dtype)[6:])})
+    assert [(tuple(r.shape), str(r.dtype)[6:]) for r in residuals] == [tuple(s) for s in shapes]
+    assert found.dtype == x["v"].dtype
+    assert error(found, y) < bound
+    for name, gradient in expected.items():
+        assert gradients[name].dtype == x[name].dtype
+        assert error(gradients[name], only_valid(gradient, frame, 0)) < 4 * bound, name
+        torch.testing.assert_close(given[name], before[name], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("t", [15, 33, 65])
+def test_every_dtype_across_blocks_and_super_blocks(t, dtype):
+    check(*problem(t, d=12, e=20, dtype=dtype, beta=True), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("t", [16, 17, 32, 48])
+def test_lengths_around_the_edges_of_blocks(t):
+    check(*problem(t, b=1, n=1), 2e-5)
+
+
+def test_one_token_is_its_own_value():
+    leaf, x, d_y, frame = problem(1)
+    with small_tiles():
+        y, _ = LucidSolve().forward(leaf, x, frame)
+        found = LucidSolve().backward(leaf, x, frame, y, (), d_y)
+    torch.testing.assert_close(y, x["v"])
+    torch.testing.assert_close(found["v"], d_y)
+    assert not found["k"].any()
+
+
+@pytest.mark.parametrize("keys", ["equal", "zero"])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_keys_that_coincide_or_are_zero(keys, eps):
+    check(*problem(50, b=1, keys=keys, eps=eps), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(40, 13), (40, 0)])
+def test_padding_is_not_looked_at(dtype, lengths):
+    check(*problem(40, dtype=dtype, lengths=lengths, beta=True), BOUNDS[dtype])
+
+
+def test_segments_do_not_meet():
+    check(*problem(50, segments=True), 2e-5)
+
+
+@pytest.mark.parametrize(("d", "e"), [(68, 8), (16, 136), (40, 260)])
+def test_widths_that_are_no_powers_of_two(d, e):
+    check(*problem(18, d=d, e=e, b=1, n=1, dtype=torch.bfloat16), 2e-2)
+
+
+def test_keys_that_somebody_else_normalised():
+    check(*problem(34, dtype=torch.bfloat16, normalize="given"), 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_of_very_different_sizes(dtype):
+    """Each channel is as exact as if it were alone, though float16 ends at 65504."""
+    leaf, x, _, frame = problem(34, b=1, n=1, dtype=dtype, spread=1e4)
+    expected = leaf.forward({name: a.double() for name, a in x.items()}, frame)[0]
+    with small_tiles():
+        found, _ = LucidSolve().forward(leaf, x, frame)
+    for channel in range(expected.shape[3]):
+        assert error(found[..., channel], expected[..., channel]) < BOUNDS[dtype]
+
+
+def test_large_gradients_in_float16():
+    """Products of dv and y beyond float16 give a gradient of the keys that is within it."""
+    leaf, x, d_y, frame = problem(34, e=64, b=1, n=1, dtype=torch.float16)
+    x = {**x, "v": 30 * x["v"]}
+    check(leaf, x, 50 * d_y, frame, BOUNDS[torch.float16])
+
+
+def test_tiles_of_unequal_sizes():
+    tiles = {"lucid_update": Configuration(32, 16), "lucid_gradient": Configuration(16, 32)}
+    check(*problem(70, b=1, n=1), 2e-5, **tiles)
+    tiles = {"lucid_inverse": Configuration(16, 128), "lucid_gradient": Configuration(32, 16)}
+    check(*problem(70, b=1, n=1), 2e-5, **tiles)
+
+
+@pytest.mark.parametrize("t", [33, 130])
+def test_tiles_as_large_as_they_are_shipped(t):
+    """Of which the diagonal ones are made of smaller blocks."""
+    tiles = {"lucid_inverse": Configuration(64, 128), "lucid_update": Configuration(64, 32)}
+    check(*problem(t, b=1, n=1, beta=True), 2e-5, **tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_untuned_configurations(dtype):
+    half = dtype == torch.bfloat16
+    names = ("lucid_inverse", "lucid_update", "lucid_gradient")
+    tiles = {name: configuration(name, 64, half) for name in names}
+    check(*problem(600, d=64, e=64, b=1, n=1, dtype=dtype), BOUNDS[dtype], **tiles)
+
+
+def test_any_strides():
+    leaf, x, d_y, frame = problem(20, d=8, e=8)
+    strided = {name: a.transpose(1, 3).contiguous().transpose(1, 3) for name, a in x.items()}
+    with small_tiles():
+        expected, _ = LucidSolve().forward(leaf, x, frame)
+        y, _ = LucidSolve().forward(leaf, strided, frame)
+        wanted = LucidSolve().backward(leaf, x, frame, y, (), d_y)
+        shared = d_y[:, :1].expand_as(d_y)
+        found = LucidSolve().backward(leaf, strided, frame, y, (), shared)
+        again = LucidSolve().backward(leaf, x, frame, y, (), shared.contiguous())
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    assert not torch.equal(found["v"], wanted["v"])
+    for name in found:
+        torch.testing.assert_close(found[name], again[name], rtol=0, atol=0)
+
+
+def test_the_order_of_the_programs_does_not_matter():
+    leaf, x, d_y, frame = problem(50, beta=True)
+    results = []
+    for seed in (1, 2):
+        with small_tiles(seed):
+            y, residuals = LucidSolve().forward(leaf, x, frame)
+            found = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)
+        results.append((y, *found.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("hidden", [2, 5])
+def test_a_step_looks_past_hidden_keys_its_own_among_them(hidden):
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    for name in ("k", "v"):
+        x[name][:, hidden] = torch.nan
+    found = {}
+    for backend in ("triton", "reference"):
+        cache, outs = pa.Lucid().init_cache(**x, capacity=8, key_mask=True), []
+        for t in range(7):
+            new = {name: array[:, t : t + 1] for name, array in x.items()}
+            seen = torch.tensor([[t != hidden]])
+            with small_tiles():
+                out, cache = pa.Lucid().extend(cache, **new, key_mask=seen, backend=backend)
+            outs.append(out)
+        found[backend] = torch.cat(outs, dim=1)
+    assert error(found["triton"], found["reference"]) < 2e-6

@@ -1,0 +1,254 @@
+"""PaTH's Triton kernels against the definition, in the interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import full_frame
+from precondattn_conformance.tolerance import error
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.path.leaf import Path
+from tests.backends.triton.tiles import SMALL, tiles_as_given
+
+BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+INPUTS = ("q", "k", "v", "w", "beta")
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Of four chunks, so that short sequences have several."""
+    monkeypatch.setattr("precondattn_triton.path.backward.GROUP_TOKENS", 1)
+
+
+def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
+    """Inputs with directions of length 1 and β in [0, 2], and a cotangent."""
+    s = s or t
+    torch.manual_seed(t)
+    w = torch.nn.functional.normalize(torch.randn(b, s, n, d), dim=-1)
+    x = {"q": torch.randn(b, t, h, d), "k": torch.randn(b, s, n, d), "v": torch.randn(b, s, n, e)}
+    x |= {"w": w, "beta": 2 * torch.rand(b, s, n)}
+    return {name: a.to(dtype) for name, a in x.items()}, torch.randn(b, t, h, e).to(dtype)
+
+
+class Found:
+    """What the kernels make of a call: output, and gradients by input."""
+
+    def __init__(self, x, d_out, *, window=None, seed=0, tiles=SMALL, **masks):
+        leaf = pa.Path(window=window)
+        frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
+        path = Path()
+        with torch.no_grad(), tiles_as_given(seed, tiles):
+            self.out, residuals = path.forward(leaf, x, frame)
+            self.gradients = path.backward(leaf, x, frame, self.out, residuals, d_out)
+        specs = {name: ArraySpec(tuple(a.shape), dtype_name(a)) for name, a in x.items()}
+        shapes = [ArraySpec(tuple(r.shape), dtype_name(r)) for r in residuals]
+        assert shapes == list(path.residual_shapes(leaf, specs))
+
+
+def dtype_name(array):
+    return str(array.dtype).removeprefix("torch.")
+
+
+def wide(array):
+    return array.double().numpy()
+
+
+def expected(x, d_out, *, window=None, **masks):
+    """Output and gradients of the definition, in float64."""
+    with pa.use_backend("reference"):
+        out, pullback = pa.Path(window=window).vjp(
+            **{name: a.double() for name, a in x.items()}, **masks
+        )
+        return out, pullback(d_out.double())
+
+
+def check(x, d_out, *, bound=None, **options):
+    """The kernels agree with the definition, and write to none of the inputs."""
+    bound = bound or BOUND[x["v"].dtype]
+    before = {name: a.clone() for name, a in x.items()}
+    found = Found(x, d_out, **options)
+    call = {name: a for name, a in options.items() if name not in ("tiles", "seed")}
+    out, gradients = expected(x, d_out, **call)
+    assert found.out.dtype == x["v"].dtype
+    assert error(wide(found.out), wide(out)) < bound
+    for name in INPUTS:
+        gradient = found.gradients[name]
+        assert gradient.dtype == x[name].dtype
+        assert gradient.shape == x[name].shape
+        assert error(wide(gradient), wide(gradients[name])) < 2 * bound, name
+        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("t", "h", "n", "d", "e", "dtype"),
+    [
+        (1, 1, 1, 8, 16, torch.float32),
+        (15, 1, 1, 12, 8, torch.float32),
+        (16, 2, 2, 16, 20, torch.bfloat16),
+        (17, 2, 1, 20, 12, torch.float32),
+        (20, 1, 1, 16, 16, torch.float16),
+        (33, 1, 1, 8, 8, torch.bfloat16),
+        (66, 1, 1, 16, 8, torch.float32),  # More chunks than a group of queries has.
+    ],
+)
+def test_output_and_gradients_of_every_size_and_dtype(t, h, n, d, e, dtype):
+    x, d_out = problem(t, h=h, n=n, d=d, e=e, dtype=dtype)
+    check(x, d_out)
+
+
+@pytest.mark.parametrize("t", [3, 24])
+def test_fewer_queries_than_keys_are_the_last_ones(t):
+    """Tiles of queries then begin within a chunk."""
+    check(*problem(t, 35))
+
+
+def test_tiles_may_be_larger_and_smaller_than_chunks():
+    x, d_out = problem(37, 40)
+    for rows, chunk in ((32, 16), (16, 32)):
+        tiles = dict.fromkeys((name for name in SMALL if "path" in name), Configuration(rows, 16))
+        check(x, d_out, tiles={**tiles, "path_chunks": Configuration(chunk, 16)})
+
+
+@pytest.mark.parametrize("window", [2, 20])
+def test_a_window(window):
+    check(*problem(33, 40), window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_may_hold_nan(dtype):
+    x, d_out = problem(33, b=2, dtype=dtype)
+    lengths = torch.tensor([0, 20])
+    hidden = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    found = check(x, with_nan(d_out, hidden), lengths=lengths)
+    assert (found.out[hidden] == 0).all()
+    assert all((gradient[hidden] == 0).all() for gradient in found.gradients.values())
+
+
+def test_hidden_keys_may_hold_nan_and_reflect_nothing():
+    x, d_out = problem(33, b=2)
+    key_mask = torch.arange(33) % 5 > 1  # A query before the third sees nothing.
+    key_mask = key_mask[None] & torch.tensor([[True], [False]])
+    x |= {name: with_nan(x[name], ~key_mask) for name in INPUTS[1:]}
+    found = check(x, d_out, key_mask=key_mask)
+    assert (found.out[1] == 0).all()
+    assert (found.gradients["q"][1] == 0).all()
+
+
+def test_queries_see_their_own_segment():
+    x, d_out = problem(50)
+    ids = torch.tensor([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 32])
+    check(x, d_out, segment_ids=ids)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_extreme_strengths_and_directions(beta):
+    """No reflection, projections, and reflections proper; of the same direction, and of none."""
+    x, d_out = problem(40)
+    x["beta"] = torch.full_like(x["beta"], beta)
+    x["w"][:, 10:20] = x["w"][:, 10:11]
+    x["w"][:, 20:25] = 0
+    x["w"][:, 25:] = torch.nn.functional.normalize(x["w"][:, 25:] * 0.1 + x["w"][:, 9:10], dim=-1)
+    x["k"][:, 5:30] = x["k"][:, 5:6]
+    check(x, d_out)
+
+
+def test_without_strength_it_is_softmax():
+    x, d_out = problem(40)
+    x["beta"].zero_()
+    with pa.use_backend("reference"):
+        softmax = pa.Softmax()(x["q"], x["k"], x["v"])
+    assert error(wide(Found(x, d_out).out), wide(softmax)) < 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-4, 30.0])
+def test_logits_of_any_size(size):
+    x, d_out = problem(33)
+    x["q"] *= size
+    # In float32 a logit of that size is rounded to 1e-5, and its exponential with it.
+    check(x, d_out, bound=2e-4 if size > 1 else None)
+
+
+def test_correlated_directions_lose_no_digits():
+    """As doubling the Neumann series would."""
+    torch.manual_seed(0)
+    w = torch.nn.functional.normalize(torch.randn(1, 32) + 0.1 * torch.randn(32, 32), dim=-1)
+    x, d_out = problem(32, d=32)
+    x["w"], x["beta"] = w[None, :, None], torch.ones(1, 32, 1)
+    chunks = {**SMALL, "path_chunks": Configuration(32, 16)}
+    check(x, d_out, tiles=chunks)
+
+
+def test_inputs_of_any_strides():
+    x, d_out = problem(20, b=2, h=2, n=2, d=16)
+    apart = {
+        name: torch.stack((a, a), dim=-1)[..., 0].transpose(0, 1).contiguous().transpose(0, 1)
+        for name, a in x.items()
+    }
+    first = check(apart, d_out[:1, :1].expand(2, 20, 2, 8))
+    again = Found({name: a.contiguous() for name, a in x.items()}, d_out[:1, :1].expand_as(d_out))
+    assert torch.equal(first.out, again.out)
+
+
+def test_the_same_bits_whatever_the_order_of_programs():
+    x, d_out = problem(33, h=2)
+    first, second = (Found(x, d_out, seed=seed) for seed in (1, 2))
+    assert torch.equal(first.out, second.out)
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name])
+
+
+def test_shipped_tiles_compute_the_same():
+    x, d_out = problem(35)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = {name: a.to(dtype) for name, a in x.items()}
+        check(x, d_out.to(dtype), tiles={})
+
+
+def with_nan(array, hidden):
+    """NaN at hidden tokens (b, t)."""
+    return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+def refusal(leaf, *, verb="vjp", d=64, e=64, t=8):
+    shapes = {"q": (1, t, 2, d), "k": (1, 8, 1, d), "v": (1, 8, 1, e)}
+    shapes |= {"w": (1, 8, 1, d), "beta": (1, 8, 1)}
+    request = Request(verb, "torch", "cuda", "bfloat16", tuple(shapes.items()), frozenset())
+    return Path().refuses(leaf.program.leaves[0], request)
+
+
+def test_what_the_kernels_take():
+    for size in ({}, {"d": 68}, {"d": 256, "e": 512}, {"t": 3}, {"verb": "forward"}):
+        assert refusal(pa.Path(window=3, flush=7), **size) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "asked", "reason"),
+    [
+        (pa.Path(bias=True), {}, "a bias"),
+        (pa.Path(forget="scaled"), {}, "a forget gate"),
+        (pa.Laser(pa.Path()), {}, "not for LASER"),
+        (pa.Path(), {"d": 264}, "keys of width 256 at most; found 264"),
+        (pa.Path(), {"e": 520}, "values of width 512 at most; found 520"),
+        (pa.Path(), {"t": 9}, "more queries than keys"),
+        (pa.Path(), {"t": 0}, "empty"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(base, asked, reason):
+    assert reason in refusal(base, **asked)
+
+
+def test_nothing_is_left_of_keys_that_are_the_same():
+    """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
+    x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
+    x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
+    d_q = Found(x, d_out).gradients["q"]
+    assert d_q.abs().max() < 1e-4 * x["k"].abs().max()

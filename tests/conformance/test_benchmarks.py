@@ -1,0 +1,404 @@
+"""Benchmarks: what they refuse, what they save, their arithmetic. No test asserts a time."""
+
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import precondattn as pa
+from precondattn.backend import Backend, Support
+from precondattn.dispatch.discovery import register_backend
+from precondattn_conformance import libraries
+from precondattn_conformance.bench import command, correct, plot
+from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen, layout
+from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
+from precondattn_conformance.bench.computation import forward_run, ours
+from precondattn_conformance.bench.cost import flops, moved_bytes
+from precondattn_conformance.bench.memory import peak_bytes
+from precondattn_conformance.bench.paired import Run, Turns, spread
+from precondattn_conformance.bench.peers import PEERS, peers_of
+from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run_quick(*names, **options):
+    """A quick run in this process: its exit code, and what it printed."""
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    code = command.bench(names=names, quick=True, rounds=2, console=console, **options)
+    return code, said.getvalue()
+
+
+def in_a_process(*arguments, folder, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", "from precondattn.command_line.cli import main; main()", *arguments],
+        env={**os.environ, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+class Rescaled(Backend):
+    """Softmax by the reference, times a factor: wrong unless that is 1."""
+
+    libraries = frozenset({"torch"})
+    preference = -1_000_001  # Behind the reference: only who asks for it gets it.
+
+    def __init__(self, name, factor):
+        self.name, self.factor = name, factor
+
+    def supports(self, mechanism, request):
+        if mechanism != pa.Softmax():
+            return Support.no("knows softmax only")
+        return Support.yes(differentiable=True)
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = mechanism.forward(inputs, frame)
+        return self.factor * out, residuals
+
+
+@pytest.fixture
+def rescaled(afresh):
+    register_backend(Rescaled("right", 1.0))
+    register_backend(Rescaled("wrong", 1.01))
+
+
+def test_a_quick_run_saves_and_draws_whatever_pytest_is_set_up_to_do(tmp_path):
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
+    saved, raw = tmp_path / "run.json", tmp_path / "raw.json"
+    done = in_a_process(
+        "bench", "lucid", "lucid_decode", "numpy_lucid", "lucid_backward", "--quick",
+        "--backend", "reference", "--save", str(saved), "--plot", str(tmp_path / "plots"),
+        "--benchmark-json", str(raw),
+        folder=tmp_path, PYTEST_ADDOPTS="--nonsense",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = load(saved)
+    assert [row.case for row in record.rows] == [
+        "lucid", "lucid_backward", "numpy_lucid", "lucid_decode",
+    ]  # fmt: skip
+    for row in record.rows:
+        assert row.status == TIMED
+        assert row.backends
+        assert row.error <= row.bound
+        assert row.seconds["median"] > 0
+        assert row.first_call_seconds > 0
+        assert row.gemm_share > 0
+        assert row.copy_share > 0
+        assert row.ratios
+        assert all(r["q1"] <= r["median"] <= r["q3"] for r in row.ratios.values())
+    assert record.machine["versions"]["numpy"] == np.__version__
+    assert {rate["library"] for rate in record.rates} == {"numpy", "torch"}
+    assert (tmp_path / "plots" / "ratios.svg").exists()
+    benchmarks = json.loads(raw.read_text())["benchmarks"]
+    assert {each["group"] for each in benchmarks} >= {"cpu lucid", "cpu lucid_decode"}
+    assert all("row" in each["extra_info"] for each in benchmarks)
+    again = in_a_process("compare", str(saved), str(saved), folder=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "0 of 4 regressed" in again.stdout
+
+
+@pytest.mark.parametrize("work", ["forward", "forward_backward"])
+def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
+    saved = tmp_path / "run.json"
+    code, said = run_quick(
+        mechanisms=("softmax",), works=(work,), backends=("right", "wrong"), save=saved
+    )
+    right, wrong = load(saved).rows
+    assert code == 1
+    assert (right.status, right.asked) == (TIMED, "right")
+    assert wrong.status == WRONG
+    assert wrong.error == pytest.approx(0.01, rel=0.5)
+    assert not wrong.seconds
+    assert not wrong.ratios
+    assert "what is wrong gets no time" in said
+
+
+def test_a_backend_that_does_not_take_it_says_why(rescaled):
+    code, said = run_quick("path", backends=("right",))
+    assert code == 1
+    assert "knows softmax only" in said
+    assert "nothing was measured, which counts as a failure" in said
+
+
+def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
+    from precondattn_conformance.bench import peers
+
+    right = peers.sdpa
+    monkeypatch.setattr(peers, "sdpa", lambda q, k, v: 1.01 * right(q, k, v))
+    made = [p._replace(make=lambda m, b: peers.Computation("sdpa", peers.SOFTMAX, peers.sdpa))
+            if p.name == "sdpa" else p for p in PEERS]  # fmt: skip
+    monkeypatch.setattr(peers, "PEERS", tuple(made))
+    saved = tmp_path / "run.json"
+    code, _ = run_quick("softmax", save=saved)
+    (row,) = load(saved).rows
+    assert code == 0
+    assert row.seconds
+    assert not row.ratios
+    assert "is off by" in row.absent_peers["sdpa"]
+
+
+@pytest.mark.parametrize("name", ["sdpa", "naive_lucid"])
+@pytest.mark.parametrize("heads", [4, 1])
+def test_peers_give_what_they_are_held_to(name, heads):
+    (peer,) = (p for p in PEERS if p.name == name)
+    of = peer.make(pa.Lucid(), None)
+    sizes = layout(t=40, h=4, n=heads, d=8)
+    expected = correct.oracle(str(of.mechanism), sizes, "float64", "torch")
+    torch = libraries.named("torch")
+    arrays = {n: torch.array(a, "float64") for n, a in expected.inputs.items()}
+    found = forward_run(of, torch, arrays).call()["the output"]
+    np.testing.assert_allclose(torch.numpy(found), expected.out, rtol=1e-9, atol=1e-11)
+
+
+def test_a_fault_behind_the_first_tokens_is_found(monkeypatch):
+    """The oracle sees the first tokens of a long call, and the last ones behind a cache."""
+    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "HEAD", 16)
+    sizes = layout(t=100, h=2, d=4)
+    expected = correct.oracle.__wrapped__("lucid", sizes, "float64", "numpy")
+    assert not expected.is_whole
+    library, of = libraries.named("numpy"), ours(pa.Lucid(), "reference")
+    results = forward_run(of, library, expected.inputs).call()
+    checked = correct.check_forward(of, expected, library, "float64", results)
+    assert checked.what == f"the first 16 tokens and the last {correct.TAIL}"
+    results["the output"][:, 90] *= 1.001
+    with pytest.raises(correct.WrongResultError, match="the last tokens"):
+        correct.check_forward(of, expected, library, "float64", results)
+
+
+def test_gradients_of_a_long_call_are_held_to_those_of_its_first_tokens(monkeypatch):
+    from precondattn_conformance.bench.computation import backward_run
+
+    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "HEAD", 16)
+    sizes = layout(t=40, h=2, d=4)
+    expected = correct.oracle.__wrapped__("lucid", sizes, "float64", "numpy")
+    library, of = libraries.named("numpy"), ours(pa.Lucid(), "reference")
+    results = backward_run(of, library, expected.inputs, expected.cotangent).call()
+    correct.check_backward(expected, library, "float64", results)
+    results["the gradient of k"][:, 30] += 1e-3
+    with pytest.raises(correct.WrongResultError, match="the gradient of k"):
+        correct.check_backward(expected, library, "float64", results)
+
+
+def test_what_can_not_be_held_to_the_oracle_is_not_measured(monkeypatch):
+    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "HEAD", 16)
+    for expression in ("softmax[causal=false]", "softmax[bias=true]"):
+        with pytest.raises(correct.UncheckedError, match="can not be held to the oracle"):
+            correct.oracle.__wrapped__(expression, layout(t=40), "float64", "numpy")
+
+
+def test_ratios_are_those_of_times_taken_side_by_side():
+    """A machine that slows down tenfold half way changes every time, and no ratio."""
+    now, ours_, pace = 0.0, [], 1.0
+
+    def work(seconds):
+        def call():
+            nonlocal now
+            now += seconds * pace
+
+        return call
+
+    turns = Turns({"peer": Run(work(2.0)), "slow": Run(work(8.0))}, clock=lambda: now)
+    turns()  # A round to warm up, which has no counterpart.
+    for round_ in range(10):
+        pace = 1.0 if round_ < 5 else 10.0
+        turns()
+        start = now
+        work(4.0)()
+        ours_.append(now - start)
+    ratios = turns.ratios(ours_)
+    assert ratios["peer"] == pytest.approx((2.0, 2.0, 2.0, 10))
+    assert ratios["slow"] == pytest.approx((0.5, 0.5, 0.5, 10))
+    assert spread(ours_).q3 > 5 * spread(ours_).q1
+
+
+def a_row(median=1.0, spread_=0.01, **changed):
+    seconds = {"median": median, "q1": median - spread_, "q3": median + spread_, "rounds": 9}
+    row = Row("lucid", "lucid", "forward", "torch", "cpu", "float32", {"t": 64}, "default")
+    return replace(row, status=TIMED, seconds=seconds, **changed)
+
+
+def verdict(old, new):
+    (change,) = changes(Record("", {}, rows=[old]), Record("", {}, rows=[new]), 0.1)
+    return change.verdict
+
+
+def test_compare_flags_a_regression_and_no_noise():
+    assert verdict(a_row(1.0), a_row(1.3)) == REGRESSED
+    assert verdict(a_row(1.3), a_row(1.0)) == IMPROVED
+    assert verdict(a_row(1.0), a_row(1.05)) == SAME
+    assert verdict(a_row(1.0, 0.2), a_row(1.3, 0.2)) == SAME
+    assert verdict(a_row(), replace(a_row(), status=WRONG, seconds={})) == REGRESSED
+    small = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 2e6]}
+    large = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 4e6]}
+    assert verdict(a_row(**small), a_row(**large)) == REGRESSED
+    assert verdict(a_row(**small), a_row(**small)) == SAME
+    found = changes(Record("", {}), Record("", {}, rows=[a_row()]), 0.1)
+    assert [change.verdict for change in found] == [NEW]
+
+
+def test_compare_ends_with_the_exit_code_of_what_it_found(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    Record("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
+    Record("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    assert command.compare(old, new, 0.1, console) == 1
+    assert command.compare(old, new, 1.5, console) == 0
+    assert "the machines differ" in said.getvalue()
+    old.write_text("{}")
+    with pytest.raises(ValueError, match="no record of format"):
+        command.compare(old, new, 0.1, console)
+
+
+SIZES = {"b": 1, "t": 4, "s": 4, "h": 2, "n": 2, "u": 2, "d": 3, "e": 5}
+
+
+def test_costs_are_those_computed_by_hand():
+    softmax, lucid, delta = pa.Softmax(), pa.Lucid(), pa.Delta()
+    # Two heads; N² = 16, d + e = 8, 3 d + 2 e = 19.
+    assert flops(softmax, SIZES, "forward") == 2 * 16 * 8
+    assert flops(softmax, SIZES, "forward_backward") == 2 * 16 * (8 + 19)
+    assert flops(softmax, {**SIZES, "t": 1}, "decode") == 2 * (2 * 4 * 8)
+    # A window of w tokens: 2 N w − w² in place of N². Without a mask it is 2 N².
+    assert flops(pa.Softmax(window=2), SIZES, "forward") == 2 * (2 * 4 * 2 - 4) * 8
+    assert flops(pa.Softmax(causal=False), SIZES, "forward") == 2 * 32 * 8
+    # LUCID: the same again, once for each key/value head.
+    assert flops(lucid, {**SIZES, "n": 1}, "forward") == (2 + 1) * 16 * 8
+    assert flops(lucid, SIZES, "forward_backward") == 2 * 2 * 16 * (8 + 19)
+    # The delta rule, in chunks of 64: N (6 d e + 4 C (d + e)).
+    assert flops(delta, SIZES, "forward") == 2 * 4 * (6 * 15 + 4 * 64 * 8)
+    assert flops(delta, SIZES, "decode") == 2 * 7 * 15
+
+
+def test_bytes_are_those_computed_by_hand():
+    # q and k 24 elements each, v and o 40; y goes there and back.
+    assert moved_bytes(pa.Softmax(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40)
+    assert moved_bytes(pa.Lucid(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40 + 2 * 40)
+    # One token's q, k, v and o are a quarter of that; the cache holds four tokens of k and v.
+    assert moved_bytes(pa.Softmax(), SIZES, "decode", 4) == 4 * (24 + 40 + 128 / 4)
+    # A state is read and written: 2 heads of 3 × 5; then one token with its beta.
+    assert moved_bytes(pa.Delta(), SIZES, "decode", 4) == 4 * (2 * 30 + (128 + 8) / 4)
+
+
+def test_every_mechanism_has_a_cost():
+    from precondattn_conformance.declared import expressions
+
+    for expression in expressions(pieces=False):
+        m = pa.parse(expression)
+        known = layout(t=64, h=4, d=8).sizes
+        shapes = {name: pattern.shape(known) for name, pattern in m.inputs.items()}
+        sizes = m.inputs.sizes(expression, shapes)
+        for work in ("forward", "forward_backward", "decode"):
+            assert flops(m, sizes, work) > 0, (expression, work)
+            assert moved_bytes(m, sizes, work, 4) > 0, (expression, work)
+
+
+def test_plots_get_written(tmp_path):
+    peer = {"median": 2.0, "q1": 1.9, "q3": 2.2, "rounds": 9, "seconds": 0.5, "error": 1e-7}
+    rows = [
+        a_row(t / 64, sizes={"t": t}, ratios={"sdpa": peer}, peak_tokens=[t], peak_bytes=[64.0 * t])
+        for t in (64, 128)
+    ]
+    written = plot.draw(Record("", {}, rows=rows), tmp_path)
+    assert {path.name for path in written} == {
+        f"{name}.{kind}" for name in ("time", "memory", "ratios") for kind in ("svg", "png")
+    }
+    assert all(path.stat().st_size > 1000 for path in written)
+    assert not plot.draw(Record("", {}), tmp_path)
+
+
+def test_peak_memory_is_that_of_the_call():
+    """A call of the reference keeps arrays of all pairs: at least one is in the peak."""
+    case = BenchCase("", "softmax", "forward", layout(t=512, h=8, d=4), "numpy", "float64")
+    assert 8 * 512**2 * 8 < peak_bytes(case, "reference", None, 1) < 30 * 8 * 512**2 * 8
+
+
+def test_the_declared_cases_exist_and_have_names_of_their_own():
+    assert len({case.name for case in DECLARED}) == len(DECLARED)
+    for case in DECLARED:
+        pa.parse(case.mechanism)
+        named = set(case.peers or ())
+        assert {peer.name for peer in peers_of(case)} == named
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"names": ("lucit",)}, "unknown case 'lucit'; known are"),
+        ({"mechanisms": ("lucit",)}, "lucit"),
+        ({"backends": ("nobody",)}, "unknown backend 'nobody'; known are"),
+        ({"works": ("sideways",)}, "unknown work 'sideways'; known are forward"),
+        ({"libraries_": ("tensorflow",)}, "unknown array library 'tensorflow'"),
+        ({"sizes": ("t=many",)}, "sizes are written as"),
+        ({"sizes": ("h=8,n=3",)}, "h must be a multiple of n"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+        ({"names": ("lucid",), "works": ("decode",)}, "no case is left"),
+        ({"names": ("lucid",), "device": "nowhere"}, "torch has no device 'nowhere' here"),
+        ({"rounds": 0}, "rounds must be 1 or above"),
+    ],
+)
+def test_a_wrong_argument_is_told_what_there_is(options, complaint):
+    with pytest.raises(ValueError, match=complaint.replace("(", r"\(")):
+        command.bench(console=Console(file=io.StringIO()), **options)
+
+
+def test_a_wrong_argument_ends_with_exit_code_2(tmp_path):
+    done = in_a_process("bench", "lucit", folder=tmp_path)
+    assert done.returncode == 2
+    assert "unknown case 'lucit'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "options"),
+    [
+        ("pytest_benchmark", "bench", {}),
+        ("matplotlib", "bench", {"plot": "somewhere"}),
+        ("torch", "torch", {}),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extra, options):
+    found = command.find_spec
+    missing = lambda name: None if name == module else found(name)  # noqa: E731
+    monkeypatch.setattr(command, "find_spec", missing)
+    monkeypatch.setattr(libraries, "find_spec", missing)
+    with pytest.raises(ImportError, match=f"with its extra '{extra}'"):
+        command.bench(names=("lucid",), console=Console(file=io.StringIO()), **options)
+
+
+def test_the_performance_page_is_made_of_the_saved_files():
+    """It is what `docs/make_performance.py` makes of them, and nothing else."""
+    maker = runpy.run_path(str(DOCS / "make_performance.py"))
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](maker["records"]())
+    assert "Nothing has been measured yet" in maker["page"]({})
+    peer = {"median": 2.345, "q1": 2.3, "q3": 2.4, "rounds": 9, "seconds": 0.5, "error": 1e-7}
+    row = a_row(0.0123, error=1e-6, bound=1e-4, backends=["torch"], ratios={"sdpa": peer})
+    machine = {"processor": "a processor", "cores": 2, "threads": 2, "versions": {"torch": "9"}}
+    text = maker["page"]({"run": Record("2026-01-01", machine, rows=[row])})
+    for measured in ("12.3 ms", "2.35 (2.30–2.40)", "a processor", "2026-01-01", "torch 9"):
+        assert measured in text
+
+
+def test_sizes_of_ones_own_make_a_curve():
+    cases = chosen(mechanisms=("lucid",), sizes=("t=16,h=2", "t=32,h=2,n=1"), works=("forward",))
+    assert [(c.layout.t, c.layout.s, c.layout.h, c.layout.n) for c in cases] == [
+        (16, 16, 2, 2),
+        (32, 32, 2, 1),
+    ]

@@ -1,0 +1,318 @@
+"""The conformance suite, run on this repository's own backend, and tested by planted faults."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.spec import lucid, softmax
+from precondattn.spec.linear_family import LinearFamily
+from precondattn_conformance import libraries
+from precondattn_conformance.case import Case, case_of, cases
+from precondattn_conformance.checks import CHECK, Check
+from precondattn_conformance.declared import compositions
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
+from precondattn_conformance.oracle import oracle
+from precondattn_conformance.random_layouts import layout_named, random_layouts
+from precondattn_conformance.runner import run_case, run_cases
+from precondattn_conformance.status import FAILED, UNSUPPORTED
+from precondattn_conformance.tolerance import error
+
+
+def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with_a_reason():
+    found = compositions()
+    assert {"lucid(path)", "differential(laser)", "row_normalized(lucid)"} <= {
+        expression for expression, refused in found.items() if refused is None
+    }
+    assert "mean of its values" in found["laser(lucid)"]
+    assert "no other preconditioner has used" in found["lucid(lucid)"]
+
+
+@pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
+def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
+    """On i.i.d. keys it hardly differs: a test on those would pass without any solve."""
+    sizes = {"q": layout.h, "k": layout.n, "v": layout.n}
+    x = {name: real_heads(name, (1, layout.s, n, 32), layout) for name, n in sizes.items()}
+    plain, solved = pa.softmax(**x), pa.lucid(**x)
+    difference = np.linalg.norm(solved - plain, axis=(1, 3)) / np.linalg.norm(plain, axis=(1, 3))
+    assert difference.shape == (1, 9)
+    assert difference.min() > 0.3
+    identity = np.broadcast_to(np.eye(layout.s)[None, :, None, :], (1, layout.s, 9, layout.s))
+    keys = real_heads("k", (1, layout.s, 9, 32), REAL)
+    inverse = pa.LucidSolve()(keys, identity)[0].transpose(1, 0, 2)
+    condition = np.linalg.cond(inverse)
+    assert condition.min() > 5
+    assert condition.max() < 100
+
+
+def outcome(expression, check="outputs", kind="clustered", **named):
+    layout = Layout("fault", **named)
+    return run_case(Case(check, expression, "torch", "float64", layout, kind), "faulty")
+
+
+def sees_one_too_far(visible):
+    return lambda self, frame: visible(self, frame.replaced(q_position=frame.q_position + 1))
+
+
+FAULTS = {
+    "mask off by one": (softmax.Softmax, "_visible", sees_one_too_far),
+    "1/d for the scale": (softmax.Softmax, "_scale", lambda scale: lambda self, d: 1 / d),
+    "scale of the solve": (
+        lucid.LucidSolve,
+        "_scale",
+        lambda scale: lambda self, d: 1.02 * scale(self, d),
+    ),
+    "mean square for its root": (
+        lucid.LucidSolve,
+        "_rms",
+        lambda rms: lambda self, k: rms(self, k) ** 2,
+    ),
+}
+
+
+@pytest.fixture
+def faulty(afresh):
+    """A backend that is the reference, with the fault that a test plants in its leaves."""
+
+    class Faulty(pa.Backend):
+        name = "faulty"
+        fault = None
+
+        def supports(self, mechanism, request):
+            if len(mechanism.program.calls) > 1:
+                return pa.Support.no("leaves only")
+            return pa.Support.yes(differentiable=True)
+
+        def run(self, method, *args):
+            if self.fault is None:
+                return method(*args)
+            cls, name, change = self.fault
+            original = getattr(cls, name)
+            setattr(cls, name, change(original))
+            try:
+                return method(*args)
+            finally:
+                setattr(cls, name, original)
+
+        def forward(self, mechanism, inputs, frame):
+            return self.run(mechanism.forward, inputs, frame)
+
+        def backward(self, mechanism, *args):
+            return self.run(mechanism.backward, *args)
+
+        def step(self, mechanism, past, inputs, frame):
+            names = {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+            past = {names[key]: buffer for key, buffer in past.items()}
+            out, updates = self.run(mechanism.step, past, inputs, frame)
+            keys = {slot: key for key, slot in names.items()}
+            return out, {keys[slot]: update for slot, update in updates.items()}
+
+        def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
+            keys = mechanism.program.calls[0].slot_keys()
+            past, d_buffers = ({s: a[k] for s, k in keys.items()} for a in (past, d_buffers))
+            gradients, d_past = self.run(
+                mechanism.step_backward, past, inputs, frame, cotangent, d_buffers
+            )
+            return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
+
+    backend = Faulty()
+    pa.register_backend(backend)
+    return backend
+
+
+@pytest.mark.parametrize("check", ["outputs", "gradients", "caching"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught_and_without_it_the_backend_passes(faulty, name, check):
+    assert outcome("lucid", check).status == "passed"
+    faulty.fault = FAULTS[name]
+    assert outcome("lucid", check).status == FAILED
+
+
+def zeros(state):
+    return {name: 0 * buffer for name, buffer in state.items()}
+
+
+STATE_FAULTS = {
+    "forgets the first state": (
+        "run",
+        lambda run: lambda self, state, x, frame: run(self, zeros(state), x, frame),
+        {"caching", "states"},
+    ),
+    "drops the gradient of the last state": (
+        "run_vjp",
+        lambda vjp: (
+            lambda self, state, x, frame, d, last: vjp(self, state, x, frame, d, zeros(last))
+        ),
+        {"states"},
+    ),
+    "gives no gradient to the first state": (
+        "run_vjp",
+        lambda vjp: lambda self, *args: (vjp(self, *args)[0], zeros(args[0])),
+        {"states"},
+    ),
+    "decays by the gate of the token before": (
+        "log_decay",
+        lambda gate: lambda self, x, frame: gate(self, x, frame).roll(1, dims=2),
+        {"outputs", "gradients", "caching", "states"},
+    ),
+    "writes half as strongly": (
+        "stream",
+        lambda stream: (
+            lambda self, x, frame: (s := stream(self, x, frame))._replace(beta=0.5 * s.beta)
+        ),
+        {"outputs", "gradients", "caching", "states"},
+    ),
+}
+
+
+@pytest.mark.parametrize("check", ["outputs", "gradients", "caching", "states"])
+@pytest.mark.parametrize("name", STATE_FAULTS)
+def test_a_fault_planted_in_a_state_is_caught_by_the_checks_that_see_it(faulty, name, check):
+    method, change, caught_by = STATE_FAULTS[name]
+    assert outcome("gated_delta", check).status == "passed"
+    faulty.fault = (LinearFamily, method, change)
+    assert (outcome("gated_delta", check).status == FAILED) == (check in caught_by)
+
+
+def test_a_backend_that_answers_zero_nan_or_the_wrong_batch_fails(faulty, monkeypatch):
+    original = type(faulty).forward
+    for spoil in (lambda o: 0 * o, lambda o: o * float("nan"), lambda o: o.flip(0)):
+        monkeypatch.setattr(
+            type(faulty),
+            "forward",
+            lambda self, *args, spoil=spoil: (spoil(original(self, *args)[0]), ()),
+        )
+        assert outcome("softmax").status == FAILED
+
+
+def test_a_backend_that_raises_after_claiming_support_fails(faulty, monkeypatch):
+    def crash(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(type(faulty), "forward", crash)
+    found = outcome("softmax")
+    assert found.status == FAILED
+    assert "launch failed" in found.reason
+
+
+def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monkeypatch):
+    monkeypatch.setattr(
+        type(faulty), "supports", lambda self, mechanism, request: pa.Support.no("on Sundays")
+    )
+    found = outcome("softmax")
+    assert found.status == UNSUPPORTED
+    assert "on Sundays" in found.reason
+    layout = Layout("fault")
+    report = run_cases([Case("outputs", "softmax", "torch", "float64", layout, "random")], "faulty")
+    assert not report.is_good
+
+
+def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_party):
+    layout = Layout("helped")
+    helped = ("third_party", "reference")
+    found = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
+    assert found.status == UNSUPPORTED
+    assert "third_party takes nothing of this" in found.reason
+    found = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
+    assert found.status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        # The norm of a row that sees nothing divides by so little that float16 overflows.
+        ("torch", "gradients-torch-float16-masked-clustered-row_normalized"),
+        # A gradient beyond float16's range, where infinity is right.
+        ("torch", "gradients-torch-float16-plain-zero-lucid(qk_norm[gain=true])"),
+        # Sums whose terms cancel.
+        ("torch", "gradients-torch-float32-block_and_one-clustered-temperature[per=head]"),
+        ("torch", "gradients-torch-bfloat16-real_short-real-differential"),
+    ],
+)
+def test_a_case_that_once_failed(backend, name):
+    found = run_case(case_of(name), backend)
+    assert found.status == "passed", found.text
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="regions can not be counted here")
+def test_jax_forgets_what_it_compiled_before_a_process_has_too_many_regions(monkeypatch):
+    case = case_of("outputs-jax-float64-plain-random-softmax")
+    run_case(case, "reference")
+    with_it = libraries.mapped_regions()
+    assert run_case(case, "reference").status == "passed"
+    assert libraries.mapped_regions() == with_it
+    monkeypatch.setattr(libraries, "MOST_REGIONS", 0)
+    libraries.named("jax").forget()
+    assert libraries.mapped_regions() < with_it - 50
+
+
+def test_an_id_is_a_case():
+    for case in cases("smoke", only_mechanisms=("lucid(path)",), only_libraries=("numpy",)):
+        assert case_of(case.id) == case
+    drawn = random_layouts(12)
+    assert len(drawn) == 12
+    assert {layout.mask for layout in drawn} >= {None, "lengths"}
+    assert all(layout_named(layout.name) == layout for layout in drawn)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("outputs-numpy", "is no case"),
+        ("output-numpy-float64-plain-random-lucid", "'output' is no check"),
+        ("outputs-numpy-float64-plane-random-lucid", "'plane' is no layout"),
+        ("outputs-numpy-float64-plain-rand-lucid", "'rand' is no kind of keys"),
+        ("outputs-numpy-float64-plain-random-lucidity", "lucidity"),
+    ],
+)
+def test_what_is_no_id_is_refused_with_the_part_that_is_wrong(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        case_of(text)
+
+
+def test_every_check_is_explained():
+    page = Path(__file__).parents[2].joinpath("docs/conformance.md").read_text()
+    for each in CHECK.values():
+        assert f"\n### {each.name}\n" in page
+        assert (each.__doc__ or "").strip() not in ("", Check.__doc__.strip())
+
+
+def test_one_wrong_element_fails():
+    expected = np.random.default_rng(0).normal(size=(4, 1000))
+    found = expected.copy()
+    found[2, 500] += 1e-3
+    assert error(found, expected) > 1e-4
+    assert np.isnan(error(np.full((2, 2), np.nan), np.ones((2, 2))))
+
+
+def test_a_sum_whose_terms_cancel_is_measured_against_them():
+    assert error(np.asarray([1.001]), np.asarray([1.0]), terms=20.0) < 1e-4
+    assert error(np.asarray([1.01]), np.asarray([1.0]), terms=20.0) > 1e-4
+    layout = Layout("cancelling", t=33, s=33)
+    found = oracle("temperature[per=head]", layout, "clustered", "float64")
+    d_tau = np.max(np.abs(found.gradients["tau"]))
+    assert d_tau < found.terms["tau"] < 100 * d_tau
+    assert oracle("temperature(path)", layout, "clustered", "float64").terms
+    assert not oracle("qk_norm(temperature)", layout, "clustered", "float64").terms
+
+
+def test_cases_have_stable_unique_ids():
+    ids = [case.id for case in cases("full")]
+    assert len(ids) == len(set(ids))
+    assert "outputs-numpy-float64-plain-clustered-lucid(laser)" in ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"level": "huge"}, "level must be one of smoke, full, stress; found 'huge'"),
+        ({"only_checks": ("speed",)}, "'speed' is no check; there are outputs"),
+        ({"only_dtypes": ("float8",)}, "'float8' is no dtype"),
+        ({"only_libraries": ("tinygrad",)}, "'tinygrad' is no installed array library"),
+        ({"only_mechanisms": ("lucit",)}, "unknown mechanism 'lucit'"),
+    ],
+)
+def test_an_unknown_choice_is_refused(asked, text):
+    with pytest.raises(ValueError, match=text):
+        list(cases(**asked))

@@ -1,0 +1,317 @@
+"""`precondattn new-backend`: what it writes is right, held to the oracle, and never overwrites."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance import plugin
+from precondattn_conformance.case import cases
+from precondattn_conformance.new_backend import LIBRARIES, new_backend
+from precondattn_conformance.runner import run_cases
+from precondattn_conformance.status import FAILED
+
+ROOT = Path(__file__).parents[2]
+CHAPTER = ROOT / "docs" / "write_a_backend.md"
+
+
+def installed(folder, name, library):
+    """A new backend, and what has to be on the path for it to be installed, as pip leaves it."""
+    new_backend(name, library, folder)
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    metadata = folder / "src" / f"{name.replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder / "src"
+
+
+def run(*command, cwd=None, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def precondattn(*arguments, **environment):
+    return run(
+        "-c", "from precondattn.command_line.cli import main; main()", *arguments, **environment
+    )
+
+
+def replaced(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
+
+
+def workflow_commands(folder):
+    """The pytest commands of the workflow, as lists of words."""
+    workflow = (folder / ".github/workflows/conformance.yml").read_text()
+    folded = re.findall(r"run: >-\n((?: {10}.*\n)+)", workflow)
+    return [shlex.split(text) for text in folded]
+
+
+def counts(report):
+    """How many cases were compared, and how many of them failed, by a JUnit file."""
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    tests, failed, skipped = (int(suite.get(n)) for n in ("tests", "failures", "skipped"))
+    assert suite.get("errors") == "0"
+    return tests - skipped, failed
+
+
+def test_its_own_workflow_finds_it_right(tmp_path):
+    source = installed(tmp_path, "newcomer", "numpy")
+    of_everything, of_its_own = workflow_commands(tmp_path)
+    assert of_everything[:4] == of_its_own[:4] == ["python", "-m", "pytest", "--pyargs"]
+    done = run(*of_its_own[1:], cwd=tmp_path, PYTHONPATH=str(source))
+    assert done.returncode == 0, done.stdout + done.stderr
+    compared, failed = counts(tmp_path / "report/full.xml")
+    assert compared > 0
+    assert failed == 0
+    assert "newcomer" in (tmp_path / "report/full.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
+)
+def test_a_new_backend_is_right_in_what_it_takes(tmp_path, library, checks):
+    source = installed(tmp_path, "newcomer", library)
+    done = precondattn(
+        "conformance", "--backend", "newcomer", "--library", library, *checks,
+        "--mechanism", "lucid_solve", "--junit", str(tmp_path / "report.xml"),
+        PYTHONPATH=str(source),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    compared, failed = counts(tmp_path / "report.xml")
+    assert compared > 0
+    assert failed == 0
+
+
+FAULTS = {
+    "takes away what was not solved": (
+        "lucid_solve.py",
+        "phi[..., :start] @ y[:, :, :start]",
+        "phi[..., :start] @ values[:, :, :start]",
+        "lucid_solve",
+    ),
+    "no scale": ("lucid_solve.py", "np.exp(scale * (", "np.exp((", "lucid_solve"),
+    "half of the keys' gradient": (
+        "lucid_solve.py",
+        "        d_u[:, :, rows] += d_scores @ u[:, :, :stop]\n",
+        "",
+        "lucid_solve",
+    ),
+    "takes a window without knowing of it": (
+        "backend.py",
+        "LucidSolve(scale=mechanism.scale, eps=mechanism.eps)",
+        "LucidSolve(scale=mechanism.scale, eps=mechanism.eps, window=mechanism.window)",
+        "lucid_solve[window=3]",
+    ),
+}
+
+
+@pytest.fixture
+def failures(afresh, monkeypatch):
+    """How many of a mechanism's cases fail on the newcomer as its files are now."""
+
+    def forget():
+        for module in [name for name in sys.modules if name.partition(".")[0] == "newcomer"]:
+            del sys.modules[module]
+
+    def count(source, mechanism):
+        monkeypatch.syspath_prepend(str(source))
+        pa.register_backend(importlib.import_module("newcomer").Newcomer)
+        chosen = {"only_libraries": ("numpy",), "only_mechanisms": (mechanism,)}
+        report = run_cases(cases("smoke", **chosen), "newcomer")
+        pa.unregister_backend("newcomer")
+        forget()
+        return report.count(FAILED)
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # A file may change within a second.
+    yield count
+    forget()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_planted_in_it_is_caught(tmp_path, failures, name):
+    file, old, new, mechanism = FAULTS[name]
+    new_backend("newcomer", "numpy", tmp_path)
+    source = tmp_path / "src"
+    assert failures(source, mechanism) == 0
+    replaced(source / "newcomer" / file, old, new)
+    assert failures(source, mechanism) > 0
+
+
+def blocks_between(marker):
+    """The text of the chapter's blocks between `<!-- MARKER: begin -->` and end."""
+    text = CHAPTER.read_text()
+    return re.findall(
+        rf"<!-- {marker}: begin -->\n```\w+\n(.*?)```\n<!-- {marker}: end -->", text, re.S
+    )
+
+
+def plain(text):
+    """Lines without numbers, which may differ in their last digits, and without alignment."""
+    lines = (" ".join(re.sub(r"[-+\d][\d.e+-]*", "#", line).split()) for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def test_the_chapter_shows_what_is_printed(tmp_path):
+    """Its mistake, planted as its diff says, and the lines that it shows of the report."""
+    source = installed(tmp_path, "mykernel", "torch")
+    old, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", CHAPTER.read_text()).groups()
+    replaced(source / "mykernel" / "lucid_solve.py", old, new)
+    (shown,) = blocks_between("printed")
+    command, _, expected = shown.replace("\\\n", " ").partition("\n")
+    done = precondattn(*command.split()[2:], PYTHONPATH=str(source))
+    assert done.returncode == 1
+    printed = plain(done.stdout)
+    assert [line for line in plain(expected) if line not in printed] == [], done.stdout
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_its_python_is_in_good_form(tmp_path, library):
+    new_backend("newcomer", library, tmp_path)
+    for command in (
+        ("check", "--isolated"),
+        ("check", "--config", "pyproject.toml"),
+        ("format", "--isolated", "--check"),
+    ):
+        done = run("-m", "ruff", *command, "--no-cache", tmp_path, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_solve_for_cupy_is_right_on_arrays_of_numpy(tmp_path, monkeypatch):
+    new_backend("of-cupy", "cupy", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    solve = importlib.import_module("of_cupy.lucid_solve")
+    k, v, d_y = np.random.default_rng(0).normal(size=(3, 2, 37, 3, 8))
+    y, pullback = pa.LucidSolve().vjp(k, v, backend="reference")
+    expected = pullback(d_y)
+    np.testing.assert_allclose(solve.forward(k, v, 8**-0.5, 1e-6), y, atol=1e-12)
+    for found, name in zip(solve.backward(k, y, d_y, 8**-0.5, 1e-6), "kv", strict=True):
+        np.testing.assert_allclose(found, expected[name], atol=1e-12)
+
+
+def test_it_imports_no_framework_before_a_call(tmp_path):
+    source = installed(tmp_path, "newcomer", "torch")
+    program = (
+        "import sys, newcomer, precondattn\n"
+        "from precondattn.dispatch.discovery import discover\n"
+        "assert discover().named('newcomer').libraries == {'torch'}\n"
+        "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
+    )
+    done = run("-c", program, PYTHONPATH=str(source))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_its_workflow_asks_for_what_there_is(tmp_path, library):
+    new_backend("newcomer", library, tmp_path)
+    workflow = (tmp_path / ".github/workflows/conformance.yml").read_text()
+    known = []
+    group = SimpleNamespace(addoption=lambda flag, **options: known.append(flag))
+    plugin.pytest_addoption(SimpleNamespace(getgroup=lambda *names: group))
+    flags = set(re.findall(r"--precondattn-[\w-]+", workflow))
+    assert len(flags) == 7
+    assert flags <= set(known)
+    for file in set(re.findall(r"conformance/\w+\.txt", workflow)):
+        assert (tmp_path / file).exists()
+    assert f"--precondattn-library {library}" in workflow
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load(workflow)["jobs"].values()
+    assert sum("pytest" in step.get("run", "") for step in job["steps"]) == 2
+
+
+def test_its_lists_of_cases_are_empty(tmp_path):
+    new_backend("newcomer", "torch", tmp_path)
+    for name in ("xfail.txt", "skip.txt"):
+        lines = (tmp_path / "conformance" / name).read_text().splitlines()
+        assert lines
+        assert all(line.startswith("#") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("My Kernel", "lower-case letters and digits"),
+        ("kernel-", "lower-case letters and digits"),
+        ("../kernel", "lower-case letters and digits"),
+        ("2d", "begins with a letter"),
+        ("", "begins with a letter"),
+        ("lambda", "a word of Python"),
+        ("triton", "the backend name 'triton' is taken"),
+        ("reference", "the backend name 'reference' is taken"),
+        ("numpy", "would hide the module 'numpy'"),
+        ("json", "would hide the module 'json'"),
+        ("array-api-compat", "would hide the module 'array_api_compat'"),
+    ],
+)
+def test_a_name_that_can_not_be_is_refused(tmp_path, name, reason):
+    with pytest.raises(ValueError, match=reason):
+        new_backend(name, "torch", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_name_of_a_broken_backend_is_taken(third_party, tmp_path):
+    with pytest.raises(ValueError, match="'broken' is taken"):
+        new_backend("broken", "torch", tmp_path / "new")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match="is not empty, and nothing is overwritten"):
+        new_backend("newcomer", "torch", tmp_path)
+    with pytest.raises(ValueError, match="exists and is no directory"):
+        new_backend("newcomer", "torch", mine)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    assert mine.read_text() == "mine"
+
+
+def test_a_library_that_is_unknown_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one of torch, jax, numpy, cupy; found 'tinygrad'"):
+        new_backend("newcomer", "tinygrad", tmp_path / "new")
+
+
+def test_without_jinja_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"needs jinja2, .* with its extra 'conformance'"):
+        new_backend("newcomer", "torch", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_tells_what_it_wrote_and_what_comes_next(tmp_path):
+    where = str(tmp_path / "new")
+    done = precondattn("new-backend", "newcomer", "--library", "numpy", "--directory", where)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert len(files) == 9
+    assert all(str(path) in done.stdout for path in files)
+    assert f"pip install -e {where}" in done.stdout
+    assert "--backend newcomer --library numpy --mechanism lucid_solve" in done.stdout
+    done = precondattn("new-backend", "newcomer", "--directory", where)
+    assert done.returncode == 2
+    assert "nothing is overwritten" in done.stderr

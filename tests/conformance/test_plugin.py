@@ -1,0 +1,97 @@
+"""The pytest plugin in a pytest run of its own, and what it imports before it is asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+THIRD_PARTY = Path(__file__).parents[1] / "third_party"
+
+BARE = """
+import sys, _pytest.config, pytest
+before = set(sys.modules)
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top != "precondattn_conformance":
+            raise ImportError(f"the plugin imports {name}")
+
+sys.meta_path.insert(0, Refuse())
+import precondattn_conformance.plugin
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert new <= sys.stdlib_module_names | {"precondattn_conformance"}, new
+"""
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def pytest_run(folder, *arguments, **environment):
+    return run(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={folder}",
+        *arguments,
+        **environment,
+    )
+
+
+SUITE = (
+    "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
+    "--precondattn-mechanism=lucid", "--precondattn-dtype=float64",
+)  # fmt: skip
+
+
+def test_the_plugin_imports_the_standard_library_only():
+    done = run("-c", BARE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_its_flags_the_plugin_is_inert(tmp_path):
+    (tmp_path / "test_other.py").write_text(
+        "import sys\n"
+        "def test_other():\n"
+        "    assert 'precondattn_conformance.plugin' in sys.modules\n"
+        "    assert not {'precondattn', 'numpy', 'torch', 'jax'} & set(sys.modules)\n"
+    )
+    done = pytest_run(tmp_path, "-p", "no:hypothesispytest", str(tmp_path / "test_other.py"))
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def test_the_suite_runs_by_its_flags(tmp_path):
+    done = pytest_run(tmp_path, *SUITE, "--precondattn-backend=reference")
+    assert done.returncode == 0, done.stdout
+    assert "reference: 24 cases compared" in done.stdout
+
+
+def test_a_third_party_backend_is_held_to_the_oracle_on_the_piece_it_claims(tmp_path):
+    done = pytest_run(
+        tmp_path, *SUITE,
+        "--precondattn-mechanism=lucid_solve", "--precondattn-backend=third_party",
+        PYTHONPATH=str(THIRD_PARTY),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "third_party: 19 cases compared" in done.stdout
+
+
+def test_a_named_backend_of_which_nothing_was_compared_fails(tmp_path):
+    done = pytest_run(
+        tmp_path, "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
+        "--precondattn-mechanism=laser", "--precondattn-backend=third_party",
+        PYTHONPATH=str(THIRD_PARTY),
+    )  # fmt: skip
+    assert "skipped" in done.stdout
+    assert "third_party: 0 cases compared" in done.stdout
+    assert done.returncode == 1

@@ -1,0 +1,295 @@
+"""The share of a key's centred energy in the top eigenspace (CCQ, arXiv 2606.01294, App. H).
+
+Eq. 28 and 29 are computed here by NumPy's own `eigh`. Everything is float64, so an identity has to
+hold to 1e-10; a share is a number in [0, 1].
+"""
+
+import re
+from itertools import pairwise
+
+import array_api_strict
+import jax.numpy
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import precondattn as pa
+from precondattn_conformance.inputs import REAL, real_heads
+from tests.mathematics.identities import assert_close
+
+sampled = settings(max_examples=15, deadline=None, database=None)
+
+
+def centred(k):
+    lengths = np.linalg.norm(k, axis=-1, keepdims=True)
+    unit = k / np.where(lengths > 0, lengths, 1)
+    return unit - unit.mean(axis=1, keepdims=True)
+
+
+def shares(k, rank):
+    """Eq. 28, head by head."""
+    c = centred(k)
+    out = np.zeros(k.shape[:3])
+    for b, n in np.ndindex(k.shape[0], k.shape[2]):
+        keys = c[b, :, n]
+        _, vectors = np.linalg.eigh(keys.T @ keys / (len(keys) - 1))
+        top = keys @ vectors[:, -rank:]
+        out[b, :, n] = np.sum(top**2, axis=-1) / np.sum(keys**2, axis=-1)
+    return out
+
+
+def gaps(k, needle, context, rank):
+    """Eq. 29, with a mean for every sequence and head."""
+    share = shares(k, rank)
+    rows = zip(share, needle, context, strict=True)
+    return np.stack([of_row[m].mean(0) - of_row[c].mean(0) for of_row, m, c in rows])
+
+
+@st.composite
+def keys(draw, shortest=2):
+    """Keys with unequal variances, so that eigenvectors are well determined; and a rank."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    d = draw(st.integers(2, 6))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(shortest, 12)), draw(st.integers(1, 2)), d)
+    k = rng.normal(size=shape) * 0.6 ** np.arange(d) + draw(st.sampled_from([0.0, 0.5]))
+    return rng, k, draw(st.integers(1, d))
+
+
+@sampled
+@given(keys())
+def test_a_share_is_that_of_the_definition(given):
+    _, k, rank = given
+    out = pa.alignment(k, rank)
+    assert out.shape == k.shape[:3]
+    assert_close(out, shares(k, rank), size=10)
+    assert np.all((out >= 0) & (out <= 1 + 1e-12))
+
+
+@sampled
+@given(keys())
+def test_energies_in_the_subspace_sum_to_its_eigenvalues(given):
+    """Weighted by their energies, shares sum to the top eigenvalues of T Σ; T or T − 1 is one."""
+    _, k, rank = given
+    c = centred(k)
+    moment = np.einsum("bsnc,bsnd->bncd", c, c)
+    energy = np.sum(c**2, axis=-1)
+    expected = np.sum(np.linalg.eigvalsh(moment)[..., -rank:], axis=-1)
+    assert_close(np.sum(pa.alignment(k, rank) * energy, axis=1), expected, size=k.shape[1])
+
+
+@sampled
+@given(keys())
+def test_all_eigenvectors_have_all_of_the_energy_and_more_have_no_less(given):
+    _, k, _ = given
+    d = k.shape[-1]
+    by_rank = [pa.alignment(k, rank) for rank in range(1, d + 1)]
+    assert_close(by_rank[-1], np.ones(k.shape[:3]))
+    for fewer, more in pairwise(by_rank):
+        assert np.all(more >= fewer - 1e-9)
+
+
+@sampled
+@given(keys())
+def test_neither_rotations_nor_lengths_matter(given):
+    rng, k, rank = given
+    out = pa.alignment(k, rank)
+    rotation = np.linalg.qr(rng.normal(size=k.shape[-1:] * 2))[0]
+    assert_close(pa.alignment(k @ rotation, rank), out, size=10)
+    factors = rng.uniform(0.1, 10, size=(*k.shape[:3], 1))
+    assert_close(pa.alignment(factors * k, rank), out, size=10)
+
+
+@sampled
+@given(keys(), st.data())
+def test_neither_the_order_nor_other_heads_matter(given, data):
+    _, k, rank = given
+    out, order = pa.alignment(k, rank), data.draw(st.permutations(range(k.shape[1])))
+    assert_close(pa.alignment(k[:, order], rank), out[:, order], size=10)
+    for b, n in np.ndindex(k.shape[0], k.shape[2]):
+        alone = pa.alignment(k[b : b + 1, :, n : n + 1], rank)
+        assert_close(alone[0, :, 0], out[b, :, n], size=10)
+
+
+def test_a_key_that_is_the_mean_has_no_share_and_no_one_is_warned():
+    k = np.random.default_rng(0).normal(size=(2, 1, 3, 4))
+    assert np.all(np.isnan(pa.alignment(k, 2)))
+
+
+def test_a_key_of_zeros_stays_where_it_is():
+    k = np.random.default_rng(0).normal(size=(2, 6, 1, 3))
+    k[:, 2] = 0
+    assert_close(pa.alignment(k, 1), shares(k, 1))
+
+
+def with_needle(rng, d=6, s=20):
+    """Keys near a plane, and at 4 and 5 a needle across it."""
+    k = 0.02 * rng.normal(size=(2, s, 2, d))
+    k[..., :2] += rng.normal(size=(2, s, 2, 2))
+    k[:, 4:6] = 0.02 * rng.normal(size=(2, 2, 2, d))
+    k[:, 4:6, :, 3] += 1
+    needle = np.zeros((2, s), dtype=bool)
+    needle[:, 4:6] = True
+    return k, needle
+
+
+def test_a_needle_off_the_top_eigenspace_has_a_gap_below_zero():
+    k, needle = with_needle(np.random.default_rng(0))
+    off = pa.alignment_gap(k, needle, rank=2)
+    assert off.shape == (2, 2)
+    assert np.all(off < -0.5)
+    ordinary = np.roll(needle, 5, axis=1)
+    assert np.all(pa.alignment_gap(k, ordinary, rank=2) > 0)
+    everything = pa.alignment_gap(k, needle, rank=6)
+    assert_close(everything, np.zeros((2, 2)), size=1)
+
+
+@sampled
+@given(keys(shortest=4), st.data())
+def test_a_gap_is_the_difference_of_two_means(given, data):
+    rng, k, rank = given
+    b, s = k.shape[:2]
+    needle, context = np.zeros((2, b, s), dtype=bool)
+    for row in range(b):
+        cut = data.draw(st.integers(1, s - 2))
+        order = rng.permutation(s)
+        needle[row, order[:cut]] = True
+        context[row, order[cut:-1]] = True
+    out = pa.alignment_gap(k, needle, rank=rank)
+    assert_close(out, gaps(k, needle, ~needle, rank), size=10)
+    out = pa.alignment_gap(k, needle, context, rank=rank)
+    assert_close(out, gaps(k, needle, context, rank), size=10)
+    swapped = pa.alignment_gap(k, context, needle, rank=rank)
+    assert_close(swapped, -out, size=10)
+
+
+def test_the_question_at_the_end_may_be_left_out_of_the_context():
+    """It still is of the keys that make the eigenspace."""
+    k, needle = with_needle(np.random.default_rng(0))
+    context = ~needle
+    context[:, 15:] = False
+    out = pa.alignment_gap(k, needle, context, rank=2)
+    assert_close(out, gaps(k, needle, context, 2))
+    assert np.abs(out - pa.alignment_gap(k, needle, rank=2)).max() > 1e-6
+    without = pa.alignment_gap(k[:, :15], needle[:, :15], rank=2)
+    assert np.abs(out - without).max() > 1e-6
+
+
+@pytest.mark.parametrize("nothing", ["needle", "context"])
+def test_a_sequence_without_needle_or_context_has_no_gap_and_no_one_is_warned(nothing):
+    k, needle = with_needle(np.random.default_rng(0))
+    masks = {"needle": needle, "context": ~needle}
+    masks[nothing][1] = False
+    out = pa.alignment_gap(k, **masks, rank=2)
+    assert np.all(np.isnan(out[1]))
+    assert_close(out[:1], gaps(k[:1], masks["needle"][:1], masks["context"][:1], 2))
+
+
+# The keys of a trained model
+
+
+def test_the_keys_of_a_trained_model_are_aligned():
+    """16 of 32 directions have far more than half of the energy; a key across has less."""
+    k = np.asarray(real_heads("k", (1, REAL.s, 9, 32), REAL))
+    out = pa.alignment(k, 16)
+    assert out.shape == (1, REAL.s, 9)
+    assert_close(out, shares(k, 16), size=10)
+    assert out.mean() > 0.75
+    k, needle = k.copy(), np.zeros((1, REAL.s), dtype=bool)
+    needle[:, 100] = True
+    for head in range(9):
+        c = centred(k)[0, :, head]
+        k[0, 100, head] = np.linalg.eigh(c.T @ c)[1][:, 0]
+    out = pa.alignment_gap(k, needle)
+    assert out.shape == (1, 9)
+    assert np.all(out < 0)
+    assert out.mean() < -0.4
+    assert_close(out, gaps(k, needle, ~needle, 16), size=10)
+
+
+# Libraries and dtypes
+
+
+LIBRARIES = {
+    "torch": torch.asarray,
+    "jax": jax.numpy.asarray,
+    "array_api_strict": array_api_strict.asarray,
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_library_gives_the_same_and_its_own_arrays(library):
+    k, needle = with_needle(np.random.default_rng(0))
+    array = LIBRARIES[library]
+    context = ~needle
+    context[:, 15:] = False
+    for found, expected in [
+        (pa.alignment(array(k), 2), shares(k, 2)),
+        (pa.alignment_gap(array(k), array(needle), rank=2), gaps(k, needle, ~needle, 2)),
+        (
+            pa.alignment_gap(array(k), array(needle), array(context), rank=2),
+            gaps(k, needle, context, 2),
+        ),
+    ]:
+        assert type(found) is type(array(k))
+        assert_close(np.asarray(found), expected, size=10)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_half_precision_is_computed_in_float32(dtype):
+    k, needle = with_needle(np.random.default_rng(0))
+    narrow = torch.asarray(k).to(getattr(torch, dtype))
+    expected = shares(narrow.double().numpy(), 2)
+    out = pa.alignment(narrow, 2)
+    assert out.dtype == torch.float32
+    assert np.abs(out.numpy() - expected).max() < 1e-4
+    assert pa.alignment_gap(narrow, torch.asarray(needle), rank=2).dtype == torch.float32
+
+
+# What is refused
+
+
+K = np.random.default_rng(0).normal(size=(2, 5, 3, 4))
+
+
+@pytest.mark.parametrize("rank", [0, -1, 5, 1.5, None, "2"])
+def test_a_rank_out_of_range_is_refused(rank):
+    for call in (pa.alignment, lambda k, rank: pa.alignment_gap(k, k[..., 0, 0] > 0, rank=rank)):
+        with pytest.raises((TypeError, ValueError), match=r"rank must be .* from 1 to d = 4"):
+            call(K, rank=rank)
+
+
+def test_the_papers_rank_is_the_default():
+    with pytest.raises(ValueError, match="found 16"):
+        pa.alignment(K)
+    wide = np.random.default_rng(0).normal(size=(1, 40, 1, 20))
+    np.testing.assert_array_equal(pa.alignment(wide), pa.alignment(wide, 16))
+
+
+@pytest.mark.parametrize(
+    ("k", "error"),
+    [
+        (K[0], ValueError),
+        (K[None], ValueError),
+        (K.tolist(), TypeError),
+        (None, TypeError),
+        (K * 1j, TypeError),
+    ],
+    ids=["3 axes", "5 axes", "list", "None", "complex"],
+)
+def test_what_is_no_array_of_keys_is_refused(k, error):
+    with pytest.raises(error, match=r"^k "):
+        pa.alignment(k, 2)
+
+
+@pytest.mark.parametrize("name", ["needle", "context"])
+@pytest.mark.parametrize(
+    "wrong",
+    [np.ones((2, 5)), np.ones((2, 4), dtype=bool), np.ones(5, dtype=bool), [[True] * 5] * 2],
+    ids=["float", "shape", "one axis", "list"],
+)
+def test_masks_are_checked(name, wrong):
+    masks = {"needle": np.eye(2, 5) > 0, "context": np.eye(2, 5) == 0} | {name: wrong}
+    with pytest.raises((TypeError, ValueError), match=re.escape(name)):
+        pa.alignment_gap(K, **masks, rank=2)

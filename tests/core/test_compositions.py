@@ -1,0 +1,113 @@
+"""Compositions beyond pairs, drawn at random, and the page that lists the pairs."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import precondattn as pa
+from precondattn.algebra.declaration import Axis, Pattern
+from precondattn_conformance.case import Case, makes_sense
+from precondattn_conformance.checks import run
+from precondattn_conformance.declared import compositions, is_bounded
+from precondattn_conformance.grid import MASKED, PACKED, PLAIN, RAGGED
+
+OUTER = ["differential", "laser", "lucid", "per_dim_scale", "qk_norm", "row_normalized"]
+OUTER += ["temperature", "lucid[beta=true]", "lucid[normalize=queries_and_keys]"]
+OUTER += ["differential[per=head]", "differential[per=token]", "qk_norm[norm=layer,gain=true]"]
+OUTER += ["row_normalized[detach=false]", "temperature[per=head]"]
+BASES = ["softmax", "softmax[window=3]", "softmax[scale=0.5,bias=true]", "softmax[causal=false]"]
+BASES += ["path", "path[flush=3]", "path[forget=unscaled]", "path[window=3,bias=true,flush=2]"]
+CHECKS = ["outputs", "gradients", "caching"]
+"""Those that have a meaning for nearly all of them."""
+
+
+@st.composite
+def nested(draw):
+    """Three or four mechanisms around one another, those that make sense."""
+    text = draw(st.sampled_from(BASES))
+    for _ in range(draw(st.integers(2, 3))):
+        text = f"{draw(st.sampled_from(OUTER))}({text})"
+    reason = None
+    try:
+        text = str(pa.parse(text))
+    except TypeError as refusal:
+        reason = str(refusal)
+    assert reason is None or "makes no sense" in reason
+    assume(reason is None)
+    return text
+
+
+@given(nested(), st.sampled_from([PLAIN, RAGGED, PACKED, MASKED]), st.sampled_from(CHECKS))
+@settings(max_examples=80, deadline=None)
+def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(text, layout, check):
+    """The gradient is held to central differences wherever all of it is differentiated."""
+    case = Case(check, text, "numpy", "float64", layout, "clustered")
+    assume(is_bounded(pa.parse(text)) and makes_sense(case))
+    run(case)
+
+
+@given(nested())
+@settings(max_examples=50, deadline=None)
+def test_text_and_program_of_any_nesting_are_read_back(text):
+    m = pa.parse(text)
+    assert pa.parse(str(m)) == m
+    group = pa.group_of(m)
+    from precondattn.algebra.group import read_mechanism
+
+    if len(group.calls) > 1:
+        assert read_mechanism(str(group)).program == group
+        assert read_mechanism(str(group)).program.inputs == group.inputs
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("temperature(lucid)", "lucid(temperature)"),
+        ("qk_norm(lucid)", "lucid(qk_norm)"),
+        ("row_normalized(lucid(path))", "lucid(row_normalized(path))"),
+        ("qk_norm(laser(path))", "laser(qk_norm(path))"),
+    ],
+)
+def test_what_means_the_same_is_the_same_group_of_calls(first, second):
+    """A kernel that is claimed for one is found for the other."""
+    assert pa.group_of(first) == pa.group_of(second)
+
+
+def test_a_shared_value_is_made_once():
+    calls = pa.parse("lucid(qk_norm[gain=true](path))").program.calls
+    assert [call.leaf.name for call in calls].count("rms_norm") == 2
+
+
+def test_the_patterns_of_inputs_are_those_of_the_base():
+    """QK-norm's own leaf says `t` and `h` of whatever it normalises."""
+    for text in ("qk_norm", "lucid(qk_norm)", "differential(qk_norm)"):
+        inputs = pa.parse(text).inputs
+        for name in {"k", "k2"} & set(inputs):
+            assert str(inputs[name]) == "b s n d"
+    layout = {"q": (1, 2, 4, 8), "k": (1, 5, 2, 8), "v": (1, 5, 2, 3)}
+    rng = np.random.default_rng(0)
+    x = {name: rng.normal(size=shape) for name, shape in layout.items()}
+    assert pa.QKNorm()(**x).shape == (1, 2, 4, 3)
+
+
+def test_patterns_are_read_back_through_multiples():
+    axes = {"d": Axis("e", 3), "t": Axis("s")}
+    assert str(Pattern.read("b t h 2*d").substituted(axes)) == "b s h 6*e"
+    assert str(Pattern.read("b t 64").substituted({"t": Axis(".", 8)})) == "b 8 64"
+
+
+def test_every_pair_is_a_mechanism_or_refused_with_a_reason():
+    for text, reason in compositions().items():
+        assert reason is None or "makes no sense: " in reason, text
+
+
+def test_the_page_of_compositions_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "compositions.md"
+    spec = importlib.util.spec_from_file_location("maker", page.with_name("make_compositions.py"))
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    assert page.read_text(encoding="utf-8") == maker.page(), "run python docs/make_compositions.py"

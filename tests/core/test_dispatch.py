@@ -1,0 +1,224 @@
+"""Which backend runs what: discovery, plans, reasons, strictness. The backend is out of tree."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.dispatch.discovery import discover
+from precondattn_conformance.inputs import Layout, make_inputs
+
+
+def inputs_of(expression, kind="clustered", **sizes):
+    return make_inputs(pa.parse(expression), Layout("test", **sizes), kind)
+
+
+def test_a_backend_is_found_by_its_entry_point_and_a_broken_one_is_listed_with_its_error(
+    third_party,
+):
+    found = discover()
+    assert [backend.name for backend in found.backends] == ["third_party", "reference"]
+    assert found.broken == (
+        ("broken", "AttributeError: module 'third_party_backend' has no attribute 'Missing'"),
+    )
+    explained = str(pa.Lucid().explain(**inputs_of("lucid")))
+    assert "broken could not be imported: AttributeError" in explained
+
+
+def test_without_an_entry_point_only_the_reference_is_there(afresh):
+    assert [backend.name for backend in discover().backends] == ["reference"]
+
+
+def test_the_backends_of_this_repository_come_by_their_entry_points():
+    names = [backend.name for backend in discover().backends]
+    assert names == ["cupy", "pallas", "triton", "jax", "portable", "torch", "reference"]
+
+
+@pytest.mark.parametrize("expression", ["lucid", "lucid(laser)", "lucid[eps=0]"])
+def test_a_piece_is_used_in_every_composition_that_contains_it(third_party, expression):
+    x = inputs_of(expression)
+    m = pa.parse(expression)
+    out, pullback = m.vjp(**x)
+    expected, expected_pullback = m.vjp(**x, backend="reference")
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
+    cotangent = np.ones_like(out)
+    for name, gradient in expected_pullback(cotangent).items():
+        np.testing.assert_allclose(pullback(cotangent)[name], gradient, rtol=1e-9, atol=1e-11)
+    piece = str(m.program.calls[0].leaf)
+    assert third_party.calls[0] == piece
+    assert f"backward of {piece}" in third_party.calls
+
+
+def test_the_largest_group_that_is_claimed_wins(third_party):
+    x = inputs_of("lucid")
+    plan = pa.Lucid().explain(**x).plan
+    assert [str(call.piece) for call in plan.calls] == [str(pa.group_of("lucid"))]
+    np.testing.assert_allclose(pa.Lucid()(**x), pa.Lucid()(**x, backend="reference"), atol=1e-12)
+    assert third_party.calls == [str(pa.group_of("lucid"))]
+
+
+def test_a_forward_only_kernel_is_never_chosen_for_training(third_party):
+    explained = pa.Lucid().explain(**inputs_of("lucid"), verb="vjp")
+    assert explained.backends == ("third_party", "reference")
+    assert [str(call.piece) for call in explained.plan.calls] == ["lucid_solve", "softmax"]
+    assert "lucid as a whole has no gradient here" in str(explained)
+
+
+def test_a_group_is_found_when_something_else_stands_between_its_calls(third_party):
+    """The group is cut from the program: how the mechanism was written does not matter."""
+    with_norms = pa.Lucid(normalize="queries_and_keys").program
+    part, _ = with_norms.part([2, 3])
+    assert str(part) == "y1 = lucid_solve[normalize=given](k, v); out = softmax(q, k, v=y1)"
+    assert pa.group_of("lucid(laser)") == pa.group_of("lucid(softmax[read=log_mean_exp])")
+
+
+def test_a_program_is_the_inverse_of_its_text():
+    from precondattn.algebra.group import read_program
+
+    for expression in ("lucid", "lucid(laser)", "lucid[normalize=queries_and_keys,beta=true]"):
+        program = pa.group_of(expression)
+        assert read_program(str(program)) == program
+        assert read_program(str(program)).inputs == program.inputs
+
+
+def test_a_named_backend_refuses_rather_than_falls_back(third_party):
+    x = inputs_of("laser")
+    with pytest.raises(
+        pa.UnsupportedError, match=r"softmax.*\n.*third_party: knows lucid_solve only"
+    ):
+        pa.Laser()(**x, backend="third_party")
+    with (
+        pa.use_backend("third_party"),
+        pytest.raises(pa.UnsupportedError, match="third_party was asked for"),
+    ):
+        pa.Laser()(**x)
+    np.testing.assert_array_equal(
+        pa.Laser()(**x, backend=("third_party", "reference")), pa.Laser()(**x)
+    )
+
+
+def test_use_backend_ends_with_its_block(third_party):
+    x = inputs_of("lucid")
+    with pa.use_backend("reference"):
+        assert pa.Lucid().explain(**x).backends == ("reference", "reference")
+    assert pa.Lucid().explain(**x).backends == ("third_party",)
+
+
+def test_explain_takes_the_path_of_extend(third_party):
+    x = inputs_of("lucid")
+    cache = pa.Lucid().init_cache(**x, capacity=9)
+    explained = pa.Lucid().explain(**x, cache=cache)
+    assert explained.backends == ("reference", "reference")
+    assert "third_party for lucid_solve: does not extend" in str(explained)
+
+
+def test_a_kernel_that_raises_is_an_error_and_no_silent_fallback(third_party, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(third_party.ThirdParty, "forward", broken)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        pa.Lucid()(**inputs_of("lucid"))
+
+
+def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(afresh):
+    class Fast(pa.Backend):
+        name = "fast_here"
+        accelerates = frozenset({"cpu"})
+
+        def supports(self, mechanism, request):
+            return pa.Support.no("wants d a multiple of 16")
+
+        def forward(self, mechanism, inputs, frame):
+            raise AssertionError
+
+    pa.register_backend(Fast())
+    x = inputs_of("softmax")
+    with pytest.warns(pa.PassedOverWarning, match="fast_here .* wants d a multiple of 16") as seen:
+        pa.Softmax()(**x)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pa.Softmax()(**x)
+        pa.Softmax()(**x, backend="reference")
+
+
+def test_a_backend_of_another_library_is_not_asked(afresh):
+    class ForTorch(pa.Backend):
+        name = "for_torch"
+        libraries = frozenset({"torch"})
+
+        def supports(self, mechanism, request):
+            raise AssertionError("asked about NumPy arrays")
+
+        def forward(self, mechanism, inputs, frame):
+            raise AssertionError
+
+    pa.register_backend(ForTorch())
+    explained = str(pa.Softmax().explain(**inputs_of("softmax")))
+    assert "for_torch for softmax: takes arrays of torch, not of numpy" in explained
+
+
+def test_what_is_no_backend_is_refused_with_what_it_lacks(afresh):
+    class Half:
+        name = "half"
+
+        def supports(self, mechanism, request):
+            return pa.Support.yes()
+
+    with pytest.raises(TypeError, match="lacks forward"):
+        pa.register_backend(Half())
+
+    class Nameless(pa.Backend):
+        pass
+
+    with pytest.raises(TypeError, match="lacks name, supports, forward"):
+        pa.register_backend(Nameless())
+
+    class NotASubclass:
+        name = "not_a_subclass"
+        supports = forward = Nameless.backward
+
+    with pytest.raises(TypeError, match="lacks libraries, accelerates, preference"):
+        pa.register_backend(NotASubclass())
+    with pytest.raises(ValueError, match="no backend 'reference' is registered"):
+        pa.unregister_backend("reference")
+
+
+def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(afresh):
+    class ForwardOnly(pa.Backend):
+        name = "forward_only"
+
+        def supports(self, mechanism, request):
+            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+
+        def forward(self, mechanism, inputs, frame):
+            return mechanism.forward(inputs, frame)
+
+    pa.register_backend(ForwardOnly)
+    out, pullback = pa.Softmax().vjp(**inputs_of("softmax"))
+    with pytest.raises(NotImplementedError, match=r"'forward_only' claimed .* method 'backward'"):
+        pullback(out)
+
+
+def test_a_backend_gets_half_precision_inputs_as_they_are_and_wide_values_cast_down(third_party):
+    """Between the reference and another backend values are rounded to the call's dtype."""
+    torch = pytest.importorskip("torch")
+    seen = []
+    original = third_party.ThirdParty.forward
+
+    def spy(self, mechanism, inputs, frame):
+        seen.extend(inputs[name].dtype for name in inputs)
+        return original(self, mechanism, {n: a.float() for n, a in inputs.items()}, frame)
+
+    third_party.ThirdParty.forward = spy
+    try:
+        x = {n: torch.tensor(a).bfloat16() for n, a in inputs_of("lucid").items()}
+        out = pa.Lucid(pa.Laser())(**x)
+    finally:
+        third_party.ThirdParty.forward = original
+    assert set(seen) == {torch.bfloat16}
+    assert out.dtype == torch.bfloat16
+    expected = pa.Lucid(pa.Laser())(**x, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

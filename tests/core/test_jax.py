@@ -1,0 +1,150 @@
+"""JAX: eager, jit, grad and vmap; another backend goes through `jax.custom_vjp`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+
+
+def arrays_of(expression, **sizes):
+    made = make_inputs(pa.parse(expression), Layout("test", **sizes), "clustered")
+    return {name: jnp.asarray(array) for name, array in made.items()}
+
+
+def close(found, expected):
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["softmax", "lucid", "lucid[normalize=rows]", "lucid(laser)", "gated_delta", "ccq(gla)", "gsa"],
+)
+def test_jit_grad_and_vmap_agree_with_eager_calls(expression):
+    m, x = pa.parse(expression), arrays_of(expression)
+    expected, pullback = m.vjp(**x)
+    close(jax.jit(lambda x: m(**x))(x), expected)
+    found = jax.jit(jax.grad(lambda x: jnp.sum(m(**x))))(x)
+    for name, gradient in pullback(jnp.ones_like(expected)).items():
+        close(found[name], gradient)
+    stacked = {name: jnp.stack([a, a + 0.1]) for name, a in x.items()}
+    mapped = jax.vmap(lambda x: m(**x))(stacked)
+    close(mapped[0], expected)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["softmax", "lucid(laser)", "path", "gsa", "ccq[covariance=query_weighted](linear)"],
+)
+def test_rows_that_see_nothing_have_no_gradient_under_jit(expression):
+    """XLA rearranges what it compiles; 0 · ∞ must not come of it."""
+    m, x = pa.parse(expression), arrays_of(expression)
+    loss = jax.grad(lambda x: jnp.sum(m(**x, lengths=jnp.asarray([4, 0])) ** 2))
+    found, expected = jax.jit(loss)(x), loss(x)
+    for name in x:
+        close(found[name], expected[name])
+
+
+def test_a_mechanism_is_a_static_argument_of_jit():
+    x = arrays_of("lucid")
+    run = jax.jit(lambda m, x: m(**x), static_argnums=0)
+    close(run(pa.Lucid(), x), pa.Lucid()(**x))
+
+
+def test_masks_may_be_traced():
+    x = arrays_of("lucid")
+    lengths = jnp.asarray([3, 7])
+    run = jax.jit(lambda x, lengths: pa.Lucid()(**x, lengths=lengths))
+    close(run(x, lengths), pa.Lucid()(**x, lengths=lengths))
+
+
+def test_a_cache_is_a_pytree_that_jit_carries_and_may_donate():
+    m, x = pa.Lucid(), arrays_of("lucid")
+    expected = m(**x)
+    step = jax.jit(lambda cache, x: m.extend(cache, **x))
+    cache = m.init_cache(**x, capacity=8)
+    assert len(jax.tree.leaves(cache)) == 4
+    outs = []
+    for i in range(7):
+        out, cache = step(cache, {name: a[:, i : i + 1] for name, a in x.items()})
+        outs.append(out)
+    close(jnp.concatenate(outs, axis=1), expected)
+    assert step._cache_size() == 1
+
+    def scanned(cache, token):
+        out, cache = m.extend(cache, **{n: a[:, None] for n, a in token.items()})
+        return cache, out[:, 0]
+
+    tokens = {name: jnp.moveaxis(a, 1, 0) for name, a in x.items()}
+    _, outs = jax.lax.scan(scanned, m.init_cache(**x, capacity=8), tokens)
+    close(jnp.moveaxis(outs, 0, 1), expected)
+
+
+def test_the_reference_has_forward_mode_and_second_derivatives():
+    m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)", b=1, t=3, s=3)
+    call = partial(m, backend="reference")
+    _, moved = jax.jvp(lambda x: call(**x), (x,), (jax.tree.map(jnp.ones_like, x),))
+    assert np.isfinite(moved).all()
+
+    def loss(k):
+        return jnp.sum(call(x["q"], k, x["v"]) ** 2)
+
+    hessian = jax.hessian(loss)(x["k"]).reshape(x["k"].size, -1)
+    close(hessian, hessian.T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_is_computed_in_float32_and_returned_as_it_came(dtype):
+    x = {name: array.astype(dtype) for name, array in arrays_of("lucid").items()}
+    out = pa.Lucid()(**x)
+    wide = pa.Lucid()(**{name: array.astype(jnp.float32) for name, array in x.items()})
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(wide.astype(dtype)))
+
+
+class TestAnotherBackend:
+    """The out-of-tree backend claims lucid_solve."""
+
+    @pytest.mark.parametrize("masks", [{}, {"lengths": jnp.asarray([4, 7])}])
+    def test_its_gradient_is_the_one_that_jax_uses(self, third_party, masks):
+        m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")
+
+        def loss(x, backend=None):
+            return jnp.sum(m(**x, **masks, backend=backend) ** 2)
+
+        found = jax.jit(jax.grad(loss))(x)
+        assert "backward of lucid_solve" in third_party.calls
+        expected = jax.grad(partial(loss, backend="reference"))(x)
+        for name in x:
+            close(found[name], expected[name])
+
+    def test_vmap(self, third_party):
+        m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")
+        stack = jnp.stack([x["k"], 2 * x["k"] + 1])
+        mapped = jax.vmap(lambda k: m(x["q"], k, x["v"]))(stack)
+        close(mapped[1], m(x["q"], stack[1], x["v"]))
+
+    def test_forward_mode_is_refused(self, third_party):
+        x = arrays_of("lucid")
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(lambda k: pa.Lucid()(x["q"], k, x["v"]), (x["k"],), (x["k"],))
+
+
+def lines_of_gradient(expression, tokens, backend):
+    """Of the traced gradient, printed."""
+    m = pa.parse(expression)
+    x = arrays_of(expression, b=1, t=tokens, s=tokens, h=2, n=2, d=4, e=4)
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x, backend=backend))))(x)
+    return str(traced).count("\n")
+
+
+@pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)", "hedgehog(gla)"])
+def test_a_recurrence_is_traced_as_one_step_however_long(expression):
+    """Unrolled, 2,000 tokens would be tens of thousands of equations."""
+    assert lines_of_gradient(expression, 2000, "reference") < 3000
+    long, longer = (lines_of_gradient(expression, tokens, "jax") for tokens in (2000, 8000))
+    assert abs(longer - long) < 0.02 * long

@@ -1,0 +1,68 @@
+"""What `import precondattn` brings with it, and what the package says of itself."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import precondattn as pa
+
+ROOT = Path(__file__).parents[2]
+
+IMPORTED = """
+import sys
+import numpy, array_api_compat
+before = set(sys.modules)
+import precondattn
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+frameworks = {"torch", "jax", "jaxlib", "cupy", "array_api_strict", "typer", "rich", "pytest"}
+assert not new & frameworks, new & frameworks
+assert new - {"precondattn"} <= set(sys.stdlib_module_names) | {"org"}, new
+slow = {"importlib.metadata", "email", "asyncio"} & (set(sys.modules) - before)
+assert not slow, slow
+late = {"precondattn.execution.run", "precondattn.dispatch.plan"} & set(sys.modules)
+assert not late, late
+"""
+
+
+def test_importing_it_imports_no_framework_and_nothing_slow():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_numpy_call_imports_no_framework():
+    program = (
+        "import sys, numpy as np, precondattn as pa\n"
+        "pa.lucid(*np.ones((3, 1, 2, 1, 4)))\n"
+        "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_oracle_names_no_framework():
+    for path in (ROOT / "precondattn" / "spec").glob("*.py"):
+        if path.name == "jax_solve.py":  # Loaded for JAX's arrays only.
+            continue
+        assert not re.search(r"(?m)^(import|from) (torch|jax|cupy|numpy)\b", path.read_text()), path
+
+
+def test_the_core_imports_neither_backends_nor_conformance():
+    for path in (ROOT / "precondattn").rglob("*.py"):
+        if path.name != "commands.py":  # The command line loads what a subcommand asks for.
+            assert "precondattn_" not in re.sub(r"\"precondattn_\w+\"", "", path.read_text()), path
+
+
+def test_the_version_is_the_distributions():
+    assert metadata.version("precondattn") == pa.__version__
+    assert f"## {pa.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_everything_public_is_documented_with_an_example_or_a_sentence():
+    for name in pa.__all__:
+        assert getattr(pa, name).__doc__, name

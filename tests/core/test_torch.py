@@ -1,0 +1,239 @@
+"""PyTorch: the reference is plain differentiable code, another backend is a custom operator."""
+
+import numpy as np
+import pytest
+import torch
+
+import precondattn as pa
+from precondattn.execution.autograd_torch import backward, forward, inference
+from precondattn.frame import full_frame
+from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.inputs import Layout, make_inputs
+
+LAYOUT = Layout("test", t=6, s=6)
+
+
+def tensors_of(expression, *, requires_grad=True, kind="clustered", layout=LAYOUT):
+    made = make_inputs(pa.parse(expression), layout, kind)
+    return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
+
+
+def gradients(function, x, cotangent):
+    return torch.autograd.grad(function(**x), list(x.values()), cotangent)
+
+
+@pytest.mark.parametrize("expression", sorted({*expressions()} - derived()))
+def test_a_call_compiles_into_one_graph_with_its_gradient(expression):
+    torch.compiler.reset()
+    m, x = pa.parse(expression), tensors_of(expression)
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    expected = m(**x)
+    torch.testing.assert_close(compiled(**x), expected)
+    cotangent = torch.ones_like(expected)
+    for found, wanted in zip(
+        gradients(compiled, x, cotangent), gradients(m, x, cotangent), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_compiled_call_takes_masks_and_another_length():
+    torch.compiler.reset()
+    compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
+    for t in (6, 9, 11):
+        x = tensors_of("lucid", layout=Layout("test", t=t, s=t))
+        lengths = torch.tensor([t - 2, t])
+        torch.testing.assert_close(compiled(**x, lengths=lengths), pa.Lucid()(**x, lengths=lengths))
+
+
+def test_a_compiled_call_with_a_bad_length_gives_nan_for_that_sequence():
+    torch.compiler.reset()
+    x = tensors_of("softmax")
+    compiled = torch.compile(pa.Softmax(), fullgraph=True, backend="aot_eager")
+    out = compiled(**x, lengths=torch.tensor([7, 6]))
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1], pa.Softmax()(**x)[1])
+
+
+def test_extend_compiles_into_one_graph():
+    torch.compiler.reset()
+    m, x = pa.Lucid(), tensors_of("lucid", requires_grad=False)
+    cache = m.init_cache(**x, capacity=8)
+    compiled = torch.compile(
+        lambda cache, donate, *x: m.extend(cache, *x, donate=donate),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    out, kept = compiled(cache, False, *(x[name][:, :4] for name in "qkv"))
+    more, cache = compiled(kept, True, *(x[name][:, 4:] for name in "qkv"))
+    assert not kept.store
+    torch.testing.assert_close(torch.cat([out, more], dim=1), m(**x))
+    assert cache.length.tolist() == [6, 6]
+
+
+def test_a_shorthand_compiles_into_one_graph_with_its_options_and_masks():
+    torch.compiler.reset()
+    x = tensors_of("lucid")
+    lengths = torch.tensor([3, 6])
+
+    def shorthand(q, k, v, lengths):
+        return pa.lucid(q, k, v, eps=0.0, lengths=lengths)
+
+    compiled = torch.compile(shorthand, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(**x, lengths=lengths), pa.Lucid(eps=0)(**x, lengths=lengths)
+    )
+
+
+def test_a_call_compiles_with_the_default_compiler():
+    torch.compiler.reset()
+    x = tensors_of("lucid")
+    torch.testing.assert_close(torch.compile(pa.Lucid(), fullgraph=True)(**x), pa.Lucid()(**x))
+
+
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
+def test_the_reference_has_higher_derivatives_forward_mode_and_vmap(expression):
+    m, x = pa.parse(expression), tensors_of(expression, layout=Layout("test", b=1, t=3, s=3))
+    torch.autograd.gradgradcheck(lambda q, k, v: m(q, k, v, backend="reference"), tuple(x.values()))
+    tangents = tuple(torch.ones_like(a) for a in x.values())
+    out, moved = torch.func.jvp(lambda q, k, v: m(q, k, v), tuple(x.values()), tangents)
+    pairing = torch.sum(moved * out).detach()
+    pulled = gradients(m, x, out.detach())
+    torch.testing.assert_close(sum(g.sum() for g in pulled), pairing)
+    stack = torch.stack([x["q"], 2 * x["q"]])
+    mapped = torch.func.vmap(lambda q: m(q, x["k"], x["v"]))(stack)
+    torch.testing.assert_close(mapped[1], m(2 * x["q"], x["k"], x["v"]))
+
+
+class TestAnotherBackend:
+    """The out-of-tree backend claims lucid_solve."""
+
+    def test_gradcheck(self, third_party):
+        x = tensors_of("lucid", layout=Layout("test", b=1, t=4, s=4))
+        assert torch.autograd.gradcheck(pa.Lucid(), tuple(x.values()))
+        assert "backward of lucid_solve" in third_party.calls
+
+    @pytest.mark.parametrize("masks", [{}, {"lengths": [4, 6]}])
+    def test_autograd_equals_the_reference(self, third_party, masks):
+        m, x = pa.Lucid(pa.Laser()), tensors_of("lucid(laser)")
+        cotangent = torch.ones_like(m(**x))
+        found = gradients(lambda **x: m(**x, **masks), x, cotangent)
+        wanted = gradients(lambda **x: m(**x, **masks, backend="reference"), x, cotangent)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_opcheck(self, third_party):
+        x = tensors_of("lucid_solve")
+        k, v = x["k"], x["v"]
+        frame = list(full_frame(6, 6, k, lengths=torch.tensor([4, 6])).arrays)
+        torch.library.opcheck(forward, ("lucid_solve", "third_party", [k, v], frame))
+        k, v = k.detach(), v.detach()
+        torch.library.opcheck(inference, ("lucid_solve", "third_party", [k, v], frame))
+        outputs = forward("lucid_solve", "third_party", [k, v], frame)
+        args = ("lucid_solve", "third_party", [k, v], frame, outputs, torch.ones_like(v))
+        torch.library.opcheck(backward, args)
+
+    def test_compile_keeps_the_operator_whole(self, third_party):
+        torch.compiler.reset()
+        x = tensors_of("lucid")
+        compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(**x), pa.Lucid()(**x, backend="reference"))
+        found = gradients(compiled, x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
+        wanted = gradients(pa.Lucid(), x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_vmap_folds_into_the_batch(self, third_party):
+        x = tensors_of("lucid", requires_grad=False)
+        stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1])
+        m = pa.Lucid(pa.Laser())
+        mapped = torch.func.vmap(lambda k: m(x["q"], k, x["v"]), in_dims=0)(stack)
+        for i in range(3):
+            torch.testing.assert_close(mapped[i], m(x["q"], stack[i], x["v"]))
+        assert "lucid_solve" in third_party.calls
+
+    def test_the_gradient_of_a_mapped_call(self, third_party):
+        x = tensors_of("lucid", requires_grad=False)
+        stack = torch.stack([x["k"], x["k"] + 1]).requires_grad_()
+        m = pa.Lucid(pa.Laser())
+        torch.func.vmap(lambda k: m(x["q"], k, x["v"]))(stack).sum().backward()
+        for i in range(2):
+            k = stack[i].detach().requires_grad_()
+            (expected,) = torch.autograd.grad(m(x["q"], k, x["v"]).sum(), k)
+            torch.testing.assert_close(stack.grad[i], expected)
+
+    def test_function_transforms_of_the_gradient_are_left_to_the_reference(self, third_party):
+        """PyTorch's custom operators have no torch.func.grad; the reference has."""
+        x = tensors_of("lucid", requires_grad=False)
+
+        def loss(k, backend=None):
+            return pa.Lucid()(x["q"], k, x["v"], backend=backend).sum()
+
+        found = torch.func.grad(loss)(x["k"])
+        assert not third_party.calls
+        torch.testing.assert_close(found, torch.func.grad(loss)(x["k"], "reference"))
+        with pytest.raises(pa.UnsupportedError, match="third_party"):
+            torch.func.grad(loss)(x["k"], "third_party")
+
+    def test_a_second_derivative_is_refused(self, third_party):
+        x = tensors_of("lucid")
+        (dk,) = torch.autograd.grad(pa.Lucid()(**x).square().sum(), x["k"], create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            dk.square().sum().backward()
+
+    def test_an_extension_that_asks_for_a_gradient_is_left_to_the_reference(self, third_party):
+        m, x = pa.Lucid(), tensors_of("lucid")
+        out, _ = m.extend(m.init_cache(**x, capacity=6), **x)
+        (dv,) = torch.autograd.grad(out.sum(), x["v"])
+        (expected,) = torch.autograd.grad(m(**x, backend="reference").sum(), x["v"])
+        torch.testing.assert_close(dv, expected)
+
+
+def test_an_inference_call_records_nothing():
+    x = tensors_of("lucid", requires_grad=False)
+    assert not pa.Lucid()(**x).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32_and_returned_as_it_came(dtype):
+    x = {n: a.detach().to(dtype).requires_grad_() for n, a in tensors_of("lucid").items()}
+    wide = {n: a.detach().float() for n, a in x.items()}
+    # The blocked backend rounds once more, what one piece hands to the next.
+    for backend, rounding in (("reference", 0), ("torch", 2 * torch.finfo(dtype).eps)):
+        out = pa.Lucid()(**x, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), list(x.values()))
+        assert {out.dtype, *(g.dtype for g in gradients)} == {dtype}
+        expected = pa.Lucid()(**wide, backend=backend).to(dtype)
+        torch.testing.assert_close(out, expected, rtol=rounding, atol=rounding)
+
+
+def test_gates_of_half_precision_calls_may_be_float32():
+    x = {n: a.detach().bfloat16() for n, a in tensors_of("lucid").items()}
+    beta = torch.rand(2, 6, 2)
+    out = pa.Lucid(beta=True)(**x, lucid_beta=beta)
+    assert out.dtype == torch.bfloat16
+    assert np.isfinite(out.float().numpy()).all()
+
+
+class Subtraction(pa.Backend):
+    """o₁ − λ o₂, as a backend that is no code of PyTorch's autograd."""
+
+    name = "subtraction"
+    preference = 10
+
+    def supports(self, mechanism, request):
+        good = mechanism == pa.Difference() and request.verb != "extend"
+        return pa.Support.yes() if good else pa.Support.no("does o1 - lam o2")
+
+    def forward(self, mechanism, inputs, frame):
+        return inputs["o1"] - inputs["lam"] * inputs["o2"], ()
+
+
+def test_vmap_of_a_backend_whose_piece_reads_a_single_number(afresh):
+    pa.register_backend(Subtraction())
+    m = pa.Differential()
+    x = tensors_of("differential", requires_grad=False)
+    stack = torch.stack([x["q"], -x["q"]])
+    others = {name: tensor for name, tensor in x.items() if name != "q"}
+    assert "subtraction" in m.explain(**x).backends
+    mapped = torch.func.vmap(lambda q: m(q=q, **others))(stack)
+    torch.testing.assert_close(mapped[1], m(**x | {"q": -x["q"]}))

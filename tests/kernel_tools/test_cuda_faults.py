@@ -1,0 +1,160 @@
+"""The simulator of CUDA: what is planted wrong is found, in any order, and its line is named."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+
+from precondattn_kernel_tools.cuda_simulator import (
+    KernelError,
+    OutOfBoundsError,
+    RaceError,
+    SimulatedModule,
+    SynchronizationError,
+    UninitializedError,
+    checked,
+    compilation,
+)
+from tests.kernel_tools.cuda_examples.launches import (
+    EXAMPLES,
+    ORDERS,
+    faults,
+    normal,
+    turns,
+    unwritten,
+)
+
+LINES = (EXAMPLES / "faults.cu").read_text().split("\n")
+
+
+def lines_of(name):
+    return [i for i, line in enumerate(LINES, 1) if line.endswith(f"// here {name}")]
+
+
+FAULTS = [
+    ("missing_barrier", UninitializedError, r"byte \d+ of row, .* no thread of the block"),
+    ("missing_second_barrier", RaceError, "with no barrier between them"),
+    ("missing_syncwarp", RaceError, "of row, .* with no barrier between them"),
+    ("two_write", RaceError, r"writes element \d+ of args\[1\], .* has written"),
+    ("two_blocks_write", RaceError, "a thread of another block, number 0 to run, has written"),
+    ("missing_fence", RaceError, "with no fence between them"),
+    ("divergent_barrier", SynchronizationError, "a barrier is divergent"),
+    ("barrier_after_return", SynchronizationError, r"thread \(\d+, 0, 0\) has returned"),
+    ("uneven_loop", SynchronizationError, "has returned"),
+    ("barrier_in_a_part_of_a_warp", SynchronizationError, "a deadlock: .* waits in __syncwarp"),
+    ("read_behind", OutOfBoundsError, r"reads 4 bytes at element 64 of args\[0\], float32"),
+    ("read_before", OutOfBoundsError, r"reads 4 bytes at element -[12] of args\[0\]"),
+    ("read_far", OutOfBoundsError, r"at element 262\d+ of args\[0\], .* which has 64"),
+    ("write_behind", OutOfBoundsError, r"writes 4 bytes at element \d+ of args\[1\]"),
+    ("update_behind", OutOfBoundsError, r"writes 4 bytes at element 64 of args\[1\]"),
+    ("copy_behind", OutOfBoundsError, r"reads 260 bytes at element 0 of args\[0\]"),
+    ("null_pointer", OutOfBoundsError, "which is in no array of the call"),
+    ("shared_behind", OutOfBoundsError, r"writes 4 bytes at byte \d+ of row, which has 256"),
+    ("dynamic_behind", OutOfBoundsError, "of dynamic shared memory, which has 128"),
+    ("row_behind", OutOfBoundsError, r"index \d+ is outside of an array of type 'float \[9\]'"),
+    ("local_behind", OutOfBoundsError, r"index \d+ is outside of an array of type 'float \[4\]'"),
+    ("misaligned", OutOfBoundsError, "float4. is used at byte 4 of .* no multiple of 16"),
+    ("misaligned_in_shared", OutOfBoundsError, "float4. is used at byte 0 of row"),
+    ("uninitialized", UninitializedError, "reads byte 252 of row"),
+    ("uninitialized_sum", UninitializedError, "reads byte 0 of sum"),
+    ("left_from_another_block", UninitializedError, "no thread of the block has written"),
+    ("mask_without_itself", SynchronizationError, "the mask 0x0000ffff does not name it"),
+    ("mask_without_the_source", SynchronizationError, "lane .* mask 0x0000ffff does not name that"),
+    ("lane_returned", SynchronizationError, r"reads lane 20 in a shuffle, .* which has returned"),
+    ("lane_elsewhere", SynchronizationError, "lanes of the mask .* wait at different places"),
+    ("masks_that_differ", SynchronizationError, "a deadlock: .* with the mask 0x"),
+    ("waits_for_ever", SynchronizationError, "does not come to an end"),
+    ("divides_by_zero", KernelError, "an integer is divided by zero"),
+    ("overflows", KernelError, "an integer overflows"),
+    ("asserts", KernelError, "an assertion fails: threadIdx.x < 63"),
+    ("needs_much_stack", KernelError, "needs more than 128 KiB for its local variables"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("name", "kind", "says"), FAULTS, ids=[name for name, *_ in FAULTS])
+def test_a_planted_fault_is_found_at_its_line(name, kind, says, order):
+    if name == "missing_barrier" and order is not None:
+        kind, says = (RaceError, UninitializedError), "of row"
+    x, y = normal(64), unwritten(64)
+    with checked(order), pytest.raises(kind, match=says) as error:
+        faults().get_function(name)((2,), (64,), (x, y, np.int32(64)), shared_mem=128)
+    named = {int(line) for line in re.findall(r"line (\d+) of faults.cu", str(error.value))}
+    assert named <= set(lines_of(name))
+    assert bool(named) == bool(lines_of(name))
+    assert str(error.value).startswith(f"{name}: ")
+    assert re.search(r"thread \(\d+, 0, 0\) of block \([01], 0, 0\)", str(error.value))
+    assert np.isnan(y).all()  # Nothing of a launch that failed is kept.
+
+
+@pytest.mark.skipif(not compilation._takes_pattern(), reason="g++ before 12 can not")
+def test_a_local_variable_that_no_one_has_written_shows():
+    y = unwritten(4)
+    faults().get_function("uninitialized_local")((1,), (4,), (normal(64), y, np.int32(64)))
+    assert (abs(y) > 1e30).all()
+
+
+def test_every_fault_is_tried():
+    text = "\n".join(LINES)
+    assert re.findall(r"(?m)^FAULT (\w+)\(", text) == [name for name, *_ in FAULTS]
+
+
+def test_behind_a_fault_all_is_as_before():
+    for _ in range(3):
+        with pytest.raises(SynchronizationError):
+            faults().get_function("divergent_barrier")(
+                (1,), (64,), (normal(64), unwritten(64), np.int32(64))
+            )
+        assert turns(None) == list(range(12))
+
+
+NEEDED = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);")
+
+
+@pytest.fixture(scope="module")
+def weakened():
+    """The examples, each of whose barriers and fences can be left out."""
+    text, count = (EXAMPLES / "kernels.cu").read_text(), iter(range(100))
+    text = NEEDED.sub(lambda found: f"if (left_out != {next(count)}) {found[0]}", text)
+    switch = 'static int left_out;\nextern "C" __global__ void leave_out(int i) { left_out = i; }\n'
+    names = ["transpose<float, 8>", "product<float, 8>", "total<float>"]
+    return SimulatedModule(switch + text, names, [f"-I{EXAMPLES}"])
+
+
+def failing(module, i, order):
+    """The examples that fail without the barrier or fence of that number."""
+    module.get_function("leave_out")((1,), (1,), (np.int32(i),))
+    number, ticket = np.int32, np.zeros(1, np.uint32)
+    launches = [
+        ("transpose<float, 8>", 2, (8, 8), (normal(9, 10), normal(10, 9), number(9), number(10))),
+        (
+            "product<float, 8>",
+            2,
+            (8, 8),
+            (normal(9, 17), normal(17, 10), unwritten(9, 10), *map(number, (9, 17, 10))),
+        ),
+        ("total<float>", 1, (128,), (normal(200), unwritten(1), number(200))),
+        ("running_sum", 1, (32,), (normal(32), unwritten(32))),
+        ("grid_total", 5, (32,), (normal(40), unwritten(5), ticket, unwritten(1))),
+        ("chain", 5, (48,), (normal(240), unwritten(240), ticket.copy(), np.zeros(5, np.uint32))),
+    ]
+    failed = []
+    for name, blocks, block, args in launches:
+        grid = (blocks, 2) if len(block) == 2 else (blocks,)
+        try:
+            with checked(order):
+                module.get_function(name)(grid, block, args, shared_mem=16)
+        except (RaceError, UninitializedError) as error:
+            failed.append(str(error).partition(":")[0])
+    return failed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_barrier_and_no_fence_can_be_left_out(weakened, order):
+    count = len(NEEDED.findall((EXAMPLES / "kernels.cu").read_text()))
+    assert count == 14
+    assert failing(weakened, -1, order) == []
+    for i in range(count):
+        assert len(failing(weakened, i, order)) == 1, i

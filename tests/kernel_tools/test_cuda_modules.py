@@ -1,0 +1,142 @@
+"""The simulator of CUDA: what it builds and launches, and what it refuses."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+
+from precondattn_kernel_tools import cuda_toolkit
+from precondattn_kernel_tools.cuda_simulator import (
+    CompilationError,
+    KernelError,
+    MissingToolError,
+    SimulatedModule,
+    checked,
+    compilation,
+)
+from tests.kernel_tools.cuda_examples.launches import ORDERS, faults, kernels, normal, unwritten
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"grid": (0,)}, ValueError, r"grid has to be from 1 to .* not \(0,\)"),
+        ({"grid": 1}, ValueError, "grid has to have one to three numbers, not 1"),
+        ({"block": (65, 16)}, ValueError, "block has 1040 threads, of 1024 at most"),
+        ({"shared_mem": 50000}, ValueError, "shared_mem has to be at most 49152 bytes, not 50000"),
+        ({"args": ()}, TypeError, "takes 3 arguments, and args has 0"),
+        ({0: np.zeros(64)}, TypeError, r"args\[0\] .* floating-point of 32 bits, .* float64"),
+        ({0: [0.0] * 64}, TypeError, r"args\[0\] .* has to be an array .* not list"),
+        ({1: np.frombuffer(b"0" * 256, np.float32)}, ValueError, r"args\[1\] .* read-only"),
+        ({2: 64}, TypeError, r"args\[2\] .* signed of 32 bits, and a value of int64 is given"),
+        ({2: "64"}, TypeError, r"args\[2\] .* has to be a number .* not str"),
+    ],
+)
+def test_what_can_not_be_launched_is_named(change, kind, says):
+    args = [normal(64), unwritten(64), np.int32(64)]
+    launch = {"grid": (1,), "block": (64,), "args": args, "shared_mem": 0}
+    for name, value in change.items():
+        if isinstance(name, int):
+            args[name] = value
+        else:
+            launch[name] = value
+    with pytest.raises(kind, match=says):
+        faults().get_function("asserts")(**launch)
+
+
+def test_shared_memory_has_a_limit_that_can_be_raised():
+    function = kernels().get_function("total<float>")
+    args, large = (normal(64), unwritten(1), np.int32(64)), 100 << 10
+    with pytest.raises(ValueError, match="max_dynamic_shared_size_bytes can be raised"):
+        function((1,), (32,), args, shared_mem=large)
+    function.max_dynamic_shared_size_bytes = large
+    function((1,), (32,), args, shared_mem=large)
+    with pytest.raises(ValueError, match="at most 232448, not 300000"):
+        function.max_dynamic_shared_size_bytes = 300000
+    static = SimulatedModule(
+        'extern "C" __global__ void k() { __shared__ char x[50000]; x[0] = 0; }'
+    )
+    with pytest.raises(KernelError, match="needs 50000 bytes of shared memory, and may have 49152"):
+        static.get_function("k")((1,), (1,), ())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "kind", "says"),
+    [
+        ('extern "C" __global__ void k() { nothing; }', {}, CompilationError, "kernel.cu:1:.*noth"),
+        ("__global__ void k() {}", {}, CompilationError, "has no kernel"),
+        (
+            '\n__device__ void k() { asm volatile("exit;"); }',
+            {},
+            CompilationError,
+            "line 2 has inline PTX, which is not simulated",
+        ),
+        (
+            'extern "C" __global__ void k() { __shared__ float x = 1; }',
+            {},
+            CompilationError,
+            "a declaration in shared memory is not understood: __shared__ float x = 1",
+        ),
+        ("", {"name_expressions": ["k<int>"]}, CompilationError, "k"),
+        ("", {"options": ["-O3"]}, ValueError, "options has '-O3'"),
+        ("", {"name_expressions": "k"}, TypeError, "have to be sequences"),
+        (b"", {}, TypeError, "source has to be text or a Path, not bytes"),
+    ],
+)
+def test_what_can_not_be_built_is_refused(source, options, kind, says):
+    with pytest.raises(kind, match=says):
+        SimulatedModule(source, **options)
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    compilation._compiler.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(MissingToolError, match=r"g\+\+ is needed"):
+        SimulatedModule("")
+    monkeypatch.undo()
+    cuda_toolkit.include_folder.cache_clear()
+    monkeypatch.setattr(cuda_toolkit, "_folders", lambda name: iter(()))
+    with pytest.raises(MissingToolError, match=r"cuda_fp16.h .* pip install 'precondattn.kernels"):
+        SimulatedModule("")
+    cuda_toolkit.include_folder.cache_clear()
+
+
+DECLARATIONS = """
+struct Pair { float a, b; };
+template <class T> struct Wide { typedef double type; };
+template <class T, int N> __device__ T last(const T* x) {
+  __shared__ T kept[N];
+  if (threadIdx.x < N) kept[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  return kept[N - 1];
+}
+template <class T, int N> __global__ void k(const T* x, double* y) {
+  __shared__ Pair pairs[N], one;
+  __shared__ typename Wide<T>::type wide[N + 1][
+      2];
+  static __shared__ unsigned int count;
+  extern __shared__ __align__(16) unsigned char bytes[];
+  T* rows = reinterpret_cast<T*>(bytes);
+  if (threadIdx.x == 0) count = 0, one.a = 1;
+  __syncthreads();
+  atomicAdd(&count, 1u);
+  pairs[threadIdx.x].b = 2;
+  wide[threadIdx.x][1] = 3;
+  rows[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  const int i = N - 1 - threadIdx.x;
+  y[threadIdx.x] = count + one.a + pairs[i].b + wide[i][1] + rows[i] + last<T, N>(x);
+}
+"""
+
+
+def test_declarations_of_shared_memory_are_understood():
+    module = SimulatedModule(DECLARATIONS, ["k<float, 32>", "k<int, 64>"], ["-DNDEBUG"])
+    for name, dtype, count in (("k<float, 32>", np.float32, 32), ("k<int, 64>", np.int32, 64)):
+        x, y = np.arange(count, dtype=dtype), unwritten(count, dtype=np.float64)
+        for order in ORDERS:
+            with checked(order):
+                module.get_function(name)((1,), (count,), (x, y), shared_mem=4 * count)
+            assert y.tolist() == [count + 6 + i + count - 1 for i in range(count)][::-1]

@@ -1,0 +1,187 @@
+"""The simulator of CUDA: what is right runs, in any order of blocks and threads."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+
+from precondattn_kernel_tools.cuda_simulator import OutOfBoundsError, checked
+from tests.kernel_tools.cuda_examples.launches import (
+    ORDERS,
+    PAIRS,
+    TYPES,
+    kernels,
+    normal,
+    turns,
+    unwritten,
+)
+
+
+def tiles(count):
+    return -(-count // 8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (7, 9), (8, 8), (17, 15)])
+def test_a_transpose_by_tiles(name, rows, columns, order):
+    x, y = normal(rows, columns, dtype=TYPES[name]), unwritten(columns, rows, dtype=TYPES[name])
+    with checked(order):
+        kernels().get_function(f"transpose<{name}, 8>")(
+            (tiles(columns), tiles(rows)), (8, 8), (x, y, np.int32(rows), np.int32(columns))
+        )
+    assert (y == x.T).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 2), (8, 8, 8), (9, 17, 7)])
+def test_a_product_by_tiles(name, rows, inner, columns, order):
+    a, b = normal(rows, inner, dtype=TYPES[name]), normal(inner, columns, dtype=TYPES[name], seed=1)
+    c = unwritten(rows, columns, dtype=TYPES[name])
+    with checked(order):
+        kernels().get_function(f"product<{name}, 8>")(
+            (tiles(columns), tiles(rows)), (8, 8), (a, b, c, *map(np.int32, (rows, inner, columns)))
+        )
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    one_rounding = {"__half": 2e-3, "__nv_bfloat16": 2e-2}.get(name, 1e-5)
+    np.testing.assert_allclose(c.astype(np.float64), exact, rtol=one_rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129])
+def test_a_sum_by_shuffles_and_dynamic_shared_memory(name, count, order):
+    x, y = normal(count, dtype=TYPES[name]), unwritten(1)
+    with checked(order):
+        kernels().get_function(f"total<{name}>")(
+            (1,), (128,), (x, y, np.int32(count)), shared_mem=16
+        )
+    np.testing.assert_allclose(y[0], x.astype(np.float64).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lanes_that_wait_for_each_other_alone(order):
+    x, y = normal(32), unwritten(32)
+    with checked(order):
+        kernels().get_function("running_sum")((1,), (32,), (x, y))
+    np.testing.assert_allclose(y, x.cumsum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_votes_and_reductions(order):
+    x = np.random.default_rng(0).integers(0, 5, 32, np.int32)
+    y = np.zeros((32, 8), np.uint32)
+    with checked(order):
+        kernels().get_function("votes")((1,), (32,), (x, y))
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    assert (y[:, 0] == bits[x > 2].sum()).all()
+    assert not y[:, 1].any()
+    assert (y[:, 2] == 1).all()
+    assert (y[:, 3] == x.sum()).all()
+    assert (y[:, 4] == x.max()).all()
+    assert (y[:, 5] == [bits[x == value].sum() for value in x]).all()
+    assert (y[:, 6] == np.where(np.arange(32) % 8, np.roll(x, 1), x)).all()
+    assert (y[:, 7] == (x == 1).sum()).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_hand_over_behind_a_fence(order):
+    x, of_blocks, y = normal(5 * 8), unwritten(5), unwritten(1)
+    with checked(order):
+        kernels().get_function("grid_total")((5,), (32,), (x, of_blocks, np.zeros(1, np.uint32), y))
+    np.testing.assert_allclose(y[0], x.sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_wait_for_the_one_that_started_before(order):
+    x, y = normal(5, 48), unwritten(5, 48)
+    ticket, is_ready = np.zeros(1, np.uint32), np.zeros(5, np.uint32)
+    with checked(order):
+        kernels().get_function("chain")((5,), (48,), (x, y, ticket, is_ready))
+    np.testing.assert_allclose(y, x.cumsum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_thread_of_every_block_runs_once(order):
+    y, count = np.full((2 * 3 * 2, 4 * 3 * 2), -1, np.int32), np.zeros(1, np.int32)
+    with checked(order):
+        kernels().get_function("places")((2, 3, 2), (4, 3, 2), (y, count))
+    assert (y == 100 * np.arange(12)[:, None] + np.arange(24)).all()
+    assert count == 2 * 3 * 2 * 24
+
+
+def test_the_order_is_that_of_the_seed():
+    assert turns(None) == list(range(12))
+    assert turns("reverse") == list(range(12))[::-1]
+    drawn = [turns(seed) for seed in range(3)]
+    assert len({tuple(order) for order in [*drawn, range(12)]}) == 4
+    assert all(sorted(order) == list(range(12)) for order in drawn)
+    assert turns(2) == drawn[2]
+    with checked(2):
+        assert turns(None) == list(range(12))
+        with pytest.raises(ValueError, match="seed has to be None, 'reverse' or an integer"):
+            checked("forward").__enter__()
+
+
+@pytest.mark.parametrize("name", ["__half", "__nv_bfloat16"])
+def test_arithmetic_in_16_bits_rounds_to_the_nearest(name):
+    dtype = TYPES[name]
+    x, z, wide = normal(64, dtype=dtype), normal(64, dtype=dtype, seed=1), normal(64, seed=2)
+    wide[:8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, 1e-30, 1 + 2.0**-8]
+    y = unwritten(3, 64, dtype=dtype)
+    kernels().get_function(f"arithmetic<{name}>")((1,), (64,), (x, z, wide, y, np.int32(64)))
+    with np.errstate(over="ignore"):
+        expected = np.stack([x * z, x + z, wide.astype(dtype)])
+    np.testing.assert_array_equal(y.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_functions_that_the_headers_have_for_a_gpu_only(name):
+    dtype = TYPES[name]
+    x, wide = normal(32, dtype=dtype), normal(32, seed=1)
+    wide[0] = np.nan
+    y, z = unwritten(3, 32, dtype=dtype), unwritten(3, 32)
+    kernels().get_function(f"functions<{name}, {PAIRS[name]}>")((1,), (32,), (x, wide, y, z))
+    exact, addend = x.astype(np.float64), wide.astype(dtype).astype(np.float64)
+    expected = [exact * exact + addend, np.exp(exact), exact * exact + exact]
+    expected[2] = expected[2].reshape(16, 2)[:, ::-1].ravel()
+    eps = {"__half": 2.0**-10, "__nv_bfloat16": 2.0**-7}[name]
+    np.testing.assert_allclose(y.astype(np.float64), np.stack(expected), rtol=eps, atol=1e-6)
+    assert (z[0] == np.fmax(wide, 0)).all()  # Of a NaN and a number, the number.
+    np.testing.assert_array_equal(z[1], abs(wide))
+    np.testing.assert_allclose(z[2], np.where(np.isnan(wide), 1, np.exp(-(wide**2))), rtol=1e-6)
+
+
+def test_numbers_by_value():
+    y = unwritten(7, dtype=np.float64)
+    given = (np.int32(-3), np.uint32(2**32 - 1), -(2**40), np.float32(0.5), 0.1, True)
+    kernels().get_function("numbers")((1,), (1,), (y, *given, np.float16(1.5)))
+    assert y.tolist() == [-3, 2**32 - 1, -(2**40), 0.5, 0.1, 1, 1.5]
+
+
+def test_views_are_as_on_a_gpu_and_nothing_else_is_written():
+    whole = normal(4, 40)
+    before = whole.copy()
+    kernels().get_function("copy_vectors")((1,), (4,), (whole[0, 4:20], whole[2, 8:24]))
+    assert (whole[2, 8:24] == before[0, 4:20]).all()
+    whole[2, 8:24] = before[2, 8:24]
+    assert (whole == before).all()
+    with pytest.raises(OutOfBoundsError, match=r"at byte 0 of .* no multiple of 16, line \d+ of"):
+        kernels().get_function("copy_vectors")((1,), (1,), (whole[0, 3:19], whole[2, 8:24]))
+
+
+def test_arrays_that_share_memory_share_it_in_the_kernel():
+    x = normal(32)
+    expected = x[:32].cumsum()
+    kernels().get_function("running_sum")((1,), (32,), (x, x))
+    np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
+    x = np.zeros(2, np.int32)
+    kernels().get_function("places")((1,), (1,), (x[1:], x))
+    assert x.tolist() == [1, 0]
+
+
+def test_a_name_is_one_kernel_and_a_tile_may_be_larger_than_the_problem():
+    assert "product<__half, 8>" in kernels()._built.names
+    with pytest.raises(KeyError, match=r"no kernel 'product<__half, 16>' among 'transpose<__half"):
+        kernels().get_function("product<__half, 16>")

@@ -1,0 +1,431 @@
+"""How Triton kernels are checked without a GPU: what is planted wrong is found, the rest passes.
+
+The interpreter is for this process, see `conftest.py`. The compiler has processes of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from precondattn_kernel_tools.triton_compiler import Variant, compile_variant
+from precondattn_kernel_tools.triton_interpreter import (
+    OutOfBoundsError,
+    RaceError,
+    checked,
+    is_interpreting,
+)
+from tests.kernel_tools.triton_examples import kernels
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = "tests.kernel_tools.triton_examples.kernels"
+
+interpreted = pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
+
+
+SPECIAL = [float("inf"), -float("inf"), float("nan")]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Arithmetic.
+
+
+@interpreted
+def test_bfloat16_is_calculated_as_pytorch_does():
+    x, y = normal(64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16, seed=1)
+    out = torch.zeros(4, 64, dtype=torch.bfloat16)
+    with checked():
+        kernels.arithmetic[(1,)](x, y, out, 64)
+    expected = [x * y, x / y, torch.maximum(x, y) - x.abs(), x.where(x > y, 1.5)]
+    assert torch.equal(out, torch.stack(expected))
+
+
+@interpreted
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_casts_round_to_the_nearest_and_ties_to_even(to):
+    step = torch.finfo(to).eps
+    ties = 1 + step * (torch.arange(32) + 0.5)
+    x = torch.cat([ties, -ties, normal(57), torch.tensor([0.0, -0.0, 1e30, 1e-30, *SPECIAL])])
+    found = torch.zeros(128, dtype=to)
+    with checked():
+        kernels.cast[(1,)](x, found, None, 128)
+    assert torch.equal(found.isnan(), x.isnan())
+    assert torch.equal(found.nan_to_num(7), x.to(to).nan_to_num(7))
+
+
+@interpreted
+def test_a_cast_towards_zero_cuts_the_bits_off():
+    x = normal(128)
+    found = torch.zeros(128, dtype=torch.bfloat16)
+    with checked():
+        kernels.cast[(1,)](x, found, "rtz", 128)
+    cut = (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    assert torch.equal(found.float(), cut)
+    assert not torch.equal(found, x.bfloat16())
+
+
+@interpreted
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
+def test_a_tf32_product_has_factors_of_ten_bits_and_no_other_has(precision):
+    a, b = normal(32, 32), normal(32, 32, seed=1)
+    found = torch.zeros(32, 32)
+    with checked():
+        kernels.product[(1,)](a, b, found, 32, precision)
+    exact = a.double() @ b.double()
+    cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for x in (a, b)]
+    expected = cut[0] @ cut[1] if precision == "tf32" else exact
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert ((found - exact).abs().max() > 1e-3) == (precision == "tf32")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_product_of_16_bits_is_summed_in_32(dtype):
+    a = torch.ones(32, 32, dtype=dtype)
+    a[:, 0] = 2048  # In 16 bits, 2048 + 1 = 2048.
+    found = torch.zeros(32, 32)
+    with checked():
+        kernels.product[(1,)](a, torch.ones_like(a), found, 32, "ieee")
+    assert (found == 2048 + 31).all()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
+def test_atomic_additions_of_lanes_and_programs_add_up(dtype):
+    x, y, old = torch.arange(8).to(dtype), torch.zeros(4, dtype=dtype), torch.zeros(24, dtype=dtype)
+    with checked():
+        kernels.update[(3,)](x, y, old, "add", 8)
+    assert y.tolist() == [12, 18, 24, 30]
+    assert old[:8].tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    assert torch.equal(old[20:] + x[4:], y)
+
+
+@interpreted
+def test_other_atomic_operations():
+    x = torch.tensor([3.0, -1, 5, 2, 4, 0, -2, 9])
+    y, old = torch.zeros(8), torch.zeros(8)
+    with checked():
+        kernels.update[(1,)](x, y, old, "max", 8)
+        assert y.tolist() == [4, 0, 5, 9, 0, 0, 0, 0]
+        kernels.update[(1,)](x, y, old, "exchange", 8)
+    assert old.tolist() == [4, 0, 5, 9, 0, 0, 0, 0]
+    assert torch.equal(y, x)
+    x, y, old = torch.arange(4), torch.tensor([0, 5, 2, 5]), torch.zeros(4, dtype=torch.int64)
+    with checked():
+        kernels.update[(1,)](x, y, old, "compare and swap", 4)
+    assert (y.tolist(), old.tolist()) == ([1, 5, 3, 5], [0, 5, 2, 5])
+
+
+@interpreted
+def test_infinities_and_nans_are_silent_as_on_a_gpu():
+    x, out = torch.tensor([*SPECIAL, 0.0]), torch.zeros(16)
+    with checked():
+        kernels.arithmetic[(1,)](x, x, out, 4)
+    assert out[4:8].isnan().all()
+
+
+@interpreted
+def test_autotuning_takes_the_first_configuration():
+    x, y = normal(100), torch.zeros(100)
+    with checked(seed=0):
+        kernels.tuned_scale[lambda meta: (-(-100 // meta["BLOCK"]),)](x, y, 100, 2.0)
+    assert torch.equal(y, 2 * x)
+    assert kernels.tuned_scale.best_config.kwargs == {"BLOCK": 16}
+
+
+# Memory.
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_what_stays_inside_passes(dtype):
+    x = normal(100).gt(0).to(dtype)
+    y = torch.zeros(3, 200, dtype=dtype)
+    with checked(seed=0):
+        kernels.copy[(2,)](x, y[1, ::2], 100, 0, 2, 64)
+        kernels.copy[(2,)](x, y[2, 99:], 100, 0, 1, 64)
+    assert not y[0].any()
+    assert torch.equal(y[1, ::2], x)
+    assert torch.equal(y[2, 99:199], x)
+    assert not y[1, 1::2].any()
+
+
+@interpreted
+def test_an_expanded_tensor_has_one_element():
+    x, y = torch.tensor([3.0]).expand(16), torch.zeros(16)
+    with checked():
+        kernels.read[(1,)](x, y, 0, 0, 16)
+        assert (y == 3).all()
+        with pytest.raises(OutOfBoundsError, match="15 of 16 elements are read"):
+            kernels.read[(1,)](x, y, 0, 1, 16)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("first", "offsets"), [(30, "32 to 45"), (-3, "-3 to -1"), (1000, "1000 to")]
+)
+def test_a_planted_read_out_of_bounds_is_counted(first, offsets):
+    count = {30: 14, -3: 3, 1000: 16}[first]
+    says = (
+        f"{count} of 16 elements are read outside of a tensor of shape .32,. .* offsets {offsets}"
+    )
+    with checked(), pytest.raises(OutOfBoundsError, match=says):
+        kernels.read[(1,)](normal(32), torch.zeros(16), first, 1, 16)
+
+
+@interpreted
+@pytest.mark.parametrize(("is_atomic", "verb"), [(False, "written"), (True, "updated")])
+def test_a_planted_write_out_of_bounds_is_counted_and_not_done(is_atomic, verb):
+    whole = torch.zeros(64)
+    with checked(), pytest.raises(OutOfBoundsError, match=f"8 of 24 elements are {verb}"):
+        kernels.copy[(1,)](torch.ones(24), whole[20:36], 24, 0, 1, 32, ATOMIC=is_atomic)
+    assert not whole.any()
+
+
+@interpreted
+def test_a_mask_that_is_too_wide_is_found_though_the_storage_goes_on():
+    x, y = normal(64), torch.zeros(64)
+    with checked():
+        kernels.scale[(2,)](x[:40], y[:40], 40, 2.0, 32)
+        assert torch.equal(y[:40], 2 * x[:40])
+        with pytest.raises(OutOfBoundsError, match=r"10 of 18 .* offsets 40 to 49"):
+            kernels.scale[(2,)](x[:40], y[:40], 50, 2.0, 32)
+    assert not y[40:].any()
+
+
+@interpreted
+def test_a_read_out_of_bounds_is_found_though_it_is_inside_another_tensor():
+    whole = normal(64)
+    with checked(), pytest.raises(OutOfBoundsError, match="16 of 16"):
+        kernels.read[(1,)](whole[:32], whole[32:], 32, 1, 16)
+
+
+@interpreted
+def test_tensors_without_elements_and_tuples_of_tensors():
+    nothing, x, y = torch.zeros(0), normal(2, 16), torch.zeros(16)
+    with checked(seed=0):
+        kernels.copy[(1,)](nothing, nothing, 0, 0, 1, 16)
+        kernels.first_of_each[(1,)]((x[0], x[1]), y, 16)
+        assert torch.equal(y, x[0] + x[1])
+        with pytest.raises(OutOfBoundsError, match="16 of 16"):
+            kernels.read[(1,)](nothing, y, 0, 1, 16)
+        with pytest.raises(OutOfBoundsError, match=r"4 of 16 .* shape .12,"):
+            kernels.first_of_each[(1,)]((x[0], x[1, :12]), y, 16)
+
+
+# Programs.
+
+
+def running_sum(seed):
+    y = torch.zeros(64)
+    with checked(seed):
+        kernels.running_sum[(8,)](torch.ones(64), y, 64, 8)
+    return y
+
+
+@interpreted
+def test_a_planted_race_has_another_output_in_another_order():
+    in_order = torch.arange(1.0, 65)
+    assert torch.equal(running_sum(None), in_order)
+    outputs = [running_sum(seed) for seed in range(3)]
+    assert not any(torch.equal(output, in_order) for output in outputs)
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], running_sum(2))
+
+
+@interpreted
+def test_a_planted_lost_update_is_found_in_any_order():
+    x, y = torch.ones(64), torch.zeros(1)
+    for seed in (None, 0, 1):
+        with checked(seed):
+            with pytest.raises(RaceError, match=r"program \(\d, 0, 0\) changes 1 of the elements"):
+                kernels.total[(4,)](x, y, 16, ATOMIC=False)
+            y.zero_()
+            kernels.total[(4,)](x, y, 16, ATOMIC=True)
+            assert y == 64
+
+
+@interpreted
+def test_every_program_of_a_grid_runs_once_whatever_the_order():
+    for seed in (None, 0, 1):
+        y = torch.full((24,), -1, dtype=torch.int32)
+        with checked(seed):
+            kernels.places[(2, 3, 4)](y)
+        assert y.tolist() == list(range(24))
+
+
+@interpreted
+def test_behind_checked_all_is_as_before():
+    x, y = normal(64), torch.zeros(16)
+
+    def read_behind():
+        kernels.read[(1,)](x[:32], y, 30, 1, 16)
+
+    with checked(seed=3):
+        with pytest.raises(OutOfBoundsError), checked(seed=None):
+            read_behind()
+        with pytest.raises(OutOfBoundsError):
+            read_behind()
+        inner = torch.zeros(64)
+        kernels.running_sum[(8,)](torch.ones(64), inner, 64, 8)
+        assert torch.equal(inner, running_sum(3))
+    read_behind()
+    assert torch.equal(y, x[30:46])
+    kernels.running_sum[(8,)](torch.ones(64), inner, 64, 8)
+    assert torch.equal(inner, torch.arange(1.0, 65))
+
+
+# Processes of their own.
+
+
+def python(*arguments, path=ROOT, **environment):
+    """A process that does not interpret, and finds modules in a folder too."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = os.pathsep.join([str(path), inherited.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, "PYTHONPATH": places, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def compiler(*arguments, **options):
+    return python("-m", "precondattn_kernel_tools.triton_compiler", *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("", "TRITON_INTERPRET=1 has to be in the environment before Triton is imported"),
+        ("import sys; sys.modules['ml_dtypes'] = None", "pip install 'precondattn[kernels]'"),
+    ],
+)
+def test_checked_says_what_it_lacks(before, says):
+    program = f"{before}\nfrom precondattn_kernel_tools.triton_interpreter import checked"
+    done = python("-c", f"{program}\nwith checked(): pass")
+    assert done.returncode
+    assert says in done.stderr
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """Every example compiled: the process, and its report by name."""
+    path = tmp_path_factory.mktemp("triton") / "report.json"
+    done = compiler(EXAMPLES, "--target=sm_80", "--jobs=2", f"--save={path}")
+    report = json.loads(path.read_text())
+    assert set(report) == {"triton", "python", "variants"}
+    return done, {variant["name"]: variant for variant in report["variants"]}
+
+
+def test_what_compiles_and_fits_has_its_resources_in_the_report(everything):
+    done, variants = everything
+    for name, takes_shared in (("scale", False), ("product 32", True)):
+        found = variants[name]
+        assert found["target"] == "sm_80"
+        assert found["failures"] == []
+        assert 0 < found["registers"] <= 255
+        assert found["seconds"] > 0
+        assert found["spilt_bytes"] == 0
+        assert (found["shared_bytes"] > 0) == takes_shared
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("product 8", "CompilationError"),
+        ("spills", "bytes (at most 0)"),
+        ("needs too much shared memory", "bytes of shared memory, of 166912"),
+    ],
+)
+def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
+    done, variants = everything
+    assert done.returncode == 1
+    (said,) = variants[name]["failures"]
+    assert failure in said
+    assert failure in done.stdout
+
+
+def test_two_targets_of_two_makers(tmp_path):
+    path = tmp_path / "report.json"
+    targets = ("--target=sm_90", "--target=gfx942")
+    done = compiler(EXAMPLES, *targets, "--match=product 32", f"--save={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    variants = json.loads(path.read_text())["variants"]
+    assert [v["target"] for v in variants] == ["sm_90", "gfx942"]
+    assert all(v["registers"] > 0 and v["shared_bytes"] > 0 for v in variants)
+
+
+def test_names_are_listed_without_compiling():
+    done = compiler(EXAMPLES, "--list", "--target=sm_90", "--match=product")
+    assert (done.returncode, done.stdout) == (0, "product 32\nproduct 8\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["--target=sm_80"], {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
+        (["--target=sm_80", "--match=absent"], {}, "no variant with 'absent' in its name"),
+        (["--target=sm_1"], {}, "invalid choice: 'sm_1'"),
+        (["--target=sm_80", "--jobs=0"], {}, "--jobs has to be at least 1, not 0"),
+        ([], {}, "--target is needed"),
+    ],
+)
+def test_what_the_compiler_can_not_do_it_refuses(arguments, environment, says):
+    done = compiler(EXAMPLES, *arguments, **environment)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_a_target_that_is_not_known_is_named():
+    variant = Variant("scale", kernels.scale, {}, {}, {})
+    with pytest.raises(ValueError, match=r"target has to be one of sm_80, .* not 'sm_1'"):
+        compile_variant(variant, "sm_1")
+
+
+BAD = """
+import os
+from types import SimpleNamespace as Function
+from precondattn_kernel_tools.triton_compiler import Variant
+
+class Dies:
+    @property
+    def arg_names(self):
+        os._exit(3)
+
+def variants(target):
+    yield Variant("lacks", Function(arg_names=["x", "y"]), {"x": "*fp32"}, {}, {})
+    yield Variant("unknown", Function(arg_names=["x"]), {"x": "*fp32"}, {"SIZE": 8}, {})
+    yield Variant("dies", Dies(), {}, {}, {})
+    yield Variant("lacks too", Function(arg_names=["z"]), {}, {}, {})
+    if os.environ.get("TWICE"):
+        yield Variant("dies", Dies(), {}, {}, {})
+"""
+
+
+def test_bad_variants_are_failures_and_stop_no_other(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    done = compiler("bad", "--target=sm_80", "--jobs=2", path=tmp_path)
+    assert done.returncode == 1, done.stderr
+    for failure in (
+        "neither a type nor a value is given for y",
+        "the kernel has no argument SIZE",
+        "the compiler's process died",
+        "neither a type nor a value is given for z",
+    ):
+        assert done.stdout.count(failure) == 1
+    done = compiler("bad", "--list", "--target=sm_80", path=tmp_path, TWICE="1")
+    assert done.returncode == 2
+    assert "bad has more than one variant of the name dies" in done.stderr

@@ -1,0 +1,489 @@
+"""Freeze what public peers compute, to hold our mechanisms to them where no peer is installed.
+
+`path_fla.npz`: flash-linear-attention's naive PaTH attention and its gradients, for three cases
+(the prefix of the entries): `gqa`, four chunks and two query heads for each key head; `odd`, a
+length that the chunk does not divide; `gate`, with a forget gate. float32, because the peer
+computes in it whatever it is given.
+
+    q, out, cotangent       (batch, time, query heads, dim)
+    k, v, w                 (batch, time, heads, dim), w of unit norm
+    beta                    (batch, time, heads), in (0, 2)
+    g                       (batch, time, query heads), log of the gate; 0 but in `gate`
+    scale, chunk_size       scalars
+    grad_q … grad_g         gradients of sum(out * cotangent), shaped as what they are of
+
+`differential_diffllama.npz`: the differential attention of Transformers' DiffLlama, under a causal
+mask, without rotation. float64, but the peer computes its softmax and exp(λ) in float32.
+
+    q                       (batch, time, heads=8, dim=8), what q_proj gives; unscaled
+    k, v                    (batch, time, key/value heads=4, dim=8), likewise
+    scale                   scalar, of the logits
+    lam, lambda_init        scalars: λ = exp(λq1·λk1) − exp(λq2·λk2) + lambda_init, its last term
+    difference              (batch, time, pairs of heads=4, 2 dim=16), what its group norm is given
+    before_o_proj           (batch, time, 64), what o_proj is given: (1 − lambda_init) times the
+                            group norm of `difference`, the pairs side by side
+
+What keeps a state is frozen in five files, by cases (the prefix of the entries), all in float32:
+
+`linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
+`normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
+`delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
+(`recurrent`) and in chunks of 16 (`chunk`).
+`gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
+`gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
+`chunk`, with its L2 norm of queries and keys and two value heads for each key head.
+`ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
+nothing (`fresh`) and from a state (`continued`).
+
+    q, k, v, g, beta, s     (batch, time, heads, …), what of them the peer takes. g: log of the
+                            gate, for each head, channel (gla) or slot (gsa); 0 and −8 among it.
+                            beta in [0, 2], both among it
+    x, dt, A, B, C, D, dt_bias, dt_min, dt_max
+                            of Mamba-2 instead; dt is before its bias, softplus and limits
+    out, cotangent          (batch, time, heads, value width)
+    initial_*, final_*      states by name: `state` (batch, heads, key width, value width), the
+                            `mass` (batch, heads, key width) of `normalized`, and `keys` and
+                            `values` of `gsa`, (batch, heads, key width, slots) and (batch, heads,
+                            slots, value width); none of `retention` and `fresh`
+    cotangent_*             of the final states, by the same names
+    grad_*                  gradients of sum(out * cotangent) + Σ sum(final_* * cotangent_*), with
+                            respect to the inputs and the initial states (grad_initial_*)
+
+All have `versions`, a string. To run it, in an environment of its own:
+
+    python -m pip install -e '.[peers]' && python tests/mathematics/peers/make_fixtures.py
+"""
+
+import importlib.metadata
+import importlib.util
+import inspect
+from pathlib import Path
+
+import numpy as np
+
+# torch and transformers are imported where they are used: pytest imports this file to collect it.
+
+HERE = Path(__file__).resolve().parent
+MAX_BYTES = 200_000
+PATH_CASES = {
+    "gqa": {"batch": 1, "time": 64, "query_heads": 4, "heads": 2, "chunk_size": 16, "gate": False},
+    "odd": {"batch": 2, "time": 33, "query_heads": 2, "heads": 1, "chunk_size": 16, "gate": False},
+    "gate": {"batch": 2, "time": 24, "query_heads": 4, "heads": 2, "chunk_size": 8, "gate": True},
+}
+
+
+def clustered(rng, shape, clusters=4, spread=0.4):
+    """Return normal vectors (batch, time, ...) around a few centres, which the times share."""
+    centres = rng.normal(size=(clusters, *shape[2:]))
+    return centres[rng.integers(clusters, size=shape[:2])] + spread * rng.normal(size=shape)
+
+
+def path_inputs(rng, batch, time, query_heads, heads, gate, dim=16):
+    """Return {name: float32 array} for one case of PaTH."""
+    q, cotangent = rng.normal(size=(2, batch, time, query_heads, dim))
+    k = clustered(rng, (batch, time, heads, dim))
+    v = rng.normal(size=k.shape)
+    w = k + 0.5 * rng.normal(size=k.shape)  # near its key, so that H_t changes the logits a lot
+    w /= np.linalg.norm(w, axis=-1, keepdims=True)
+    beta = rng.uniform(0.05, 1.95, size=k.shape[:3])
+    g = np.log(rng.uniform(0.9, 1.0, size=q.shape[:3])) if gate else np.zeros(q.shape[:3])
+    # few digits, because they compress
+    q, k, v, cotangent = (np.round(16 * x) / 16 for x in (q, k, v, cotangent))
+    inputs = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "g": g, "cotangent": cotangent}
+    return {name: x.astype(np.float32) for name, x in inputs.items()}
+
+
+def load_naive(operation):
+    """Return the module of flash-linear-attention's references of one operation."""
+    # By its file, which is plain PyTorch: `import fla.ops` needs triton, which a CPU may not have.
+    fla = importlib.metadata.distribution("fla-core")
+    source = fla.locate_file(f"fla/ops/{operation}/naive.py")
+    spec = importlib.util.spec_from_file_location(f"fla_{operation}_naive", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def path_entries():
+    """Return the entries of path_fla.npz, without `versions`."""
+    import torch
+
+    naive_path_attn = load_naive("path_attn").naive_path_attn
+    rng = np.random.default_rng(20260)
+    entries = {}
+    for case, how in PATH_CASES.items():
+        chunk_size = how["chunk_size"]
+        arrays = path_inputs(rng, **{n: value for n, value in how.items() if n != "chunk_size"})
+        scale = arrays["q"].shape[-1] ** -0.5
+        leaves = {
+            name: torch.tensor(x, requires_grad=True)
+            for name, x in arrays.items()
+            if name != "cotangent"
+        }
+        out = naive_path_attn(**leaves, scale=scale, chunk_size=chunk_size)
+        assert out.dtype == torch.float32
+        (out * torch.tensor(arrays["cotangent"])).sum().backward()
+        arrays["out"] = out.detach().numpy()
+        arrays |= {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+        arrays |= {"scale": np.float64(scale), "chunk_size": np.int64(chunk_size)}
+        entries |= {f"{case}_{name}": x for name, x in arrays.items()}
+    return entries
+
+
+def differential_entries():
+    """Return the entries of differential_diffllama.npz, without `versions`."""
+    import torch
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+    batch, time = 2, 17
+    config = DiffLlamaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        attn_implementation="eager",
+    )
+    module = DiffLlamaAttention(config, layer_idx=1).double().eval()
+    rng = np.random.default_rng(20261)
+    hidden = torch.tensor(clustered(rng, (batch, time, config.hidden_size)))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            # logits of a few units, and λ far from lambda_init
+            size = 0.5 if name.startswith("lambda") else 1.3 * config.hidden_size**-0.5
+            parameter.copy_(torch.tensor(size * rng.normal(size=parameter.shape)))
+
+    # The peer pairs query head h with h + 4. With two query heads for each key head, h reads the
+    # key of h // 2 and h + 4 that of h // 2 + 2; both read the values of h // 2 and h // 2 + 2,
+    # side by side along the width. Heads are axis 2 of `difference`: pair h is difference[:, :, h].
+    given = {}
+    for name in ("groupnorm", "o_proj"):
+        getattr(module, name).register_forward_pre_hook(
+            lambda _module, args, name=name: given.update({name: args[0].numpy().copy()})
+        )
+    mask = torch.full((1, 1, time, time), -torch.inf, dtype=torch.float64).triu(1)
+    ones = torch.ones(batch, time, config.head_dim, dtype=torch.float64)
+    with torch.no_grad():
+        module(hidden, position_embeddings=(ones, 0 * ones), attention_mask=mask)
+        projections = {
+            name: getattr(module, f"{name}_proj")(hidden).unflatten(-1, (-1, config.head_dim))
+            for name in "qkv"
+        }
+        exponents = [
+            (module.lambda_q1 * module.lambda_k1).sum(dtype=torch.float32),
+            (module.lambda_q2 * module.lambda_k2).sum(dtype=torch.float32),
+        ]
+        lambda_1, lambda_2 = (x.exp().double().item() for x in exponents)
+    assert given["groupnorm"].shape == (batch, time, 4, 16)
+    return {name: x.numpy() for name, x in projections.items()} | {
+        "scale": np.float64(module.scaling),
+        "lam": np.float64(lambda_1 - lambda_2 + module.lambda_init),
+        "lambda_init": np.float64(module.lambda_init),
+        "difference": given["groupnorm"],
+        "before_o_proj": given["o_proj"],
+    }
+
+
+def sixteenths(x):
+    """Round to multiples of 1/16: few digits, because they compress."""
+    return np.round(16 * x) / 16
+
+
+def normal(rng, *shape):
+    """Return normal numbers of few digits."""
+    return sixteenths(rng.normal(size=shape))
+
+
+def keys_of(rng, *shape, unit=False):
+    """Return clustered keys, every fourth equal to the one before it."""
+    k = sixteenths(clustered(rng, shape))
+    k[:, 1::4] = k[:, :-1:4]
+    return k / np.linalg.norm(k, axis=-1, keepdims=True) if unit else k
+
+
+def gates_of(rng, *shape):
+    """Return logs of gates; some are 0, open, and some −8, all but closed."""
+    kind = rng.random(size=shape)
+    g = -sixteenths(rng.exponential(0.15, size=shape))
+    return np.where(kind < 0.04, -8, np.where(kind > 0.8, 0, g))
+
+
+def betas_of(rng, *shape):
+    """Return numbers in [0, 2], some of them 0 and some 2."""
+    kind = rng.random(size=shape)
+    beta = sixteenths(rng.uniform(0, 2, size=shape))
+    return np.where(kind < 0.1, 0, np.where(kind > 0.9, 2, beta))
+
+
+def stateful_entries(rng, peer, inputs, initial=None):
+    """Return one case: the inputs, what the peer makes of them, and its gradients.
+
+    `peer(x, initial)` takes tensors by name, laid out as the entries are, and returns the output
+    and the final states by the names of the initial ones.
+    """
+    import torch
+
+    given = inputs | {f"initial_{name}": state for name, state in (initial or {}).items()}
+    given = {name: x.astype(np.float32) for name, x in given.items()}
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in given.items()}
+    out, final = peer(
+        {name: leaves[name] for name in inputs},
+        {name: leaves[f"initial_{name}"] for name in initial or {}},
+    )
+    assert sorted(final) == sorted(initial or {})
+    results = {"out": out} | {f"final_{name}": state for name, state in final.items()}
+    total, cotangents = 0, {}
+    for name, x in results.items():
+        assert x.dtype == torch.float32
+        cotangent = normal(rng, *x.shape).astype(np.float32)
+        total = total + (x * torch.tensor(cotangent)).sum()
+        cotangents[name.replace("final", "cotangent").replace("out", "cotangent")] = cotangent
+    total.backward()
+    return (
+        given
+        | {name: x.detach().numpy() for name, x in results.items()}
+        | cotangents
+        | {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    )
+
+
+def of_cases(**cases):
+    """Return {case_entry: array}."""
+    return {f"{case}_{name}": x for case, entries in cases.items() for name, x in entries.items()}
+
+
+def linear_entries():
+    """Return the entries of linear_fla.npz, without `versions`."""
+
+    def linear(x, initial):
+        out, state = load_naive("linear_attn").naive_recurrent_linear_attn(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def normalized(x, initial):
+        # The mass of the peer has an axis for time.
+        out, (state, mass) = load_naive("linear_attn").naive_recurrent_linear_attn(
+            **x,
+            initial_state=(initial["state"], initial["mass"][:, None]),
+            output_final_state=True,
+            normalize=True,
+        )
+        return out, {"state": state, "mass": mass[:, 0]}
+
+    def retention(x, _initial):
+        time_behind_heads = (x[name].transpose(1, 2) for name in "qkv")
+        return load_naive("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
+
+    def gla(x, initial):
+        out, state = load_naive("gla").naive_recurrent_gla(
+            x["q"], x["k"], x["v"], x["g"], initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def simple(x, initial):
+        out, state = load_naive("simple_gla").naive_recurrent_simple_gla(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20262)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+
+    def inputs():
+        return {
+            "q": normal(rng, batch, time, heads, dim),
+            "k": keys_of(rng, batch, time, heads, dim),
+            "v": normal(rng, batch, time, heads, width),
+        }
+
+    def state():
+        return {"state": normal(rng, batch, heads, dim, width)}
+
+    positive = inputs()  # a denominator far from 0
+    positive |= {name: np.abs(positive[name]) for name in "qk"}
+    mass = {"mass": np.abs(normal(rng, batch, heads, dim))}
+    channels = {"g": gates_of(rng, batch, time, heads, dim)}
+    scalars = {"g": gates_of(rng, batch, time, heads)}
+    return of_cases(
+        linear=stateful_entries(rng, linear, inputs(), state()),
+        normalized=stateful_entries(rng, normalized, positive, state() | mass),
+        retention=stateful_entries(rng, retention, inputs()),
+        gla=stateful_entries(rng, gla, inputs() | channels, state()),
+        simple=stateful_entries(rng, simple, inputs() | scalars, state()),
+    )
+
+
+def delta_entries():
+    """Return the entries of delta_fla.npz, without `versions`."""
+
+    def delta(x, initial):
+        time_behind_heads = {name: array.transpose(1, 2) for name, array in x.items()}
+        out, state = load_naive("delta_rule").delta_rule_recurrence(
+            **time_behind_heads, initial_state=initial["state"]
+        )
+        return out.transpose(1, 2), {"state": state}
+
+    def recurrent(x, initial):
+        out, state = load_naive("gated_delta_rule").naive_recurrent_gated_delta_rule(
+            **x, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    def chunk(x, initial):
+        out, state = load_naive("gated_delta_rule").naive_chunk_gated_delta_rule(
+            **x, chunk_size=16, initial_state=initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20263)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim, unit=True),
+        "v": normal(rng, batch, time, heads, width),
+        "beta": betas_of(rng, batch, time, heads),
+    }
+    gated = inputs | {"g": gates_of(rng, batch, time, heads)}
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    return of_cases(
+        delta=stateful_entries(rng, delta, inputs, initial),
+        recurrent=stateful_entries(rng, recurrent, gated, initial),
+        chunk=stateful_entries(rng, chunk, gated, initial),
+    )
+
+
+def gsa_entries():
+    """Return the entries of gsa_fla.npz, without `versions`."""
+
+    def gsa(x, initial):
+        out, (keys, values) = load_naive("gsa").naive_recurrent_gsa(
+            **x,
+            initial_state=(initial["keys"], initial["values"]),
+            output_final_state=True,
+        )
+        return out, {"keys": keys, "values": values}
+
+    rng = np.random.default_rng(20264)
+    batch, time, query_heads, heads, dim, width, slots = 2, 33, 4, 2, 8, 6, 5
+    inputs = {
+        "q": normal(rng, batch, time, query_heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, heads, width),
+        "s": sixteenths(rng.uniform(size=(batch, time, heads, slots))),
+        "g": gates_of(rng, batch, time, heads, slots),
+    }
+    initial = {
+        "keys": normal(rng, batch, heads, dim, slots),
+        "values": normal(rng, batch, heads, slots, width),
+    }
+    return of_cases(gsa=stateful_entries(rng, gsa, inputs, initial))
+
+
+def qwen3_next_entries():
+    """Return the entries of gated_delta_qwen3_next.npz, without `versions`."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+
+    def of(function, **how):
+        # Without its wrapper, which would prefer kernels where there are any.
+        plain = inspect.unwrap(function)
+        names = {"q": "query", "k": "key", "v": "value", "g": "g", "beta": "beta"}
+
+        def call(x, initial):
+            out, state = plain(
+                **{names[name]: array for name, array in x.items()},
+                initial_state=initial["state"],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                **how,
+            )
+            return out, {"state": state}
+
+        return call
+
+    rng = np.random.default_rng(20265)
+    batch, time, heads, value_heads, dim, width = 2, 33, 2, 4, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, value_heads, width),
+        "g": gates_of(rng, batch, time, value_heads),
+        "beta": betas_of(rng, batch, time, value_heads),
+    }
+    # so short that the ε of the norm shows
+    inputs["k"][:, 2::8] = 0
+    inputs["k"][:, 2::8, :, 3] = 1 / 16
+    initial = {"state": normal(rng, batch, value_heads, dim, width)}
+    recurrent = of(peer.torch_recurrent_gated_delta_rule)
+    chunk = of(peer.torch_chunk_gated_delta_rule, chunk_size=16)
+    return of_cases(
+        recurrent=stateful_entries(rng, recurrent, inputs, initial),
+        chunk=stateful_entries(rng, chunk, inputs, initial),
+    )
+
+
+def mamba2_entries():
+    """Return the entries of ssd_mamba2.npz, without `versions`."""
+    from transformers.models.mamba2 import modeling_mamba2 as peer
+
+    limits = (0.125, 1.75)
+
+    def mamba2(x, initial):
+        x = {"hidden_states" if name == "x" else name: array for name, array in x.items()}
+        # The states of the peer are (batch, heads, value width, key width).
+        out, state = inspect.unwrap(peer.mamba2_chunk_scan)(  # without its wrapper, as above
+            **x,
+            chunk_size=16,
+            initial_states=initial["state"].transpose(2, 3) if initial else None,
+            dt_softplus=True,
+            dt_limit=limits,
+            return_final_states=True,
+        )
+        return out, {"state": state.transpose(2, 3)} if initial else {}
+
+    rng = np.random.default_rng(20266)
+    batch, time, heads, groups, dim, width = 2, 33, 4, 2, 8, 6
+    inputs = {
+        "x": normal(rng, batch, time, heads, width),
+        "dt": normal(rng, batch, time, heads),
+        "A": np.asarray([0, -1 / 16, -1, -8]),
+        "B": keys_of(rng, batch, time, groups, dim),
+        "C": normal(rng, batch, time, groups, dim),
+        "D": normal(rng, heads),
+        "dt_bias": normal(rng, heads),
+    }
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    dt_limits = dict(zip(("dt_min", "dt_max"), np.asarray(limits), strict=True))
+    return of_cases(
+        fresh=stateful_entries(rng, mamba2, inputs) | dt_limits,
+        continued=stateful_entries(rng, mamba2, inputs, initial) | dt_limits,
+    )
+
+
+def save(name, peer, entries):
+    """Write the entries beside this script, with the versions, and print what was written."""
+    used = (peer, "torch", "numpy")
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in used)
+    assert all(np.isfinite(x).all() for x in entries.values()), f"{name}: not finite"
+    path = HERE / name
+    np.savez_compressed(path, **entries, versions=np.array(versions))
+    size = path.stat().st_size
+    print(f"{name}: {size} bytes, {versions}")
+    for entry, x in entries.items():
+        print(f"    {entry:32} {x.dtype!s:8} {x.shape}")
+    assert size < MAX_BYTES, "file too large"
+
+
+def main():
+    """Write all files."""
+    save("path_fla.npz", "fla-core", path_entries())
+    save("differential_diffllama.npz", "transformers", differential_entries())
+    save("linear_fla.npz", "fla-core", linear_entries())
+    save("delta_fla.npz", "fla-core", delta_entries())
+    save("gsa_fla.npz", "fla-core", gsa_entries())
+    save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
+    save("ssd_mamba2.npz", "transformers", mamba2_entries())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""LASER against identities that hold whatever the implementation.
+
+The definition is o = log(A e^v), elementwise, with A the matrix of softmax attention; the tests
+take it as o_ic = LSE_j(score_ij + v_jc) − LSE_j(score_ij) over the visible keys. Everything is
+float64, so an identity has to hold to 1e-10 of the largest number it speaks of.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.mathematics.identities import assert_close, grouped
+
+sampled = settings(
+    max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+class Problem:
+    """Random q, k, v for some sizes, and how attention is to be masked.
+
+    `size` bounds the scores and values whose rounding enters an output.
+    """
+
+    def __init__(
+        self, rng, *, t, s, n=1, group=1, causal=True, window=None, spread=1.0, height=1.0, b=2
+    ):
+        self.rng, self.group = rng, group
+        self.base = pa.Softmax(causal=causal, window=window)
+        self.biased_base = pa.Softmax(causal=causal, window=window, bias=True)
+        self.q = spread * rng.normal(size=(b, t, n * group, 3))
+        self.k = rng.normal(size=(b, s, n, 3))
+        self.v = height * rng.normal(size=(b, s, n, 2))
+        self.bias = rng.normal(size=(b, n * group, t, s))
+        distance = np.arange(t)[:, None] + s - t - np.arange(s)  # The last query is the last key.
+        self.visible = np.ones((t, s), dtype=bool)
+        if causal:
+            self.visible &= distance >= 0
+        if window is not None:
+            self.visible &= distance < window
+        self.size = 1 + np.abs(self.v).max() + np.abs(scores(self.q, self.k)).max()
+
+    @property
+    def layer(self):
+        return pa.Laser(self.base)
+
+    @property
+    def biased(self):
+        return pa.Laser(self.biased_base)
+
+    def like_output(self):
+        return self.rng.normal(size=(*self.q.shape[:3], self.v.shape[-1]))
+
+
+@st.composite
+def problems(draw, causal=None, square=False, windows=True):
+    s = draw(st.integers(1, 9))
+    causal = draw(st.booleans()) if causal is None else causal
+    return Problem(
+        np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
+        t=s if square else draw(st.integers(1, s)),
+        s=s,
+        n=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        causal=causal,
+        window=draw(st.none() | st.integers(1, s)) if causal and windows else None,
+        spread=draw(st.sampled_from([1.0, 30.0])),
+        height=draw(st.sampled_from([1.0, 10.0, 300.0])),
+    )
+
+
+def scores(q, k, bias=None):
+    """q kᵀ / √d + bias of shape (b, h, t, s), without masks."""
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    products = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    return products if bias is None else products + bias
+
+
+def laser_by_rows(q, k, v, visible, bias=None):
+    """The output, row by row over the visible keys alone; hidden rows give 0."""
+    s = scores(q, k, bias)
+    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    out, visible = np.zeros((*q.shape[:3], v.shape[-1])), np.broadcast_to(visible, s.shape)
+    for b, h, i in np.ndindex(s.shape[:3]):
+        seen = visible[b, h, i]
+        if seen.any():
+            row, values = s[b, h, i, seen], v[b, seen, h]
+            out[b, i, h] = np.logaddexp.reduce(row[:, None] + values, axis=0)
+            out[b, i, h] -= np.logaddexp.reduce(row)
+    return out
+
+
+def log_weights(q, k, visible):
+    """log A, (b, h, t, s); −inf where a key is hidden."""
+    masked = np.where(visible, scores(q, k), -np.inf)
+    return masked - np.logaddexp.reduce(masked, axis=-1)[..., None]
+
+
+def values_per_key(p):
+    """The values as they meet queries and keys: (b, h, 1, s, e)."""
+    return np.repeat(p.v, p.group, axis=2).transpose(0, 2, 1, 3)[:, :, None]
+
+
+def posterior(p, out):
+    """w_ijc = a_ij exp(v_jc − o_ic) of shape (b, h, t, s, e)."""
+    weights = log_weights(p.q, p.k, p.visible)[..., None]
+    return np.exp(weights + values_per_key(p) - out.transpose(0, 2, 1, 3)[:, :, :, None])
+
+
+def highest_visible(p, per_key):
+    """The maximum over each query's visible keys of `per_key`, (b, h, t or 1, s, e)."""
+    highest = np.where(p.visible[..., None], per_key, -np.inf).max(-2)
+    return highest.transpose(0, 2, 1, 3)
+
+
+# The definition
+
+
+@sampled
+@given(problems())
+def test_output_is_the_log_sum_exp_of_scores_and_values(p):
+    expected = laser_by_rows(p.q, p.k, p.v, p.visible, p.bias)
+    assert_close(p.biased(p.q, p.k, p.v, bias=p.bias), expected, size=p.size)
+    assert_close(p.layer(p.q, p.k, p.v), laser_by_rows(p.q, p.k, p.v, p.visible), size=p.size)
+
+
+@sampled
+@given(problems())
+def test_output_is_the_log_of_attention_over_exponentials(p):
+    v = p.v / np.abs(p.v).max()
+    expected = np.log(p.base(p.q, p.k, np.exp(v)))
+    assert_close(p.layer(p.q, p.k, v), expected, size=p.size)
+
+
+def test_one_token_returns_its_value():
+    p = Problem(np.random.default_rng(1), t=1, s=1, n=2, group=2)
+    assert_close(p.layer(p.q, p.k, p.v), np.repeat(p.v, 2, axis=2), size=p.size)
+
+
+@sampled
+@given(problems())
+def test_values_hundreds_apart_survive(p):
+    heights = p.rng.choice([-700.0, -300.0, 0.0, 300.0, 700.0], size=p.v.shape)
+    v = p.v + heights
+    out = p.layer(p.q, p.k, v)
+    assert_close(out, laser_by_rows(p.q, p.k, v, p.visible), size=p.size + 700)
+
+
+# Shift, bounds and limits
+
+
+@sampled
+@given(problems(), st.floats(-1e3, 1e3))
+def test_a_constant_added_to_the_values_is_added_to_the_output(p, size):
+    shift = size * p.rng.normal(size=p.v.shape[-1])
+    out = p.layer(p.q, p.k, p.v)
+    size = p.size + np.abs(shift).max()
+    assert_close(p.layer(p.q, p.k, p.v + shift), out + shift, size=size)
+
+
+@sampled
+@given(problems(), st.floats(-1e3, 1e3))
+def test_a_constant_value_is_returned(p, value):
+    out = p.layer(p.q, p.k, np.full_like(p.v, value))
+    assert_close(out, value, size=p.size + abs(value))
+
+
+@sampled
+@given(problems())
+def test_adding_one_vector_to_all_keys_changes_nothing(p):
+    out = p.layer(p.q, p.k, p.v)
+    shift = p.rng.normal(size=3)
+    size = p.size + np.abs(p.q @ shift).max()
+    assert_close(p.layer(p.q, p.k + shift, p.v), out, size=size)
+
+
+@sampled
+@given(problems())
+def test_output_lies_within_log_n_above_the_best_weighted_value(p):
+    weighted = log_weights(p.q, p.k, p.visible)[..., None] + values_per_key(p)
+    best = highest_visible(p, weighted)
+    slack = 1e-12 * p.size
+    out = p.layer(p.q, p.k, p.v)
+    seen = p.visible.sum(-1)[:, None, None]
+    assert np.all(best - slack <= out)
+    assert np.all(out <= best + np.log(seen) + slack)
+
+
+@sampled
+@given(problems())
+def test_output_lies_between_the_mean_and_the_largest_visible_value(p):
+    slack = 1e-12 * p.size
+    out = p.layer(p.q, p.k, p.v)
+    assert np.all(p.base(p.q, p.k, p.v) - slack <= out)
+    assert np.all(out <= highest_visible(p, values_per_key(p)) + slack)
+
+
+@sampled
+@given(problems(), st.floats(1e-3, 1))
+def test_small_values_give_attention_within_hoeffding(p, epsilon):
+    v = p.v / np.abs(p.v).max()
+    spread = highest_visible(p, values_per_key(p)) + highest_visible(p, -values_per_key(p))
+    spread = spread / np.abs(p.v).max()
+    excess = p.layer(p.q, p.k, epsilon * v) / epsilon - p.base(p.q, p.k, v)
+    slack = 1e-13 * p.size / epsilon
+    assert np.all(excess >= -slack)
+    assert np.all(excess <= epsilon * spread**2 / 8 + slack)
+
+
+@sampled
+@given(problems(), st.floats(1, 1e6))
+def test_large_values_give_the_largest_visible_within_its_log_weight(p, factor):
+    v = values_per_key(p) / np.abs(p.v).max()
+    largest = highest_visible(p, v)
+    weighted = factor * v + log_weights(p.q, p.k, p.visible)[..., None]
+    floor = highest_visible(p, weighted) / factor
+    out = p.layer(p.q, p.k, factor * p.v / np.abs(p.v).max()) / factor
+    slack = 1e-12 * p.size
+    assert np.all(out <= largest + slack)
+    assert np.all(out >= floor - slack)
+
+
+@sampled
+@given(problems(), st.floats(0, 1))
+def test_output_is_convex_in_the_values(p, share):
+    w = p.rng.permuted(p.v, axis=1)
+    between = p.layer(p.q, p.k, share * p.v + (1 - share) * w)
+    chord = share * p.layer(p.q, p.k, p.v) + (1 - share) * p.layer(p.q, p.k, w)
+    assert np.all(between <= chord + 1e-12 * p.size)
+
+
+@sampled
+@given(problems(), st.sampled_from([1e-6, 1.0, 1e3]))
+def test_output_moves_no_further_than_the_furthest_value_and_upwards_with_them(p, size):
+    step = size * p.rng.uniform(-1, 1, size=p.v.shape)
+    slack = 1e-12 * (p.size + size)
+    out = p.layer(p.q, p.k, p.v)
+    moved = p.layer(p.q, p.k, p.v + step)
+    assert np.abs(moved - out).max() <= np.abs(step).max() + slack
+    assert np.all(p.layer(p.q, p.k, p.v + np.abs(step)) >= out - slack)
+
+
+@sampled
+@given(problems())
+def test_what_all_channels_share_acts_as_a_bias(p):
+    """log(A e^(r+v)) = log(A e^r) + log(A' e^v), A' being A with the bias r."""
+    shared = p.v[..., :1]
+    r = np.repeat(shared[..., 0], p.group, axis=2).transpose(0, 2, 1)[:, :, None]
+    biased = p.biased(p.q, p.k, p.v, bias=np.broadcast_to(r, p.bias.shape).copy())
+    together = p.layer(p.q, p.k, shared + p.v)
+    assert_close(together, p.layer(p.q, p.k, shared) + biased, size=2 * p.size)
+
+
+# Masks, heads and time
+
+
+@sampled
+@given(problems(square=True, causal=True), st.integers(1, 9), st.sampled_from([1000.0, 1e6]))
+def test_no_future_value_leaks_into_the_past_by_a_single_bit(p, past, height):
+    v = p.v.copy()
+    v[:, past:] += height
+    out, changed = p.layer(p.q, p.k, p.v), p.layer(p.q, p.k, v)
+    np.testing.assert_array_equal(changed[:, :past], out[:, :past])
+
+
+@sampled
+@given(problems(square=True, causal=True), st.integers(1, 9))
+def test_no_future_query_or_key_leaks_into_the_past_by_a_single_bit(p, past):
+    q, k = p.q.copy(), p.k.copy()
+    q[:, past:] += 1000
+    k[:, past:] += 1000
+    out, changed = p.layer(p.q, p.k, p.v), p.layer(q, k, p.v)
+    np.testing.assert_array_equal(changed[:, :past], out[:, :past])
+
+
+@pytest.mark.parametrize("height", [120.0, 1e3, 1e5])
+def test_a_peak_in_the_future_neither_drowns_the_past_nor_its_gradient(height):
+    p = Problem(np.random.default_rng(0), t=8, s=8)
+    v = p.v.copy()
+    v[:, 5:] += height
+    out, pullback = p.layer.vjp(p.q, p.k, v)
+    assert_close(out[:, :5], laser_by_rows(p.q, p.k, p.v, p.visible)[:, :5], size=p.size)
+    cotangent = p.like_output()
+    cotangent[:, 5:] = 0
+    _, plain_pullback = p.layer.vjp(p.q, p.k, p.v)
+    plain = plain_pullback(cotangent)
+    for name, gradient in pullback(cotangent).items():
+        assert_close(gradient, plain[name])
+
+
+@sampled
+@given(problems(causal=False), st.data())
+def test_split_keys_merge_by_logaddexp(p, data):
+    cut = data.draw(st.integers(1, max(1, p.k.shape[1] - 1)))
+    parts = [part for part in (slice(cut), slice(cut, None)) if p.k[:, part].size]
+    lses = [np.logaddexp.reduce(scores(p.q, p.k[:, part]), axis=-1) for part in parts]
+    lses = [lse.transpose(0, 2, 1)[..., None] for lse in lses]
+    outs = [p.layer(p.q, p.k[:, part], p.v[:, part]) for part in parts]
+    joint = [lse + out for lse, out in zip(lses, outs, strict=True)]
+    merged = np.logaddexp.reduce(joint, axis=0) - np.logaddexp.reduce(lses, axis=0)
+    assert_close(merged, p.layer(p.q, p.k, p.v), size=p.size)
+
+
+@sampled
+@given(problems(causal=False))
+def test_order_of_keys_does_not_matter_without_causality(p):
+    order = p.rng.permutation(p.k.shape[1])
+    out = p.layer(p.q, p.k, p.v)
+    assert_close(p.layer(p.q, p.k[:, order], p.v[:, order]), out, size=p.size)
+
+
+@sampled
+@given(problems())
+def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
+    k, v = (np.repeat(x, p.group, axis=2) for x in (p.k, p.v))
+    out, pullback = p.layer.vjp(p.q, p.k, p.v)
+    repeated, repeated_pullback = p.layer.vjp(p.q, k, v)
+    assert_close(out, repeated)
+    cotangent = p.like_output()
+    grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
+    size = np.abs(cotangent).max()  # Of the returns, before they cancel.
+    assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
+    dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
+    assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())
+    assert_close(grads["v"], dv.sum(3), size=np.abs(dv).max())
+
+
+@sampled
+@given(problems(square=True), st.integers(1, 9))
+def test_fewer_queries_than_keys_are_the_last_ones(p, count):
+    last = p.layer(p.q[:, -count:], p.k, p.v)
+    assert_close(last, p.layer(p.q, p.k, p.v)[:, -count:], size=p.size)
+
+
+@sampled
+@given(problems())
+def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
+    blind = p.rng.random(p.bias.shape[:3]) < 0.5
+    bias = np.where(blind[..., None], -np.inf, p.bias)
+    out, pullback = p.biased.vjp(p.q, p.k, p.v, bias=bias)
+    blind_tokens = blind.transpose(0, 2, 1)
+    assert np.all(out[blind_tokens] == 0)
+    expected = laser_by_rows(p.q, p.k, p.v, p.visible & ~blind[..., None], p.bias)
+    assert_close(out, expected, size=p.size)
+    cotangent = p.like_output()
+    gradients = pullback(cotangent)
+    assert np.all(gradients["q"][blind_tokens] == 0)
+    assert np.all(gradients["bias"][blind] == 0)
+    unheard = pullback(np.where(blind_tokens[..., None], 0.0, cotangent))
+    for name, gradient in gradients.items():
+        assert np.all(np.isfinite(gradient))
+        assert_close(gradient, unheard[name])
+
+
+@sampled
+@given(problems())
+def test_hidden_keys_are_as_if_deleted_even_when_nan(p):
+    mask = p.rng.random(p.k.shape[1]) < 0.6
+    expected = laser_by_rows(p.q, p.k, p.v, p.visible & mask)
+    k, v = (np.where(mask[:, None, None], x, np.nan) for x in (p.k, p.v))
+    out, pullback = p.layer.vjp(p.q, k, v, key_mask=np.tile(mask, (len(k), 1)))
+    assert_close(out, expected, size=p.size)
+    gradients = pullback(p.like_output())
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
+    assert np.all(gradients["k"][:, ~mask] == 0)
+    assert np.all(gradients["v"][:, ~mask] == 0)
+
+
+@sampled
+@given(problems(square=True), st.data())
+def test_padding_and_segments_leave_each_sequence_as_if_alone(p, data):
+    t = p.q.shape[1]
+    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
+    padding = (np.arange(t) >= lengths[:, None])[..., None, None]
+    padded = p.layer(*(np.where(padding, np.nan, x) for x in (p.q, p.k, p.v)), lengths=lengths)
+    packed = p.layer(p.q, p.k, p.v, segment_ids=(np.arange(t) >= lengths[:, None]).astype(int))
+    for i, length in enumerate(lengths):
+        assert np.all(padded[i, length:] == 0)
+        for out, part in [
+            (padded, slice(0, length)),
+            (packed, slice(0, length)),
+            (packed, slice(length, t)),
+        ]:
+            if part.stop > part.start:
+                alone = p.layer(*(x[i : i + 1, part] for x in (p.q, p.k, p.v)))
+                assert_close(out[i : i + 1, part], alone, size=p.size)
+
+
+@sampled
+@given(problems(square=True, causal=True), st.data())
+def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
+    t = p.q.shape[1]
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
+    cache, outs = p.layer.init_cache(p.q, p.k, p.v, capacity=t), []
+    for start, stop in pairwise(cuts):
+        out, cache = p.layer.extend(cache, *(x[:, start:stop] for x in (p.q, p.k, p.v)))
+        outs.append(out)
+    assert_close(np.concatenate(outs, axis=1), p.layer(p.q, p.k, p.v), size=p.size)
+
+
+# Gradients
+
+
+@sampled
+@given(problems())
+def test_values_gradient_keeps_the_total_of_each_channel(p):
+    _, pullback = p.layer.vjp(p.q, p.k, p.v)
+    cotangent = p.like_output()
+    received = grouped(cotangent, p.group).sum((1, 3))
+    assert_close(pullback(cotangent)["v"].sum(1), received, size=np.abs(cotangent).max())
+
+
+@sampled
+@given(problems(), st.data())
+def test_values_gradient_of_one_output_is_a_distribution_over_its_visible_keys(p, data):
+    b, i, h, c = (data.draw(st.integers(0, size - 1)) for size in p.like_output().shape)
+    _, pullback = p.layer.vjp(p.q, p.k, p.v)
+    cotangent = np.zeros_like(p.like_output())
+    cotangent[b, i, h, c] = 1
+    dv = pullback(cotangent)["v"]
+    weights = dv[b, :, h // p.group, c].copy()
+    assert np.all(weights >= 0)
+    assert np.all(weights[~p.visible[i]] == 0)
+    assert_close(weights.sum(), 1.0)
+    dv[b, :, h // p.group, c] = 0
+    assert np.all(dv == 0)
+
+
+def closed_form_gradients(p, out, cotangent):
+    """dq, dk, dv from the posterior w: dscore_ij = Σ_c dO_ic (w_ijc − a_ij)."""
+    w = posterior(p, out)
+    a = np.exp(log_weights(p.q, p.k, p.visible))[..., None]
+    dscores = np.einsum("bthe,bhtse->bhts", cotangent, w - a) / np.sqrt(3)
+    dq = np.einsum("bhts,bshd->bthd", dscores, np.repeat(p.k, p.group, axis=2))
+    dk = np.einsum("bhts,bthd->bshd", dscores, p.q)
+    dv = np.einsum("bthe,bhtse->bshe", cotangent, w)
+    return {"q": dq, "k": grouped(dk, p.group).sum(3), "v": grouped(dv, p.group).sum(3)}
+
+
+@sampled
+@given(problems())
+def test_gradients_are_the_posterior_and_the_posterior_minus_the_weights(p):
+    out, pullback = p.layer.vjp(p.q, p.k, p.v)
+    cotangent = p.like_output()
+    expected = closed_form_gradients(p, out, cotangent)
+    size = max(1, np.abs(p.q).max()) * np.abs(cotangent).max()
+    for name, gradient in pullback(cotangent).items():
+        assert_close(gradient, expected[name], size=size)
+
+
+@sampled
+@given(problems())
+def test_key_gradients_cancel_because_a_common_shift_is_neutral(p):
+    _, pullback = p.layer.vjp(p.q, p.k, p.v)
+    cotangent = p.like_output()
+    gradients = pullback(cotangent)
+    size = max(1, np.abs(p.q).max()) * np.abs(cotangent).sum()
+    assert_close(gradients["k"].sum(1), 0.0, size=size)
+    assert_close(np.sum(p.q * gradients["q"]), np.sum(p.k * gradients["k"]), size=size)
+
+
+@pytest.mark.parametrize("height", [40.0, 90.0, 130.0, 300.0, 700.0, 5000.0])
+@pytest.mark.parametrize("score_height", [0.5, 1.0, 1.5])
+def test_opposing_spikes_of_scores_and_values_stay_exact(height, score_height):
+    """The largest value has the smallest weight, and the other way round: 0·1 + 1·0 in floats."""
+    p = Problem(np.random.default_rng(0), t=8, s=8, n=2, group=2)
+    spike = np.where(np.arange(8) % 3 == 1, height, 0.0)[:, None, None]
+    p.v = p.v + spike
+    p.q[..., 0] = np.sqrt(3)
+    p.k[..., 0] = -score_height * spike[..., 0]
+    p.size = 3 * height
+    out, pullback = p.layer.vjp(p.q, p.k, p.v)
+    assert_close(out, laser_by_rows(p.q, p.k, p.v, p.visible), size=p.size)
+    cotangent = p.like_output()
+    expected = closed_form_gradients(p, out, cotangent)
+    for name, gradient in pullback(cotangent).items():
+        assert np.all(np.isfinite(gradient))
+        assert_close(gradient, expected[name], size=max(1, np.abs(expected[name]).max()))

@@ -1,0 +1,473 @@
+"""Linear attention and its gated kin, slots and feature maps, against identities that hold whatever
+the implementation.
+
+The definition is a loop over tokens (`linear_definitions.py`). Everything is float64 and has to
+hold to 1e-10 of the largest number involved.
+"""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.mathematics.linear_definitions import (
+    BASES,
+    GATED,
+    LAYERS,
+    OWN,
+    SHAPES,
+    Problem,
+    alone,
+    bare,
+    close,
+    close_to_definition,
+    expected_vjp,
+    features,
+    problems,
+    sampled,
+    tensors,
+    timed,
+)
+
+# Outputs and gradients
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(square=False))
+def test_outputs_and_gradients_are_those_of_the_definition(layer, p):
+    layer = pa.parse(layer)
+    close_to_definition(layer, p, p.x(layer))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("t", [1, 70, 131])
+def test_long_sequences_are_those_of_the_definition(layer, t):
+    layer = pa.parse(layer)
+    p = Problem(np.random.default_rng(t), s=131, t=t, n=1, group=2, multiple=2, d=5, e=3)
+    close_to_definition(layer, p, p.x(layer))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_those_of_central_differences(layer):
+    p = Problem(np.random.default_rng(0), s=4, t=3, group=2, multiple=2, d=2, b=1)
+    layer, step = pa.parse(layer), 1e-5
+    x = p.x(layer)
+    out, pullback = layer.vjp(**x)
+    cotangent = p.like(out)
+    gradients = pullback(cotangent)
+    assert set(gradients) == set(x)
+    for name, gradient in gradients.items():
+        expected = np.zeros_like(x[name])
+        for index in np.ndindex(x[name].shape):
+            ends = []
+            for sign in (1, -1):
+                moved = x[name].copy()
+                moved[index] += sign * step
+                ends.append(np.sum(cotangent * layer(**(x | {name: moved}))))
+            expected[index] = (ends[0] - ends[1]) / (2 * step)
+        assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
+
+
+def parallel(layer, x):
+    """The output of one head from matrices: q, k (s, d), v (s, e), gates (s, ·), beta (s,)."""
+    q, k, v = x["q"], x["k"], x["v"]
+    s, d = q.shape
+    lower = np.tril(np.ones((s, s)))
+    decay = np.exp(np.cumsum(x.get("g", np.zeros(s)), axis=0))
+    decay = decay[:, None] / decay[None]
+    scale = d**-0.5 if layer.scale is None else layer.scale
+    if layer.name == "gsa":
+        decay = decay * lower[..., None]
+        slots = scale * np.einsum("ic,jc,ijm,jm->im", q, k, decay, x["s"])
+        weights = np.exp(slots - slots.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("im,ijm,jm,je->ie", weights, decay, x["s"], v)
+    if layer.name == "gla":
+        return scale * np.einsum("ic,jc,ijc,ij->ij", q, k, decay, lower) @ v
+    if layer.name == "retention":
+        decay = (1 - 2.0**-5) ** (np.arange(s)[:, None] - np.arange(s))
+    if "beta" in x:
+        known = x["beta"][:, None] * np.tril(decay * (k @ k.T), -1)
+        v = np.linalg.solve(np.eye(s) + known, x["beta"][:, None] * v)
+    return scale * (lower * decay * (q @ k.T)) @ v
+
+
+@pytest.mark.parametrize("layer", [text for text in BASES if "normalize" not in text])
+@sampled
+@given(p=problems(heads=1))
+def test_outputs_are_those_of_the_parallel_form(layer, p):
+    layer = pa.parse(layer)
+    p.sizes |= {"n": 1, "h": 1, "u": 1}
+    x = p.x(layer)
+    out = layer(**x)
+    for b in range(2):
+        one = {name: array[b, :, 0] for name, array in x.items()}
+        close(out[b, :, 0], parallel(layer, one))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_torch_differentiates_a_call(layer):
+    layer, p = pa.parse(layer), Problem(np.random.default_rng(1), s=6, t=4, group=2, multiple=2)
+    x = p.x(layer)
+    inputs = tensors(x, grad=True)
+    out = layer(**inputs)
+    d_out = p.like(out)
+    found = torch.autograd.grad((out * torch.tensor(d_out)).sum(), list(inputs.values()))
+    expected, _, gradients, _ = expected_vjp(layer, x, d_out)
+    close(out.detach().numpy(), expected)
+    close({name: g.numpy() for name, g in zip(inputs, found, strict=True)}, gradients)
+
+
+# Gates and keys at their limits
+
+
+@pytest.mark.parametrize("layer", GATED)
+@pytest.mark.parametrize(
+    "gates",
+    [[0.0], [-50.0], [-1e6], [0.0, -1e6], [-1e-3, -1e6, -1e9], [0.0, -1e-4, -1.0, -50.0, -1e6]],
+)
+def test_gates_may_be_open_or_closed_or_mixed(layer, gates):
+    layer = pa.parse(layer)
+    p = Problem(np.random.default_rng(len(gates)), s=75, group=2, multiple=2, d=3)
+    x = p.x(layer)
+    x["g"] = p.rng.choice(gates, size=x["g"].shape)
+    close_to_definition(layer, p, x)
+    close_to_definition(layer, p, x, p.states(layer.init_cache(**x)))
+
+
+@pytest.mark.parametrize("layer", GATED)
+@pytest.mark.parametrize("border", [3, 64, 70])
+def test_nothing_is_lost_behind_a_nearly_closed_gate(layer, border):
+    """Values of 1e15 before it are of size 1e-7 behind it, and the rest keeps its digits."""
+    layer = pa.parse(layer)
+    p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
+    x = p.x(layer)
+    x["g"] /= 10
+    x["g"][:, border] = -50
+    x["v"][:, :border] *= 1e15
+    out, pullback = layer.vjp(**x)
+    d_out = p.like(out)
+    expected, _, expected_gradients, _ = expected_vjp(layer, x, d_out)
+    close(out[:, border:], expected[:, border:])
+    for name, gradient in pullback(d_out).items():
+        close(gradient[:, border:], expected_gradients[name][:, border:])
+
+
+@pytest.mark.parametrize("layer", GATED)
+@pytest.mark.parametrize("border", [3, 64, 70])
+def test_nothing_is_lost_before_a_nearly_closed_gate(layer, border):
+    """Cotangents of 1e15 behind it are of size 1e-7 before it, and the rest keeps its digits."""
+    layer = pa.parse(layer)
+    p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
+    x = p.x(layer)
+    x["g"] /= 10
+    x["g"][:, border] = -50
+    out, pullback = layer.vjp(**x)
+    d_out = p.like(out)
+    d_out[:, border:] *= 1e15
+    _, _, expected, _ = expected_vjp(layer, x, d_out)
+    for name, gradient in pullback(d_out).items():
+        close(gradient[:, :border], expected[name][:, :border])
+
+
+@pytest.mark.parametrize("layer", ["linear", "retention", "ssd", "gla", "gsa"])
+def test_equal_keys_and_zero_keys_are_keys_like_others(layer):
+    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
+    x = p.x(layer)
+    x["k"][:, 10:40] = x["k"][:, :1]
+    x["k"][:, 30:] *= (np.arange(40) % 2)[:, None, None]
+    close_to_definition(layer, p, x)
+    close_to_definition(layer, p, x, p.states(layer.init_cache(**x)))
+
+
+# Identities between mechanisms
+
+
+@sampled
+@given(problems(square=False))
+def test_open_gates_are_as_if_absent(p):
+    delta, gated = pa.Delta(), pa.GatedDelta()
+    x = p.x(gated)
+    x["g"] = 0 * x["g"]
+    close(gated(**x), delta(**{name: a for name, a in x.items() if name != "g"}))
+    x = p.x(pa.GLA())
+    plain = pa.Linear()(x["q"], x["k"], x["v"])
+    close(pa.GLA()(**(x | {"g": 0 * x["g"]})), plain)
+    k, v = (np.repeat(x[name], p.group, axis=2) for name in "kv")
+    close(pa.SSD(scale=None)(x["q"], k, v, g=np.zeros(k.shape[:3])), plain)
+
+
+@sampled
+@given(problems(square=False))
+def test_one_gate_for_all_channels_is_that_of_ssd(p):
+    x = p.x(pa.GLA())
+    gate = x["g"][..., 0]
+    out = pa.GLA()(**(x | {"g": np.repeat(gate[..., None], p.sizes["d"], axis=-1)}))
+    k, v, g = (np.repeat(a, p.group, axis=2) for a in (x["k"], x["v"], gate))
+    close(out, pa.SSD(scale=p.sizes["d"] ** -0.5)(x["q"], k, v, g=g))
+
+
+@sampled
+@given(problems(square=False))
+def test_retention_is_ssd_with_a_constant_gate(p):
+    x = p.x(pa.Retention())
+    k, v = (np.repeat(x[name], p.group, axis=2) for name in "kv")
+    g = np.broadcast_to(np.log1p(-(2.0 ** (-5 - np.arange(k.shape[2])))), k.shape[:3]).copy()
+    close(pa.Retention()(**x), pa.SSD(scale=None)(x["q"], k, v, g=g))
+
+
+@sampled
+@given(problems(square=False))
+def test_ssd_without_a_scale_is_ssd_by_the_root_of_d(p):
+    x = p.x(pa.SSD())
+    close(pa.SSD()(**x), np.sqrt(p.sizes["d"]) * pa.SSD(scale=None)(**x))
+
+
+@pytest.mark.parametrize("map", ["elu1", "hedgehog"])
+@sampled
+@given(p=problems(square=False))
+def test_a_normalised_read_is_a_mean_under_the_features(map, p):
+    layer = pa.parse(f"{map}(linear[normalize=true,eps=0])")
+    x = p.x(layer)
+    _, mapped = features(layer, tensors(x))
+    q, k = mapped["q"].numpy(), np.repeat(mapped["k"].numpy(), p.group, axis=2)
+    t, s = q.shape[1], k.shape[1]
+    weights = np.tril(np.ones((t, s)), s - t) * np.einsum("bthd,bshd->bhts", q, k)
+    weights /= weights.sum(-1, keepdims=True)
+    assert np.all(weights >= 0)
+    values = np.repeat(x["v"], p.group, axis=2)
+    close(layer(**x), np.einsum("bhts,bshe->bthe", weights, values))
+    constant = np.broadcast_to(x["v"][:, :1], x["v"].shape).copy()
+    expected = np.repeat(constant[:, :1], p.group, axis=2)
+    close(layer(**(x | {"v": constant})), np.broadcast_to(expected, (2, t, *expected.shape[2:])))
+
+
+def test_eps_is_added_to_the_sum_of_the_scaled_weights():
+    q = k = np.full((1, 3, 1, 1), 2.0)
+    v = np.asarray([3.0, 5.0, 7.0]).reshape(1, 3, 1, 1)
+    out = pa.Linear(scale=0.5, normalize=True, eps=0.25)(q, k, v)
+    expected = [2 * 3 / 2.25, 2 * 8 / 4.25, 2 * 15 / 6.25]
+    close(out.ravel(), np.asarray(expected))
+
+
+def test_a_row_without_weights_is_zero_without_eps_and_so_is_its_gradient():
+    layer, p = (
+        pa.parse("elu1(linear[normalize=true,eps=0])"),
+        Problem(np.random.default_rng(0), s=4),
+    )
+    x, seen = p.x(layer), np.asarray([[False, False, True, True]] * 2)
+    out, pullback = layer.vjp(**x, key_mask=seen)
+    gradients = pullback(np.ones_like(out))
+    assert np.all(out[:, :2] == 0)
+    assert np.all(gradients["q"][:, :2] == 0)
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("per", ["layer", "head"])
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("base", ["gla", "linear", "gated_delta", "gsa"])
+@sampled
+@given(p=problems(square=False))
+def test_hedgehog_is_its_base_on_its_features(base, factor, per, p):
+    layer = pa.parse(f"hedgehog[factor={factor},per={per}]({base})")
+    x = p.x(layer)
+    mapped = dict(x)
+    for name in "qk":
+        weight, bias = mapped.pop(f"{name}_weight"), mapped.pop(f"{name}_bias")
+        y = factor * ((weight @ x[name][..., None])[..., 0] + bias)
+        exponents = np.concatenate([y, -y], axis=-1)
+        features = np.exp(exponents - exponents.max(-1, keepdims=True))
+        mapped[name] = features / features.sum(-1, keepdims=True)
+    close(layer(**x), pa.parse(base)(**mapped))
+
+
+@pytest.mark.parametrize(("text", "total"), [("hedgehog(linear)", 1), ("elu1(linear)", None)])
+@sampled
+@given(p=problems(longest=1))
+def test_features_are_positive_and_those_of_hedgehog_sum_to_one(text, total, p):
+    """A state of one token and a value of 1 is the features of its key."""
+    layer = pa.parse(text)
+    x = p.x(layer)
+    x["v"] = np.ones_like(x["v"])
+    _, cache = layer.extend(layer.init_cache(**x), **x)
+    (state,) = cache.store.values()
+    assert np.all(state > 0)
+    if total is not None:
+        close(state.sum(2), np.ones(state.sum(2).shape))
+
+
+@pytest.mark.parametrize("base", ["linear", "gla", "delta", "gated_delta", "gsa", "retention"])
+@sampled
+@given(p=problems(square=False), eps=st.sampled_from([0.0, 1e-6, 0.5]))
+def test_an_l2_norm_makes_queries_and_keys_unit_rows(base, p, eps):
+    layer = pa.parse(f"qk_norm[norm=l2,eps={eps}]({base})")
+    x = p.x(layer)
+    x["k"] = 3 * x["k"]
+    normed = {n: x[n] / np.sqrt((x[n] ** 2).sum(-1, keepdims=True) + eps) for n in "qk"}
+    close(layer(**x), pa.parse(base)(**(x | normed)))
+    if eps == 0:
+        close(layer(**(x | {"q": 7 * x["q"], "k": 0.1 * x["k"]})), layer(**x))
+
+
+@sampled
+@given(problems(square=False))
+def test_one_slot_is_a_gated_sum_that_does_not_ask_who_reads(p):
+    p.sizes["m"] = 1
+    x = p.x(pa.GSA())
+    one = np.ones_like(x["s"])
+    summed = pa.GLA(scale=1.0)(one[:, -p.sizes["t"] :], one, x["s"] * x["v"], g=x["g"])
+    close(pa.GSA()(**x), np.repeat(summed, p.group, axis=2))
+
+
+@sampled
+@given(problems(square=False))
+def test_slots_are_two_gated_reads(p):
+    """The first reads one slot after another; its softmax over slots is the query of the second."""
+    layer = pa.GSA(scale=0.6)
+    x = p.x(layer)
+    k, v, s, g = (np.repeat(x[name], p.group, axis=2) for name in "kvsg")
+    slots = [
+        pa.SSD(scale=0.6)(x["q"], k, s[..., m, None], g=g[..., m]) for m in range(p.sizes["m"])
+    ]
+    logits = np.concatenate(slots, axis=-1)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    close(layer(**x), pa.GLA(scale=1.0)(weights, s, v, g=g))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(square=False))
+def test_outputs_are_linear_in_values(layer, p):
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    other = p.like(x["v"])
+    mixed = layer(**(x | {"v": 2 * x["v"] - 3 * other}))
+    close(mixed, 2 * layer(**x) - 3 * layer(**(x | {"v": other})))
+
+
+# Time, batch and heads
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(), past=st.integers(1, 7))
+def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    changed = {name: array.copy() for name, array in x.items()}
+    for name in filter(timed, changed):
+        changed[name][:, past:] *= 0.75
+    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
+
+
+def of_head(layer, p, x, head):
+    """What one head of keys reads and is read by; also the heads of outputs that belong to it."""
+    letters = SHAPES[bare(layer).name]
+    own = letters["k"] == OWN["k"]
+    counts = {"h": 1 if own else p.group, "n": 1, "u": p.multiple}
+    chosen = {letter: slice(head * count, head * count + count) for letter, count in counts.items()}
+    found = dict(x)
+    for name, array in x.items():
+        if timed(name):
+            found[name] = array[:, :, chosen[letters[name].split()[2]]]
+        elif layer.per == "head":
+            found[name] = array[chosen[letters[name[0]].split()[2]]]
+    return found, chosen["u" if own else "h"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(square=False))
+def test_batches_and_heads_know_nothing_of_each_other(layer, p):
+    """Retention's decay goes with the number of a head, so that only its first is looked at."""
+    layer = pa.parse(layer)
+    x, base = p.x(layer), bare(layer).name
+    out = layer(**x)
+    for i in range(p.sizes["b"]):
+        close(out[i : i + 1], layer(**alone(x, i, slice(None))))
+    for head in range(1 if base == "retention" else x["k"].shape[2]):
+        one, outs = of_head(layer, p, x, head)
+        close(out[:, :, outs], layer(**one))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(square=False))
+def test_grouped_heads_equal_repeated_heads(layer, p):
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    own = SHAPES[bare(layer).name]["k"] == OWN["k"]
+    repeated = dict(x)
+    for name, array in x.items():
+        count = p.multiple if own else p.group
+        if (name[0] in "qk") if own else (name[0] != "q"):
+            axis = 2 if timed(name) else 0
+            per_head = timed(name) or layer.per == "head"
+            repeated[name] = np.repeat(array, count, axis=axis) if per_head else array
+    close(layer(**repeated), layer(**x))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "laser(linear)",
+        "laser(gated_delta)",
+        "lucid(linear)",
+        "lucid(gla)",
+        "elu1(delta)",
+        "elu1(gated_delta)",
+        "qk_norm(delta)",
+        "qk_norm[norm=layer](gated_delta)",
+        "qk_norm[norm=l2,gain=true](delta)",
+        "hedgehog(hedgehog)",
+        "hedgehog(hedgehog(gla))",
+    ],
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(TypeError, match=rf"^{re.escape(text)} makes no sense: "):
+        pa.parse(text)
+
+
+def test_eps_without_normalisation_is_refused():
+    with pytest.raises(ValueError, match="eps"):
+        pa.parse("linear[eps=0.1]")
+    assert pa.parse("linear[normalize=true,eps=0.1]").eps == 0.1
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "shape"),
+    [
+        ("gla", "g", (2, 5, 2, 4)),
+        ("hedgehog(gla)", "g", (2, 5, 2, 3)),
+        ("gsa", "s", (2, 5, 2, 5)),
+        ("gsa", "g", (2, 5, 2)),
+        ("linear", "k", (2, 5, 3, 3)),
+        ("ssd", "v", (2, 5, 6, 2)),
+        ("delta", "v", (2, 5, 6, 2)),
+        ("ssd", "k", (2, 5, 2, 3)),
+        ("ssd", "g", (2, 5, 4)),
+        ("delta", "beta", (2, 5, 8, 1)),
+        ("gated_delta", "beta", (2, 5, 4)),
+        ("hedgehog[per=head](linear)", "k_weight", (4, 3, 3)),
+        ("hedgehog(linear)", "q_bias", (6,)),
+    ],
+)
+def test_a_wrong_shape_is_refused_by_name(layer, name, shape):
+    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=5, n=2, group=2, multiple=2)
+    x = p.x(layer)
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        layer(**(x | {name: np.zeros(shape)}))
+
+
+@pytest.mark.parametrize("text", LAYERS)
+def test_text_and_mechanism_are_inverse(text):
+    assert pa.parse(str(pa.parse(text))) == pa.parse(text)
