@@ -1,4 +1,4 @@
-"""Decoding: what the steps of one token share, whatever they compute."""
+"""Decoding: functions that the steps of one token share."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch import Tensor
 from precondattn.frame import Frame, UniformFrame
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs that read the cache: enough to hide that each waits for memory."""
+"""Programs that read the cache for each processor: enough to hide the latency of memory."""
 
 
 @triton.jit
 def query_rows(
     q, head, heads, group, width, q_b, q_h, q_d, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The group's queries (ROWS, d), 0 in the rows behind them."""
+    """The queries of a group of heads (ROWS, d); the remaining rows are 0."""
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH).to(tl.int64)
     at = q + head // heads * q_b + (head % heads * group + row[:, None]) * q_h
     inside = (row < group)[:, None] & (channel < width)[None, :]
     return tl.load(at + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
 
 
-def filled(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
-    """How many slots to look at, and which of them and of the new keys count, a byte each."""
+def slots_and_validity(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
+    """The number of slots to read, and the validity of slots and of new keys, as bytes or None."""
     if isinstance(frame, UniformFrame):
         return frame.held, None, None
     valid = frame.k_valid
-    assert valid is not None  # The frame of an extension always says which slots are filled.
+    assert valid is not None  # The frame of an extension always has the validity of slots.
     valid = valid.expand(frame.q_position.shape[0], capacity + 1).to(torch.uint8)
     return capacity, valid[:, :capacity], valid[:, capacity:]
 
 
-def there(frame: Frame, b: int) -> Tensor | None:
-    """Which new tokens there are, a byte each; their keys may be hidden all the same."""
+def new_token_validity(frame: Frame, b: int) -> Tensor | None:
+    """The validity of new tokens, as bytes or None. The key of a valid token may be masked."""
     return None if frame.q_valid is None else frame.q_valid.expand(b, -1).to(torch.uint8)
 
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
-    """How many programs share a head's tokens, and how many each takes: whole tiles."""
+    """How many programs share the tokens of a head, and the tokens of each: whole tiles."""
     processors = 4
     if like.is_cuda:
         processors = torch.cuda.get_device_properties(like.device).multi_processor_count

@@ -1,9 +1,9 @@
-"""Tiles: some tokens of one head by all of its channels.
+"""Tiles: a block of tokens of one head by all of its channels.
 
-Kernels read tensors (b, tokens, heads, channels) of any strides where they lie. Widths are padded
-with zeros to powers of two; a token that is not there, or is not valid, reads as zeros, whatever
-stands in its place. Indices are multiplied by strides in 64 bits: a tensor may have more than 2³¹
-elements.
+Kernels read tensors (b, tokens, heads, channels) with any strides, without a copy. Widths are
+padded with zeros to powers of two. A token outside the sequence, or an invalid one, is read as
+zeros, whatever its memory contains. Indices are multiplied by strides in 64 bits: a tensor may have
+more than 2³¹ elements.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def place(tiles, heads):
-    """This program's tile, batch and head, of a grid of tiles × heads × batches.
+def tile_of_program(tiles, heads):
+    """This program's tile, batch and head, in a grid of tiles × heads × batches.
 
-    Late tiles first: in a causal call they have the most to do.
+    The last tiles come first: in a causal call they have the most work.
     """
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles
@@ -35,29 +35,31 @@ def place(tiles, heads):
 
 @triton.jit
 def is_token(valid, batch, tokens, count):
-    """Whether there is such a token, and it counts; `valid` (b, count), or None where all do."""
-    found = tokens < count
+    """Whether a token exists and is valid; `valid` is (b, count), or None if all are valid."""
+    is_present = tokens < count
     if valid is not None:
-        found = found & (tl.load(valid + batch * count + tokens, mask=found, other=0) != 0)
-    return found
+        is_present = is_present & (
+            tl.load(valid + batch * count + tokens, mask=is_present, other=0) != 0
+        )
+    return is_present
 
 
 @triton.jit
-def visible(row, column, is_key, batch, t, s, q_segment, k_segment, CAUSAL: tl.constexpr):
-    """May query `row` of t look at key `column` of s? Of shapes that broadcast, as the answer."""
-    seen = is_key
+def may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, CAUSAL: tl.constexpr):
+    """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
+    mask = is_key
     if CAUSAL:
-        seen = seen & (column <= row + (s - t))
+        mask = mask & (column <= row + (s - t))
     if q_segment is not None:
-        own = tl.load(q_segment + batch * t + row, mask=row < t, other=0)
-        other = tl.load(k_segment + batch * s + column, mask=column < s, other=0)
-        seen = seen & (own == other)
-    return seen
+        of_query = tl.load(q_segment + batch * t + row, mask=row < t, other=0)
+        of_key = tl.load(k_segment + batch * s + column, mask=column < s, other=0)
+        mask = mask & (of_query == of_key)
+    return mask
 
 
 @triton.jit
 def addresses(start, tokens, token_stride, channels, channel_stride):
-    """(tokens, channels) of a head that begins at `start`."""
+    """Addresses (tokens, channels) of a head that begins at `start`."""
     rows = tokens.to(tl.int64)[:, None] * token_stride
     return start + rows + channels.to(tl.int64)[None, :] * channel_stride
 
@@ -66,24 +68,24 @@ def addresses(start, tokens, token_stride, channels, channel_stride):
 def load_tile(
     start,
     tokens,
-    is_there,
+    is_present,
     token_stride,
     channel_stride,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """(tokens, PADDED); 0 where a token is not there, and in channels from WIDTH on."""
+    """A tile (tokens, PADDED); 0 for tokens that are not present and in channels from WIDTH on."""
     channels = tl.arange(0, PADDED)
     at = addresses(start, tokens, token_stride, channels, channel_stride)
-    return tl.load(at, mask=is_there[:, None] & (channels < WIDTH)[None, :], other=0.0)
+    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(start, tokens, is_there, token_stride, tile, WIDTH: tl.constexpr):
-    """The first WIDTH channels of a tile, which stand together, in the dtype that is there."""
+def store_tile(start, tokens, is_present, token_stride, tile, WIDTH: tl.constexpr):
+    """Store the first WIDTH channels of a tile, contiguously, in the dtype of the array."""
     channels = tl.arange(0, tile.shape[1])
     at = addresses(start, tokens, token_stride, channels, 1)
-    mask = is_there[:, None] & (channels < WIDTH)[None, :]
+    mask = is_present[:, None] & (channels < WIDTH)[None, :]
     tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
 
 
@@ -99,44 +101,44 @@ def load_tokens(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Some tokens and channels of one head of a user's array, 0 beyond its ends, on both sides."""
+    """A block of tokens and channels of one head of a user's array; 0 outside it, on both sides."""
     token = start + tl.arange(0, ROWS).to(tl.int64)
     channel = first + tl.arange(0, WIDTH).to(tl.int64)
-    there = (token >= 0) & (token < count)
-    inside = there[:, None] & (channel < width)[None, :]
+    is_present = (token >= 0) & (token < count)
+    inside = is_present[:, None] & (channel < width)[None, :]
     at = token[:, None] * token_stride + channel[None, :] * channel_stride
     return tl.load(array + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def load_rows(array, head, tokens, start, ROWS: tl.constexpr, WIDTH: tl.constexpr, first, STEP):
-    """Columns `first` … of rows `start` … of scratch (m, T, STEP), as (ROWS, WIDTH)."""
+    """Columns `first` … of rows `start` … of the workspace (m, T, STEP), as (ROWS, WIDTH)."""
     rows = (head * tokens + start).to(tl.int64) + tl.arange(0, ROWS)
     return tl.load(array + rows[:, None] * STEP + first + tl.arange(0, WIDTH)[None, :])
 
 
 class Masks(NamedTuple):
-    """What a frame hides, as kernels read it; None where nothing is hidden so."""
+    """Validity and segments of a frame, as kernels read them; None where nothing is masked."""
 
     q_valid: torch.Tensor | None
-    """(b, t), of bytes"""
+    """(b, t), bytes"""
     k_valid: torch.Tensor | None
-    """(b, s), of bytes"""
+    """(b, s), bytes"""
     q_segment: torch.Tensor | None
-    """(b, t), which run of equal ids a query belongs to, of 32 bits"""
+    """(b, t), the index of the run of equal ids that a query belongs to, 32 bits"""
     k_segment: torch.Tensor | None
-    """(b, s), of 32 bits"""
+    """(b, s), 32 bits"""
 
 
 def masks_of(frame: Frame, b: int, t: int) -> Masks:
-    """For a full call of t queries, whose positions are those of the last t keys."""
+    """The masks of a full call, whose t queries have the positions of the last t keys."""
 
     def bytes_of(valid: torch.Tensor | None) -> torch.Tensor | None:
         return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)
 
     q_segment, k_segment = None, frame.k_segment
     if k_segment is not None:
-        # Numbers of runs, since the ids themselves may have 64 bits; equal ids stand together.
+        # Indices of runs, since ids may have 64 bits; tokens with equal ids are adjacent.
         is_new = (k_segment[:, 1:] != k_segment[:, :-1]).to(torch.int32)
         k_segment = torch.nn.functional.pad(is_new, (1, 0)).cumsum(1, dtype=torch.int32)
         q_segment = k_segment[:, k_segment.shape[1] - t :].contiguous()
@@ -144,7 +146,7 @@ def masks_of(frame: Frame, b: int, t: int) -> Masks:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of exponentials in products, for inputs of this dtype: float16 has not the range."""
+    """The dtype of exponentials in products: float16 does not have their range."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 

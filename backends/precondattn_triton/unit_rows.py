@@ -1,9 +1,10 @@
-"""Rows of unit length, and the gradient: each row is read once.
+"""Rows of unit length, and the gradient. Each row is read once.
 
     y = o / max(‖o‖, ε),    do = dy / max(‖o‖, ε),    or, with the norm differentiated and ‖o‖ > ε,
     do = (dy − y (y · dy)) / ‖o‖
 
-A row is brought to size 1 before it is squared, so that nothing overflows or vanishes.
+A row is divided by its largest magnitude before it is squared, so that no square overflows or
+underflows. Grid: one program per block of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def load_row_tile(
     array, row, tokens, heads, width, array_b, array_t, array_h, array_e,
     rows, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows (b, t, h, ·) by their number, in float32."""
+    """Rows (b, t, h, ·) by their index in (b t h), in float32; 0 outside the array."""
     b, t, h = row // (tokens * heads), row // heads % tokens, row % heads
     channel = tl.arange(0, WIDTH).to(tl.int64)
     at = array + (b * array_b + t * array_t + h * array_h)[:, None] + channel[None, :] * array_e
@@ -40,15 +41,15 @@ def load_row_tile(
 
 @triton.jit
 def divisors(o, eps):
-    """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖, of each row."""
+    """For each row, two factors of max(‖o‖, ε), and whether ‖o‖ > ε."""
     size = tl.max(tl.abs(o), axis=1)
-    some = size > 0
-    size = tl.where(some, size, 1.0)
+    is_nonzero = size > 0
+    size = tl.where(is_nonzero, size, 1.0)
     scaled = o / size[:, None]
-    root = tl.sqrt(tl.where(some, tl.sum(scaled * scaled, axis=1), 1.0))
-    longer = some & (size > eps / root)
-    least = tl.where(eps > 0, eps, 1.0)
-    return tl.where(longer, size, least), tl.where(longer, root, 1.0), longer
+    root = tl.sqrt(tl.where(is_nonzero, tl.sum(scaled * scaled, axis=1), 1.0))
+    longer = is_nonzero & (size > eps / root)
+    least_norm = tl.where(eps > 0, eps, 1.0)
+    return tl.where(longer, size, least_norm), tl.where(longer, root, 1.0), longer
 
 
 @triton.jit
@@ -56,14 +57,16 @@ def unit_rows(
     o, y, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`y` (b, t, h, e), in one piece."""
+    """Write `y` (b, t, h, e), which is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
-    size, root, _ = divisors(own, eps)
+    rows_in = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
+    size, root, _ = divisors(rows_in, eps)
     channel = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (channel < width)[None, :]
-    found = own / size[:, None] / root[:, None]
-    tl.store(y + row[:, None] * width + channel[None, :], found.to(y.dtype.element_ty), mask=inside)
+    result = rows_in / size[:, None] / root[:, None]
+    tl.store(
+        y + row[:, None] * width + channel[None, :], result.to(y.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -71,33 +74,33 @@ def unit_rows_vjp(
     o, d_y, d_o, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e, y_b, y_t, y_h, y_e,
     DETACH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`d_o` (b, t, h, e), in one piece."""
+    """Write `d_o` (b, t, h, e), which is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
+    rows_in = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
     cotangent = load_row_tile(d_y, row, tokens, heads, width, y_b, y_t, y_h, y_e, rows, WIDTH)
-    size, root, longer = divisors(own, eps)
+    size, root, longer = divisors(rows_in, eps)
     if not DETACH:
-        unit = own / size[:, None] / root[:, None]
+        unit = rows_in / size[:, None] / root[:, None]
         along = tl.where(longer, tl.sum(unit * cotangent, axis=1), 0.0)
         cotangent -= unit * along[:, None]
     channel = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (channel < width)[None, :]
-    found = cotangent / root[:, None] / size[:, None]
+    gradient = cotangent / root[:, None] / size[:, None]
     at = d_o + row[:, None] * width + channel[None, :]
-    tl.store(at, found.to(d_o.dtype.element_ty), mask=inside)
+    tl.store(at, gradient.to(d_o.dtype.element_ty), mask=inside)
 
 
 class UnitRows:
-    """Of the leaf `UnitRows`."""
+    """The leaf `UnitRows`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if leaf.axis != "token":
-            return "its rows are those of tokens, not of channels"
+            return "supports rows of tokens, not of channels"
         shape = dict(request.shapes)["o"]
         if shape[3] > WIDEST:
-            return f"its rows have at most {WIDEST} numbers; found {shape[3]}"
+            return f"supports rows of at most {WIDEST} entries; found {shape[3]}"
         if 0 in shape:
-            return "takes no empty arrays"
+            return "supports no empty arrays"
         return None
 
     def forward(
@@ -130,7 +133,7 @@ class UnitRows:
     def step(
         self, leaf: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        """New tokens know nothing of old ones."""
+        """A row depends on its own token only, so a step is a forward pass of the new tokens."""
         return self.forward(leaf, x, frame)[0], {}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
@@ -140,6 +143,10 @@ class UnitRows:
 def _launch(o: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     b, t, h, e = o.shape
     width = padded_width(e)
-    cut = configuration("unit_rows", width, o.dtype.itemsize == 2, o)
-    grid = (triton.cdiv(b * t * h, cut.rows),)
-    return grid, (b * t * h, t, h, e), {"ROWS": cut.rows, "WIDTH": width, "num_warps": cut.warps}
+    tuned = configuration("unit_rows", width, o.dtype.itemsize == 2, o)
+    grid = (triton.cdiv(b * t * h, tuned.rows),)
+    return (
+        grid,
+        (b * t * h, t, h, e),
+        {"ROWS": tuned.rows, "WIDTH": width, "num_warps": tuned.warps},
+    )

@@ -13,7 +13,7 @@ from precondattn.cache import Append, Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn_triton.configurations import configuration
-from precondattn_triton.decoding import filled, splits_of, there
+from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.lucid import decode as lucid_decode
 from precondattn_triton.lucid.plan import LOG2_E
 from precondattn_triton.lucid.solve import MOST_HEADS
@@ -58,8 +58,8 @@ class LucidStep:
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
         b, _, h, d = q.shape
         n, e = v.shape[2:]
-        count, past_valid, new_valid = filled(frame, keys.shape[1])
-        is_token = there(frame, b)
+        count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
+        is_token = new_token_validity(frame, b)
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         cut = configuration("lucid_decode", max(widths), is_half(q.dtype), q)

@@ -24,7 +24,7 @@ import triton.language as tl
 from precondattn_triton.path.chunks import rows_of
 from precondattn_triton.path.forward import path_visible
 from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, place, store_tile
+from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def carry(
     D: tl.constexpr, PADDED_D: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(group_rows, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(group_rows, ROWS), h)
     own = batch * n + head // (h // n)
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = group_start + local
@@ -74,7 +74,7 @@ def come_back(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(group_end - group_start, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(group_end - group_start, ROWS), h)
     kv = head // (h // n)
     own = batch * n + kv
     local = tile * ROWS + tl.arange(0, ROWS)

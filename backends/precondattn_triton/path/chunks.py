@@ -31,7 +31,7 @@ from precondattn_triton.tiles import (
     configured,
     factor_dtype,
     is_token,
-    place,
+    tile_of_program,
 )
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
@@ -86,7 +86,7 @@ def _chunks(
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    chunk, batch, head = place(chunks, n)
+    chunk, batch, head = tile_of_program(chunks, n)
     start = chunk * CHUNK
     tokens = start + tl.arange(0, CHUNK)
     is_there = is_token(k_valid, batch, tokens, s)

@@ -33,9 +33,9 @@ from precondattn_triton.tiles import (
     configured,
     is_token,
     load_tile,
-    place,
+    may_attend,
     store_tile,
-    visible,
+    tile_of_program,
 )
 
 
@@ -64,7 +64,7 @@ def path_visible(
     row, column, is_key, batch, t, s, q_segment, k_segment, window, HAS_WINDOW: tl.constexpr
 ):
     """May query `row` of t look at key `column` of s?"""
-    seen = visible(row, column, is_key, batch, t, s, q_segment, k_segment, True)
+    seen = may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, True)
     if HAS_WINDOW:
         seen = seen & (column > row + (s - t) - window)
     return seen
@@ -81,7 +81,7 @@ def _forward(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     own = batch * n + kv
     rows = tile * ROWS + tl.arange(0, ROWS)

@@ -19,7 +19,7 @@ import triton.language as tl
 from precondattn_triton.path.chunks import keep_rows, rows_of
 from precondattn_triton.path.forward import path_visible
 from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place
+from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, tile_of_program
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def past(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = place(tl.cdiv(chunks * CHUNK, ROWS), n)
+    tile, batch, kv = tile_of_program(tl.cdiv(chunks * CHUNK, ROWS), n)
     own = batch * n + kv
     chunk = tile * ROWS // CHUNK
     behind = (chunk + 1) * CHUNK - (s - t)
@@ -88,7 +88,7 @@ def reflections(
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = PADDED_D // WIDTH
-    chunk_and_part, batch, kv = place(chunks * PARTS, n)
+    chunk_and_part, batch, kv = tile_of_program(chunks * PARTS, n)
     chunk, part = chunk_and_part // PARTS, chunk_and_part % PARTS
     behind = (chunk + 1) * CHUNK - (s - t)
     if behind >= group_end:

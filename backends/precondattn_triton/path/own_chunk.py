@@ -23,7 +23,14 @@ import triton.language as tl
 from precondattn_triton.path.chunks import rows_of
 from precondattn_triton.path.forward import path_visible
 from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
-from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, place, store_tile
+from precondattn_triton.tiles import (
+    LOG2_E,
+    addresses,
+    is_token,
+    load_tile,
+    store_tile,
+    tile_of_program,
+)
 
 
 @triton.jit
@@ -48,7 +55,7 @@ def scores(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(s, CHUNK) * (CHUNK // ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(s, CHUNK) * (CHUNK // ROWS), h)
     kv = head // (h // n)
     begin = tile * ROWS // CHUNK * CHUNK
     positions = tile * ROWS + tl.arange(0, ROWS)
@@ -131,7 +138,7 @@ def gather(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = PADDED // PART
-    chunk_and_part, batch, kv = place(tl.cdiv(s, CHUNK) * PARTS, n)
+    chunk_and_part, batch, kv = tile_of_program(tl.cdiv(s, CHUNK) * PARTS, n)
     begin = chunk_and_part // PARTS * CHUNK
     channels = chunk_and_part % PARTS * PART + tl.arange(0, PART)
     FACTOR: tl.constexpr = left.dtype.element_ty

@@ -12,7 +12,7 @@ from torch import Tensor
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame, UniformFrame
 from precondattn_triton.configurations import configuration
-from precondattn_triton.decoding import filled, splits_of, there
+from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.path import decode as path_decode
 from precondattn_triton.precision import is_half, padded_width, product_precision
 from precondattn_triton.tiles import LOG2_E
@@ -49,8 +49,8 @@ def path_step(
     flush = leaf.flush
     # With flush 1 nothing waits, and these are not looked at.
     pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
-    count, past_valid, new_valid = filled(frame, keys.shape[1])
-    is_token = there(frame, b)
+    count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
+    is_token = new_token_validity(frame, b)
     lengths = frame.q_position[:, 0].expand(b).contiguous()
     rows, key_width, width = padded_width(h // n), padded_width(d), padded_width(e)
     tuned = configuration("path_decode", max(key_width, width), is_half(q.dtype), q)

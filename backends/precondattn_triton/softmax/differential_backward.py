@@ -30,9 +30,9 @@ from precondattn_triton.tiles import (
     factor_dtype,
     is_token,
     load_tile,
-    place,
+    may_attend,
     store_tile,
-    visible,
+    tile_of_program,
 )
 
 
@@ -49,7 +49,7 @@ def _query_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     rows = tile * ROWS + tl.arange(0, ROWS)
     at = (batch * h + head) * t
@@ -84,7 +84,7 @@ def _query_gradient(
         k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
         k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        seen = visible(
+        seen = may_attend(
             rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
             q_segment, k_segment, CAUSAL,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def _key_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = place(tl.cdiv(s, ROWS), n)
+    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
     keys = tile * ROWS + tl.arange(0, ROWS)
     is_key = is_token(k_valid, batch, keys, s)
     k1 += batch * k1_batch + kv * k1_head
@@ -157,7 +157,7 @@ def _key_gradient(
                 queries, is_query, g_token, g_channel, E, PADDED_E,
             ).to(FACTOR)  # fmt: skip
             # All transposed: keys × queries.
-            seen = visible(
+            seen = may_attend(
                 queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
                 q_segment, k_segment, CAUSAL,
             )  # fmt: skip

@@ -28,9 +28,9 @@ from precondattn_triton.tiles import (
     factor_dtype,
     is_token,
     load_tile,
-    place,
+    may_attend,
     store_tile,
-    visible,
+    tile_of_program,
 )
 
 
@@ -79,7 +79,7 @@ def _forward(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
@@ -123,7 +123,7 @@ def _forward(
             s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
             s2 = tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION) * (scale * LOG2_E)
             if phase == 1:
-                seen = visible(
+                seen = may_attend(
                     rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
                     q_segment, k_segment, CAUSAL,
                 )  # fmt: skip

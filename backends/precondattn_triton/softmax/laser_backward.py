@@ -43,9 +43,9 @@ from precondattn_triton.tiles import (
     factor_dtype,
     is_token,
     load_tile,
-    place,
+    may_attend,
     store_tile,
-    visible,
+    tile_of_program,
 )
 
 COTANGENT_ELEMENTS = 4096
@@ -63,7 +63,7 @@ def _cotangent(
     o_batch, o_token, o_head, o_channel,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
@@ -97,7 +97,7 @@ def _query_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
@@ -123,7 +123,7 @@ def _query_gradient(
         k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
         w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        seen = visible(
+        seen = may_attend(
             rows[:, None],
             columns[None, :],
             is_key[None, :],
@@ -152,7 +152,7 @@ def _key_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = place(tl.cdiv(s, ROWS), n)
+    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
     keys = tile * ROWS + tl.arange(0, ROWS)
@@ -184,7 +184,7 @@ def _key_gradient(
             sums = tl.load(d_sum + at, mask=is_query, other=0.0)
             # All transposed: keys × queries.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            seen = visible(
+            seen = may_attend(
                 queries[None, :],
                 keys[:, None],
                 is_key[:, None],
@@ -229,7 +229,7 @@ def _exact_query_gradient(
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) != 0:
         return
@@ -268,7 +268,7 @@ def _exact_query_gradient(
                 other=0.0,
             ).to(tl.float32)
             score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-            seen = visible(
+            seen = may_attend(
                 rows[:, None],
                 column[None, :],
                 is_key[None, :],
@@ -298,7 +298,7 @@ def _exact_key_gradient(
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = place(tl.cdiv(s, ROWS), n)
+    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
     if tl.load(is_close + batch * n + kv) != 0:
         return
     keys = tile * ROWS + tl.arange(0, ROWS)
@@ -340,7 +340,7 @@ def _exact_key_gradient(
                     addresses(d_start, row, o_token, channels, o_channel), mask=is_part, other=0.0
                 ).to(tl.float32)
                 score = tl.sum(k_tile * q_row, 1, keep_dims=True) * scale
-                seen = visible(
+                seen = may_attend(
                     row[None, :],
                     keys[:, None],
                     is_key[:, None],

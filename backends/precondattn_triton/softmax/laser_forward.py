@@ -51,9 +51,9 @@ from precondattn_triton.tiles import (
     factor_dtype,
     is_token,
     load_tile,
-    place,
+    may_attend,
     store_tile,
-    visible,
+    tile_of_program,
 )
 
 SEGMENT = 256
@@ -99,7 +99,7 @@ def _spread(
     E: tl.constexpr, PADDED_E: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     segments = tl.cdiv(s, SEGMENT)
-    segment, batch, head = place(segments, n)
+    segment, batch, head = tile_of_program(segments, n)
     high = tl.full((PADDED_E,), float("-inf"), tl.float32)
     low = tl.full((PADDED_E,), float("inf"), tl.float32)
     for start in range(0, SEGMENT, ROWS):
@@ -123,7 +123,7 @@ def _weights(
     v_batch, v_token, v_head, v_channel,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(s, ROWS), n)
+    tile, batch, head = tile_of_program(tl.cdiv(s, ROWS), n)
     if tl.load(is_close + batch * n + head) == 0:
         return
     tokens = tile * ROWS + tl.arange(0, ROWS)
@@ -187,7 +187,7 @@ def _close(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
@@ -224,7 +224,7 @@ def _close(
             # In units of log 2.
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
             if phase == 1:
-                seen = visible(
+                seen = may_attend(
                     rows[:, None],
                     columns[None, :],
                     is_key[None, :],
@@ -285,7 +285,7 @@ def _exact(
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, ROWS)
-    part_and_tile, batch, head = place(tiles * tl.cdiv(E, CHANNELS), h)
+    part_and_tile, batch, head = tile_of_program(tiles * tl.cdiv(E, CHANNELS), h)
     tile, part = part_and_tile % tiles, part_and_tile // tiles
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) != 0:
@@ -317,7 +317,7 @@ def _exact(
             other=0.0,
         ).to(tl.float32)
         score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-        seen = visible(
+        seen = may_attend(
             rows[:, None],
             column[None, :],
             is_key[None, :],

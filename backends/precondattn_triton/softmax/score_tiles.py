@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.precision import padded_width
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, place
+from precondattn_triton.tiles import LOG2_E, is_token, load_tile, tile_of_program
 
 ELEMENTS = 4096
 """Of a tile of `_row_products`."""
@@ -83,7 +83,7 @@ def _row_products(
     g_batch, g_token, g_head, g_channel,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = place(tl.cdiv(t, ROWS), h)
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
     at = (batch * h + head) * t + rows
