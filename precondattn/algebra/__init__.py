@@ -1,6 +1,6 @@
 """The algebra: what a mechanism declares, and how mechanisms compose.
 
-A leaf owns mathematics and a preconditioner is a list of steps (`mechanism.py`). Steps are unfolded
-to a program of leaf calls (`unfolding.py`, `program.py`), from which output, gradient, cache and
-dispatch follow.
+A leaf implements mathematics and a preconditioner is a list of steps (`mechanism.py`). The steps
+are unfolded into a program of leaf calls (`unfolding.py`, `program.py`). Output, gradient, cache
+and dispatch are derived from the program.
 """

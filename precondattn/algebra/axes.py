@@ -1,15 +1,15 @@
-"""What the axes of a program's values are called.
+"""The letters of a program's axes: one name for each axis size, the same in all leaf calls.
 
-Every leaf has letters of its own: a token-wise one says `"b t h d"` of whatever it is given, and a
-feature map that its output has an axis `2*d`. A value that one call makes and another reads, or
-that two calls read, has one shape; so the letters of different calls are compared, axis by axis:
+The letters of a leaf are local to it: a token-wise leaf declares `"b t h d"` for any input, and a
+feature map declares an output axis `2*d`. A value that one call computes and another reads, or
+that two calls read, has one shape, so the letters of different calls are equated axis by axis:
 
     out = gla(q=q_map, …)     q_map: b t h d,    g: b s n d
     q_map = hedgehog_map(q)   q_map: b t h 2*d,  q: b t h d
 
-The d of `gla` is twice that of `hedgehog_map`; so g is `b s n 2*d` in the terms of q. Letters that
-are multiples of one another are a family. It is called what the base calls it, or else the last
-call that knows it, and its smallest member has no factor.
+The d of `gla` is twice the d of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Letters
+that are multiples of one another form a family. A family is named by the base's letter, or else by
+the letter of the last call that has one, and its smallest member has no factor.
 """
 
 from __future__ import annotations
@@ -22,89 +22,93 @@ from typing import NamedTuple
 from precondattn.algebra.declaration import FIXED, Axis, Pattern
 from precondattn.algebra.leaf_call import LeafCall
 
-Own = tuple[int, str]
-"""A call's number, and a letter of its leaf."""
+CallLetter = tuple[int, str]
+"""The index of a call, and a letter of its leaf."""
 
-ONE: Own = (-1, FIXED)
-"""The size 1, of which a fixed size is a multiple."""
+UNIT: CallLetter = (-1, FIXED)
+"""The size 1; every fixed size is a multiple of it."""
 
-SPARE = "fgijklopqrvwxyz"
-"""Letters that stand for nothing in particular, for families whose own letter is taken."""
+SPARE_LETTERS = "fgijklopqrvwxyz"
+"""Letters without a meaning of their own, for families whose letters are all taken."""
 
 
 class _Families:
-    """Union-find over letters, each a multiple of its family's root."""
+    """Union-find over letters, each of which is a multiple of its family's root."""
 
     def __init__(self) -> None:
-        self.parent: dict[Own, tuple[Own, Fraction]] = {}
+        self.parent: dict[CallLetter, tuple[CallLetter, Fraction]] = {}
 
-    def root(self, own: Own) -> tuple[Own, Fraction]:
-        """(root, factor) with own = factor · root."""
-        parent, factor = self.parent.setdefault(own, (own, Fraction(1)))
-        if parent == own:
-            return own, factor
-        root, above = self.root(parent)
-        self.parent[own] = root, factor * above
-        return self.parent[own]
+    def root(self, letter: CallLetter) -> tuple[CallLetter, Fraction]:
+        """(root, factor) with letter = factor · root."""
+        parent, factor = self.parent.setdefault(letter, (letter, Fraction(1)))
+        if parent == letter:
+            return letter, factor
+        root, parent_factor = self.root(parent)
+        self.parent[letter] = root, factor * parent_factor
+        return self.parent[letter]
 
-    def equate(self, a: Own, times_a: int, b: Own, times_b: int) -> bool:
-        """times_a · a = times_b · b; False where that can not be."""
-        (root_a, of_a), (root_b, of_b) = self.root(a), self.root(b)
+    def equate(self, a: CallLetter, multiple_a: int, b: CallLetter, multiple_b: int) -> bool:
+        """Record multiple_a · a = multiple_b · b; False where this is a contradiction."""
+        (root_a, factor_a), (root_b, factor_b) = self.root(a), self.root(b)
         if root_a == root_b:
-            return times_a * of_a == times_b * of_b
-        self.parent[root_a] = root_b, Fraction(times_b * of_b, times_a * of_a)
+            return multiple_a * factor_a == multiple_b * factor_b
+        self.parent[root_a] = root_b, Fraction(multiple_b * factor_b, multiple_a * factor_a)
         return True
 
 
 class Letters(NamedTuple):
-    """Everything in a program's own letters."""
+    """Patterns and axes in the letters of the program."""
 
     patterns: dict[str, Pattern]
-    """Of every value."""
+    """The pattern of every value."""
     axes: tuple[dict[str, Axis], ...]
-    """Of every call, what its leaf's letters are."""
+    """For every call, the program's axis for each letter of its leaf."""
 
 
 def letters_of(calls: Sequence[LeafCall]) -> Letters:
-    """The letters of a program, which mean the same in all of its patterns.
+    """The letters of a program, which have the same meaning in all of its patterns.
 
-    What is said of a value beside its axes, its range, is what its last reader says.
+    The range of a value, and whether its rows have length 1, are those that its last reader
+    declares.
 
     Raises
     ------
     TypeError
         where two calls contradict each other about the shape of a value.
     """
-    said = _what_is_said(calls)
+    declarations = _declarations(calls)
     families = _Families()
-    for value, readings in said.items():
-        first_call, first = readings[0]
-        for number, pattern in readings[1:]:
+    for value, declared in declarations.items():
+        first_number, first = declared[0]
+        for number, pattern in declared[1:]:
             fits = len(first.axes) == len(pattern.axes) and all(
-                families.equate(_own(first_call, a), a.multiple, _own(number, b), b.multiple)
+                families.equate(
+                    _call_letter(first_number, a), a.multiple, _call_letter(number, b), b.multiple
+                )
                 for a, b in zip(first.axes, pattern.axes, strict=True)
             )
             if not fits:
                 raise TypeError(
-                    f"{value} can not be both what {calls[first_call].leaf} declares ({first}) "
-                    f"and what {calls[number].leaf} does ({pattern})"
+                    f"{value} can not be both what {calls[first_number].leaf} declares ({first}) "
+                    f"and what {calls[number].leaf} declares ({pattern})"
                 )
     _equate_bases(calls, families)
-    axes = _axes(calls, said, families)
+    axes = _program_axes(calls, declarations, families)
     patterns = {
-        value: readings[0][1].substituted(axes[readings[0][0]]) for value, readings in said.items()
+        value: declared[0][1].substituted(axes[declared[0][0]])
+        for value, declared in declarations.items()
     }
     return Letters(patterns, axes)
 
 
-def _own(number: int, axis: Axis) -> Own:
-    return ONE if axis.letter == FIXED else (number, axis.letter)
+def _call_letter(number: int, axis: Axis) -> CallLetter:
+    return UNIT if axis.letter == FIXED else (number, axis.letter)
 
 
 def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
-    """A base that is called twice, as by `differential`, has queries and keys of one size.
+    """Give equal sizes to a base that is called twice, as by `differential`.
 
-    Unless its values have said otherwise: then `equate` leaves the two apart.
+    Where the values already contradict this, `equate` leaves the two calls apart.
     """
     first: dict[str, int] = {}
     for number, call in enumerate(calls):
@@ -116,40 +120,43 @@ def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
             families.equate((other, letter), 1, (number, letter), 1)
 
 
-def _what_is_said(calls: Sequence[LeafCall]) -> dict[str, list[tuple[int, Pattern]]]:
-    """By value, the patterns that calls have for it: the last reader's first, the maker's last."""
-    said: dict[str, list[tuple[int, Pattern]]] = {}
+def _declarations(calls: Sequence[LeafCall]) -> dict[str, list[tuple[int, Pattern]]]:
+    """By value, (call number, pattern) of its calls: last reader first, the producer last."""
+    declarations: dict[str, list[tuple[int, Pattern]]] = {}
     for number in reversed(range(len(calls))):
         call = calls[number]
-        said.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
+        output = Pattern.read(call.leaf.output)
+        declarations.setdefault(call.out, []).append((number, output))
         for formal, value in call.arguments:
-            said.setdefault(value, []).append((number, call.leaf.inputs[formal]))
-    return said
+            declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
+    return declarations
 
 
-def _axes(
-    calls: Sequence[LeafCall], said: dict[str, list[tuple[int, Pattern]]], families: _Families
+def _program_axes(
+    calls: Sequence[LeafCall],
+    declarations: dict[str, list[tuple[int, Pattern]]],
+    families: _Families,
 ) -> tuple[dict[str, Axis], ...]:
-    """Of every call, its leaf's letters in the program's."""
-    members: dict[Own, list[Own]] = {}
+    """For every call, the program's axis for each letter of its leaf."""
+    members: dict[CallLetter, list[CallLetter]] = {}
     for number in sorted(range(len(calls)), key=lambda i: (calls[i].leaf.role != "base", -i)):
-        patterns = [p for readings in said.values() for at, p in readings if at == number]
+        patterns = [p for declared in declarations.values() for i, p in declared if i == number]
         for letter in dict.fromkeys("".join(p.letters for p in patterns).replace(FIXED, "")):
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))
     axes: tuple[dict[str, Axis], ...] = tuple({} for _ in calls)
     taken: set[str] = set()
-    fixed, size_of_one = families.root(ONE)
+    fixed_root, unit_factor = families.root(UNIT)
     for root, family in members.items():
-        factors = {own: families.root(own)[1] for own in family}
-        if root == fixed:
+        factors = {member: families.root(member)[1] for member in family}
+        if root == fixed_root:
             for (number, letter), factor in factors.items():
-                size = factor / size_of_one
+                size = factor / unit_factor
                 if size.denominator != 1:
                     raise TypeError(f"{letter} of {calls[number].leaf} can not be {size}")
                 axes[number][letter] = Axis(FIXED, int(size))
             continue
-        wished = (*(letter for _, letter in family), *SPARE)
-        name = next(letter for letter in wished if letter not in taken)
+        candidates = (*(letter for _, letter in family), *SPARE_LETTERS)
+        name = next(letter for letter in candidates if letter not in taken)
         taken.add(name)
         # The smallest member has no factor.
         unit = lcm(*(factor.denominator for factor in factors.values()))

@@ -1,6 +1,6 @@
-"""Declared inputs: name and symbolic shape, said once, used for checks, cases and docs.
+"""Declared inputs: name and symbolic shape, declared once, used for checks, cases and docs.
 
-A pattern is a few axes, one letter each:
+A pattern is a list of axes, one letter each:
 
 ===  ======================================================================
 b    batch
@@ -16,8 +16,8 @@ m    slots
 ===  ======================================================================
 
 An axis may be a multiple (`2*d`), a fixed size (`64`), or may broadcast (`1|b`: either b or 1). A
-pattern without axes is a single number. After the axes it may be said that the rows have length 1
-(`"b s n d unit"` of directions, `"b s h d unit row"` of keys), or in which range the values lie:
+pattern without axes is a single number. After the axes a pattern may declare that rows have length
+1 (`"b s n d unit"` for directions, `"b s h d unit row"` for keys), or the range of the entries:
 `"b s n in [0, 2]"`, `"h in (0, inf)"`.
 """
 
@@ -74,23 +74,29 @@ class Axis(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """One input's symbolic shape and, where it has one, the range of its values."""
+    """One input's symbolic shape and, optionally, the range of its entries."""
 
     axes: tuple[Axis, ...]
     low: float | None = None
     high: float | None = None
     open_low: bool = False
-    """Whether `low` itself is outside."""
+    """Whether the range excludes `low` itself; `open_high`: whether it excludes `high`."""
     open_high: bool = False
     unit: bool = False
     """Whether its rows, along the last axis, have length 1."""
     row: bool = False
-    """Whether, though they do, they are rows like those of q and v, and no directions."""
+    """With `unit`: whether the rows are token data, as those of q and v, and not directions."""
 
     @classmethod
     @cache
     def read(cls, text: str) -> Pattern:
-        """From its text, such as `"b s n in [0, 2]"`."""
+        """The pattern from its text, such as `"b s n in [0, 2]"`.
+
+        Raises
+        ------
+        ValueError
+            for a word that is no axis.
+        """
         parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
         assert parts is not None  # Everything matches.
         axes = []
@@ -117,24 +123,24 @@ class Pattern(NamedTuple):
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether it speaks of pairs of a query and a key, as an additive bias does."""
+        """Whether it has an entry for each pair of query and key, as an additive bias has."""
         return "t" in self.letters and "s" in self.letters
 
     @property
     def is_rows(self) -> bool:
         """Whether it has a row for each token, as queries, keys and values do.
 
-        Directions of length 1 and values of a range are not counted: like gates, they say what is
-        done to the rows.
+        Directions of length 1 and inputs with a range do not count: like gates, they parametrise
+        what is done to the rows.
         """
         is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
 
     @property
     def time_axis(self) -> int | None:
-        """The axis of tokens, that of queries where there are two; None where there is none."""
-        places = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
-        return places[0] if places else None
+        """The index of the token axis (the queries' if there are two), or None without one."""
+        axes = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
+        return axes[0] if axes else None
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         return tuple(axis.size(sizes) for axis in self.axes)
@@ -145,18 +151,18 @@ class Pattern(NamedTuple):
 
     def substituted(self, axes: Mapping[str, Axis]) -> Pattern:
         """The pattern with other axes in place of some letters: 2*d with d = 3*e is 6*e."""
-        found = []
+        substituted = []
         for axis in self.axes:
-            other = axes.get(axis.letter, Axis(axis.letter))
-            found.append(Axis(other.letter, axis.multiple * other.multiple, axis.broadcasts))
-        return self._replace(axes=tuple(found))
+            new = axes.get(axis.letter, Axis(axis.letter))
+            substituted.append(Axis(new.letter, axis.multiple * new.multiple, axis.broadcasts))
+        return self._replace(axes=tuple(substituted))
 
     def __str__(self) -> str:
         return " ".join(map(str, self.axes))
 
     @property
     def text(self) -> str:
-        """Axes, length and range, as `read` takes them."""
+        """The text that `read` parses: axes, unit length and range."""
         text = str(self) + (" unit" if self.unit else "") + (" row" if self.row else "")
         if self.low is None or self.high is None:
             return text
@@ -197,7 +203,7 @@ class Inputs(Mapping[str, Pattern]):
         return f"Inputs({patterns})"
 
     def extending(self) -> Inputs:
-        """The inputs of `extend`: keys come with the queries, pairs span the cache's capacity."""
+        """The inputs of `extend`: as many new keys as queries; pairs span the cache's capacity."""
         return Inputs(
             **{
                 name: pattern.renamed({"s": "c"} if pattern.is_pairwise else {"s": "t"})
@@ -234,8 +240,8 @@ class Inputs(Mapping[str, Pattern]):
                     continue
                 if size % axis.multiple:
                     raise ShapeError(f"{where} is {size}, not a multiple of {axis.multiple}")
-                letter, found = axis.letter, size // axis.multiple
-                if sizes.setdefault(letter, found) != found:
+                letter, letter_size = axis.letter, size // axis.multiple
+                if sizes.setdefault(letter, letter_size) != letter_size:
                     expected = axis.multiple * sizes[letter]
                     raise ShapeError(f"{where} is {size}, but {expected} in {source[letter]}")
                 source.setdefault(letter, name)

@@ -2,7 +2,7 @@
 
     expression := name [ "[" option "=" value { "," option "=" value } "]" ] [ "(" expression ")" ]
 
-Options that have their default, and a base that is plain softmax, are left out.
+`str` omits options that have their default, and a base that is plain softmax.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def parse(text: str) -> Mechanism:
     Raises
     ------
     ValueError
-        for text that is no expression, an unknown name or option, or an option out of range.
+        for text that is not an expression, an unknown name or option, or an option out of range.
     TypeError
-        for a composition that makes no sense, with the reason.
+        for a composition that is refused, with the reason.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def parse(text: str) -> Mechanism:
 
 
 class _Reader:
-    """A cursor over the text of one expression."""
+    """A recursive-descent parser over the text of one expression."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -111,9 +111,9 @@ class _Reader:
         return cls(**arguments)
 
     def options(self, cls: type[Mechanism]) -> dict[str, Any]:
-        known, found = fields_of(cls), dict[str, Any]()
+        known, options = fields_of(cls), dict[str, Any]()
         if not self.accept("["):
-            return found
+            return options
         while not self.accept("]"):
             name = self.word(_NAME, "the name of an option")
             if name not in known:
@@ -121,15 +121,15 @@ class _Reader:
                     f"{self.text!r}: {cls.name} has no option {name!r}"
                     f"{_nearest(name, known)}; it has {', '.join(known) or 'none'}"
                 )
-            if name in found:
+            if name in options:
                 raise ValueError(f"{self.text!r}: option {name} is given twice")
             if not self.accept("="):
                 self.fail(f"'=' and the value of {name}")
             value = self.word(_VALUE, f"the value of {name}")
-            found[name] = known[name].metadata["kind"].read(value)
+            options[name] = known[name].metadata["kind"].read(value)
             if not self.accept(",") and not self.text.startswith("]", self.at):
                 self.fail("',' or ']'")
-        return found
+        return options
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -1,4 +1,4 @@
-"""A group: several leaf calls as one mechanism, for a backend that does them in one go."""
+"""A group: several leaf calls as one mechanism, for a backend that fuses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precondattn.algebra.program import Program
 
 @dataclass(frozen=True)
 class Group(Mechanism):
-    """Leaf calls cut from a program, under names that do not depend on where they were cut."""
+    """Leaf calls of a program, under names that do not depend on that program."""
 
     calls: Program
 
@@ -36,7 +36,7 @@ class Group(Mechanism):
 
 
 def group_of(expression: str | Mechanism) -> Program:
-    """The program by which a backend recognises a mechanism: `group_of("lucid")`.
+    """The program that a backend compares a mechanism's program with: `group_of("lucid")`.
 
     Examples
     --------
@@ -51,12 +51,12 @@ def group_of(expression: str | Mechanism) -> Program:
 
 
 def read_program(text: str) -> Program:
-    """The program from its text: the inverse of `str` for programs made by `Program.part`."""
+    """The program from its text: the inverse of `str` for programs returned by `Program.part`."""
     calls: list[LeafCall] = []
     for line in text.split("; "):
         match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
         if match is None:
-            raise ValueError(f"{line!r} is no call of a leaf")
+            raise ValueError(f"{line!r} is not a leaf call")
         leaf: Any = parse(match[2])
         arguments = []
         for word in match[3].split(", "):
@@ -68,5 +68,5 @@ def read_program(text: str) -> Program:
 
 @cache
 def read_mechanism(text: str) -> Any:
-    """The leaf or group that `str` gave this text."""
+    """The leaf or group from its text, the inverse of `str`."""
     return Group(read_program(text)) if " = " in text else parse(text)

@@ -23,7 +23,7 @@ class LeafCall(NamedTuple):
         return frozenset(value for _, value in self.arguments)
 
     def slot_keys(self) -> Mapping[str, str]:
-        """The leaf's slots, by the name of the value whose history each holds."""
+        """For each slot of the leaf, its key in the cache: the name of the value that it stores."""
         return _slot_keys(self)
 
     def __str__(self) -> str:

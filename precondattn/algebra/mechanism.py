@@ -1,8 +1,8 @@
-"""Mechanisms: leaves that own mathematics, and preconditioners that are lists of steps.
+"""Mechanisms: leaves that implement mathematics, and preconditioners that are lists of steps.
 
 A mechanism is a frozen, hashable dataclass. Its fields are options, never arrays. It declares its
-inputs once, and everything that can be done with it (`verbs.py`) follows from that declaration and
-from its program of leaf calls (`program.py`).
+inputs once. Its methods (`verbs.py`) are derived from that declaration and from its program of leaf
+calls (`program.py`).
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ M = TypeVar("M", bound="Mechanism")
 
 
 class Offers(NamedTuple):
-    """What a mechanism offers the preconditioners around it; None is what it has not."""
+    """The properties of a mechanism that a preconditioner around it can use."""
 
     metric: Any = None
-    """The score function of a query and a key, which is linear in the key."""
+    """The score function of a query and a key, which is linear in the key; None without one."""
     scale: float | None = None
-    """The factor of the scores; None is d^{-1/2}."""
+    """The factor of the scores; None means d^{-1/2}."""
     causal: bool = True
     window: int | None = None
     read: str | None = None
     """`"mean"` where the output is a mean of the values under non-negative weights."""
     row_axis: str = "token"
-    """Along which axis lie the rows of the attention matrix."""
+    """The axis of the rows of the attention matrix, `"token"` or `"channel"`."""
     key_steps: tuple[Any, ...] = ()
-    """What happens to the key before the metric sees it: `Step`s, each of which reads `k`."""
+    """What is done to the key before the metric is applied: `Step`s, each of which reads `k`."""
     normalizes_query: bool = False
-    """Whether the query's length is divided out."""
+    """Whether the mechanism normalises its queries, so that their length has no effect."""
     paired: tuple[str, ...] = ()
-    """Inputs of a second map of scores, which the first map's inputs do not reach."""
+    """Inputs of a second score map, on which the first map does not depend."""
     unit_rows: bool = False
     """Whether the rows of the output have length 1."""
     unit_keys: bool = False
-    """Whether keys longer than 1 make it diverge, as they do the delta rule."""
+    """Whether keys longer than 1 make it diverge, as in the delta rule."""
     decay: str | None = None
-    """What of a state decays by a gate g of its own, each `"head"` or each key `"channel"`;
-    `"retention"` is a fixed decay of each query head."""
+    """How the state decays: by a gate g per `"head"` or per key `"channel"`, or, for
+    `"retention"`, by a fixed factor per query head. None without decay."""
 
 
 class Mechanism(Verbs):
-    """What leaves and preconditioners have in common."""
+    """The base class of leaves and preconditioners."""
 
     name: ClassVar[str]
-    """What it is called in an expression."""
+    """Its name in an expression."""
     role: ClassVar[str] = "piece"
     """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
-    """Expressions with other options, which tests, conformance and benchmarks try as well."""
+    """Expressions with other options, which tests, conformance and benchmarks run too."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -72,13 +72,14 @@ class Mechanism(Verbs):
         self.check_together()
         self._check_base()
         object.__setattr__(self, "_text", self._expression())
-        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])  # Names that clash surface.
+        # Reading `inputs` unfolds the program, which raises for names that clash.
+        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
 
     def check_together(self) -> None:
-        """Raise a ValueError for options that do not go together."""
+        """Raise a ValueError for options that exclude each other."""
 
     def _check_base(self) -> None:
-        """Raise a TypeError for a base that will not do."""
+        """Raise a TypeError for a base that is refused."""
 
     def _expression(self) -> str:
         return expression.text_of_mechanism(self)
@@ -97,20 +98,20 @@ class Mechanism(Verbs):
 
     @property
     def program(self) -> Program:
-        """The leaf calls it stands for, in order."""
+        """Its leaf calls, in order."""
         return program_of(self)
 
     def meaning(self, name: str) -> object:
-        """What the input `name` means. Equal names may meet only where they mean the same."""
+        """The meaning of the input `name`. Inputs of one name must have the same meaning."""
         raise NotImplementedError
 
     def with_read(self: M, read: Any) -> M:
-        """The same mechanism, reading its values another way."""
+        """The same mechanism with another read of the values."""
         raise NotImplementedError
 
 
 class Leaf(Mechanism):
-    """Mathematics: a forward, its closed-form gradient, and its half of `extend`.
+    """One piece of mathematics: forward, closed-form gradient, and its part of `extend`.
 
     Subclasses are frozen dataclasses with a `name`, declared `inputs`, the pattern of their
     `output`, and the methods below. `x` holds the inputs by name.
@@ -123,7 +124,7 @@ class Leaf(Mechanism):
         return "attention" if name in ATTENTION_INPUTS else self.name
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        """The output, and what the gradient needs besides the inputs and the output."""
+        """The output, and the residuals: what the gradient needs besides inputs and output."""
         raise NotImplementedError
 
     def backward(
@@ -144,7 +145,7 @@ class Leaf(Mechanism):
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        """The output for new tokens behind those in `past`, and what to add to each buffer."""
+        """The output for new tokens after those in `past`, and the update of each buffer."""
         raise NotImplementedError
 
     def step_backward(
@@ -157,13 +158,13 @@ class Leaf(Mechanism):
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of `past`, from those of `step`'s output and buffers.
 
-        Leaves that keep tokens have none: a buffer of them is not a value to differentiate by.
+        Leaves that cache tokens do not have it: a buffer of tokens is not differentiated.
         """
         raise NotImplementedError
 
 
 class TokenWise(Leaf):
-    """A leaf with nothing to remember: it treats each token alone (or is not causal)."""
+    """A leaf without a cache: it computes each token from that token alone (or is not causal)."""
 
     role: ClassVar[str] = "piece"
 
@@ -188,22 +189,22 @@ class Step(NamedTuple):
     """One step of a preconditioner: a mechanism, with some of its inputs renamed."""
 
     out: str
-    """The name of the value it makes."""
+    """The name of its output value."""
     mechanism: Mechanism
     renamed: tuple[tuple[str, str], ...] = ()
     """(the mechanism's name of an input, its name in this list of steps) where they differ."""
 
 
 def step(out: str, mechanism: Mechanism, **renamed: str) -> Step:
-    """`step("out", base, v="y")`: the base, reading the value y as its v."""
+    """`step("out", base, v="y")`: the base, with the value y as its input v."""
     return Step(out, mechanism, tuple(renamed.items()))
 
 
 class Preconditioner(Mechanism):
-    """Wiring: a static list of steps around a base. It owns no mathematics.
+    """A static list of steps around a base. It contains no mathematics of its own.
 
-    Subclasses are frozen dataclasses with a field `base`, a method `steps`, and, where not every
-    base will do, `refuses`.
+    Subclasses are frozen dataclasses with a field `base`, a method `steps`, and, if some bases are
+    refused, `refuses`.
     """
 
     role: ClassVar[str] = "preconditioner"
@@ -217,16 +218,16 @@ class Preconditioner(Mechanism):
             raise TypeError(f"{self._expression()} makes no sense: {reason}")
 
     def refuses(self) -> str | None:
-        """Why this base will not do; None where it does."""
+        """The reason why this base is refused, or None if it is accepted."""
         return None
 
     def steps(self) -> tuple[Step, ...]:
-        """What it does, in order; the last step makes the output."""
+        """Its steps, in order; the last step computes the output."""
         raise NotImplementedError
 
     @property
     def inputs(self) -> Inputs:
-        """The base's inputs, in order, and its own after them."""
+        """The base's inputs, in order, followed by the preconditioner's own."""
         declared = {name: self.program.inputs[name] for name in self.program.meanings}
         order = [name for name in self.base.inputs if name in declared]
         return Inputs(**{name: declared[name] for name in dict.fromkeys([*order, *declared])})

@@ -1,8 +1,8 @@
-"""Options of mechanisms: dataclass fields that check their value at construction.
+"""Options of mechanisms: dataclass fields that are checked at construction.
 
-An option is a field made by one of the functions below. It is checked when the mechanism is
-built, so that a mechanism that exists has options that make sense, and it knows how to read
-itself from the text of an expression.
+An option is a field declared by one of the functions below. It is checked when the mechanism is
+constructed, so that every mechanism has valid options. Its kind also parses the option from the
+text of an expression.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from precondattn.arrays import is_finite_number
 
 
 class Kind(NamedTuple):
-    """What an option may be."""
+    """The type of an option: what it accepts, and how it is parsed."""
 
     expected: str
-    """In words, for the error."""
+    """A description of accepted settings, for the error message."""
     accept: Callable[[Any], Any]
-    """The value in its canonical form; raises ValueError when it is not one."""
+    """Returns the setting in canonical form; raises ValueError for one that is not accepted."""
     read: Callable[[str], Any]
-    """The value from the text of an expression."""
+    """Parses the setting from the text of an expression."""
 
 
 def option(default: Any, kind: Kind) -> Any:
-    """A field of a mechanism that is an option of this kind."""
+    """A dataclass field for an option of this kind."""
     return dataclasses.field(default=default, metadata={"kind": kind})
 
 
@@ -43,7 +43,7 @@ def _read_flag(text: str) -> Any:
 
 
 def _python_number(value: Any) -> Any:
-    """A NumPy scalar as a number of Python; anything else as it is."""
+    """A NumPy scalar as a Python number; anything else unchanged."""
     return value.item() if type(value).__module__ == "numpy" and not value.shape else value
 
 
@@ -52,7 +52,7 @@ def _number(lowest: float, *, inclusive: bool) -> Callable[[Any], float]:
         value = _python_number(value)
         if not is_finite_number(value) or value < lowest or (value == lowest and not inclusive):
             raise ValueError
-        return float(value) + 0.0  # Minus zero is zero, also in text.
+        return float(value) + 0.0  # Turns −0.0 into 0.0, so that equal options have equal text.
 
     return accept
 
@@ -119,7 +119,7 @@ def count_or_none(default: int | None = None) -> Any:
 
 
 def choice(default: str, *others: str) -> Any:
-    """One of a few words."""
+    """One of the given words."""
     words = (default, *others)
 
     def accept(value: Any) -> str:
@@ -129,7 +129,7 @@ def choice(default: str, *others: str) -> Any:
 
 
 def one_of(default: Any, *others: Any) -> Any:
-    """One of a few frozen objects, each of which has a `name` that may stand for it."""
+    """One of the given frozen objects; the option may be given as the object's `name`."""
     objects = {each.name: each for each in (default, *others)}
 
     def accept(value: Any) -> Any:
@@ -141,25 +141,26 @@ def one_of(default: Any, *others: Any) -> Any:
 
 
 def names(default: tuple[str, ...]) -> Any:
-    """A few different names, in an expression with strokes between them: `q/k`."""
+    """One or more different names, separated by slashes in an expression: `q/k`."""
 
     def accept(value: Any) -> tuple[str, ...]:
         value = tuple(value.split("/")) if isinstance(value, str) else value
-        good = isinstance(value, tuple | list) and all(
+        are_names = isinstance(value, tuple | list) and all(
             isinstance(name, str) and name.isidentifier() for name in value
         )
-        return tuple(value) if good and value and len(set(value)) == len(value) else _reject(value)
+        is_valid = are_names and value and len(set(value)) == len(value)
+        return tuple(value) if is_valid else _reject(value)
 
     return option(default, Kind("different names, such as q/k", accept, str))
 
 
 def fields_of(mechanism: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The option fields of a mechanism or of its class, by name."""
+    """The option fields of a mechanism or a mechanism class, by name."""
     return {f.name: f for f in dataclasses.fields(mechanism) if "kind" in f.metadata}
 
 
 def check_options(mechanism: Any) -> None:
-    """Bring every option into canonical form, or raise a ValueError that names it."""
+    """Convert every option to canonical form, or raise a ValueError that names it."""
     for name, field in fields_of(mechanism).items():
         kind: Kind = field.metadata["kind"]
         value = getattr(mechanism, name)
@@ -172,7 +173,7 @@ def check_options(mechanism: Any) -> None:
 
 
 def text_of(value: Any) -> str:
-    """An option's value as it stands in an expression; the inverse of `Kind.read`."""
+    """An option's text in an expression; the inverse of `Kind.read`."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):

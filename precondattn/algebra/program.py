@@ -1,4 +1,4 @@
-"""Programs: what a mechanism is once its steps are unfolded, a list of leaf calls.
+"""Programs: the unfolded form of a mechanism, a list of leaf calls.
 
 `lucid(laser)` is
 
@@ -6,7 +6,7 @@
 
 Every value has one name and is computed once; a leaf called twice on the same values is one call.
 Output, gradient, cache, declared inputs and the choice of backends are all derived from the
-program. Equal programs get equal kernels, however the mechanism was written.
+program. Mechanisms with equal programs run the same kernels, whatever their expressions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """Leaf calls in order; the last value named `out` is the result. Hashable by its text."""
+    """Leaf calls in order, and the name `out` of the result. Hashable by its text."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class Program:
         self.calls = tuple(calls)
         self.out = out
         patterns, self.axes = letters_of(self.calls)
-        made = {call.out for call in self.calls}
+        outputs = {call.out for call in self.calls}
         used = dict.fromkeys(value for call in self.calls for _, value in call.arguments)
-        self.inputs = {value: patterns[value] for value in used if value not in made}
+        self.inputs = {value: patterns[value] for value in used if value not in outputs}
         """Each input's pattern, in order of first use."""
         self.output = patterns[out]
         """The pattern of the result."""
         self.meanings = dict(meanings or dict.fromkeys(self.inputs, "given"))
-        """What each input means."""
+        """The meaning of each input."""
         self.text = "; ".join(map(str, self.calls))
 
     def __str__(self) -> str:
@@ -61,33 +61,33 @@ class Program:
     @cached_property
     def slots(self) -> dict[str, tuple[Slot, Pattern]]:
         """The buffers of its cache by name, and their patterns in this program's letters."""
-        found: dict[str, tuple[Slot, Pattern]] = {}
+        slots: dict[str, tuple[Slot, Pattern]] = {}
         for call, axes in zip(self.calls, self.axes, strict=True):
             keys = call.slot_keys()
             for slot in call.leaf.slots():
                 pattern = Pattern.read(slot.pattern).substituted(axes)
-                found.setdefault(keys[slot.name], (slot, pattern))
-        return found
+                slots.setdefault(keys[slot.name], (slot, pattern))
+        return slots
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(call.leaf for call in self.calls)
 
     def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
-        """Some of the calls as a program of their own, and its names for this program's values.
+        """The chosen calls as a program, and its name for each value of this program.
 
-        Names in a part do not depend on where it was cut from: a value from outside is called
-        what the first leaf to read it calls it (with a number where that is taken), a value made
-        inside is y1, y2 … and the result is out. So `softmax` around `lucid_solve` is one
-        program, whether or not something stands before, between or after them.
+        Names in a part do not depend on the program that it comes from. A value from outside gets
+        the input name of the first leaf that reads it (numbered if that is taken), values computed
+        inside are y1, y2 … and the result is out. So `softmax` after `lucid_solve` is always the
+        same program, whatever calls come before, between or after them.
         """
         calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
         names: dict[str, str] = {}
-        made = {call.out for call in calls}
+        outputs = {call.out for call in calls}
         taken: set[str] = set()
         for call in calls:
             for formal, value in call.arguments:
-                if value in made or value in names:
+                if value in outputs or value in names:
                     continue
                 name, number = formal, 1
                 while name in taken:
@@ -105,12 +105,12 @@ class Program:
 
 
 def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
-    """The calls in an order that does not depend on how independent ones were written.
+    """The calls in an order that does not depend on the order of independent calls.
 
-    Of calls that could come next, the order is that of what they are and what they are used for.
+    Calls that are ready at the same time are sorted by a text: the leaf and the uses of its output.
     """
     uses: dict[str, str] = {}
-    for call in reversed(calls):  # Whoever reads a value comes after the call that makes it.
+    for call in reversed(calls):  # A reader comes after the call that computes the value.
         readers = sorted(
             f"{formal} of {uses[reader.out]}"
             for reader in calls
@@ -121,9 +121,9 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
     ordered: list[LeafCall] = []
     waiting = list(calls)
     while waiting:
-        to_come = {call.out for call in waiting}
-        ready = [call for call in waiting if not call.reads & to_come]
-        following = min(ready, key=lambda call: uses[call.out])
-        ordered.append(following)
-        waiting.remove(following)
+        pending = {call.out for call in waiting}
+        ready = [call for call in waiting if not call.reads & pending]
+        next_call = min(ready, key=lambda call: uses[call.out])
+        ordered.append(next_call)
+        waiting.remove(next_call)
     return ordered

@@ -1,7 +1,8 @@
-"""The mechanisms that can be named in an expression, by their name.
+"""The registry of mechanisms that an expression can name.
 
-Ours are registered when their class is made. Others are found through the entry-point group
-`precondattn.mechanisms`, whose entries name a class, or a module that defines some.
+A mechanism class registers itself when it is defined. Third-party mechanisms are found through the
+entry-point group `precondattn.mechanisms`, whose entries name a class or a module that defines
+classes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ broken: dict[str, str] = {}
 
 
 def register(cls: type[Mechanism]) -> None:
-    """Make a mechanism known; a name may be taken once."""
+    """Add a class under its name, which must not belong to another class."""
     known = _classes.get(cls.name)
-    # The same class may be made twice: a module reloaded, or dataclass(slots=True).
+    # The same class may be defined twice: a reloaded module, or dataclass(slots=True).
     if known is not None and (known.__module__, known.__qualname__) != (
         cls.__module__,
         cls.__qualname__,
@@ -33,7 +34,7 @@ def register(cls: type[Mechanism]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a mechanism, such as one that was tried out in a notebook."""
+    """Remove a mechanism, such as one that was tried out in a notebook."""
     if name not in _classes:
         raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(_classes))}")
     del _classes[name]
@@ -69,10 +70,10 @@ def _load_entry_points() -> None:
     if _entry_points_loaded:
         return
     _entry_points_loaded = True
-    from importlib.metadata import entry_points  # Slow to import, and seldom needed.
+    from importlib.metadata import entry_points  # Slow to import, and rarely needed.
 
     for entry_point in entry_points(group=GROUP):
         try:
             entry_point.load()
-        except Exception as error:  # Whatever a stranger's module raises, the others still work.
+        except Exception as error:  # A broken third-party module must not break the others.
             broken[entry_point.name] = f"{type(error).__name__}: {error}"

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 @cache
 def program_of(mechanism: Mechanism) -> Program:
-    """A mechanism, unfolded.
+    """The program of a mechanism.
 
     Raises
     ------
     TypeError
-        where two inputs of one name mean different things, or a renaming hits a taken name.
+        where two inputs of one name have different meanings, or a renamed input collides with
+        another.
     """
     steps = getattr(mechanism, "steps", None)
     if steps is None:
@@ -32,12 +33,12 @@ def program_of(mechanism: Mechanism) -> Program:
 
 
 def _unfold(mechanism: Preconditioner) -> Program:
-    """The steps' programs, one after the other, under this preconditioner's names."""
+    """The programs of the steps, concatenated, with this preconditioner's names of the values."""
     calls: list[LeafCall] = []
     known: dict[tuple[Leaf, tuple[tuple[str, str], ...]], str] = {}
-    values: dict[str, str] = {}  # A step's name of its output, or an input -> the value's name.
+    values: dict[str, str] = {}  # The name of a step's output or of an input -> the value's name.
     meanings: dict[str, object] = {}
-    made: set[str] = set()
+    outputs: set[str] = set()
     steps = mechanism.steps()
     for step in steps:
         inner, renamed = step.mechanism.program, dict(step.renamed)
@@ -47,34 +48,34 @@ def _unfold(mechanism: Preconditioner) -> Program:
                 f"{mechanism.name}: a step renames {', '.join(unknown)}, and {step.mechanism} "
                 f"takes {', '.join(inner.inputs)}"
             )
-        if step.out in made:
-            raise TypeError(f"{mechanism.name}: two steps make {step.out!r}")
-        inside = {}
+        if step.out in outputs:
+            raise TypeError(f"{mechanism.name}: two steps are named {step.out!r}")
+        value_of = {}  # The step's own name of a value -> its name in the program.
         for name in step.mechanism.inputs:
             outer = renamed.get(name, name)
-            if outer not in made:
+            if outer not in outputs:
                 _declare(mechanism, step.mechanism, name, outer, meanings)
                 values.setdefault(outer, outer)
-            inside[name] = values[outer]
+            value_of[name] = values[outer]
         for call in inner.calls:
-            arguments = tuple((formal, inside[value]) for formal, value in call.arguments)
-            last = call.out == inner.out
-            name = step.out if last else f"{step.out}.{call.out}"
+            arguments = tuple((formal, value_of[value]) for formal, value in call.arguments)
+            is_result = call.out == inner.out
+            name = step.out if is_result else f"{step.out}.{call.out}"
             if (call.leaf, arguments) not in known:
                 known[call.leaf, arguments] = name
                 calls.append(LeafCall(name, call.leaf, arguments))
-            inside[call.out] = known[call.leaf, arguments]
-        made.add(step.out)
+            value_of[call.out] = known[call.leaf, arguments]
+        outputs.add(step.out)
         if step.out in meanings:
-            raise TypeError(f"{mechanism.name}: a step makes {step.out!r}, which is an input too")
-        values[step.out] = inside[inner.out]
+            raise TypeError(f"{mechanism.name}: {step.out!r} is both a step and an input")
+        values[step.out] = value_of[inner.out]
     return Program(calls, values[steps[-1].out], meanings)
 
 
 def _declare(
     owner: Preconditioner, piece: Mechanism, name: str, outer: str, meanings: dict[str, object]
 ) -> None:
-    """Note that `piece` reads the input `outer` as its `name`, if that is no contradiction."""
+    """Record that `piece` reads the input `outer` as its `name`; raise on a contradiction."""
     if outer != name and piece == owner.base and outer in owner.base.inputs:
         raise TypeError(
             f"{owner.name}({owner.base}): {name} would be renamed to {outer}, "
@@ -83,14 +84,14 @@ def _declare(
     if outer == name:
         meaning = piece.meaning(name)
         base = owner.base
-        own = piece.role == "piece" and meaning == piece.name
-        if own and name in base.inputs and base.meaning(name) == meaning:
+        is_own_input = piece.role == "piece" and meaning == piece.name
+        if is_own_input and name in base.inputs and base.meaning(name) == meaning:
             raise TypeError(
                 f"{owner.name}({owner.base}) makes no sense: {name} is an input of {owner.base} "
                 f"already, and would be used twice"
             )
     elif piece != owner.base and outer in owner.base.inputs:
-        meaning = owner.base.meaning(outer)  # The wiring says so: read the base's input.
+        meaning = owner.base.meaning(outer)  # The step is wired to the base's input.
     else:
         meaning = "attention" if outer in ATTENTION_INPUTS else owner.name
     if meanings.setdefault(outer, meaning) != meaning:

@@ -1,8 +1,8 @@
-"""What can be done with a mechanism: call it, differentiate it, cache it, explain its plan.
+"""The public methods of a mechanism: call, differentiate, extend a cache, explain the plan.
 
-The signatures and their documentation; `execution/` does the work. It is imported by the first
-call, so that `import precondattn` stays as quick as importing NumPy. This module is the only one
-that imports a room above its own.
+This module has the signatures and their documentation; `execution/` does the work. It is imported
+by the first call, so that `import precondattn` is as fast as importing NumPy. No other module
+imports a package above its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Verbs:
     """The public methods of every mechanism."""
 
     _text: str
-    """The mechanism's expression, and below the inputs that may be given by position: both at
-    hand as plain constants, because Dynamo reads them."""
+    """The mechanism's expression. A plain attribute, because Dynamo reads it as a constant."""
     _positional: tuple[str, ...]
+    """The inputs that may be given by position; also read by Dynamo."""
 
     def __call__(
         self,
@@ -44,22 +44,24 @@ class Verbs:
         ----------
         *arrays, **named
             The declared inputs (see `inputs`): the first three by position, usually q, k, v, and
-            any by name. All of one library, device and dtype; beside half-precision queries,
-            keys and values the others may be float32.
+            any by name. All inputs have one library, device and dtype, with one exception: if
+            queries, keys and values are in half precision, the other inputs may be float32.
         backend : str or tuple of str, optional
-            Use only these, in this order of preference (larger groups of calls still go before
-            smaller ones); what they do not take raises `UnsupportedError`.
+            Use only these backends, in this order of preference (larger groups of calls still
+            come before smaller ones). Work that none of them supports raises `UnsupportedError`.
         segment_ids : integer array (b, s), optional
-            Packed sequences: tokens see only tokens of the same id. Equal ids stand together.
+            Packed sequences: tokens attend only to tokens of the same id. Equal ids must be
+            contiguous.
         lengths : integer array (b,), optional
-            Valid tokens of each sequence; those behind are padding: ignored, and 0 in the output.
+            The number of valid tokens of each sequence. The tokens after them are padding: they
+            are ignored, and their output is 0.
         key_mask : boolean array (b, s), optional
-            False for keys that nobody may see, in the base and in every preconditioner.
+            False for masked keys, which neither the base nor any preconditioner reads.
 
         Raises
         ------
         TypeError, ValueError
-            for bad input, naming it, before any work.
+            for bad input, naming it, before anything is computed.
         """
         masks = (segment_ids, lengths, key_mask)
         if is_compiling():
@@ -81,9 +83,10 @@ class Verbs:
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
-        """The output and its pullback: from a cotangent of the output to all gradients, by name.
+        """The output and its pullback, which maps a cotangent of the output to all gradients.
 
-        It needs no automatic differentiation, and so works on every array library.
+        The gradients are a dict by input name. No automatic differentiation is used, so this
+        works on every array library.
 
         Examples
         --------
@@ -105,11 +108,11 @@ class Verbs:
         key_mask: bool = False,
         **named: Array,
     ) -> Cache:
-        """An empty cache of `capacity` tokens a sequence, for arrays like these.
+        """An empty cache for `capacity` tokens per sequence, for arrays like these.
 
-        Of the arrays only shape, dtype and device matter; their time axis does not. With
-        `key_mask` the cache remembers which keys `extend` was told to hide. A mechanism that keeps
-        a state, and no tokens, takes any number of them and needs neither.
+        Only shape, dtype and device of the arrays matter; the length of their time axis does not.
+        With `key_mask` the cache stores the key masks passed to `extend`. A mechanism whose cache
+        is a state, without tokens, has no limit on their number and needs neither.
         """
         from precondattn.execution.empty_cache import empty_cache
 
@@ -125,33 +128,34 @@ class Verbs:
         donate: bool = False,
         **named: Array,
     ) -> tuple[Array, Cache]:
-        """The output for new tokens behind those in the cache, and the cache with them.
+        """The output for new tokens after those in the cache, and the cache extended by them.
 
-        One verb for prefill, chunked prefill and decoding: any number of new tokens, and any
-        split of a sequence gives the output of the full call.
+        One method for prefill, chunked prefill and decoding. It accepts any number of new tokens,
+        and any split of a sequence gives the output of the full call.
 
         Parameters
         ----------
         cache : Cache
-            From `init_cache` or an earlier `extend`. It stays as it was, unless donated.
+            From `init_cache` or an earlier `extend`. It is not modified unless donated.
         lengths : integer array (b,), optional
-            How many of the new tokens of each sequence count; the others are padding.
+            The number of valid new tokens of each sequence; the others are padding.
         key_mask : boolean array (b, t), optional
-            False for new keys to hide, now and later; the cache must have been made for it.
+            False for new keys that are masked in this call and all later ones. The cache must have
+            been created with `key_mask=True`, unless it is a state.
         donate : bool
             Write into the cache's own buffers where the library can (NumPy, PyTorch, CuPy). The
-            old cache is spent, and using it raises.
+            old cache must not be used again; doing so raises.
 
         Raises
         ------
         ValueError
-            when the capacity is exceeded; under jit the sequences concerned come out as NaN.
+            when the capacity is exceeded; under jit the output of these sequences is NaN.
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
         masks = (lengths, key_mask)
         if is_compiling():
-            # A graph has no place to write to; the compiler reuses what is no longer needed.
+            # A graph does not write in place; the compiler reuses memory that is free.
             from precondattn.execution.torch_compile import captured_extend
 
             keys = tuple(cache.store)
@@ -183,14 +187,14 @@ class Verbs:
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Cache, ExtendPullback]:
-        """`extend` with its pullback: gradients through the state that came and the one that goes.
+        """`extend` with its pullback: gradients through the old and the new state.
 
         The pullback takes the cotangent of the output and, by name, those of the new cache's
-        buffers (0 where there is none). It gives the gradients of the inputs by name, and those of
-        the old cache's buffers. It needs no automatic differentiation; where a library has one,
-        that of `extend` does the same. Mechanisms whose cache keeps tokens have no such pullback:
-        there the `vjp` of a full call is meant. Until the pullback has run, the old cache must not
-        be donated.
+        buffers (a missing one is 0). It returns the gradients of the inputs by name, and those of
+        the old cache's buffers. No automatic differentiation is used; where a library has it,
+        differentiating `extend` gives the same. Mechanisms whose cache stores tokens have no such
+        pullback: use the `vjp` of a full call. The old cache must not be donated before the
+        pullback has run.
 
         Examples
         --------
@@ -223,8 +227,8 @@ class Verbs:
         ----------
         verb : {"forward", "vjp"}
         cache : Cache, optional
-            With a cache it is `extend` that is explained (with "vjp" `extend_vjp`), and the arrays
-            are the new tokens.
+            With a cache, `extend` is explained (with "vjp", `extend_vjp`), and the arrays are the
+            new tokens.
         """
         from precondattn.execution import run
 

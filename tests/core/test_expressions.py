@@ -396,7 +396,7 @@ class TestNamesThatClash:
             "toy_normed",
             lambda base: [pa.step("k", pa.RMSNorm(), x="k"), pa.step("out", base)],
         )
-        message = "toy_normed: a step makes 'k', which is an input too"
+        message = "toy_normed: 'k' is both a step and an input"
         with pytest.raises(TypeError, match=re.escape(message)):
             normed()
 

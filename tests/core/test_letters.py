@@ -117,7 +117,7 @@ def test_a_value_of_two_ranks_is_refused_when_the_mechanism_is_made(toys):
         "toy_ranks",
         lambda base: [pa.step("q_scaled", scaled, x="q"), pa.step("out", base, q="q_scaled")],
     )
-    with pytest.raises(TypeError, match=r"g can not be both what .*gla.* and what toy_scaled does"):
+    with pytest.raises(TypeError, match=r"g can not be both what .*gla.* toy_scaled declares"):
         made(base=pa.GLA())
 
 
