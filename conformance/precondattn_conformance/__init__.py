@@ -3,7 +3,7 @@
     precondattn conformance --backend NAME --level smoke
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
 
-Both run the same cases (`case.py`), which come from the mechanisms' own declarations.
+Both run the same cases (`cases.py`), which come from the mechanisms' own declarations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def replay(case: str, backend: Backend = None, device: str | None = None) -> str
     >>> replay("outputs-numpy-float64-plain-clustered-lucid", backend="reference").split(":")[0]
     'passed'
     """
-    from precondattn_conformance.case import case_of
+    from precondattn_conformance.cases import case_of
     from precondattn_conformance.runner import run_case
 
     outcome = run_case(case_of(case), backend, device)

@@ -29,7 +29,6 @@ ONE = {
 }
 HERE = "in_process"
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
-OUTCOME = "precondattn_outcome"
 
 
 def pytest_addoption(parser: Any) -> None:

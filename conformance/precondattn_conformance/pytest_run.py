@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from precondattn_conformance.case import Case, case_of
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks import Measured
-from precondattn_conformance.floor import COMPARED, below_floor
+from precondattn_conformance.floor import below_floor
 from precondattn_conformance.isolation import Worker
-from precondattn_conformance.plugin import OUTCOME
 from precondattn_conformance.report.page import write_page
 from precondattn_conformance.report.record import Recording
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.session import Session
+from precondattn_conformance.status import COMPARED, OUTCOME
 
 
 class PytestRun:

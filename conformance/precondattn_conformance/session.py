@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from precondattn.dispatch.discovery import discover
-from precondattn_conformance.case import Case, case_of, cases, known_cases
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.isolation import TIMEOUT, run_isolated
 from precondattn_conformance.runner import Outcome, run_case

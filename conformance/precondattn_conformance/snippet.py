@@ -6,7 +6,8 @@ from typing import Any
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.case import Case, case_of
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks import CHECK, Backend
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.oracle import inputs_of

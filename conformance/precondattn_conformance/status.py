@@ -9,4 +9,7 @@ SKIPPED = "skipped"
 
 STATUSES = (PASSED, FAILED, XFAILED, UNSUPPORTED, SKIPPED)
 COMPARED = (PASSED, FAILED, XFAILED)
-"""The backend gave an answer, and that was held to the oracle."""
+"""The backend gave a result, and that was compared with the oracle."""
+
+OUTCOME = "precondattn_outcome"
+"""The attribute of a pytest item, and of its report, that holds the outcome of its case."""

@@ -15,7 +15,6 @@ correct         whether an output is right; a wrong one gets no time
 paired          the ratio of two times that were taken in turns
 cost            FLOPs and bytes, by mechanism and work
 machine         the machine: what it is, and what its own GEMM and copy reach
-memory          peak memory, each call in a process of its own
 record          a run as rows, and the JSON file of it
 table, plot     a record to look at
 compare         two records: what has become slower beyond noise

@@ -37,12 +37,12 @@ from precondattn_conformance.bench.correct import (
     oracle,
 )
 from precondattn_conformance.bench.cost import flops, is_quadratic, moved_bytes
-from precondattn_conformance.bench.memory import NoPeakError, peak_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread, timed
 from precondattn_conformance.bench.peers import lacks, peers_of
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
 from precondattn_conformance.inputs import Layout
 from precondattn_conformance.libraries import Library
+from precondattn_conformance.memory import MeasuredCall, NoPeakError, peak_bytes
 
 BUDGET = 8.0
 """Seconds for the rounds of a case, peers included, unless a number of rounds is asked for."""
@@ -266,5 +266,15 @@ def _measure_peaks(
     row: Row,
 ) -> None:
     for multiple in multiples:
-        row.peak_bytes.append(peak_bytes(case, backend, options.device, multiple))
-        row.peak_tokens.append(multiple * case.layout.t)
+        tokens = multiple * case.layout.t
+        call = MeasuredCall(
+            case.mechanism,
+            case.layout._replace(t=tokens, s=tokens),
+            case.library,
+            case.dtype,
+            has_backward=case.work != "forward",
+            backend=backend,
+            device=options.device,
+        )
+        row.peak_bytes.append(peak_bytes(call))
+        row.peak_tokens.append(tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from precondattn_conformance import libraries
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Alternation, Caching, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.determinism import Determinism
@@ -21,9 +20,6 @@ from precondattn_conformance.checks.stability import Stability
 from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import Strides
 from precondattn_conformance.checks.transforms import Transforms
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 ALL: tuple[Check, ...] = (
     Outputs(),

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 EXTENDING = """cache = mechanism.init_cache(**inputs, capacity={tokens})
 out, cache = mechanism.extend(cache, **inputs, backend={backend})"""

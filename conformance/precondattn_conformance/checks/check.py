@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
+from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.tolerance import bound
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 FLOAT16_MAX = 65504.0
 Backend = str | tuple[str, ...] | None

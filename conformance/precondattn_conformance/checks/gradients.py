@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.declared import is_constant_in_one_token, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Gradients(Check):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
+from precondattn_conformance.memory import held_bytes
 
 WARM, CALLS = 4, 8
 SHARE = 0.5
@@ -34,11 +30,11 @@ class Leaks(Check):
         trial.explain("vjp")
         for _ in range(WARM):
             trial.vjp()
-        held = [_held(trial)]
+        held = [held_bytes(trial.library)]
         for _ in range(2):
             for _ in range(CALLS):
                 out, _ = trial.vjp()
-            held.append(_held(trial))
+            held.append(held_bytes(trial.library))
         output = 4 * int(trial.expected.out.size)
         # An allocator that takes more for once is no leak.
         grown = min(after - before for before, after in pairwise(held)) / CALLS
@@ -48,19 +44,3 @@ class Leaks(Check):
                 f"{output / 2**20:.1f} MiB"
             )
         return trial.agree({"the output": (trial.numpy(out), trial.expected.out)})
-
-
-def _held(trial: Trial) -> int:
-    """Bytes."""
-    from precondattn_conformance.bench.memory import give_back
-
-    gc.collect()
-    give_back()
-    if trial.library.name == "torch" and str(trial.library.device or "").startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.memory_allocated())
-    status = Path("/proc/self/statm")
-    if not status.exists():
-        return 0
-    return int(status.read_text().split()[1]) * 4096

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
+from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
 GROWTH = {"linear": 2.2, "quadratic": 4.4}
 """When the number of tokens doubles, at most."""
@@ -29,27 +28,26 @@ class Memory(Check):
         return case.layout.name == "long" and case.library in ("numpy", "torch")
 
     def run(self, trial: Trial) -> Measured:
-        from precondattn_conformance.bench.cases import BenchCase
-        from precondattn_conformance.bench.memory import peak_bytes
-
         case = trial.case
         declared = discover().named(trial.under_test).memory if trial.under_test else ""
         if not declared:
             raise pa.UnsupportedError(f"{trial.under_test} declares no memory class")
         trial.explain("vjp")
-        of = BenchCase(
-            name="memory",
-            mechanism=case.mechanism,
-            work="forward_backward",
-            layout=case.layout,
-            dtype=case.dtype,
-            library=case.library,
+        call = MeasuredCall(
+            case.mechanism,
+            case.layout,
+            case.library,
+            case.dtype,
+            backend=trial.under_test,
+            device=trial.library.device,
         )
-        peaks = [peak_bytes(of, trial.under_test, trial.library.device, n) for n in (1, 2)]
+        tokens = case.layout.t
+        twice = case.layout._replace(t=2 * tokens, s=2 * tokens)
+        peaks = [peak_bytes(call), peak_bytes(replace(call, layout=twice))]
         growth = peaks[1] / max(peaks[0], 1.0)
         if growth > GROWTH[declared]:
             raise DisagreementError(
-                f"{case.layout.t} tokens take {peaks[0] / 2**20:.1f} MiB, twice as many "
+                f"{tokens} tokens take {peaks[0] / 2**20:.1f} MiB, twice as many "
                 f"{growth:.2f} times as much; {trial.under_test} declares {declared} memory"
             )
         return Measured(0.0, trial.bound)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import Arrays
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Padding(Check):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Purity(Caching):

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import precondattn as pa
 from precondattn.backend import Support
 from precondattn.frame import Frame
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Refusals(Check):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.extremes import EXTREMES, makes_sense
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Stability(Check):

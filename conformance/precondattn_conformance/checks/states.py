@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.execution.cache_checks import keeps_tokens
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Backend, Measured, Trial
 from precondattn_conformance.declared import is_smooth, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import Arrays, make_inputs
 from precondattn_conformance.oracle import rounded
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class States(Caching):

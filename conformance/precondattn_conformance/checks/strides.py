@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from precondattn import UnsupportedError
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 CHECK_OF_STEPS = Caching()
 ORDERS = ("heads first", "every other element", "a window of a larger array")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
-
-if TYPE_CHECKING:
-    from precondattn_conformance.case import Case
 
 
 class Transforms(Check):

@@ -16,6 +16,7 @@ from precondattn.algebra.group import Group
 from precondattn_conformance.faults import (
     gradients,
     heads,
+    masks,
     options,
     saved,
     states,
@@ -24,7 +25,6 @@ from precondattn_conformance.faults import (
     wiring,
     written_by_hand,
 )
-from precondattn_conformance.faults import masks as sight
 from precondattn_conformance.faults.anywhere import anywhere, result
 from precondattn_conformance.faults.applicable import Named, stages_of
 from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault
@@ -32,7 +32,7 @@ from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault
 Operators = dict[str, Callable[[pa.Mechanism, str], Named]]
 
 OF_LEAVES: Operators = {
-    **sight.OPERATORS,
+    **masks.OPERATORS,
     **options.OPERATORS,
     **heads.OPERATORS,
     **tokens.OPERATORS,
@@ -42,8 +42,8 @@ OF_LEAVES: Operators = {
     "anywhere": anywhere,
 }
 OF_BLOCKS: Operators = {
-    "mask offset": sight.mask_offset,
-    "segments": sight.segments,
+    "mask offset": masks.mask_offset,
+    "segments": masks.segments,
     "residual": saved.residual,
     **tails.OPERATORS,
 }

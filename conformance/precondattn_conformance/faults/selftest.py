@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from precondattn_conformance.case import Case, cases
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import cases
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.faults.carriers import CARRIERS, Carrier, helped, registered
 from precondattn_conformance.faults.catalogue import (

@@ -12,9 +12,9 @@ from precondattn_conformance.faults.written_by_hand import (
     path,
     recurrence,
     reflections,
+    row_blocks,
     statistics,
 )
-from precondattn_conformance.faults.written_by_hand import row_blocks as strips
 
 OF = (
     attention,
@@ -23,7 +23,7 @@ OF = (
     recurrence,
     statistics,
     maps,
-    strips,
+    row_blocks,
     block_solve,
     chunks,
     reflections,

@@ -1,0 +1,125 @@
+"""The cases of each level, and the case of an id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import precondattn as pa
+from precondattn_conformance import libraries
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks import CHECK, CHECKS
+from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
+from precondattn_conformance.extremes import EXTREMES
+from precondattn_conformance.grid import LAYOUTS, LEVELS, data
+from precondattn_conformance.inputs import KINDS, Layout
+from precondattn_conformance.random_layouts import layout_named
+
+HARMFUL = ("duplicate", "real", *EXTREMES)
+"""Kinds of data for mechanisms whose result is bounded for any keys."""
+
+
+def cases(
+    level: str = "smoke",
+    *,
+    only_libraries: tuple[str, ...] = (),
+    only_mechanisms: tuple[str, ...] = (),
+    only_checks: tuple[str, ...] = (),
+    only_dtypes: tuple[str, ...] = (),
+) -> Iterator[Case]:
+    """The cases of a level, on every installed library unless `only_libraries` is given.
+
+    `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
+    each other, since they share the oracle's results.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
+    for names, known, what in (
+        (only_checks, CHECKS, "check"),
+        (only_libraries, tuple(libraries.installed()), "installed array library"),
+        (only_dtypes, libraries.WIDE + libraries.HALF, "dtype"),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
+    mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
+    chosen = only_libraries or tuple(libraries.installed())
+    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes)
+
+
+def known_cases() -> Iterator[Case]:
+    """Every case of every library, installed or not: the last level contains all others."""
+    every_library = tuple(cls.name for cls in libraries.ALL)
+    return _cases(LEVELS[-1], tuple(expressions()), every_library, CHECKS, ())
+
+
+def _cases(
+    level: str,
+    mechanisms: tuple[str, ...],
+    chosen: tuple[str, ...],
+    checks: tuple[str, ...],
+    only_dtypes: tuple[str, ...],
+) -> Iterator[Case]:
+    dtypes = {name: libraries.named(name).dtypes for name in chosen}
+    is_alone = len(chosen) == 1
+    for mechanism in mechanisms:
+        for dtype in libraries.WIDE + libraries.HALF:
+            if only_dtypes and dtype not in only_dtypes:
+                continue
+            for library in chosen:
+                if dtype not in dtypes[library]:
+                    continue
+                for check in checks:
+                    for layout, kind in data(level, check, library, dtype, mechanism, is_alone):
+                        case = Case(check, mechanism, library, dtype, layout, kind)
+                        if makes_sense(case):
+                            yield case
+
+
+def case_of(text: str) -> Case:
+    """The case of an id.
+
+    Raises
+    ------
+    ValueError
+        if the text is no id; the message names the part that is wrong.
+    """
+    parts = text.strip().split("-", 5)
+    if len(parts) != 6:
+        raise ValueError(f"{text!r} is no case; an id is check-library-dtype-layout-keys-mechanism")
+    check, library, dtype, layout, kind, mechanism = parts
+    for part, known, what in (
+        (check, CHECKS, "check"),
+        (library, tuple(libraries.installed()), "installed array library"),
+        (dtype, libraries.WIDE + libraries.HALF, "dtype"),
+        (kind, KINDS + EXTREMES, "kind of keys"),
+    ):
+        if part not in known:
+            raise ValueError(f"{text!r}: {part!r} is no {what}; there are {', '.join(known)}")
+    sizes = LAYOUTS.get(layout) or layout_named(layout)
+    if sizes is None:
+        raise ValueError(f"{text!r}: {layout!r} is no layout; there are {', '.join(LAYOUTS)}")
+    return Case(check, str(pa.parse(mechanism)), library, dtype, sizes, kind)
+
+
+def makes_sense(case: Case) -> bool:
+    """Whether the mechanism has a well-defined result for this data, and the check applies."""
+    return _makes_sense(case.check, case.mechanism, case.library, case.layout, case.kind)
+
+
+@cache
+def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind: str) -> bool:
+    """The answer is the same for every dtype."""
+    if kind in HARMFUL and not is_bounded(mechanism_of(expression)):
+        return False
+    if layout.mask is not None and layout.t != layout.s:
+        if not _has_keys(expression):
+            return False  # Its mask applies to queries.
+        if layout.mask != "key_mask" and not mechanism_of(expression).offers.causal:
+            return False  # The positions of its queries are not defined.
+    return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
+
+
+def _has_keys(expression: str) -> bool:
+    patterns = mechanism_of(expression).inputs.values()
+    return any(axis.letter == "s" for pattern in patterns for axis in pattern.axes)

@@ -1,0 +1,227 @@
+"""Memory: the peak of a call, measured in a process of its own, and what a process holds.
+
+    python -m precondattn_conformance.memory '{"mechanism": "lucid", …}'
+
+On a CPU the peak is that of the resident set during the call, less what was resident before it (the
+interpreter, the libraries, a small call to warm up, and the inputs), plus the size of the inputs.
+On a GPU it is what the library's allocator reports. Each call has its own process, because the
+resident set's peak never falls, and because memory left by one call would hide what the next needs.
+
+JAX's compiler knows the peak before the call: it is the memory planned for inputs, results and
+temporary arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance import libraries
+from precondattn_conformance.declared import is_bounded
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.libraries import Library
+
+WARM_TOKENS = 80
+MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+"""Freed arrays are returned to the system at once. Otherwise the C library raises this threshold
+when it sees larger arrays, and the resident set differs from run to run."""
+
+TIMEOUT = 1800
+"""Seconds, after which a call counts as too expensive."""
+
+
+class NoPeakError(RuntimeError):
+    """A process that ended without a number."""
+
+
+@dataclass(frozen=True)
+class MeasuredCall:
+    """A call whose peak memory is measured: forward, or forward and backward."""
+
+    mechanism: str
+    layout: Layout
+    library: str
+    dtype: str
+    has_backward: bool = True
+    backend: str | None = None
+    """One name, or several with commas between them, in order of preference."""
+    device: str | None = None
+
+
+def peak_bytes(call: MeasuredCall) -> float:
+    """The peak of a call, in bytes.
+
+    Raises
+    ------
+    NoPeakError
+        when the process fails, with the last line of its error output.
+    """
+    tokens = call.layout.t
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps(asdict(call))],
+            env={**os.environ, **MALLOC_SETTINGS},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoPeakError(f"t={tokens} took more than {TIMEOUT} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NoPeakError(f"t={tokens}: {lines[-1]}")
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def main(text: str) -> None:
+    """Print the peak in bytes. Runs in the process of the call."""
+    fields = json.loads(text)
+    layout = Layout(*fields.pop("layout"))
+    call = MeasuredCall(layout=layout, **fields)
+    library = libraries.named(call.library, call.device)
+    with library.precision(call.dtype):
+        if library.name == "jax":
+            print(_planned_by_jax(call, library))
+            return
+        warm = layout._replace(t=min(WARM_TOKENS, layout.t), s=min(WARM_TOKENS, layout.s))
+        _prepared(call, library, warm)[0]()
+        run, size = _prepared(call, library, layout)
+        print(size + _peak_of(run, library))
+
+
+def _forward(call: MeasuredCall) -> Callable[[dict[str, Any]], Any]:
+    """The function from the inputs to the output."""
+    mechanism = pa.parse(call.mechanism)
+    backend = None if call.backend is None else tuple(call.backend.split(","))
+    return lambda inputs: mechanism(**inputs, backend=backend)
+
+
+def _prepared(
+    call: MeasuredCall, library: Library, layout: Layout
+) -> tuple[Callable[[], Any], int]:
+    """A function that runs the call, and the size of its inputs in bytes."""
+    inputs, cotangent = _arrays(call, library, layout)
+    forward = _forward(call)
+    size = sum(int(array.nbytes) for array in inputs.values())
+    if not call.has_backward:
+        return lambda: forward(inputs), size
+
+    def both() -> Any:
+        gradients = library.gradients(forward, inputs, cotangent)
+        if gradients is not None:
+            return gradients
+        backend = None if call.backend is None else tuple(call.backend.split(","))
+        out, pullback = pa.parse(call.mechanism).vjp(**inputs, backend=backend)
+        return out, pullback(cotangent)
+
+    return both, size + int(cotangent.nbytes)
+
+
+def _arrays(call: MeasuredCall, library: Library, layout: Layout) -> tuple[dict[str, Any], Any]:
+    """Inputs, and a cotangent of the output."""
+    m = pa.parse(call.mechanism)
+    arrays = make_inputs(m, layout, "clustered")
+    if not is_bounded(m) and "k" in arrays:
+        arrays["k"] = 0.5 * arrays["k"]
+    inputs = {name: library.array(array, call.dtype) for name, array in arrays.items()}
+    sizes = m.inputs.sizes(str(m), {name: array.shape for name, array in arrays.items()})
+    shape = m.program.output.shape(sizes)
+    return inputs, library.array(np.ones(shape, dtype=np.float32), call.dtype)
+
+
+def _planned_by_jax(call: MeasuredCall, library: Library) -> float:
+    """The memory that JAX's compiler plans for a call."""
+    import jax
+
+    inputs, cotangent = _arrays(call, library, call.layout)
+    forward = _forward(call)
+
+    def both(x: dict[str, Any], cotangent: Any) -> Any:
+        out, pullback = jax.vjp(forward, x)
+        return out, pullback(cotangent)[0]
+
+    if call.has_backward:
+        lowered = jax.jit(both).lower(inputs, cotangent)
+    else:
+        lowered = jax.jit(forward).lower(inputs)
+    plan = lowered.compile().memory_analysis()
+    return float(plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes)
+
+
+def _is_on_gpu_of_torch(library: Library) -> bool:
+    return library.name == "torch" and str(library.device or "").startswith("cuda")
+
+
+def _peak_of(run: Callable[[], Any], library: Library) -> float:
+    """By how much the peak during a run exceeds the memory in use before it."""
+    if _is_on_gpu_of_torch(library):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return float(torch.cuda.max_memory_allocated() - before)
+    release_free_memory()
+    _reset_peak()
+    before = _resident("VmRSS")
+    run()
+    return max(_resident("VmHWM") - before, 0.0)
+
+
+def held_bytes(library: Library) -> int:
+    """The memory in use: of PyTorch's allocator on a GPU, else of the process; 0 if unknown."""
+    release_free_memory()
+    if _is_on_gpu_of_torch(library):
+        import torch
+
+        return int(torch.cuda.memory_allocated())
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        return 0
+    return int(status.read_text().split()[1]) * 4096
+
+
+def release_free_memory() -> None:
+    """Have the allocator return free memory, so that the next call can not use it unseen."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _reset_peak() -> None:
+    """Have Linux count the peak from now on. Other systems count it from the process's start."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _resident(field: str) -> float:
+    """The resident set (`VmRSS`) or its peak (`VmHWM`), in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024.0 * int(line.split()[1])
+    import resource  # Windows has none.
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
