@@ -2,7 +2,8 @@
 
 import pytest
 
-from precondattn_conformance.case import Case, cases, makes_sense
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import cases, makes_sense
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import FEWER_MASKED
 from precondattn_conformance.runner import run_cases

@@ -18,14 +18,14 @@ from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import command, correct, plot
-from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen, layout
+from precondattn_conformance.bench.cases import DECLARED, chosen, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
-from precondattn_conformance.bench.memory import peak_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
+from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -326,8 +326,9 @@ def test_plots_get_written(tmp_path):
 
 def test_peak_memory_is_that_of_the_call():
     """A call of the reference keeps arrays of all pairs: at least one is in the peak."""
-    case = BenchCase("", "softmax", "forward", layout(t=512, h=8, d=4), "numpy", "float64")
-    assert 8 * 512**2 * 8 < peak_bytes(case, "reference", None, 1) < 30 * 8 * 512**2 * 8
+    sizes = layout(t=512, h=8, d=4)
+    call = MeasuredCall("softmax", sizes, "numpy", "float64", False, "reference")
+    assert 8 * 512**2 * 8 < peak_bytes(call) < 30 * 8 * 512**2 * 8
 
 
 def test_the_declared_cases_exist_and_have_names_of_their_own():

@@ -9,7 +9,8 @@ import precondattn as pa
 from precondattn.spec import lucid, softmax
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import libraries
-from precondattn_conformance.case import Case, case_of, cases
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import case_of, cases
 from precondattn_conformance.checks import CHECK, Check
 from precondattn_conformance.declared import compositions
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads

@@ -16,7 +16,7 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance import plugin
-from precondattn_conformance.case import cases
+from precondattn_conformance.cases import cases
 from precondattn_conformance.new_backend import LIBRARIES, new_backend
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED

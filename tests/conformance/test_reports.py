@@ -21,7 +21,7 @@ from rich.console import Console
 
 import precondattn_conformance.report.record as record_module
 from precondattn_conformance.bench.record import Record as BenchRecord
-from precondattn_conformance.case import cases
+from precondattn_conformance.cases import cases
 from precondattn_conformance.report import command, environment
 from precondattn_conformance.report.compare import compare_records, print_comparison
 from precondattn_conformance.report.junit import write_junit

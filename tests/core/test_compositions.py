@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn_conformance.case import Case, makes_sense
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import makes_sense
 from precondattn_conformance.checks import run
 from precondattn_conformance.declared import compositions, is_bounded
 from precondattn_conformance.grid import MASKED, PACKED, PLAIN, RAGGED

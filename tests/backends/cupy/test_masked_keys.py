@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from precondattn_conformance.case import cases
+from precondattn_conformance.cases import cases
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import PASSED
 
