@@ -1,8 +1,8 @@
-"""What is known about the array libraries, in one place.
+"""Everything that depends on the array library, in one place.
 
 No other module names a framework, except those that connect to its autograd
-(`execution/autograd_*.py`), and none is imported here: a library is
-recognised by the arrays it made, and its module is then already loaded.
+(`execution/autograd_*.py`). No framework is imported here: a library is recognised by the type of
+an array, and its module is then already loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Arrays = dict[str, Array]
 """Arrays by name."""
 
 Residuals = tuple[Array, ...]
-"""What a forward pass saves for its gradient, besides inputs and output."""
+"""The arrays that a forward pass saves for its gradient, besides inputs and output."""
 
 Shape = tuple[int, ...]
 
@@ -35,7 +35,7 @@ _names: dict[Any, str] = {}
 
 
 def library_of(array: Array) -> str | None:
-    """The name of the library that made `array`, or None when it is not an array."""
+    """The name of the library of `array`, or None if it is not an array."""
     kind = type(array)
     if kind not in _library_of_type:
         _library_of_type[kind] = _recognise(array)
@@ -44,7 +44,7 @@ def library_of(array: Array) -> str | None:
 
 def _recognise(array: Array) -> str | None:
     if array_api_compat.is_numpy_array(array):
-        # A masked array is a subclass that hides values, which nothing here would respect.
+        # The mask of a masked array would be ignored.
         return None if hasattr(array, "mask") else "numpy"
     if array_api_compat.is_torch_array(array):
         return "torch"
@@ -59,20 +59,20 @@ def _recognise(array: Array) -> str | None:
 
 
 def namespace(*arrays: Array | None) -> Any:
-    """The array-API namespace of the arrays; None is passed over."""
+    """The array-API namespace of the arrays; None is ignored."""
     first = next(array for array in arrays if array is not None)
     kind = type(first)
     if kind not in _namespace_of_type:
-        found = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
+        xp = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
         if library_of(first) is None:
-            return found
-        _namespace_of_type[kind] = found
+            return xp
+        _namespace_of_type[kind] = xp
     return _namespace_of_type[kind]
 
 
 def dtype_name(array: Array) -> str:
     """`"float32"` for every library's float32."""
-    # With the type, because dtypes of some libraries do not bear comparison with those of others.
+    # The key includes the type, because dtypes of different libraries may not be comparable.
     key = type(array), array.dtype
     if key not in _names:
         _names[key] = str(array.dtype).rpartition(".")[2]
@@ -80,7 +80,7 @@ def dtype_name(array: Array) -> str:
 
 
 def upcast(array: Array) -> Array:
-    """A half-precision array in float32; any other array as it is."""
+    """A half-precision array in float32; any other array unchanged."""
     if dtype_name(array) in HALF:
         xp = namespace(array)
         return xp.astype(array, xp.float32)
@@ -88,12 +88,12 @@ def upcast(array: Array) -> Array:
 
 
 def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Float32 in place of half precision."""
+    """The arrays, with those in half precision converted to float32."""
     return {name: upcast(array) for name, array in arrays.items()}
 
 
 def cast(array: Array, dtype: Any) -> Array:
-    """The array in `dtype`; the same array when it already is."""
+    """The array in `dtype`; the same array if it has that dtype."""
     return array if array.dtype == dtype else namespace(array).astype(array, dtype)
 
 
@@ -107,7 +107,7 @@ def device_of(array: Array) -> str:
     if library == "jax":
         jax = sys.modules["jax"]
         if isinstance(array, jax.core.Tracer):
-            # A traced array has no device yet; it will run where this process runs jitted code.
+            # A traced array has no device yet; jitted code runs on the default backend.
             platform = jax.default_backend()
         else:
             platform = next(iter(array.devices())).platform
@@ -116,7 +116,7 @@ def device_of(array: Array) -> str:
 
 
 def exact_device(array: Array) -> Any:
-    """The device itself, to compare; None where an array (a traced one) has none."""
+    """The device object, for comparison; None for an array without one (a traced array)."""
     library = library_of(array)
     if library == "torch":
         return array.device
@@ -126,7 +126,7 @@ def exact_device(array: Array) -> Any:
 
 
 def is_traced(array: Array) -> bool:
-    """Whether the array's values can not be looked at: under jit, compile, vmap or grad."""
+    """Whether the array's entries can not be read: under jit, compile, vmap or grad."""
     library = library_of(array)
     if library == "torch":
         torch = sys.modules["torch"]
@@ -139,25 +139,25 @@ def is_traced(array: Array) -> bool:
 
 
 def _is_transformed(tensor: Array) -> bool:
-    """Whether a torch.func transform (vmap, grad, jvp) stands between the tensor and its values."""
+    """Whether a torch.func transform (vmap, grad, jvp) wraps the tensor."""
     return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_compiling() -> bool:
-    """Whether `torch.compile` is looking."""
+    """Whether `torch.compile` is tracing."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def wants_gradient(*arrays: Array) -> bool:
-    """Whether a derivative of a function of these arrays may be asked for later.
+    """Whether a derivative of a function of these arrays may be needed later.
 
-    PyTorch says so. JAX does not: an array that is being traced may be differentiated.
+    PyTorch tensors record this. JAX arrays do not: any traced array may be differentiated.
     """
     library = library_of(arrays[0])
     if library == "torch":
         torch = sys.modules["torch"]
-        # A transformed tensor does not say whether the one below it wants a gradient.
+        # A transformed tensor does not show whether the wrapped one requires a gradient.
         return bool(torch.is_grad_enabled()) and any(
             a.requires_grad or _is_transformed(a) for a in arrays
         )
@@ -165,40 +165,40 @@ def wants_gradient(*arrays: Array) -> bool:
 
 
 def transforms_of(*arrays: Array) -> frozenset[str]:
-    """`"grad"` and `"vmap"`, where a transform of torch.func differentiates or maps these."""
+    """`"grad"` and `"vmap"`, if a transform of torch.func differentiates or maps the arrays."""
     if library_of(arrays[0]) != "torch":
         return frozenset()
     functorch = sys.modules["torch"]._C._functorch
-    found = set()
+    transforms = set()
     for tensor in arrays:
         while _is_transformed(tensor):
             if functorch.is_gradtrackingtensor(tensor):
-                found.add("grad")
+                transforms.add("grad")
             if functorch.is_batchedtensor(tensor):
-                found.add("vmap")
+                transforms.add("vmap")
             tensor = functorch.get_unwrapped(tensor)
-    return frozenset(found)
+    return frozenset(transforms)
 
 
 def writes_in_place(array: Array) -> bool:
-    """Whether `array[index] = values` is allowed, with arrays of integers as the index."""
+    """Whether `array[index] = update` is allowed, with integer arrays as the index."""
     return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
 
 
 def host_integers(array: Array) -> list[int] | None:
-    """The values of integers (b,) where it costs nothing to look at them: on a CPU, untraced."""
+    """The entries of an integer array (b,) if it is on the CPU and not traced, or else None."""
     if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
         return None
     return None if is_traced(array) else [int(n) for n in array.tolist()]
 
 
 def copied(array: Array) -> Array:
-    """A copy with the same order in memory, of a library that writes in place."""
+    """A copy with the same memory layout, for libraries that write in place."""
     return array.clone() if library_of(array) == "torch" else array.copy(order="K")
 
 
 def stop_gradient(array: Array) -> Array:
-    """The same values, constant to automatic differentiation."""
+    """The same array, constant for automatic differentiation."""
     library = library_of(array)
     if library == "torch":
         return array.detach()
@@ -208,28 +208,28 @@ def stop_gradient(array: Array) -> Array:
 
 
 def placement(array: Array) -> dict[str, Any]:
-    """Keyword arguments that create an array beside `array`.
+    """Keyword arguments that create an array on the device of `array`.
 
-    JAX places new arrays itself, and its traced arrays have no device to name.
+    Empty for JAX, which places new arrays itself and whose traced arrays have no device.
     """
     return {} if library_of(array) == "jax" else {"device": exact_device(array)}
 
 
 def arange_like(n: int, array: Array) -> Array:
-    """0, 1, … n − 1 as int32, beside `array`."""
+    """0, 1, … n − 1 as int32, on the device of `array`."""
     xp = namespace(array)
     return xp.arange(n, dtype=xp.int32, **placement(array))
 
 
 def as_index(array: Array) -> Array:
-    """Integers in a dtype that the library takes as an index. PyTorch takes int64 only."""
+    """Integers in a dtype that the library accepts as an index (in PyTorch only int64)."""
     return array.long() if library_of(array) == "torch" else array
 
 
 def zero_where_not(mask: Array, array: Array) -> Array:
-    """`array` where `mask` holds, else 0; a NaN or an infinity that is masked out does not pass."""
-    found = namespace(array).where(mask, array, 0.0)
-    return cast(found, array.dtype)  # NumPy makes float64 of bfloat16.
+    """`array` where `mask` is true, else 0; masked NaN and infinities become 0 too."""
+    masked = namespace(array).where(mask, array, 0.0)
+    return cast(masked, array.dtype)  # NumPy promotes bfloat16 to float64.
 
 
 def is_finite_number(value: object) -> bool:
@@ -237,5 +237,5 @@ def is_finite_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # A whole number beyond the range of a float.
+    except OverflowError:  # An integer beyond the range of a float.
         return False

@@ -1,17 +1,17 @@
-"""What a backend is: a few methods, each about one piece, group of pieces, or whole mechanism.
+"""The contract of a backend: methods that compute a piece, a group of pieces, or a mechanism.
 
-A backend never sees strings of options or a user's call. It is asked whether it supports a
-mechanism under a request, and then gets arrays by name and a frame. A mechanism here is a leaf
-or a group of leaf calls, to be recognised by its program. Compare with `==`, so that an option
-that you do not know of (another metric, a forget gate) is not ignored:
+A backend never parses options or a user's call. It is queried whether it supports a mechanism
+under a request, and then receives arrays by name and a frame. A mechanism here is a leaf or a
+group of leaf calls, which the backend recognises by its program. Compare with `==`, so that an
+option that the backend does not know (another metric, a forget gate) is not ignored:
 
     mechanism == LucidSolve(eps=mechanism.eps)      # every other option has its default
     mechanism.program == group_of("lucid")          # from precondattn.algebra.group
     mechanism.program.leaves                        # to match on the leaves' options
 
 Backends are found through the entry-point group `precondattn.backends`, whose entries name a
-`Backend` or a class of one. The module of an entry must not import a framework at its top: it is
-loaded before anyone has handed in one of that framework's arrays.
+`Backend` or a subclass. The module of an entry must not import a framework at module level: it is
+loaded before any array of that framework is used.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(RuntimeError):
-    """A backend that was asked for by name can not do what was asked."""
+    """The backends requested by name do not support the whole call."""
 
 
 class PassedOverWarning(UserWarning):
-    """A backend made for this device was installed, and did not take the work."""
+    """A backend made for this device is installed, but runs no part of the call."""
 
 
 class Support(NamedTuple):
-    """Whether a backend takes a piece of work."""
+    """A backend's answer to whether it supports a piece under a request."""
 
     ok: bool
     reason: str = ""
     """Why not."""
     differentiable: bool = False
-    """Whether `forward` is made of a framework's own differentiable calls, so that it is left to
-    the framework's autograd and `backward` serves the explicit vjp only."""
+    """Whether `forward` consists of the framework's own differentiable calls. The framework's
+    autograd then differentiates it, and `backward` serves the explicit vjp only."""
 
     @classmethod
     def yes(cls, *, differentiable: bool = False) -> Support:
@@ -58,10 +58,10 @@ class Support(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What is about to be asked of a backend. Hashable, and made without looking at values."""
+    """The description of a call that a backend is queried with. Hashable; no array is read."""
 
     verb: str
-    """`"forward"`, `"vjp"`, `"extend"` or `"extend_vjp"`. A call whose gradient may be wanted is a
+    """`"forward"`, `"vjp"`, `"extend"` or `"extend_vjp"`. A call whose gradient may be needed is a
     `"vjp"`."""
     library: str
     device: str
@@ -72,62 +72,66 @@ class Request:
     masks: frozenset[str]
     """Which of `segment_ids`, `lengths` and `key_mask` the call has."""
     differentiated: bool = False
-    """Whether a gradient may be asked for later."""
+    """Whether a gradient may be needed later."""
     transformed: bool = False
-    """Whether that is `torch.func`'s doing (grad, jvp, …), which custom operators do not have: only
-    the reference, whose every call is PyTorch's own, is asked then."""
+    """Whether `torch.func` differentiates the call (grad, jvp, …). Custom operators do not support
+    that, so only the reference, which consists of PyTorch's own calls, is queried then."""
     mapped: bool = False
-    """Whether `torch.vmap` is at work. It maps custom operators; not all of PyTorch's own."""
+    """Whether `torch.vmap` is running. It maps custom operators, but not all of PyTorch's own."""
     traced: bool = False
-    """Whether `torch.compile` traces the call. It does not look into full calls, which are custom
-    operators, but a step that needs no gradient is then given tensors without values."""
+    """Whether `torch.compile` traces the call. Full calls are custom operators, which it does not
+    trace into; a step without gradient is traced with tensors whose entries are unknown."""
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype of an array that does not exist yet."""
+    """Shape and dtype of an array that is not computed yet."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-def _not_written(backend: Backend, method: str) -> NotImplementedError:
+def _missing_method(backend: Backend, method: str) -> NotImplementedError:
     return NotImplementedError(
-        f"backend {backend.name!r} claimed work for which it needs a method {method!r}, which it "
-        f"has not; its `supports` must refuse such requests"
+        f"backend {backend.name!r} claimed a call that needs the method {method!r}, which it does "
+        f"not define; its `supports` must decline such requests"
     )
 
 
 class Backend(Protocol):
-    """Subclass it. `name`, `supports` and `forward` are a must; a backend without one of the other
-    methods must answer the requests that need it with `Support.no`."""
+    """The base class of backends.
+
+    A subclass must define `name`, `supports` and `forward`. If it does not define one of the other
+    methods, `supports` must answer requests that need that method with `Support.no`.
+    """
 
     name: str
     libraries: frozenset[str] = frozenset()
-    """Whose arrays it takes: `"numpy"`, `"torch"`, `"jax"`, `"cupy"`; empty for any."""
+    """The array libraries it supports: `"numpy"`, `"torch"`, `"jax"`, `"cupy"`; empty for any."""
     accelerates: frozenset[str] = frozenset()
-    """The devices it is made for, such as `"cuda"`: being passed over there is worth a warning."""
+    """The devices it is made for, such as `"cuda"`. If it runs no part of a call there, the user
+    gets a `PassedOverWarning`."""
     wide_values: bool = False
-    """Whether it would rather have what other pieces made in float32, where they made it so, than
-    in the call's half precision."""
+    """Whether intermediate results that other pieces computed in float32 are passed to it in
+    float32, and not in the call's half precision."""
     only_by_name: bool = False
-    """Whether it takes nothing unless it is asked for by name, as one that is for checking only."""
+    """Whether it is used only when requested by name, as a backend for checking is."""
     preference: int = 0
-    """Between two backends that take the same work, the higher one gets it."""
+    """If several backends support a piece, the one with the highest preference runs it."""
     covers: frozenset[str] = frozenset()
-    """Expressions that it promises to take: conformance fails where it takes nothing of one."""
+    """Expressions that it promises to support; conformance fails if it claims no part of one."""
     memory: str = ""
-    """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`, which
-    conformance then holds it to; empty where it makes no promise."""
+    """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`;
+    conformance checks this. Empty for no promise."""
 
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
-        """Yes, or why not. Cheap, pure, and without a look at values."""
-        raise _not_written(self, "supports")
+        """Yes, or the reason why not. Must be cheap and pure."""
+        raise _missing_method(self, "supports")
 
     def forward(
         self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        """The output, and what `backward` needs besides inputs and output."""
-        raise _not_written(self, "forward")
+        """The output, and the residuals that `backward` needs besides inputs and output."""
+        raise _missing_method(self, "forward")
 
     def backward(
         self,
@@ -139,7 +143,7 @@ class Backend(Protocol):
         cotangent: Array,
     ) -> Arrays:
         """The gradient of every input, by name."""
-        raise _not_written(self, "backward")
+        raise _missing_method(self, "backward")
 
     def step(
         self,
@@ -150,9 +154,9 @@ class Backend(Protocol):
     ) -> tuple[Array, Updates]:
         """The output for new tokens, and the update of every buffer in `past`.
 
-        Buffers go by the names of `mechanism.program`'s slots.
+        The keys of buffers and updates are the names of `mechanism.program.slots`.
         """
-        raise _not_written(self, "step")
+        raise _missing_method(self, "step")
 
     def step_backward(
         self,
@@ -167,10 +171,13 @@ class Backend(Protocol):
 
         It serves the verb `"extend_vjp"`, on mechanisms whose buffers are states.
         """
-        raise _not_written(self, "step_backward")
+        raise _missing_method(self, "step_backward")
 
     def residual_shapes(
         self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        """What `forward` would return as residuals, without running it; for tracing."""
-        raise _not_written(self, "residual_shapes")
+        """Shapes and dtypes of the residuals of `forward`, computed without running it.
+
+        PyTorch uses them to trace `forward` with tensors whose entries are unknown.
+        """
+        raise _missing_method(self, "residual_shapes")

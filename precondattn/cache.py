@@ -1,8 +1,8 @@
-"""Caches: what a sequence has to remember to be continued.
+"""Caches: the arrays that are needed to continue a sequence.
 
-A cache is `Cache(length, store)`: how many tokens each sequence of the batch holds, and buffers
-keyed by the value whose history they hold, so that one value is stored once however many pieces
-of a mechanism read it. Both are plain tuples and dicts of arrays: pytrees in JAX and PyTorch, and
+A cache is `Cache(length, store)`: the number of tokens of each sequence of the batch, and buffers.
+The key of a buffer is the value whose history it stores, so that a value that several pieces read
+is stored once. Both are plain tuples and dicts of arrays: pytrees in JAX and PyTorch, and
 picklable. The layout belongs to the mechanism, not to a backend: one backend may prefill a cache
 and another decode from it.
 """
@@ -27,46 +27,47 @@ from precondattn.arrays import (
 )
 
 KEY_MASK = "key_mask"
-"""The buffer of which cached keys may be seen; only in a cache that was asked to keep it."""
+"""The buffer (b, c) with the mask of cached keys; only in a cache created with `key_mask=True`."""
 
 
 class Cache(NamedTuple):
-    """Tokens per sequence (b,), and buffers by the value whose history they hold."""
+    """The number of tokens per sequence (b,), and buffers by the value whose history they store."""
 
     length: Array
     store: dict[str, Array]
 
 
 class Slot(NamedTuple):
-    """One buffer that a leaf keeps: its declaration."""
+    """The declaration of one cache buffer of a leaf."""
 
     name: str
-    """What the leaf calls it."""
+    """The leaf's name of the buffer."""
     holds: str
-    """The value whose history it is, a template over the leaf's inputs and `out`: `"rms({k})"`."""
+    """The value whose history it stores, a template over the leaf's inputs and `out`, such as
+    `"rms({k})"`."""
     pattern: str
     """Its shape; the axis `c` is the capacity."""
     wide: bool = False
-    """Whether it is kept in float32 when the inputs are in half precision."""
+    """Whether it is stored in float32 when the inputs are in half precision."""
     is_rewritten: bool = False
-    """Whether a step changes the past too, token by token."""
+    """Whether a step also changes the rows of cached tokens."""
 
 
 class Append(NamedTuple):
-    """An update of a buffer (b, c, …): new tokens (b, t, …) behind those it holds."""
+    """An update of a buffer (b, c, …): new tokens (b, t, …) to append to the cached ones."""
 
     tokens: Array
 
 
 class Rewrite(NamedTuple):
-    """An update of a buffer (b, c, …) whose past changes too: all of it anew, and new tokens."""
+    """An update of a buffer (b, c, …) that replaces the cached rows and appends new tokens."""
 
     past: Array
     tokens: Array
 
 
 class Replace(NamedTuple):
-    """An update of a buffer that is no history of tokens: its new value."""
+    """An update of a buffer that is a state, not a history of tokens: the new state."""
 
     value: Array
 
@@ -78,19 +79,19 @@ Updates = dict[str, Update]
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
     """A buffer of zeros for `slot`, of the library, dtype and device of `like`.
 
-    In libraries with strides the tokens of one feature stand behind one another in memory, as
-    (b, h, …, c): a step multiplies few rows with many tokens, and reads them at twice the pace.
-    What is rewritten stands as (b, h, c, …).
+    In libraries with strides the memory layout is (b, h, …, c), so that the tokens of one feature
+    are contiguous: a step multiplies few rows by many tokens, and reads this layout twice as fast.
+    Rewritten buffers have the layout (b, h, c, …).
     """
     xp = namespace(like)
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
     if len(shape) < 3 or slot.pattern.split()[1] != "c":
         return xp.zeros(shape, dtype=dtype, **placement(like))
-    place = 2 if slot.is_rewritten else len(shape) - 1
+    token_axis = 2 if slot.is_rewritten else len(shape) - 1
     others = [size for axis, size in enumerate(shape) if axis != 1]
-    in_memory = (*others[:place], shape[1], *others[place:])
-    zeros = xp.zeros(in_memory, dtype=dtype, **placement(like))
-    return xp.moveaxis(zeros, place, 1)
+    memory_shape = (*others[:token_axis], shape[1], *others[token_axis:])
+    zeros = xp.zeros(memory_shape, dtype=dtype, **placement(like))
+    return xp.moveaxis(zeros, token_axis, 1)
 
 
 def updated(
@@ -102,9 +103,9 @@ def updated(
     donate: bool,
     held: int | None = None,
 ) -> Array:
-    """The buffer after an update by `count` (b,) tokens behind its first `length` (b,).
+    """The buffer after an update by `count` (b,) tokens that follow its first `length` (b,).
 
-    Where `held` is given, it is the length of all sequences, and all get all of the tokens.
+    If `held` is given, it is the length of all sequences, and all tokens are appended to each.
     """
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate, held=held)
@@ -127,21 +128,21 @@ def append(
     donate: bool,
     held: int | None = None,
 ) -> Array:
-    """`buffer` (b, c, …) with `count` (b,) of `tokens` (b, t, …) behind its first `length` (b,).
+    """`buffer` (b, c, …) with `count` (b,) of `tokens` (b, t, …) after its first `length` (b,).
 
-    A token beyond the capacity is dropped. With `donate` the buffer itself is written to, where
+    Tokens beyond the capacity are dropped. With `donate` the buffer itself is written to, where
     the library can.
     """
     tokens = cast(tokens, buffer.dtype)
     if writes_in_place(buffer) and (donate or not wants_gradient(buffer, tokens)):
-        own = buffer if donate else copied(buffer)
+        target = buffer if donate else copied(buffer)
         if held is None:
             held = _common_length(length, count, tokens.shape[1])
         if held is not None:
-            fitting = min(tokens.shape[1], own.shape[1] - held)
-            own[:, held : held + fitting] = tokens[:, :fitting]
-            return own
-        return _append_in_place(own, tokens, length, count)
+            fitting = min(tokens.shape[1], target.shape[1] - held)
+            target[:, held : held + fitting] = tokens[:, :fitting]
+            return target
+        return _append_in_place(target, tokens, length, count)
     xp = namespace(buffer, tokens)
     b, capacity = buffer.shape[:2]
     t = tokens.shape[1]
@@ -151,8 +152,8 @@ def append(
     is_new = (source >= 0) & (source < count[:, None])
     row = arange_like(b, length)[:, None] * t + xp.clip(source, min=0, max=t - 1)
     flat = xp.reshape(tokens, (b * t, *tokens.shape[2:]))
-    moved = xp.reshape(xp.take(flat, xp.reshape(row, (-1,)), axis=0), buffer.shape)
-    return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), moved, buffer)
+    gathered = xp.reshape(xp.take(flat, xp.reshape(row, (-1,)), axis=0), buffer.shape)
+    return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), gathered, buffer)
 
 
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
@@ -167,7 +168,7 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
 
 
 def _common_length(length: Array, count: Array, t: int) -> int | None:
-    """The length of all sequences, where all get t tokens and it costs nothing to look."""
+    """The length of all sequences, if it is known on the host and all sequences get t tokens."""
     lengths, counts = host_integers(length), host_integers(count)
     if lengths is None or counts is None:
         return None
