@@ -1,4 +1,4 @@
-"""Which backends there are: found by entry point, or registered by hand, and those that broke."""
+"""Backends found by entry point or registered by the user, and entry points that failed."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 
 
 def discover() -> Discovered:
-    """All backends. Entry points are looked at once in a process."""
+    """All backends. Entry points are loaded once per process."""
     global _discovered
     if _discovered is None:
         _load_entry_points()
-        found = sorted(_registered.values(), key=lambda b: (-b.preference, b.name))
-        _discovered = Discovered((*found, REFERENCE), tuple(sorted(_broken.items())))
+        ordered = sorted(_registered.values(), key=lambda b: (-b.preference, b.name))
+        _discovered = Discovered((*ordered, REFERENCE), tuple(sorted(_broken.items())))
     return _discovered
 
 
 def register_backend(backend: Backend | type[Backend]) -> None:
-    """Make a backend, or an instance of its class, known to this process, as an entry point would.
+    """Register a backend, or an instance of a backend class, in this process.
+
+    The effect is that of an entry point in the group `precondattn.backends`.
 
     Raises
     ------
@@ -65,17 +67,17 @@ def register_backend(backend: Backend | type[Backend]) -> None:
     global _discovered
     if isinstance(backend, type):
         backend = backend()
-    lacks = [
+    missing = [
         name
         for name in _PROTOCOL
-        # A method that is the protocol's own has not been written.
+        # A method that is inherited from the protocol is not implemented.
         if getattr(type(backend), name, None) in (None, vars(Backend).get(name))
     ]
-    lacks += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
+    missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
-        lacks.insert(0, "name")
-    if lacks:
-        raise TypeError(f"{backend!r} is no backend: it lacks {', '.join(lacks)}")
+        missing.insert(0, "name")
+    if missing:
+        raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
     known = {REFERENCE.name, *_registered}
     if backend.name in known:
         raise ValueError(f"the backend name {backend.name!r} is taken")
@@ -84,7 +86,13 @@ def register_backend(backend: Backend | type[Backend]) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a backend that `register_backend` made known."""
+    """Remove a backend that was added by `register_backend`.
+
+    Raises
+    ------
+    ValueError
+        when no backend of this name is registered.
+    """
     global _discovered
     if name not in _registered:
         raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
@@ -93,9 +101,10 @@ def unregister_backend(name: str) -> None:
 
 
 _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
-"""What a subclass of `Backend` has already, and another class must have."""
+"""Attributes that a subclass of `Backend` inherits, and any other class must define."""
 _PROTOCOL = ("supports", "forward")
-"""What every backend must have. One without a gradient or a step says so in `supports`."""
+"""Methods that every backend must define. One without a gradient or a step declines in `supports`
+the requests that need it."""
 _entry_points_loaded = False
 
 
@@ -109,17 +118,18 @@ def _load_entry_points() -> None:
     for entry_point in entry_points(group=GROUP):
         try:
             register_backend(entry_point.load())
-        except Exception as error:  # Whatever a stranger's module raises, the others still work.
+        except Exception as error:  # A broken third-party module must not break the others.
             _broken[entry_point.name] = f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Only these backends, in this order of preference, for every call inside.
+    """Use only these backends, in this order of preference, for every call in the context.
 
-    Larger groups of calls still go before smaller ones. Like `backend=` of a call it is strict:
-    work that none of them takes raises. A function compiled by `torch.compile` or `jax.jit` keeps
-    the choice that was in force when it was traced; there, `backend=` of the call says it plainly.
+    Larger groups of calls still come before smaller ones. Like `backend=` of a call it is strict:
+    a piece that none of them supports raises `UnsupportedError`. A function compiled by
+    `torch.compile` or `jax.jit` keeps the backends that were selected when it was traced; there,
+    pass `backend=` to the call.
 
     Examples
     --------
@@ -137,7 +147,7 @@ def use_backend(*names: str) -> Iterator[None]:
 
 
 def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The names that a call is restricted to, by its own word or by `use_backend`; or None."""
+    """The names that a call is restricted to by its `backend=` or by `use_backend`, or None."""
     if backend is None:
         return _chosen.get()
     names = (backend,) if isinstance(backend, str) else backend

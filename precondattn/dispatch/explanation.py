@@ -1,4 +1,4 @@
-"""The plan in words: which backend for which piece, and why not the others."""
+"""The printed plan: which backend runs which piece, and why not the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precondattn.dispatch.plan import Plan
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan, with every answer that led to it. `print` it."""
+    """A plan, with the answers of all backends that were queried. `print` it."""
 
     mechanism: str
     program: Program
@@ -36,8 +36,8 @@ class Explanation:
         if shown:
             lines.append("not chosen:")
         for c in shown:
-            what = "; ".join(str(self.program.calls[i].leaf) for i in sorted(c.calls))
-            lines.append(f"  {c.backend} for {what}: {c.support.reason}")
+            leaves = "; ".join(str(self.program.calls[i].leaf) for i in sorted(c.calls))
+            lines.append(f"  {c.backend} for {leaves}: {c.support.reason}")
         for name, error in self.discovered.broken:
             lines.append(f"  {name} could not be imported: {error}")
         return "\n".join(lines)

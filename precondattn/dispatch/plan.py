@@ -1,8 +1,9 @@
 """Plans: which backend runs which calls of a program, and why not the others.
 
-Among all groups of calls that could be done in one go, larger ones are offered first, each to the
-backends in their order of preference; what nobody else takes, the reference takes, a leaf at a
-time. A plan is made from shapes, dtypes and the like, never from values, and is kept.
+All groups of calls that could run as one are tried, larger groups first; for each group, the
+backends are queried in their order of preference. The reference runs every leaf that no other
+backend supports. A plan depends on shapes, dtypes and other static properties, never on the entries
+of arrays, and is cached.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 LARGEST_SEARCH = 8
-"""Longer programs are searched for neighbouring calls only, not for every subset."""
+"""In programs with more calls, only groups of consecutive calls are tried, not all subsets."""
 
 
 Names = dict[str, str]
-"""Values by a piece's names of them, or the other way round."""
+"""From a piece's names of values to the program's names, or the reverse."""
 
 
 class PlannedCall(NamedTuple):
-    """A leaf or a group, its backend, and the names of its values in the whole program."""
+    """A leaf or a group, its backend, and the program's names of its values."""
 
     out: str
     piece: Any
@@ -53,7 +54,7 @@ class PlannedCall(NamedTuple):
 
 
 class Considered(NamedTuple):
-    """One question that was asked, and its answer."""
+    """A query to a backend, and its answer."""
 
     calls: frozenset[int]
     backend: str
@@ -61,7 +62,7 @@ class Considered(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What runs, in order."""
+    """The calls to run, in order."""
 
     calls: tuple[PlannedCall, ...]
     out: str
@@ -79,7 +80,7 @@ def make_plan(
     Raises
     ------
     UnsupportedError
-        when `allowed` names backends, and none of them takes some of the work.
+        when `allowed` names backends, and none of them supports one of the leaf calls.
     """
     plan, warning = _plan(mechanism, request, capacity, allowed, discover())
     if warning is not None:
@@ -93,9 +94,9 @@ def _warn_once(message: str) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """How many calls deep this package is, this one included.
+    """The number of innermost stack frames in this package, this function included.
 
-    A warning that skips them points at the user's own line.
+    A warning with this `stacklevel` points to the user's own line.
     """
     depth, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
@@ -118,43 +119,44 @@ def _plan(
     else:
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []
-    taken: dict[frozenset[int], tuple[Any, Names, Names, Backend, Support]] = {}
+    claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Support]] = {}
     for calls in _groups(program):
-        if any(calls & other for other in taken) or not _is_acyclic(program, [*taken, calls]):
+        if any(calls & other for other in claimed) or not _is_acyclic(program, [*claimed, calls]):
             continue
         piece, arguments, names = _piece(program, calls)
-        asked = request_for(arguments, request, shapes)
+        piece_request = request_for(arguments, request, shapes)
         for backend in backends:
-            support = ask(backend, piece, asked)
+            support = query(backend, piece, piece_request)
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
-                taken[calls] = piece, arguments, names, backend, support
+                claimed[calls] = piece, arguments, names, backend, support
                 break
-    left = set(range(len(program.calls))).difference(*taken)
-    if left:
-        raise UnsupportedError(_refusal(mechanism, program, left, considered, backends))
-    planned = [_planned(program, calls, *taken[calls]) for calls in _in_order(program, list(taken))]
+    unclaimed = set(range(len(program.calls))).difference(*claimed)
+    if unclaimed:
+        raise UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
+    order = _in_order(program, list(claimed))
+    planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     plan = Plan(tuple(planned), program.out, tuple(considered))
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
-def ask(backend: Backend, piece: Any, request: Request) -> Support:
-    """A backend's answer, after what need not be asked."""
+def query(backend: Backend, piece: Any, request: Request) -> Support:
+    """A backend's answer. Requests that it can not support in general are answered without it."""
     if backend.libraries and request.library not in backend.libraries:
-        takes = " and ".join(sorted(backend.libraries))
-        return Support.no(f"takes arrays of {takes}, not of {request.library}")
+        supported = " and ".join(sorted(backend.libraries))
+        return Support.no(f"supports arrays of {supported}, not of {request.library}")
     if request.transformed and backend is not REFERENCE:
-        return Support.no("torch.func differentiates here, which only the reference lets it")
+        return Support.no("only the reference supports differentiation by torch.func")
     if request.verb == "extend" and request.differentiated and request.library == "torch":
         support = backend.supports(piece, request)
-        if support.ok and not support.differentiable and not _steps_back(backend, piece, request):
-            return Support.no("its extend has no gradient, which these inputs ask for")
-        return support
+        if not support.ok or support.differentiable or _has_step_backward(backend, piece, request):
+            return support
+        return Support.no("its extend has no gradient, which these inputs require")
     return backend.supports(piece, request)
 
 
-def _steps_back(backend: Backend, piece: Any, request: Request) -> bool:
-    """Whether the piece replaces states by states, and the backend has the gradient of that."""
+def _has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
+    """Whether the cache of the piece is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
     if not slots or any("c" in pattern.letters for _, pattern in slots):
         return False
@@ -162,13 +164,13 @@ def _steps_back(backend: Backend, piece: Any, request: Request) -> bool:
 
 
 def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
-    """The request as it looks to a piece, whose inputs are called otherwise."""
-    own = tuple((name, shapes[value]) for name, value in arguments.items())
-    return dataclasses.replace(request, shapes=own)
+    """The request for a piece: the shapes of its inputs, by the piece's names of them."""
+    piece_shapes = tuple((name, shapes[value]) for name, value in arguments.items())
+    return dataclasses.replace(request, shapes=piece_shapes)
 
 
 def _groups(program: Program) -> Iterable[frozenset[int]]:
-    """Sets of calls that could run as one: those with a single value that is used outside."""
+    """Sets of calls that could run as one: exactly one of their values is used outside the set."""
     n = len(program.calls)
     for size in range(n, 0, -1):
         if n <= LARGEST_SEARCH:
@@ -181,7 +183,7 @@ def _groups(program: Program) -> Iterable[frozenset[int]]:
 
 
 def _results(program: Program, calls: frozenset[int]) -> set[str]:
-    """The values that these calls make and others use."""
+    """The values that these calls compute and other calls (or the caller) use."""
     outside = {program.out}.union(
         *(call.reads for i, call in enumerate(program.calls) if i not in calls)
     )
@@ -193,12 +195,12 @@ def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
 
 
 def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
-    """The groups, and every call outside them, so that each value is made before it is read.
+    """The groups and every other call, ordered so that each value is computed before it is read.
 
-    None where there is no such order: two groups wait for each other.
+    None where no such order exists, because two groups depend on each other.
     """
-    loose = set(range(len(program.calls))).difference(*groups)
-    waiting = [*groups, *(frozenset([i]) for i in loose)]
+    ungrouped = set(range(len(program.calls))).difference(*groups)
+    waiting = [*groups, *(frozenset([i]) for i in ungrouped)]
     waiting.sort(key=min)
     ordered: list[frozenset[int]] = []
     while waiting:
@@ -215,7 +217,7 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
 
 
 def _piece(program: Program, calls: frozenset[int]) -> tuple[Any, Names, Names]:
-    """The calls as one mechanism; the values of its inputs; its names of the values it makes."""
+    """The calls as one mechanism, the values of its inputs, and its names of their outputs."""
     if len(calls) == 1:
         (call,) = (program.calls[i] for i in calls)
         return call.leaf, dict(call.arguments), {call.out: "out"}
@@ -234,12 +236,12 @@ def _planned(
     support: Support,
 ) -> PlannedCall:
     (out,) = _results(program, calls)
-    own_calls = {call.out: call for call in piece.program.calls}
+    piece_calls = {call.out: call for call in piece.program.calls}
     buffers = {}
     for call in (program.calls[i] for i in sorted(calls)):
         keys = call.slot_keys()
-        for slot, own_key in own_calls[names[call.out]].slot_keys().items():
-            buffers[own_key] = keys[slot]
+        for slot, piece_key in piece_calls[names[call.out]].slot_keys().items():
+            buffers[piece_key] = keys[slot]
     return PlannedCall(
         out, piece, tuple(arguments.items()), tuple(buffers.items()), backend, support
     )
@@ -255,21 +257,21 @@ def _value_shapes(program: Program, request: Request, capacity: int | None) -> d
         if extending:
             output = output.renamed({"s": "t"})
         known = {} if capacity is None else {"c": capacity}
-        own = {formal: shapes[value] for formal, value in call.arguments}
-        shapes[call.out] = output.shape(inputs.sizes(str(call.leaf), own, known))
+        leaf_shapes = {formal: shapes[value] for formal, value in call.arguments}
+        shapes[call.out] = output.shape(inputs.sizes(str(call.leaf), leaf_shapes, known))
     return shapes
 
 
 def _refusal(
     mechanism: Mechanism,
     program: Program,
-    left: set[int],
+    unclaimed: set[int],
     considered: Iterable[Considered],
     backends: Iterable[Backend],
 ) -> str:
     names = ", ".join(backend.name for backend in backends)
-    lines = [f"{mechanism}: backend {names} was asked for, and does not take all of it"]
-    for i in sorted(left):
+    lines = [f"{mechanism}: the requested backend {names} does not support all of it"]
+    for i in sorted(unclaimed):
         lines.append(f"  {program.calls[i]}")
         lines += [
             f"    {c.backend}: {c.support.reason}" for c in considered if c.calls == frozenset([i])
@@ -280,18 +282,18 @@ def _refusal(
 def _passed_over(
     mechanism: Mechanism, request: Request, plan: Plan, backends: Iterable[Backend]
 ) -> str | None:
-    """A backend that was made for this device and these arrays, and takes nothing of this call."""
-    working = {call.backend.name for call in plan.calls}
+    """The warning about a backend for this device and library that runs no part of the call."""
+    used = {call.backend.name for call in plan.calls}
     for backend in backends:
         fits = not backend.libraries or request.library in backend.libraries
-        if request.device not in backend.accelerates or not fits or backend.name in working:
+        if request.device not in backend.accelerates or not fits or backend.name in used:
             continue
         reasons = dict.fromkeys(
             c.support.reason for c in plan.considered if c.backend == backend.name
         )
         if reasons:
             return (
-                f"{backend.name} is made for {request.device}, and was passed over for "
+                f"{backend.name} is made for {request.device}, but runs no part of "
                 f"{mechanism}: {'; '.join(reasons)}"
             )
     return None

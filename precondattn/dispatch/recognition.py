@@ -20,7 +20,7 @@ def is_lucid(program: Program) -> bool:
     solve: Any
     softmax: Any
     solve, softmax = program.leaves
-    fits = (
+    has_supported_options = (
         solve.metric == DOT
         and solve.has_unit_diagonal
         and softmax.read == MEAN
@@ -28,5 +28,5 @@ def is_lucid(program: Program) -> bool:
         and not softmax.bias
     )
     first, second = (dict(call.arguments) for call in program.calls)
-    wired = second["v"] == program.calls[0].out and first["k"] == second["k"]
-    return fits and wired
+    is_wired_as_lucid = second["v"] == program.calls[0].out and first["k"] == second["k"]
+    return has_supported_options and is_wired_as_lucid

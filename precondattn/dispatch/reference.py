@@ -1,6 +1,6 @@
-"""The reference backend: the oracle itself, leaf by leaf, on any array library.
+"""The reference backend: the leaves' own methods, on any array library.
 
-It is plain differentiable code. Half-precision inputs are computed in float32.
+It is plain differentiable code. Half-precision inputs are converted to float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Backend):
-    """Correct, clear, and quadratic in memory."""
+    """Runs the methods of each leaf. Its memory is quadratic in the number of tokens."""
 
     name = "reference"
     preference = -1_000_000
@@ -83,4 +83,4 @@ class Reference(Backend):
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        raise NotImplementedError("the reference is traced itself; nothing has to be foretold")
+        raise NotImplementedError("tracing runs the reference itself, without residual_shapes")

@@ -42,7 +42,7 @@ HOSTILE = (
     "</script><script>alert('&')</script> ]]> \" onmouseover=x \x1b[31mred\x1b[0m \x00\x07 \ud800"
 )
 
-REFUSAL = """lucid: backend mine was asked for, and does not take all of it
+REFUSAL = """lucid: the requested backend mine does not support all of it
   y = lucid_solve(k, v)
     mine: takes widths that are powers of two; found 5
   out = softmax(q, k, v=y)
