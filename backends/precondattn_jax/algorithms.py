@@ -1,4 +1,4 @@
-"""Which algorithm computes which leaf."""
+"""The table of algorithms, by class of leaf."""
 
 from __future__ import annotations
 
@@ -10,9 +10,33 @@ from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.backend import STATEFUL
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
+
+STATEFUL = (
+    pa.Linear,
+    pa.Retention,
+    pa.SSD,
+    pa.GLA,
+    pa.Delta,
+    pa.GatedDelta,
+    pa.GSA,
+    pa.ConditionedQuery,
+)
+
+TOKEN_WISE = (
+    pa.ContractionGate,
+    pa.Difference,
+    pa.EluPlusOne,
+    pa.HedgehogMap,
+    pa.L2Norm,
+    pa.LayerNorm,
+    pa.RMSNorm,
+    pa.ScaledDims,
+    pa.Tempered,
+    pa.UnitRows,
+)
+"""Leaves whose definition can be compiled: its control flow does not depend on array entries."""
 
 ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
@@ -20,10 +44,11 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.LucidSolve: LucidSolve(),
     pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise())),
+    **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }
-"""By the leaf's own class: a subclass may mean something else."""
+"""By the leaf's exact class: a subclass may define other mathematics. The table is not derived from
+that of `portable`: what this backend claims, its own algorithms compute."""
 
 
 def algorithm_of(leaf: Any) -> Algorithm | None:
-    found = ALGORITHMS.get(type(leaf))
-    return AsDefined() if found is None and isinstance(leaf, pa.TokenWise) else found
+    return ALGORITHMS.get(type(leaf))

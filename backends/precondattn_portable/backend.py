@@ -34,14 +34,30 @@ STATEFUL = (
     pa.ConditionedQuery,
 )
 
+TOKEN_WISE = (
+    pa.ContractionGate,
+    pa.Difference,
+    pa.EluPlusOne,
+    pa.HedgehogMap,
+    pa.L2Norm,
+    pa.LayerNorm,
+    pa.RMSNorm,
+    pa.ScaledDims,
+    pa.Tempered,
+    pa.UnitRows,
+)
+"""Leaves whose definition is linear in memory and can be traced."""
+
 ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolveBlocks(),
     pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
+    **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }
-"""By the leaf's own class: a subclass may mean something else."""
+"""By the leaf's exact class: a subclass may define other mathematics. A leaf of any other class is
+declined, and runs on the reference."""
 
 
 class Portable(Backend):
@@ -57,11 +73,8 @@ class Portable(Backend):
     memory = "linear"
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
-        """How a leaf is computed; None where it is not."""
-        found = ALGORITHMS.get(type(leaf))
-        if found is None and isinstance(leaf, pa.TokenWise):
-            return AsDefined()
-        return found
+        """The algorithm for a leaf; None where this backend has none."""
+        return ALGORITHMS.get(type(leaf))
 
     def arithmetic(self, like: Array) -> Arithmetic:
         return arithmetic_of(like)

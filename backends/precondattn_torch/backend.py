@@ -18,7 +18,7 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import Portable
+from precondattn_portable.backend import TOKEN_WISE, Portable
 
 
 class Torch(Portable):
@@ -52,7 +52,7 @@ class Torch(Portable):
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
         """Whether it is made of PyTorch's own differentiable calls."""
-        if isinstance(leaf, pa.TokenWise):
+        if type(leaf) in TOKEN_WISE:
             return True
         if type(leaf) is not pa.Softmax or leaf.read != MEAN or request.mapped:
             return False
@@ -64,7 +64,7 @@ class Torch(Portable):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        if isinstance(mechanism, pa.TokenWise):
+        if type(mechanism) in TOKEN_WISE:
             return mechanism.forward(upcast_all(inputs), frame)
         if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
             from precondattn_torch.scaled_dot_product import fused
@@ -85,7 +85,7 @@ class Torch(Portable):
         cotangent: Array,
     ) -> Arrays:
         with _not_recording():
-            if isinstance(mechanism, pa.TokenWise):
+            if type(mechanism) in TOKEN_WISE:
                 x = upcast_all(inputs)
                 return mechanism.backward(x, frame, upcast(out), residuals, upcast(cotangent))
             return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
@@ -97,7 +97,7 @@ class Torch(Portable):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        if isinstance(mechanism, pa.TokenWise):
+        if type(mechanism) in TOKEN_WISE:
             return self.forward(mechanism, inputs, frame)[0], {}
         with _not_recording():
             return super().step(mechanism, past, inputs, frame)

@@ -46,8 +46,9 @@ class Stateful(Leaf):
         """The state before the first token."""
         shapes = {name: tuple(array.shape) for name, array in x.items()}
         sizes = self.inputs.sizes(str(self), shapes)
+        like = next(iter(x.values()))
         return {
-            slot.name: new_buffer(slot, Pattern.read(slot.pattern).shape(sizes), x["k"])
+            slot.name: new_buffer(slot, Pattern.read(slot.pattern).shape(sizes), like)
             for slot in self.slots()
         }
 
