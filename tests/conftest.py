@@ -71,7 +71,7 @@ def afresh(monkeypatch):
 def small_blocks(monkeypatch):
     """Blocks of a few tokens: in short sequences too there is a next one, and a shorter last."""
     for module, names in (
-        (layout, {"ROWS": 8, "FEWEST_ROWS": 4, "CHUNK": 8, "STRIP": 64}),
+        (layout, {"ROWS": 8, "FEWEST_ROWS": 4, "CHUNK": 8, "ROW_BLOCK_ENTRIES": 64}),
         (chunkwise, {"CHUNK": 4, "GROUP": 64, "TILE": 64}),
         (extension, {"TOKENS": 3}),
         (read_log_mean_exp, {"BLOCK": 8, "ELEMENTS": 3}),

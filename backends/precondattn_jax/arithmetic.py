@@ -36,8 +36,8 @@ def transposed_product(a: Array, b: Array) -> Array:
 
     On a CPU XLA multiplies that way three times as fast where a is much wider than b.
     """
-    found = jnp.einsum("...id,...is->...ds", b, a, precision=precision())
-    return jnp.matrix_transpose(found)
+    result = jnp.einsum("...id,...is->...ds", b, a, precision=precision())
+    return jnp.matrix_transpose(result)
 
 
 def zeros(shape: tuple[int, ...], like: Array) -> Array:
@@ -65,8 +65,8 @@ class JaxArithmetic(Arithmetic):
         return product(a, b)
 
     def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
-        found = product(a, b)
-        return total + (found if factor == 1.0 else factor * found)
+        result = product(a, b)
+        return total + (result if factor == 1.0 else factor * result)
 
 
 JAX = JaxArithmetic()

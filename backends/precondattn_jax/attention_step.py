@@ -27,14 +27,14 @@ from precondattn_portable.layout import grouped_bias
 def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
     """The output (b, t, h, e) of `Softmax` without a forget gate."""
     t, capacity = x["q"].shape[1], past["key"].shape[1]
-    own = new_tokens(frame, t)
+    new_frame = new_tokens(frame, t)
     bias: Array | None = None
     if leaf.bias:
         whole = bias_of_keys(x["bias"], frame)
         if frame.q_valid is not None:  # It may be anything there.
             whole = jnp.where(frame.q_valid[:, None, :, None], whole, 0.0)
         bias, x = whole[..., :capacity], {**x, "bias": whole[..., capacity:]}
-    new = TiledAttention(leaf, x, own)
+    new = TiledAttention(leaf, x, new_frame)
     blocks, n = new.blocks, new.n
     read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
     cached = Past(frame, capacity, new.b * n * new.r)
@@ -51,8 +51,8 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
             if bias is not None:
                 columns = cached.start(j) + jnp.arange(cached.size)
                 pairs = pairs + jnp.take(blocks.at(bias, a, 3), columns, axis=4)
-            seen = cached.visible(j, blocks.at(position, a, 1), leaf.window)
-            tile = jnp.reshape(jnp.where(seen, pairs, -jnp.inf), tile.shape)
+            visible = cached.visible(j, blocks.at(position, a, 1), leaf.window)
+            tile = jnp.reshape(jnp.where(visible, pairs, -jnp.inf), tile.shape)
             return read.add(state, tile, cached.at(past["value"], j))
 
         return cached.over(add, state)

@@ -22,19 +22,19 @@ class ChannelDecay(channel_decay.ChannelDecay):
 
     @cached_property
     def halvings(self) -> list[Halving]:
-        found = []
+        result = []
         since, until = self.g, jnp.zeros_like(self.g)
         half = 1
         while half < self.size:
             shape = self._blocks(self.g, half)
             since, until = jnp.reshape(since, shape), jnp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
-            found.append(Halving(half, jnp.exp(second), jnp.exp(first)))
+            result.append(Halving(half, jnp.exp(second), jnp.exp(first)))
             total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
             until = _halves(first + total_of_second, until[SECOND])
             since = _halves(since[FIRST], second + total_of_first)
             half *= 2
-        return found
+        return result
 
     def scores(self, x: Array, y: Array) -> Array:
         chunks, heads, size, r, _ = x.shape
@@ -53,10 +53,10 @@ class ChannelDecay(channel_decay.ChannelDecay):
         corners, diagonal = self._corners(a, r)
         o = diagonal * y[..., None, :]
         for (half, since, until), corner in zip(self.halvings, corners, strict=True):
-            found = product(corner, self._first(y, half, until))
+            result = product(corner, self._first(y, half, until))
             o = jnp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
             second = o[SECOND]
-            second = second + jnp.reshape(found, second.shape) * since[..., None, :]
+            second = second + jnp.reshape(result, second.shape) * since[..., None, :]
             o = _halves(o[FIRST], second)
         return jnp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
 

@@ -20,7 +20,7 @@ from precondattn_jax.channel_decay import ChannelDecay
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from precondattn_portable import chunkwise, chunkwise_additive, chunkwise_delta
 from precondattn_portable.chunkwise_additive import Chunks, Group, flat
-from precondattn_portable.head_decay import HeadDecay, faded
+from precondattn_portable.head_decay import HeadDecay, decayed
 
 
 class StatesOfSums:
@@ -88,8 +88,8 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         self.below = self.decay.pairs * self.decay.before
         self.among_keys = product(x.k, jnp.matrix_transpose(x.k)) * self.below
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
-        self.writing_k = faded(x.k, self.decay.writing)
-        self.reading_k = x.k * faded(x.beta, self.decay.reading)
+        self.writing_k = decayed(x.k, self.decay.writing)
+        self.reading_k = x.k * decayed(x.beta, self.decay.reading)
 
     def states(self, state: Array) -> Array:
         def step(state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
@@ -107,7 +107,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         decay = self.decay
         self.scores = decay.among(product(flat(q), jnp.matrix_transpose(self.x.k)))
         d_u = transposed_product(self.scores, flat(d_o))
-        pulled = transposed_product(flat(faded(q, decay.reading)), flat(d_o))
+        pulled = transposed_product(flat(decayed(q, decay.reading)), flat(d_o))
 
         def step(d_state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
             d_u, pulled, writing_k, inverse, reading_k, total = x
@@ -130,5 +130,5 @@ KINDS: dict[type, type] = {
 
 def group_of(x: Stream, chunks: Chunks) -> Group:
     """Some chunks of a stream."""
-    found: Group = KINDS[chunkwise.kind_of(x)](JAX, chunks)
-    return found
+    result: Group = KINDS[chunkwise.kind_of(x)](JAX, chunks)
+    return result

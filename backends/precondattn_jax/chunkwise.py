@@ -38,8 +38,8 @@ class Chunkwise:
         work = Work(x)
         _, before = lax.scan(work.advance, work.joined(state), work.written)
         given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
-        first, (d_q, found) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
-        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a) for a in found)
+        first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
+        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a) for a in result)
         stream = Stream(
             work.reads(d_q),
             d_k,

@@ -38,34 +38,34 @@ def few_tokens_at_a_time(
     past = upcast_all(past)
     count = -(-t // TOKENS)
     capacity = frame.k_position.shape[1] - t
-    seen, new = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
+    slot_valid, new_valid = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
     slots, length = frame.k_position[:, :capacity], frame.q_position[:, 0]
-    q_valid = jnp.ones_like(new) if frame.q_valid is None else frame.q_valid
+    q_valid = jnp.ones_like(new_valid) if frame.q_valid is None else frame.q_valid
     parts = {name: _parts(a, leaf.inputs[name].time_axis, count) for name, a in x.items()}
     whole = {name: a for name, a in x.items() if leaf.inputs[name].time_axis is None}
 
-    def few(carry: Any, given: Any) -> tuple[Any, Array]:
-        buffers, length, seen = carry
-        tokens, new, q_valid = given
+    def some_tokens(carry: Any, xs: Any) -> tuple[Any, Array]:
+        buffers, length, slot_valid = carry
+        tokens, new_valid, q_valid = xs
         position = length[:, None] + jnp.arange(TOKENS, dtype=length.dtype)[None, :]
-        own = Frame(
+        part_frame = Frame(
             position,
             jnp.concatenate([slots, position], axis=1),
             q_valid,
-            jnp.concatenate([seen, new], axis=1),
+            jnp.concatenate([slot_valid, new_valid], axis=1),
         )
-        out, updates = step(buffers, tokens | whole, own)
-        more = jnp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
+        out, updates = step(buffers, tokens | whole, part_frame)
+        count_valid = jnp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
         buffers = {
-            slot: updated(buffers[slot], update, length, more, donate=False)
+            slot: updated(buffers[slot], update, length, count_valid, donate=False)
             for slot, update in updates.items()
         }
-        seen = append(seen, new, length, more, donate=False)
-        return (buffers, length + more, seen), out
+        slot_valid = append(slot_valid, new_valid, length, count_valid, donate=False)
+        return (buffers, length + count_valid, slot_valid), out
 
     tokens = {name: a for name, a in parts.items() if a is not None}
-    given = (tokens, _parts(new, 1, count), _parts(q_valid, 1, count))
-    (buffers, _, _), outs = lax.scan(few, (dict(past), length, seen), given)
+    xs = (tokens, _parts(new_valid, 1, count), _parts(q_valid, 1, count))
+    (buffers, _, _), outs = lax.scan(some_tokens, (dict(past), length, slot_valid), xs)
     out = jnp.moveaxis(outs, 0, 1)
     out = jnp.reshape(out, (out.shape[0], count * TOKENS, *out.shape[3:]))[:, :t]
     return out, {slot: Replace(buffer) for slot, buffer in buffers.items()}

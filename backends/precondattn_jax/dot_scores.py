@@ -35,7 +35,7 @@ class DotScores:
         """The queries of block a as the tiles in front of it see them."""
         return self.blocks.row(self.q, a)
 
-    def own(self, a: Array) -> Array:
+    def diagonal(self, a: Array) -> Array:
         """The tile of a and a, right on and below the diagonal."""
         return self.tile(self.start(a), a)
 
@@ -67,9 +67,11 @@ class DotScores:
         d_k = blocks.add(sums["k"], j, transposed_product(d_tile, trail))
         return sums | {"k": d_k}, y + product(d_tile, blocks.at(self.k, j))
 
-    def pulled_own(self, sums: Sums, a: Array, y: Array, d_own: Array) -> tuple[Sums, Array]:
+    def pulled_diagonal(
+        self, sums: Sums, a: Array, y: Array, d_diagonal: Array
+    ) -> tuple[Sums, Array]:
         """The same of the block's own tile: the sums, and dq of the block."""
-        return self.pulled(sums, self.start(a), y, a, d_own)
+        return self.pulled(sums, self.start(a), y, a, d_diagonal)
 
     def gradients(self, sums: Sums) -> Sums:
         """dk, and those of the metric's own inputs."""

@@ -37,9 +37,9 @@ class ForgetGate:
     def _at(self, j: Array) -> Array:
         return self.blocks.at(self.g, j, 3)
 
-    def add_to(self, tile: Array, a: Array, j: Array, *, own: bool) -> Array:
+    def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
         """Scores (b, n, r, C, C) with the decay."""
-        if own:
+        if diagonal:
             return tile + self.factor * self._within(a)
         rows = jnp.cumsum(self._at(a), axis=-1)[..., None]
         between = jnp.sum(jnp.where(self._between(a, j), self.totals, 0.0), axis=-1)
@@ -54,17 +54,17 @@ class ForgetGate:
     def _within(self, a: Array) -> Array:
         b, n, r, size = self._at(a).shape
         g = jnp.reshape(self._at(a), (b, n * r, size))
-        found = forget_gate.decay(jnp.swapaxes(g, 1, 2), size)
-        return jnp.reshape(found, (b, n, r, size, size))
+        result = forget_gate.decay(jnp.swapaxes(g, 1, 2), size)
+        return jnp.reshape(result, (b, n, r, size, size))
 
     def sums(self) -> Sums:
         return {"each": zeros(self.g.shape, self.g), "blocks": zeros(self.totals.shape, self.g)}
 
-    def pulled(self, sums: Sums, a: Array, j: Array, d_tile: Array, *, own: bool) -> Sums:
+    def pulled(self, sums: Sums, a: Array, j: Array, d_tile: Array, *, diagonal: bool) -> Sums:
         """With what the gradient (b, n, r, C, C) of a tile means for the gates."""
         blocks, d = self.blocks, self.factor * d_tile
         b, n, r, size, _ = d.shape
-        if own:
+        if diagonal:
             d_g = forget_gate.decay_vjp(jnp.reshape(d, (b, n * r, size, size)))
             d_g = jnp.reshape(jnp.swapaxes(d_g, 1, 2), (b, n, r, size))
             return sums | {"each": blocks.add(sums["each"], a, d_g, 3)}

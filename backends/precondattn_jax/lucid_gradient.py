@@ -35,12 +35,12 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
     def of_block(carry: tuple[Any, Array], a: Array) -> tuple[Any, Any]:
         sums, right = carry
         shift = system.shift(a)
-        within, inverse = system.own(a, shift)
+        within, inverse = system.diagonal(a, shift)
         solved = transposed_product(inverse, blocks.at(right, a))
         if shift.diagonal is not None:
             solved = solved / shift.diagonal
         d_v = solved if system.beta is None else blocks.at(system.beta, a) * solved
-        first = system.sight.first(a)
+        first = system.mask.first(a)
         trail = scores.trail(a, first)
 
         def pull(i: Array, carry: Any) -> Any:
@@ -60,12 +60,12 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
         start = (sums, right, d_rows, blocks.at(system.v, a) if leaf.beta else None)
         sums, right, d_rows, residual = lax.fori_loop(0, a - first, pull, start)
         known = blocks.at(y, a)
-        d_own = -product_with_transposed(d_v, known) * within
-        d_own = d_own + _at_maximum(system, shift, a, a, d_v)
+        d_within = -product_with_transposed(d_v, known) * within
+        d_within = d_within + _at_maximum(system, shift, a, a, d_v)
         if shift.diagonal is not None:
             d_diagonal = row_sum(d_v * known) * shift.diagonal
-            d_own = d_own - jnp.eye(blocks.size, dtype=d_own.dtype) * d_diagonal
-        sums, d_rows = scores.pulled_own(sums, a, d_rows, d_own)
+            d_within = d_within - jnp.eye(blocks.size, dtype=d_within.dtype) * d_diagonal
+        sums, d_rows = scores.pulled_diagonal(sums, a, d_rows, d_within)
         d_beta = None
         if leaf.beta:
             d_beta = row_sum(solved * (residual - product(within, known)))
@@ -78,12 +78,12 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
     d_unit = d_unit + of_scores["k"][:, :, : blocks.s]
     if leaf.normalize == "keys":
         d_unit = rms_norm_vjp(system.k[:, :, : blocks.s], leaf.eps, d_unit)
-    found = {"k": heads_first(d_unit), "v": blocks.unstacked(d_v, 1)}
+    result = {"k": heads_first(d_unit), "v": blocks.unstacked(d_v, 1)}
     for name in leaf.metric.inputs:
-        found[name] = heads_first(of_scores[name][:, :, : blocks.s])
+        result[name] = heads_first(of_scores[name][:, :, : blocks.s])
     if leaf.beta:
-        found["lucid_beta"] = blocks.unstacked(d_beta, 1)[..., 0]
-    return found
+        result["lucid_beta"] = blocks.unstacked(d_beta, 1)[..., 0]
+    return result
 
 
 def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array) -> Array | float:

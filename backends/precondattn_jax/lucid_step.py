@@ -36,8 +36,8 @@ def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Fr
         if leaf.normalize == "keys":
             r = cached.at(past["rms"], j)[:, :, None, :]
             tile = tile / jnp.where(r > 0, r, 1.0)  # Empty slots, which are hidden, hold 0.
-        seen = cached.visible(j, among.q_position, leaf.window)[:, :, 0]
-        weights = jnp.where(seen, jnp.exp(tile - scale * d), 0.0)
+        visible = cached.visible(j, among.q_position, leaf.window)[:, :, 0]
+        weights = jnp.where(visible, jnp.exp(tile - scale * d), 0.0)
         return right - product(weights, cached.at(past["solved"], j))
 
     right = heads_first(cached.over(take, heads_first(x["v"])))

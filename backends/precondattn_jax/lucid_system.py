@@ -25,7 +25,7 @@ from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import full, product, zeros
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import REFLECTIONS, Blocks, block_size, heads_first
-from precondattn_jax.masks import Sight
+from precondattn_jax.masks import Mask
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 
@@ -73,7 +73,7 @@ class LucidSystem:
         # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
-        self.sight = Sight(frame, blocks, window=leaf.window, strict=True)
+        self.mask = Mask(frame, blocks, window=leaf.window, strict=True)
 
     def _of_keys(self, name: str) -> Array:
         return self.blocks.of_keys(heads_first(self.x[name]))
@@ -84,48 +84,50 @@ class LucidSystem:
         if leaf.has_unit_diagonal:
             return Shift(self.scale * self.k.shape[3], None, None)
         keys = self.blocks.at(self.scores.k, a)
-        own = row_sum(keys * keys) * self.scale
+        diagonal = row_sum(keys * keys) * self.scale
         value: Array | float = 0.0
         first: Array | None = None
         if leaf.normalize == "rows":
-            value, first = self._row_maxima(a, own)
-        own = own - value
+            value, first = self._row_maxima(a, diagonal)
+        diagonal = diagonal - value
         if self.beta is not None:  # Without an input β it is 1 or, at padding, 0.
-            own = jnp.where(self.blocks.at(self.beta, a) > 0, own, 0.0)
-        return Shift(value, jnp.exp(own), first)
+            diagonal = jnp.where(self.blocks.at(self.beta, a) > 0, diagonal, 0.0)
+        return Shift(value, jnp.exp(diagonal), first)
 
-    def _row_maxima(self, a: Array, own: Array) -> tuple[Array, Array]:
+    def _row_maxima(self, a: Array, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j where it is reached."""
         size = self.blocks.size
 
-        def merged(best: Array, place: Array, tile: Array, j: Array) -> tuple[Array, Array]:
-            found = jnp.max(tile, axis=-1, keepdims=True)
-            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(place.dtype)
-            is_past = found >= best  # The blocks come from the last on.
-            return jnp.where(is_past, found, best), jnp.where(is_past, first, place)
+        def merged(best: Array, position: Array, tile: Array, j: Array) -> tuple[Array, Array]:
+            row_max = jnp.max(tile, axis=-1, keepdims=True)
+            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(position.dtype)
+            is_past = row_max >= best  # The blocks come from the last on.
+            return jnp.where(is_past, row_max, best), jnp.where(is_past, first, position)
 
-        place = a * size + jnp.arange(size)[:, None]
-        place = (zeros(own.shape, own) + place).astype(a.dtype)
-        tile = self.sight.hide(self.scores.own(a), a, a, own=True)
-        best = merged(own, place, tile, a)
+        position = a * size + jnp.arange(size)[:, None]
+        position = (zeros(diagonal.shape, diagonal) + position).astype(a.dtype)
+        tile = self.mask.apply(self.scores.diagonal(a), a, a, diagonal=True)
+        best = merged(diagonal, position, tile, a)
 
         def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            best, place, x = carry
+            best, position, x = carry
             j = a - 1 - i
-            tile = self.sight.hide(self.scores.tile(x, j), a, j)
-            return *merged(best, place, tile, j), self.scores.carried(x, j)
+            tile = self.mask.apply(self.scores.tile(x, j), a, j)
+            return *merged(best, position, tile, j), self.scores.carried(x, j)
 
-        count = a - self.sight.first(a)
-        best, place, _ = lax.fori_loop(0, count, add, (*best, self.scores.start(a)))
-        return best, place
+        count = a - self.mask.first(a)
+        best, position, _ = lax.fori_loop(0, count, add, (*best, self.scores.start(a)))
+        return best, position
 
-    def weights(self, tile: Array, shift: Shift, a: Array, j: Array, *, own: bool = False) -> Array:
+    def weights(
+        self, tile: Array, shift: Shift, a: Array, j: Array, *, diagonal: bool = False
+    ) -> Array:
         """Φ of a tile (b, n, C, C), 0 at hidden pairs."""
-        return self.sight.hide(jnp.exp(tile - shift.value), a, j, own=own, otherwise=0.0)
+        return self.mask.apply(jnp.exp(tile - shift.value), a, j, diagonal=diagonal, otherwise=0.0)
 
-    def own(self, a: Array, shift: Shift) -> tuple[Array, Array]:
+    def diagonal(self, a: Array, shift: Shift) -> tuple[Array, Array]:
         """stril(Φ_aa), and (I + β' stril(Φ_aa))⁻¹."""
-        within = self.weights(self.scores.own(a), shift, a, a, own=True)
+        within = self.weights(self.scores.diagonal(a), shift, a, a, diagonal=True)
         return within, unit_lower_inverse(self.times_beta(within, a, shift))
 
     def times_beta(self, x: Array, a: Array, shift: Shift) -> Array:
@@ -147,10 +149,10 @@ class LucidSystem:
                 weights = self.weights(scores.tile(x, j), shift, a, j)
                 return right - product(weights, blocks.at(y, j)), scores.carried(x, j)
 
-            count = a - self.sight.first(a)
+            count = a - self.mask.first(a)
             start = (blocks.at(self.v, a), scores.start(a))
             right, _ = lax.fori_loop(0, count, take, start)
-            _, inverse = self.own(a, shift)
+            _, inverse = self.diagonal(a, shift)
             return blocks.put(y, a, product(inverse, self.times_beta(right, a, shift))), None
 
         y, _ = lax.scan(of_block, zeros(self.v.shape, self.v), blocks.rows)

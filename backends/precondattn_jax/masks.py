@@ -15,7 +15,7 @@ from precondattn.frame import Frame
 from precondattn_jax.layout import Blocks
 
 
-class Sight:
+class Mask:
     """Of a full call. `strict`: a token does not see itself."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Sight:
         size = self.blocks.size
         return jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
 
-    def behind(self, a: Array) -> Array:
+    def stop(self, a: Array) -> Array:
         """The block of keys behind the last that block a looks at, where that is not causal."""
         last = jnp.full_like(a, self.blocks.keys)
         if self.window is None:
@@ -53,39 +53,45 @@ class Sight:
         size = self.blocks.size
         return jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, last)
 
-    def visible(self, a: Array, j: Array, *, own: bool = False) -> Array | None:
+    def visible(self, a: Array, j: Array, *, diagonal: bool = False) -> Array | None:
         """(b or 1, 1, 1, C, C), or None where all is visible; `own` if it is known that a = j."""
         blocks, size = self.blocks, self.blocks.size
         token = jnp.arange(size)
         distance = (a - j) * size + token[:, None] - token[None, :]
-        seen: list[Array] = []
-        if self.causal and own:
-            seen.append((distance > 0 if self.strict else distance >= 0)[None])
+        conditions: list[Array] = []
+        if self.causal and diagonal:
+            conditions.append((distance > 0 if self.strict else distance >= 0)[None])
         if self.window is not None:
-            seen.append((jnp.abs(distance) < self.window)[None])
+            conditions.append((jnp.abs(distance) < self.window)[None])
         if not self.causal and blocks.after:
-            seen.append((j * size + token < blocks.s)[None, None, :])
+            conditions.append((j * size + token < blocks.s)[None, None, :])
         if self.k_valid is not None:
-            seen.append(blocks.at(self.k_valid, j, 1)[:, None, :])
+            conditions.append(blocks.at(self.k_valid, j, 1)[:, None, :])
         if self.q_valid is not None:
-            seen.append(blocks.at(self.q_valid, a - blocks.first, 1)[:, :, None])
+            conditions.append(blocks.at(self.q_valid, a - blocks.first, 1)[:, :, None])
         if self.k_segment is not None:
             rows = blocks.at(self.q_segment, a - blocks.first, 1)
-            seen.append(rows[:, :, None] == blocks.at(self.k_segment, j, 1)[:, None, :])
-        if not seen:
+            conditions.append(rows[:, :, None] == blocks.at(self.k_segment, j, 1)[:, None, :])
+        if not conditions:
             return None
-        whole = seen[0]
-        for part in seen[1:]:
+        whole = conditions[0]
+        for part in conditions[1:]:
             whole = whole & part
         return whole[:, None, None]
 
-    def hide(
-        self, tile: Array, a: Array, j: Array, *, own: bool = False, otherwise: float = -math.inf
+    def apply(
+        self,
+        tile: Array,
+        a: Array,
+        j: Array,
+        *,
+        diagonal: bool = False,
+        otherwise: float = -math.inf,
     ) -> Array:
         """Scores (b, n, r C, C), `otherwise` where a pair is hidden."""
-        seen = self.visible(a, j, own=own)
-        if seen is None:
+        visible = self.visible(a, j, diagonal=diagonal)
+        if visible is None:
             return tile
         b, n, _, columns = tile.shape
         pairs = jnp.reshape(tile, (b, n, -1, self.blocks.size, columns))
-        return jnp.reshape(jnp.where(seen, pairs, otherwise), tile.shape)
+        return jnp.reshape(jnp.where(visible, pairs, otherwise), tile.shape)

@@ -29,12 +29,12 @@ class Past:
         self.size = min(block_size(capacity, heads), capacity)
         filled = jnp.clip(jnp.max(frame.q_position[:, 0]), 0, capacity)
         self.first = jnp.zeros_like(filled)
-        self.behind = (filled + self.size - 1) // self.size
+        self.stop = (filled + self.size - 1) // self.size
 
     def look_no_further_than(self, window: int) -> None:
         """Leave out what stands before the first token's window."""
         low = jnp.clip(jnp.min(self.position[:, 0]) - window + 1, 0, self.capacity)
-        self.first = jnp.minimum(low // self.size, self.behind)
+        self.first = jnp.minimum(low // self.size, self.stop)
 
     def look_before(self, end: Array) -> None:
         """Leave out the slots from `end` (b, 1) on."""
@@ -46,22 +46,22 @@ class Past:
 
     def at(self, buffer: Array, j: Array) -> Array:
         """The slots of block j (b, n, C, …), in float32 at least."""
-        found = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
-        return upcast(heads_first(found))
+        result = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
+        return upcast(heads_first(result))
 
     def visible(self, j: Array, position: Array | None = None, window: int | None = None) -> Array:
         """(b, 1, 1, 1 or rows, C); positions (b, rows) are asked for where there is a window."""
         slot = self.start(j) + jnp.arange(self.size)
-        seen = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
-        seen = (seen & (slot >= j * self.size))[:, None, :]
+        visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
+        visible = (visible & (slot >= j * self.size))[:, None, :]
         if window is not None:
             assert position is not None
-            seen = seen & (position[:, :, None] - slot < window)
-        return seen[:, None, None]
+            visible = visible & (position[:, :, None] - slot < window)
+        return visible[:, None, None]
 
     def over(self, add: Callable[[Array, Any], Any], state: Any) -> Any:
         """add(j, state) for all filled blocks."""
-        return lax.fori_loop(self.first, self.behind, add, state)
+        return lax.fori_loop(self.first, self.stop, add, state)
 
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -81,8 +81,8 @@ def with_gradient_of_the_definition(step: Step) -> Step:
         past, x, frame = given
 
         def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Any:
-            found = leaf.step(upcast_all(past), x, frame)
-            return found if isinstance(cotangent, tuple) else found[0]
+            result = leaf.step(upcast_all(past), x, frame)
+            return result if isinstance(cotangent, tuple) else result[0]
 
         _, pull = jax.vjp(defined, past, x)
         return *pull(cotangent), jax.tree.map(_none, frame)

@@ -25,7 +25,7 @@ from precondattn_jax.arithmetic import product, product_with_transposed, transpo
 from precondattn_jax.definition import step_as_defined
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
-from precondattn_jax.masks import Sight
+from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
 from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
@@ -43,15 +43,15 @@ class View:
         self.q = self.stacked(l2_norm(x["q"], leaf.eps))
         self.contraction = self.stacked(x["contraction"][..., None])
         self.scores = DotScores(self.blocks, self.q, self.k)
-        self.sight = Sight(frame, self.blocks)
+        self.mask = Mask(frame, self.blocks)
 
     def stacked(self, x: Array) -> Array:
         return self.blocks.stacked(grouped(x, self.n))
 
-    def scores_of(self, rows: Array, a: Array, j: Array, *, own: bool) -> tuple[Array, Array]:
+    def scores_of(self, rows: Array, a: Array, j: Array, *, diagonal: bool) -> tuple[Array, Array]:
         """s of a tile, and s / τ with hidden pairs −∞."""
         s = self.scores.tile(rows, j)
-        return s, self.sight.hide(s / self.tau, a, j, own=own)
+        return s, self.mask.apply(s / self.tau, a, j, diagonal=diagonal)
 
     def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
         """add(state, j, own) for all tiles of block a."""
@@ -62,15 +62,15 @@ class View:
         """c, μ and the logarithm of the sum of the weights, of a block of queries."""
         q, read = self.blocks.row(self.q, a), MeanRead()
 
-        def mean(state: MeanState, j: Array, own: bool) -> MeanState:
-            _, logits = self.scores_of(q, a, j, own=own)
+        def mean(state: MeanState, j: Array, diagonal: bool) -> MeanState:
+            _, logits = self.scores_of(q, a, j, diagonal=diagonal)
             return read.add(state, logits, self.blocks.at(self.k, j))
 
         mu, log_total = read.finish(self.over_tiles(a, mean, read.start(q.shape, self.k)))
         mean_score = row_sum(q * mu)
 
-        def centred(c: Array, j: Array, own: bool) -> Array:
-            s, logits = self.scores_of(q, a, j, own=own)
+        def centred(c: Array, j: Array, diagonal: bool) -> Array:
+            s, logits = self.scores_of(q, a, j, diagonal=diagonal)
             weights = jnp.exp(logits - log_total) * (s - mean_score)
             return c + product(weights, self.blocks.at(self.k, j))
 
@@ -110,9 +110,9 @@ class QueryWeighted(Algorithm):
             h = -contraction * g
             mean_score, mean_u, covariance = row_sum(q * mu), row_sum(h * mu), row_sum(h * c)
 
-            def pull(carry: tuple[Array, Array], j: Array, own: bool) -> tuple[Array, Array]:
+            def pull(carry: tuple[Array, Array], j: Array, diagonal: bool) -> tuple[Array, Array]:
                 d_q, d_k = carry
-                s, logits = view.scores_of(q, a, j, own=own)
+                s, logits = view.scores_of(q, a, j, diagonal=diagonal)
                 keys = blocks.at(view.k, j)
                 u = product_with_transposed(h, keys) - mean_u
                 p = jnp.exp(logits - log_total)

@@ -137,8 +137,8 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
 def _pull_elements(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
     count, width = _pieces(logs)
 
-    def pull(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        d_tile, d_v = found
+    def pull(i: Array, result: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_tile, d_v = result
         posterior = jnp.exp(_each(logs, v, i, width) - rows.o[:, :, :, None])
         weighted = rows.d_o[:, :, :, None] * posterior
         d_tile = lax.dynamic_update_slice_in_dim(d_tile, jnp.sum(weighted, -1), i * width, 3)

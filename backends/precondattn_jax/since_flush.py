@@ -20,20 +20,20 @@ class SinceFlush:
 
     def __init__(self, flush: int, capacity: int, frame: Frame) -> None:
         self.flush, self.capacity, self.frame = flush, capacity, frame
-        self.places = 0 if flush == 1 else flush
+        self.pending_capacity = 0 if flush == 1 else flush
         self.start = frame.q_position[:, :1]
         self.flushed = self.start - self.start % flush
         """The length at the last flush (b, 1), and so the position of the first place."""
-        position = self.flushed + jnp.arange(self.places, dtype=self.start.dtype)
+        position = self.flushed + jnp.arange(self.pending_capacity, dtype=self.start.dtype)
         self.is_held = position < jnp.minimum(self.start, capacity)
         self.position = jnp.concatenate([position, frame.q_position], axis=1)
         self.slot = jnp.minimum(position, capacity - 1)
 
     def of_cache(self, buffer: Array, new: Array) -> Array:
         """What a buffer (b, c, …) holds in the places, and new tokens (b, t, …)."""
-        found = jnp.take_along_axis(buffer, _with_axes_of(self.slot, buffer), axis=1)
-        found = jnp.where(_with_axes_of(self.is_held, found), found, jnp.zeros_like(found))
-        return jnp.concatenate([upcast(found), new], axis=1)
+        result = jnp.take_along_axis(buffer, _with_axes_of(self.slot, buffer), axis=1)
+        result = jnp.where(_with_axes_of(self.is_held, result), result, jnp.zeros_like(result))
+        return jnp.concatenate([upcast(result), new], axis=1)
 
     def columns(self, x: Array) -> Array:
         """The columns of places and new tokens, of (b, …, c + t)."""
@@ -47,9 +47,9 @@ class SinceFlush:
         """Which of them the new tokens see: (b, 1, t, places + t)."""
         past, new = self.frame.k_valid[:, : self.capacity], self.frame.k_valid[:, self.capacity :]
         valid = self.of_cache(past, new)
-        own = Frame(self.frame.q_position, self.position, None, valid)
-        found: Array = own.visible(causal=True, window=window)
-        return found
+        new_frame = Frame(self.frame.q_position, self.position, None, valid)
+        result: Array = new_frame.visible(causal=True, window=window)
+        return result
 
     # ------------------------------------------------------------------------ the next flush
 
@@ -74,11 +74,11 @@ class SinceFlush:
     def left(self, x: Array) -> Array:
         """What is behind the next flush (b, flush, …), of all (b, places + t, …)."""
         position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)
-        first_new = self.places + position - self.start
-        place = jnp.where(position < self.start, position - self.flushed, first_new)
-        place = jnp.clip(place, 0, x.shape[1] - 1)
-        found = jnp.take_along_axis(x, _with_axes_of(place, x), axis=1)
-        return zero_where_not(_with_axes_of(position < self.length, x), found)
+        first_new = self.pending_capacity + position - self.start
+        column = jnp.where(position < self.start, position - self.flushed, first_new)
+        column = jnp.clip(column, 0, x.shape[1] - 1)
+        result = jnp.take_along_axis(x, _with_axes_of(column, x), axis=1)
+        return zero_where_not(_with_axes_of(position < self.length, x), result)
 
 
 def _with_axes_of(x: Array, other: Array) -> Array:

@@ -32,7 +32,7 @@ from precondattn_jax.layout import (
     grouped,
     heads_first,
 )
-from precondattn_jax.masks import Sight
+from precondattn_jax.masks import Mask
 from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
 from precondattn_jax.read_mean import MeanRead, Rows
 from precondattn_jax.transported_scores import TransportedScores
@@ -50,7 +50,7 @@ class TiledAttention:
         self.r = h // self.n
         most = None if leaf.metric == DOT else REFLECTIONS
         self.blocks = blocks = Blocks(t, s, block_size(s, self.b * h, most))
-        self.sight = Sight(
+        self.mask = Mask(
             frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
         )
         q = blocks.stacked(grouped(x["q"], self.n) * leaf.scale_for(d))
@@ -75,16 +75,16 @@ class TiledAttention:
     def _of_keys(self, name: str) -> Array:
         return self.blocks.of_keys(heads_first(self.x[name]))
 
-    def _masked(self, tile: Array, a: Array, j: Array, *, own: bool = False) -> Array:
+    def _masked(self, tile: Array, a: Array, j: Array, *, diagonal: bool = False) -> Array:
         """Scores of a tile with all that is added to them, −∞ where a pair is hidden."""
         if self.gate is not None or self.bias is not None:
             pairs = self._pairs(tile)
             if self.gate is not None:
-                pairs = self.gate.add_to(pairs, a, j, own=own)
+                pairs = self.gate.add_to(pairs, a, j, diagonal=diagonal)
             if self.bias is not None:
                 pairs = pairs + self._bias_at(self.bias, a, j)
             tile = jnp.reshape(pairs, tile.shape)
-        return self.sight.hide(tile, a, j, own=own)
+        return self.mask.apply(tile, a, j, diagonal=diagonal)
 
     def _pairs(self, tile: Array) -> Array:
         """(b, n, r C, C) as (b, n, r, C, C)."""
@@ -102,7 +102,7 @@ class TiledAttention:
 
         `before(a, rows, state)` reads what does not belong to the call, for block a.
         """
-        scores, sight, blocks = self.scores, self.sight, self.blocks
+        scores, mask, blocks = self.scores, self.mask, self.blocks
 
         def add(carry: tuple[Any, Array], a: Array, j: Array) -> tuple[Any, Array]:
             state, x = carry
@@ -114,16 +114,16 @@ class TiledAttention:
             state = read.start((*x.shape[:3], v.shape[3]), v)
             if before is not None:
                 state = before(a, x, state)
-            first = sight.first(a)
-            if sight.causal:
-                own = self._masked(scores.own(a), a, a, own=True)
-                state = read.add(state, own, blocks.at(v, a))
-                behind = a
+            first = mask.first(a)
+            if mask.causal:
+                diagonal = self._masked(scores.diagonal(a), a, a, diagonal=True)
+                state = read.add(state, diagonal, blocks.at(v, a))
+                stop = a
             else:
-                behind = sight.behind(a)
-            count = behind - first
+                stop = mask.stop(a)
+            count = stop - first
             state, _ = lax.fori_loop(
-                0, count, lambda i, carry: add(carry, a, behind - 1 - i), (state, x)
+                0, count, lambda i, carry: add(carry, a, stop - 1 - i), (state, x)
             )
             return read.finish(state)
 
@@ -154,66 +154,73 @@ class TiledAttention:
 
     def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
         """The gradients of the stacked queries, of keys, values and all that is beside them."""
-        scores, sight, blocks = self.scores, self.sight, self.blocks
+        scores, mask, blocks = self.scores, self.mask, self.blocks
 
         def sums() -> dict[str, Any]:
-            found: dict[str, Any] = {"scores": scores.sums(), "v": zeros(v.shape, v)}
+            totals: dict[str, Any] = {"scores": scores.sums(), "v": zeros(v.shape, v)}
             if self.gate is not None:
-                found["gate"] = self.gate.sums()
+                totals["gate"] = self.gate.sums()
             if self.bias is not None:
-                found["bias"] = zeros(self.bias.shape, self.bias)
-            return found
+                totals["bias"] = zeros(self.bias.shape, self.bias)
+            return totals
 
         def of_tile(
-            found: dict[str, Any], tile: Array, own_rows: Rows, a: Array, j: Array, own: bool
+            totals: dict[str, Any],
+            tile: Array,
+            block_rows: Rows,
+            a: Array,
+            j: Array,
+            diagonal: bool,
         ) -> tuple[dict[str, Any], Array]:
             """The sums with what a tile adds to all but the scores, and its gradient."""
-            d_tile, d_v = read.pull(tile, blocks.at(v, j), own_rows)
-            found = found | {"v": blocks.add(found["v"], j, d_v)}
+            d_tile, d_v = read.pull(tile, blocks.at(v, j), block_rows)
+            totals = totals | {"v": blocks.add(totals["v"], j, d_v)}
             if self.gate is not None or self.bias is not None:
                 pairs = self._pairs(d_tile)
                 if self.gate is not None:
-                    found["gate"] = self.gate.pulled(found["gate"], a, j, pairs, own=own)
+                    totals["gate"] = self.gate.pulled(
+                        totals["gate"], a, j, pairs, diagonal=diagonal
+                    )
                 if self.bias is not None:
-                    found["bias"] = self._with_bias(found["bias"], a, j, pairs)
-            return found, d_tile
+                    totals["bias"] = self._with_bias(totals["bias"], a, j, pairs)
+            return totals, d_tile
 
-        def of_block(found: dict[str, Any], a: Array) -> tuple[dict[str, Any], Array]:
-            first = sight.first(a)
-            behind = a if sight.causal else sight.behind(a)
+        def of_block(totals: dict[str, Any], a: Array) -> tuple[dict[str, Any], Array]:
+            first = mask.first(a)
+            stop = a if mask.causal else mask.stop(a)
             trail = scores.trail(a, first)
-            own_rows = Rows(*(blocks.row(stack, a) for stack in rows))
+            block_rows = Rows(*(blocks.row(stack, a) for stack in rows))
 
             def pull(i: Array, carry: tuple[dict[str, Any], Array]) -> Any:
-                found, y = carry
+                totals, y = carry
                 j = first + i
                 tile = self._masked(scores.tile(scores.on_trail(trail, j), j), a, j)
-                found, d_tile = of_tile(found, tile, own_rows, a, j, False)
-                of_scores, y = scores.pulled(found["scores"], trail, y, j, d_tile)
-                return found | {"scores": of_scores}, y
+                totals, d_tile = of_tile(totals, tile, block_rows, a, j, False)
+                of_scores, y = scores.pulled(totals["scores"], trail, y, j, d_tile)
+                return totals | {"scores": of_scores}, y
 
             y = zeros(scores.q.shape[1:], scores.q)
-            found, y = lax.fori_loop(0, behind - first, pull, (found, y))
-            if sight.causal:
-                tile = self._masked(scores.own(a), a, a, own=True)
-                found, d_own = of_tile(found, tile, own_rows, a, a, True)
-                of_scores, y = scores.pulled_own(found["scores"], a, y, d_own)
-                found = found | {"scores": of_scores}
-            return found, y
+            totals, y = lax.fori_loop(0, stop - first, pull, (totals, y))
+            if mask.causal:
+                tile = self._masked(scores.diagonal(a), a, a, diagonal=True)
+                totals, d_diagonal = of_tile(totals, tile, block_rows, a, a, True)
+                of_scores, y = scores.pulled_diagonal(totals["scores"], a, y, d_diagonal)
+                totals = totals | {"scores": of_scores}
+            return totals, y
 
-        found, d_q = lax.scan(of_block, sums(), blocks.rows)
-        result = {"q": d_q, "v": found["v"]} | scores.gradients(found["scores"])
+        totals, d_q = lax.scan(of_block, sums(), blocks.rows)
+        result = {"q": d_q, "v": totals["v"]} | scores.gradients(totals["scores"])
         if self.gate is not None:
-            result["g"] = self.gate.gradient(found["gate"])
+            result["g"] = self.gate.gradient(totals["gate"])
         if self.bias is not None:
-            result["bias"] = found["bias"]
+            result["bias"] = totals["bias"]
         return result
 
     def _with_bias(self, d_bias: Array, a: Array, j: Array, pairs: Array) -> Array:
         here = self._bias_at(d_bias, a, j)
-        found = here + sum_to(pairs, here.shape)
+        result = here + sum_to(pairs, here.shape)
         a = a - self.blocks.first
-        rows = self.blocks.put(self.blocks.at(d_bias, a, 3), j, found, 4)
+        rows = self.blocks.put(self.blocks.at(d_bias, a, 3), j, result, 4)
         return self.blocks.put(d_bias, a, rows, 3)
 
     def backward(self, out: Array, log_total: Array, cotangent: Array) -> dict[str, Array]:
@@ -229,7 +236,7 @@ class TiledAttention:
             self.blocks.stacked(grouped(d_o, self.n)),
         )
         if self.leaf.read == LOG_MEAN_EXP:
-            found = lax.cond(
+            result = lax.cond(
                 is_narrow(self.v),
                 self._pulled_exponentials,
                 lambda v, rows: self._pulled(LogMeanExpRead(), v, rows),
@@ -237,8 +244,8 @@ class TiledAttention:
                 rows,
             )
         else:
-            found = self._pulled(MeanRead(), self.v, rows)
-        return self._gradients(found)
+            result = self._pulled(MeanRead(), self.v, rows)
+        return self._gradients(result)
 
     def _pulled_exponentials(self, v: Array, rows: Rows) -> Sums:
         """Through the mean A e^{v − ν} = e^{o − ν}, with g as its gradient."""
@@ -246,22 +253,22 @@ class TiledAttention:
         weights = jnp.exp(v - shift)
         # Only where a row sees nothing is there more than R between them.
         g = rows.d_o * jnp.exp(jnp.minimum(shift - rows.o, RANGE[dtype_name(v)]))
-        found = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(rows.o - shift), g))
-        return found | {"v": weights * found["v"]}
+        result = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(rows.o - shift), g))
+        return result | {"v": weights * result["v"]}
 
-    def _gradients(self, found: Sums) -> dict[str, Array]:
+    def _gradients(self, result: Sums) -> dict[str, Array]:
         """By input, from those of its view."""
         x, blocks = self.x, self.blocks
-        d_q = blocks.unstacked(found["q"], self.r) * self.leaf.scale_for(x["k"].shape[3])
+        d_q = blocks.unstacked(result["q"], self.r) * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q}
         for name in ("k", "v", "w", "beta"):
-            if name in found:
-                gradients[name] = heads_first(found[name][:, :, : blocks.s])
-        if "g" in found:
-            d_g = jnp.reshape(found["g"], (self.b, -1, found["g"].shape[3]))
+            if name in result:
+                gradients[name] = heads_first(result[name][:, :, : blocks.s])
+        if "g" in result:
+            d_g = jnp.reshape(result["g"], (self.b, -1, result["g"].shape[3]))
             gradients["g"] = heads_first(d_g[:, :, : blocks.s])
-        if "bias" in found:
+        if "bias" in result:
             rows = slice(blocks.before, blocks.before + blocks.t)
-            d_bias = found["bias"][:, :, :, rows, : blocks.s]
+            d_bias = result["bias"][:, :, :, rows, : blocks.s]
             gradients["bias"] = jnp.reshape(d_bias, x["bias"].shape)
         return gradients

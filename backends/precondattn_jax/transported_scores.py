@@ -55,10 +55,10 @@ def reflections(k: Array, w: Array, beta: Array) -> Reflections:
 def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
     """Q̃ and A_aa of the rows q (b, n, r C, d) of one block."""
     size = k.shape[-2]
-    seen = product_with_transposed(q, w)
-    each = jnp.reshape(seen, (*seen.shape[:-2], -1, size, size))
-    seen = jnp.reshape(jnp.tril(each), seen.shape)
-    return q - product(seen, zw), product_with_transposed(q, k) - product(seen, zr)
+    q_w = product_with_transposed(q, w)
+    each = jnp.reshape(q_w, (*q_w.shape[:-2], -1, size, size))
+    q_w = jnp.reshape(jnp.tril(each), q_w.shape)
+    return q - product(q_w, zw), product_with_transposed(q, k) - product(q_w, zr)
 
 
 class TransportedScores(DotScores):
@@ -80,7 +80,7 @@ class TransportedScores(DotScores):
     def start(self, a: Array) -> Array:
         return transport(*self._transport(a))[0]
 
-    def own(self, a: Array) -> Array:
+    def diagonal(self, a: Array) -> Array:
         return transport(*self._transport(a))[1]
 
     def tile(self, x: Array, j: Array) -> Array:
@@ -95,15 +95,15 @@ class TransportedScores(DotScores):
 
     def trail(self, a: Array, first: Array) -> Array:
         x = self.start(a)
-        room = zeros((self.blocks.keys, *x.shape), x)
+        history = zeros((self.blocks.keys, *x.shape), x)
 
         def carry(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
-            x, room = carried
+            x, history = carried
             j = a - 1 - i
-            room = lax.dynamic_update_index_in_dim(room, x, j, 0)
-            return self.carried(x, j), room
+            history = lax.dynamic_update_index_in_dim(history, x, j, 0)
+            return self.carried(x, j), history
 
-        return lax.fori_loop(0, a - first, carry, (x, room))[1]
+        return lax.fori_loop(0, a - first, carry, (x, history))[1]
 
     def on_trail(self, trail: Array, j: Array) -> Array:
         return _at(trail, j)
@@ -119,9 +119,11 @@ class TransportedScores(DotScores):
         )
         return sums | {"keys": d_keys, "whole": d_whole}, y
 
-    def pulled_own(self, sums: Sums, a: Array, y: Array, d_own: Array) -> tuple[Sums, Array]:
+    def pulled_diagonal(
+        self, sums: Sums, a: Array, y: Array, d_diagonal: Array
+    ) -> tuple[Sums, Array]:
         _, pull = jax.vjp(transport, *self._transport(a))
-        d_q, d_k, d_w, d_zr, d_zw = pull((y, d_own))
+        d_q, d_k, d_w, d_zr, d_zw = pull((y, d_diagonal))
         return sums | {
             "k": self.blocks.add(sums["k"], a, d_k),
             "w": self.blocks.add(sums["w"], a, d_w),
@@ -140,8 +142,8 @@ class TransportedScores(DotScores):
             }, None
 
         carry = {"k": sums["k"], "w": sums["w"], "beta": zeros(self.beta.shape, self.beta)}
-        found, _ = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))
-        return found | {"beta": found["beta"][..., 0]}
+        result, _ = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))
+        return result | {"beta": result["beta"][..., 0]}
 
 
 def _at(stack: Array, j: Array) -> Array:

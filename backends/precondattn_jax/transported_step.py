@@ -57,7 +57,7 @@ class TransportedStep:
         self.since = since = SinceFlush(leaf.flush, past["key"].shape[1], frame)
         self.k = since.of_cache(past["key"], x["k"])
         self.w, self.beta = x["w"], x["beta"]
-        if since.places:
+        if since.pending_capacity:
             self.w = jnp.concatenate([past["pending_w"], self.w], axis=1)
             self.beta = jnp.concatenate([past["pending_beta"], self.beta], axis=1)
         k, w, beta = (heads_first(a) for a in (self.k, self.w, self.beta))
@@ -75,24 +75,24 @@ class TransportedStep:
         rows = jnp.reshape(q, (b, n, -1, d))
         k, w = heads_first(self.k), heads_first(self.w)
         v = heads_first(since.of_cache(self.past["value"], self.x["v"]))
-        beside = self._beside()
+        score_bias = self._score_bias()
         read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
 
         def pairs(tile: Array) -> Array:
             return jnp.reshape(tile, (b, n, h // n, t, tile.shape[3]))
 
-        def add(state: Any, tile: Array, more: Array | None, seen: Array, v: Array) -> Any:
+        def add(state: Any, tile: Array, more: Array | None, visible: Array, v: Array) -> Any:
             scores = pairs(tile) if more is None else pairs(tile) + more
-            return read.add(state, jnp.reshape(jnp.where(seen, scores, -jnp.inf), tile.shape), v)
+            return read.add(state, jnp.reshape(jnp.where(visible, scores, -jnp.inf), tile.shape), v)
 
-        through = product_with_transposed(rows, w)
-        through = jnp.reshape(jnp.tril(pairs(through), k=since.places), through.shape)
-        own = product_with_transposed(rows, k) - product(through, self.recent.zr)
-        more = None if beside is None else since.columns(beside)
+        q_w = product_with_transposed(rows, w)
+        q_w = jnp.reshape(jnp.tril(pairs(q_w), k=since.pending_capacity), q_w.shape)
+        scores_since_flush = product_with_transposed(rows, k) - product(q_w, self.recent.zr)
+        more = None if score_bias is None else since.columns(score_bias)
         state = read.start((*rows.shape[:3], v.shape[3]), v)
-        state = add(state, own, more, since.visible(leaf.window)[:, :, None], v)
+        state = add(state, scores_since_flush, more, since.visible(leaf.window)[:, :, None], v)
 
-        far = rows - product(through, self.recent.zw)
+        far = rows - product(q_w, self.recent.zw)
         cached = Past(self.frame, since.capacity, b * h)
         cached.look_before(since.flushed)
         if leaf.window is not None:
@@ -101,34 +101,34 @@ class TransportedStep:
         def of_block(j: Array, state: Any) -> Any:
             tile = product_with_transposed(far, cached.at(self.past["key"], j))
             more = None
-            if beside is not None:
-                more = lax.dynamic_slice_in_dim(beside, cached.start(j), cached.size, 4)
-            seen = cached.visible(j, position, leaf.window)
-            return add(state, tile, more, seen, cached.at(self.past["value"], j))
+            if score_bias is not None:
+                more = lax.dynamic_slice_in_dim(score_bias, cached.start(j), cached.size, 4)
+            visible = cached.visible(j, position, leaf.window)
+            return add(state, tile, more, visible, cached.at(self.past["value"], j))
 
         o, _ = read.finish(cached.over(of_block, state))
         return heads_first(jnp.reshape(o, (b, h, t, o.shape[3])))
 
-    def _beside(self) -> Array | None:
+    def _score_bias(self) -> Array | None:
         """What is added to the scores (b, n or 1, r or 1, t, c + t): few new tokens are no more
         than a few times the cache."""
-        (n, d), beside = self.x["k"].shape[2:], None
+        (n, d), score_bias = self.x["k"].shape[2:], None
         if self.decay is not None:
-            beside = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
+            score_bias = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
         if self.leaf.bias:
             bias = bias_of_keys(self.x["bias"], self.frame)
             if self.frame.q_valid is not None:  # It may be anything there.
                 bias = jnp.where(self.frame.q_valid[:, None, :, None], bias, 0.0)
             bias = grouped_bias(bias, n)
-            beside = bias if beside is None else beside + bias
-        return beside
+            score_bias = bias if score_bias is None else score_bias + bias
+        return score_bias
 
     # ------------------------------------------------------------------------------ updates
 
     def updates(self) -> Updates:
         since = self.since
         updates: Updates = {"key": self._keys(), "value": Append(self.x["v"])}
-        if since.places:
+        if since.pending_capacity:
             updates["pending_w"] = Replace(since.left(self.w))
             updates["pending_beta"] = Replace(since.left(self.beta))
         if self.decay_update is not None:
@@ -137,8 +137,8 @@ class TransportedStep:
 
     def _keys(self) -> Rewrite:
         """Those in the cache as the next step finds them, and the new ones."""
-        past, places = self.past["key"], self.since.places
-        if not places:
+        past, pending_capacity = self.past["key"], self.since.pending_capacity
+        if not pending_capacity:
             return self._flushed(past)
         return lax.cond(
             jnp.any(self.since.next_flushed > self.since.flushed),
@@ -148,13 +148,13 @@ class TransportedStep:
         )
 
     def _flushed(self, past: Array) -> Rewrite:
-        since, places = self.since, self.since.places
+        since, pending_capacity = self.since, self.since.pending_capacity
         applied = heads_first(zero_where_not(since.is_applied[:, :, None, None], self.w))
         keys = heads_first(past)
         old = keys - product(product_with_transposed(keys, self.recent.zw), applied)
         old, new = heads_first(old), transposed_product(self.recent.zr, applied)
         new = self.k - heads_first(new)
-        if places:
+        if pending_capacity:
             waiting = (since.start - since.flushed)[:, 0]
-            old = append(old, new[:, :places], since.flushed[:, 0], waiting, donate=False)
-        return Rewrite(old, new[:, places:])
+            old = append(old, new[:, :pending_capacity], since.flushed[:, 0], waiting, donate=False)
+        return Rewrite(old, new[:, pending_capacity:])

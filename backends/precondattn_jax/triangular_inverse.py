@@ -57,19 +57,19 @@ def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:
     """Every `step`-th block of a diagonal of (m, C, C), from one on: (count, m, width, width)."""
     count = flat.shape[-1] // width
     blocks = jnp.reshape(flat, (-1, count, width, count, width))
-    place = jnp.arange(0, count, step)
-    return blocks[:, place + row, :, place + column, :]
+    index = jnp.arange(0, count, step)
+    return blocks[:, index + row, :, index + column, :]
 
 
 def _row_by_row(strict: Array) -> Array:
     """The inverses of small blocks (count, m, w, w): row i is eᵢ − Σ_{j<i} L_ij (row j)."""
     size = strict.shape[-1]
     identity = jnp.eye(size, dtype=strict.dtype)
-    found = zeros(strict.shape, strict) + identity
+    result = zeros(strict.shape, strict) + identity
 
-    def with_row(i: Array, found: Array) -> Array:
+    def with_row(i: Array, result: Array) -> Array:
         row = lax.dynamic_slice_in_dim(strict, i, 1, axis=-2)
-        known = jnp.sum(jnp.matrix_transpose(row) * found, axis=-2, keepdims=True)
-        return lax.dynamic_update_slice_in_dim(found, identity[i] - known, i, axis=-2)
+        known = jnp.sum(jnp.matrix_transpose(row) * result, axis=-2, keepdims=True)
+        return lax.dynamic_update_slice_in_dim(result, identity[i] - known, i, axis=-2)
 
-    return lax.fori_loop(1, size, with_row, found) if size > 1 else found
+    return lax.fori_loop(1, size, with_row, result) if size > 1 else result

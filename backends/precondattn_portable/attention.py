@@ -37,7 +37,7 @@ from precondattn_portable.layout import (
     block_size,
     blocks,
     chunk_size,
-    chunks_of_strip,
+    chunks_per_row_block,
     grouped_bias,
     grouped_queries,
     head_groups,
@@ -47,7 +47,7 @@ from precondattn_portable.layout import (
     ungrouped,
     zero_padding,
 )
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
@@ -89,31 +89,31 @@ class Group(NamedTuple):
     ops: Arithmetic
     part: Part
     view: View
-    sight: Sight
+    mask: Mask
     scores: Scores
     read: MeanRead | LogMeanExpRead
     gate: ForgetGate | None
-    room: Scratch
+    workspace: Scratch
     size: int
     """Queries of a block."""
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
         """Blocks of queries and the keys that each sees: i0, i1, low, high."""
         for i0, i1 in blocks(self.view.q.shape[3], self.size):
-            yield (i0, i1, *self.sight.columns(i0, i1))
+            yield (i0, i1, *self.mask.columns(i0, i1))
 
-    def strip(self, i0: int, i1: int, low: int, high: int) -> Array:
+    def row_block(self, i0: int, i1: int, low: int, high: int) -> Array:
         """The scores (b, n, r (i1 − i0), high − low), masked."""
-        flat = self.scores.strip(i0, i1, low, high, self.room)
+        flat = self.scores.row_block(i0, i1, low, high, self.workspace)
         xp, (b, n, r) = namespace(flat), self.view.q.shape[:3]
-        strip = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
+        row_block = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
         if self.gate is not None:
             offset = self.view.k.shape[2] - self.view.q.shape[3]
-            strip = self.gate.add_to(strip, i0 + offset, i1 + offset, low, high)
+            row_block = self.gate.add_to(row_block, i0 + offset, i1 + offset, low, high)
         if self.view.bias is not None:
-            strip[...] = strip + self.view.bias[..., i0:i1, low:high]
-        strip = self.sight.hide(self.ops, strip, i0, i1, low, high)
-        return xp.reshape(strip, flat.shape)
+            row_block[...] = row_block + self.view.bias[..., i0:i1, low:high]
+        row_block = self.mask.apply(self.ops, row_block, i0, i1, low, high)
+        return xp.reshape(row_block, flat.shape)
 
     def rows_of(self, x: Array, i0: int, i1: int) -> Array:
         """(b, n, r, t, c), all of the call, as rows of this group's block."""
@@ -146,20 +146,22 @@ class Attention(Algorithm):
         b, n, r, t, _ = view.q.shape
         s = view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
-        chunk, chunks = (chunk_size(t), 1) if gradient else chunks_of_strip(t)
+        chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
         size = chunk * chunks if is_transported else block_size(t, r)
         read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
         if not leaf.bias:
             # What a padded query reads is zeroed, and so is its cotangent; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
             frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
-        sight = Sight(frame, s, s - t, leaf.causal, leaf.window)
-        room: Scratch | None = None
-        columns = s if gradient else self.keys_of_strip(view, sight, size)
+        mask = Mask(frame, s, s - t, leaf.causal, leaf.window)
+        workspace: Scratch | None = None
+        columns = s if gradient else self.keys_of_row_block(view, mask, size)
         for where in head_groups(b, n, r * size * columns):
             part = view.group(where)
             # The first group is the largest.
-            room = room or ops.scratch(math.prod(part.q.shape[:3]) * size * columns, view.q)
+            workspace = workspace or ops.scratch(
+                math.prod(part.q.shape[:3]) * size * columns, view.q
+            )
             scores: Scores
             if is_transported:
                 scores = TransportedScores(
@@ -169,8 +171,8 @@ class Attention(Algorithm):
                     part.w,
                     part.beta,
                     chunk,
-                    room,
-                    chunks_of_strip=chunks,
+                    workspace,
+                    chunks_per_row_block=chunks,
                     gradient=gradient,
                 )
             else:
@@ -179,14 +181,14 @@ class Attention(Algorithm):
             if part.g is not None:
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
             values = read(ops, part.v, gradient=gradient)
-            seen = sight.of(where[0])
-            yield Group(ops, where, part, seen, scores, values, gate, room, size)
+            group_mask = mask.of(where[0])
+            yield Group(ops, where, part, group_mask, scores, values, gate, workspace, size)
 
     def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
         """The outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
-        return group.read.forward(group.strip(i0, i1, low, high), low, high)
+        return group.read.forward(group.row_block(i0, i1, low, high), low, high)
 
-    def keys_of_strip(self, view: View, sight: Sight, size: int) -> int:
+    def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
         """How many keys the widest strip has that `read` makes; `size` queries are a block."""
         return int(view.k.shape[2])
 
@@ -232,18 +234,20 @@ class Attention(Algorithm):
         )
         cotangent = _without_overflow(cotangent, out, logs)
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
-        room: Scratch | None = None
+        workspace: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
             size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
-            room = room or ops.scratch(size, view.q)
+            workspace = workspace or ops.scratch(size, view.q)
             for i0, i1, low, high in group.rows():
                 if low == high:
                     continue
-                strip = group.strip(i0, i1, low, high)
+                row_block = group.row_block(i0, i1, low, high)
                 rows = [group.rows_of(a, i0, i1) for a in (logs, out, cotangent)]
-                d_strip = group.read.backward(strip, rows[0], low, high, rows[1], rows[2], room)
-                group.scores.pull(i0, i1, low, high, d_strip)
-                self._pull_beside(ops, group, d, i0, i1, low, high, d_strip)
+                d_row_block = group.read.backward(
+                    row_block, rows[0], low, high, rows[1], rows[2], workspace
+                )
+                group.scores.pull(i0, i1, low, high, d_row_block)
+                self._pull_beside(ops, group, d, i0, i1, low, high, d_row_block)
             d.q[group.part], d.k[group.part] = group.scores.d_q, group.scores.d_k
             d.v[group.part] = group.read.finish()
             if group.gate is not None:
@@ -261,13 +265,13 @@ class Attention(Algorithm):
         i1: int,
         low: int,
         high: int,
-        d_strip: Array,
+        d_row_block: Array,
     ) -> None:
         """What the gradient of a strip means for the decay and the bias."""
         if group.gate is None and d.bias is None:
             return
         b, n, r = group.view.q.shape[:3]
-        pairs = namespace(d_strip).reshape(d_strip, (b, n, r, i1 - i0, high - low))
+        pairs = namespace(d_row_block).reshape(d_row_block, (b, n, r, i1 - i0, high - low))
         if group.gate is not None:
             offset = group.view.k.shape[2] - group.view.q.shape[3]
             group.gate.pull(i0 + offset, i1 + offset, low, high, pairs)
@@ -283,14 +287,14 @@ class Attention(Algorithm):
         """By input, from those of the view."""
         xp = namespace(d.q)
         d_q = ungrouped(d.q)[:, missing:, ...] * leaf.scale_for(x["k"].shape[3])
-        found = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
+        gradients = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
         if d.w is not None:
-            found |= {"w": time_first(d.w), "beta": time_first(d.beta)}
+            gradients |= {"w": time_first(d.w), "beta": time_first(d.beta)}
         if d.g is not None:
-            found["g"] = time_first(xp.reshape(d.g, (d.g.shape[0], -1, d.g.shape[3])))
+            gradients["g"] = time_first(xp.reshape(d.g, (d.g.shape[0], -1, d.g.shape[3])))
         if d.bias is not None:
-            found["bias"] = xp.reshape(d.bias, x["bias"].shape)[:, :, missing:, :]
-        return found
+            gradients["bias"] = xp.reshape(d.bias, x["bias"].shape)[:, :, missing:, :]
+        return gradients
 
     def step(
         self,
@@ -312,25 +316,25 @@ class Attention(Algorithm):
             x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
         view = self._view(ops, leaf, x)
         b, _, r, _, _ = view.q.shape
-        old_k, old_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
+        cached_k, cached_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
-        seen_from = known.frame.replaced(q_valid=frame.q_valid) if leaf.bias else known.frame
-        sight = Sight(seen_from, s, known.offset, window=leaf.window)
+        mask_frame = known.frame.replaced(q_valid=frame.q_valid) if leaf.bias else known.frame
+        mask = Mask(mask_frame, s, known.offset, window=leaf.window)
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
-            own, seen = view.group(part), sight.of(part[0])
-            keys, values = (old_k[part], own.k), (old_v[part], own.v)
+            group, group_mask = view.group(part), mask.of(part[0])
+            keys, values = (cached_k[part], group.k), (cached_v[part], group.v)
             for i0, i1 in blocks(t, size):
-                rows = block_of_rows(own.q, i0, i1)
-                strip = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
-                pairs = xp.reshape(strip, (*own.q.shape[:3], i1 - i0, s))
-                if own.bias is not None:
-                    pairs = pairs + own.bias[..., i0:i1, :]
-                strip = xp.reshape(seen.hide(ops, pairs, i0, i1, 0, s), strip.shape)
-                found = read_of_parts(ops, leaf, strip, values)
+                rows = block_of_rows(group.q, i0, i1)
+                row_block = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
+                pairs = xp.reshape(row_block, (*group.q.shape[:3], i1 - i0, s))
+                if group.bias is not None:
+                    pairs = pairs + group.bias[..., i0:i1, :]
+                row_block = xp.reshape(group_mask.apply(ops, pairs, i0, i1, 0, s), row_block.shape)
+                result = read_of_parts(ops, leaf, row_block, values)
                 where = rows_at(part, i0, i1)
-                o[where] = xp.reshape(found, o[where].shape)
+                o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.head_decay import sums_before, sums_behind, sums_from
+from precondattn_portable.head_decay import sums_after, sums_before, sums_from
 from precondattn_portable.in_place import add_at
 
 ALL = slice(None)
@@ -52,26 +52,26 @@ class ChannelDecay:
         self.ops, self.g, self.size = ops, g, g.shape[2]
         self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
         """e^{g_1 + … + g_i} (c, n, C, w), e^{g_{i+1} + … + g_C}, and the last of the first."""
-        self.writing = xp.exp(sums_behind(g))
+        self.writing = xp.exp(sums_after(g))
         self.total = self.reading[:, :, -1:, :]
 
     @cached_property
     def halvings(self) -> list[Halving]:
         """For half blocks of 1, 2, 4 … tokens."""
         xp = namespace(self.g)
-        found = []
+        result = []
         since, until = self.g + 0.0, xp.zeros_like(self.g)
         half = 1
         while half < self.size:
             shape = self._blocks(self.g, half)
             since, until = xp.reshape(since, shape), xp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
-            found.append(Halving(half, xp.exp(second), xp.exp(first)))
+            result.append(Halving(half, xp.exp(second), xp.exp(first)))
             total_of_first = since[:, :, :, 0, -1:, :]
             until[FIRST] = first + second[..., -1:, :]
             since[SECOND] = second + total_of_first
             half *= 2
-        return found
+        return result
 
     def scores(self, x: Array, y: Array) -> Array:
         """dF/dA, 0 above the diagonal: x (c, n, C, r, w), y (c, n, C, w) to (c, n, C r, C)."""
@@ -96,10 +96,10 @@ class ChannelDecay:
         corners, diagonal = self._corners(a, r)
         o = diagonal * y[..., None, :]
         for (half, since, until), corner in zip(self.halvings, corners, strict=True):
-            found = self.ops.product(corner, self._first(y, half, until))
+            result = self.ops.product(corner, self._first(y, half, until))
             o = xp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
-            found = xp.reshape(found, o[SECOND].shape)
-            add_at(self.ops, o, SECOND, self.ops.multiply(found, since[..., None, :]))
+            result = xp.reshape(result, o[SECOND].shape)
+            add_at(self.ops, o, SECOND, self.ops.multiply(result, since[..., None, :]))
         return xp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
@@ -138,8 +138,8 @@ class ChannelDecay:
         xp = namespace(x)
         r, width = x.shape[3], x.shape[4]
         blocks = xp.reshape(x, (*self._blocks(x, half)[:-1], r, width))[SECOND]
-        faded = blocks * since[..., None, :]
-        return xp.reshape(faded, (*faded.shape[:3], half * r, width))
+        decayed = blocks * since[..., None, :]
+        return xp.reshape(decayed, (*decayed.shape[:3], half * r, width))
 
     def _corners(self, a: Array, r: int) -> tuple[list[Array], Array]:
         """The squares of A for half blocks of 1, 2 … tokens, and its diagonal (c, n, C, r, 1)."""

@@ -50,21 +50,23 @@ class Chunkwise:
         works = [Work(self.ops, x, self.chunk) for x, _ in streams]
         lasts = [_joined(state) for _, state in streams]
         queries = [x.q for x, _ in streams]
-        rooms: list[Array] = []
+        workspaces: list[Array] = []
         for part in works[0].parts(max(work.widest for work in works)):
             outputs, lasts = _read(works, part, queries, lasts)
             if part.stop <= works[0].first_read:
                 continue
-            found = function(*outputs, *(works[0].of_reads(array, part) for array in arrays))
-            rooms = rooms or [works[0].room_of_reads(a, *a.shape[3:]) for a in found]
-            for room, tokens in zip(rooms, found, strict=True):
-                works[0].fill(room, part, tokens)
+            result = function(*outputs, *(works[0].of_reads(array, part) for array in arrays))
+            workspaces = workspaces or [
+                works[0].workspace_of_reads(a, *a.shape[3:]) for a in result
+            ]
+            for workspace, tokens in zip(workspaces, result, strict=True):
+                works[0].fill(workspace, part, tokens)
         t = queries[0].shape[2]
         finals = [
             namespace(last).reshape(last, state.shape)
             for last, (_, state) in zip(lasts, streams, strict=True)
         ]
-        return tuple(works[0].tokens(room, t) for room in rooms), finals
+        return tuple(works[0].tokens(workspace, t) for workspace in workspaces), finals
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """A few tokens at a time, whose intermediate results fit a cache."""
@@ -73,20 +75,20 @@ class Chunkwise:
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
             here = (*(slice(None),) * axis, slice(i0, i1))
-            found = function(*(array[(*here, ...)] for array in arrays))
+            part_results = function(*(array[(*here, ...)] for array in arrays))
             if i1 == t and not i0:
-                return found
-            results = results or tuple(self._time_first(a, t, axis) for a in found)
-            for result, part in zip(results, found, strict=True):
+                return part_results
+            results = results or tuple(self._time_first(a, t, axis) for a in part_results)
+            for result, part in zip(results, part_results, strict=True):
                 result[(*here, ...)] = part
         return results
 
     def _time_first(self, like: Array, t: int, axis: int) -> Array:
         """Room for t tokens, (b, …, t, …), of which every token stands in one piece of memory."""
         rest = [size for i, size in enumerate(like.shape) if i != axis]
-        found = self.ops.empty((rest[0], t, *rest[1:]), like)
+        result = self.ops.empty((rest[0], t, *rest[1:]), like)
         order = [0, *range(2, axis + 1), 1, *range(axis + 1, like.ndim)]
-        return namespace(like).permute_dims(found, tuple(order))
+        return namespace(like).permute_dims(result, tuple(order))
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
         xp = namespace(state)
@@ -99,20 +101,20 @@ class Chunkwise:
             last = states[-1, ...]
             done.append((part, group, states))
 
-        d_q = work.room_of_reads(x.q, *x.q.shape[3:])
-        d_written = [None if a is None else work.room(0, a, a.shape[3]) for a in work.written]
+        d_q = work.workspace_of_reads(x.q, *x.q.shape[3:])
+        d_written = [None if a is None else work.workspace(0, a, a.shape[3]) for a in work.written]
         first = _joined(d_final)
         while done:
             part, group, states = done.pop()
             q, d_outputs = work.of_reads(x.q, part), work.of_reads(d_o, part)
             d_states = group.d_states(q, d_outputs, first)
             first = d_states[0, ...]
-            found_q, found = group.vjp(q, d_outputs, states, d_states)
+            part_d_q, result = group.vjp(q, d_outputs, states, d_states)
             if part.stop > work.first_read:
-                work.fill(d_q, part, found_q)
-            for room, gradient in zip(d_written, found, strict=True):
-                if room is not None:
-                    work.fill(room, part, gradient)
+                work.fill(d_q, part, part_d_q)
+            for workspace, gradient in zip(d_written, result, strict=True):
+                if workspace is not None:
+                    work.fill(workspace, part, gradient)
         s = x.k.shape[2]
         d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a, s) for a in d_written)
         stream = Stream(
@@ -129,15 +131,15 @@ def _read(
     works: list[Work], part: range, queries: list[Array], lasts: list[Array]
 ) -> tuple[list[Array], list[Array]]:
     """What is read in a group of chunks, and the states behind it; its memory is free again."""
-    outputs, behind = [], []
+    outputs, after = [], []
     chunks: dict[int, Array] = {}  # Of arrays that several streams share.
     for work, q, last in zip(works, queries, lasts, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
         if part.stop > work.first_read:
             outputs.append(group.read(work.of_reads(q, part), states))
-        behind.append(states[-1, ...] + 0)
-    return outputs, behind
+        after.append(states[-1, ...] + 0)
+    return outputs, after
 
 
 def _joined(state: Array) -> Array:
@@ -192,43 +194,43 @@ class Work:
         shape = (len(part), self.b, self.m, self.size, *rest)
         start, stop = part.start * self.size - missing, part.stop * self.size - missing
         whole = start >= 0 and stop <= x.shape[2]
-        found = self.ops.empty(shape, x) if whole else self.ops.zeros(shape, x)
+        result = self.ops.empty(shape, x) if whole else self.ops.zeros(shape, x)
         low, high = max(start, 0), min(stop, x.shape[2])
         while low < high:
             chunk, offset = divmod(low - start, self.size)
             if offset or high - low < self.size:
                 length = min(self.size - offset, high - low)
                 tokens = x[:, :, low : low + length, ...]
-                found[chunk, :, :, offset : offset + length, ...] = tokens
+                result[chunk, :, :, offset : offset + length, ...] = tokens
             else:
                 chunks = (high - low) // self.size
                 length = chunks * self.size
                 tokens = x[:, :, low : low + length, ...]
                 tokens = xp.reshape(tokens, (self.b, self.m, chunks, self.size, *rest))
                 order = (2, 0, 1, *range(3, tokens.ndim))
-                found[chunk : chunk + chunks, ...] = xp.permute_dims(tokens, order)
+                result[chunk : chunk + chunks, ...] = xp.permute_dims(tokens, order)
             low += length
-        return xp.reshape(found, (len(part), self.b * self.m, self.size, *rest))
+        return xp.reshape(result, (len(part), self.b * self.m, self.size, *rest))
 
-    def room_of_reads(self, like: Array, *rest: int) -> Array:
+    def workspace_of_reads(self, like: Array, *rest: int) -> Array:
         """For the results of chunks with queries."""
-        return self.room(self.first_read, like, *rest)
+        return self.workspace(self.first_read, like, *rest)
 
-    def room(self, first: int, like: Array, *rest: int) -> Array:
+    def workspace(self, first: int, like: Array, *rest: int) -> Array:
         """For the results of chunks from the `first` on."""
         return self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), like)
 
-    def fill(self, room: Array, part: range, found: Array) -> None:
-        xp = namespace(found)
-        found = xp.reshape(found, (len(part), self.b, self.m, *found.shape[2:]))
-        start = part.start - self.count + room.shape[1]
-        order = (1, 0, 3, 2, *range(4, found.ndim))
-        room[:, start : start + len(part), ...] = xp.permute_dims(found, order)
+    def fill(self, workspace: Array, part: range, tokens: Array) -> None:
+        xp = namespace(tokens)
+        tokens = xp.reshape(tokens, (len(part), self.b, self.m, *tokens.shape[2:]))
+        start = part.start - self.count + workspace.shape[1]
+        order = (1, 0, 3, 2, *range(4, tokens.ndim))
+        workspace[:, start : start + len(part), ...] = xp.permute_dims(tokens, order)
 
-    def tokens(self, room: Array, t: int) -> Array:
+    def tokens(self, workspace: Array, t: int) -> Array:
         """(b, m, t, …), without what is not of the last t tokens."""
-        xp = namespace(room)
-        tokens = xp.reshape(room, (self.b, -1, *room.shape[3:]))
+        xp = namespace(workspace)
+        tokens = xp.reshape(workspace, (self.b, -1, *workspace.shape[3:]))
         end = tokens.shape[1] - (self.count * self.size - self.s)
         tokens = tokens[:, end - t : end, ...]
         return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))

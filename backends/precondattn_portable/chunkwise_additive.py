@@ -19,7 +19,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
-from precondattn_portable.head_decay import HeadDecay, faded, sums_before, sums_from
+from precondattn_portable.head_decay import HeadDecay, decayed, sums_before, sums_from
 from precondattn_portable.in_place import add_kept_at, product_at
 
 
@@ -126,10 +126,10 @@ class HeadAdditive(Additive):
         self.total = self.decay.total
 
     def _written(self) -> tuple[Array, Array]:
-        return faded(self.x.k, self.decay.writing), self.x.v
+        return decayed(self.x.k, self.decay.writing), self.x.v
 
     def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
-        return faded(q, self.decay.reading), d_o
+        return decayed(q, self.decay.reading), d_o
 
     def read(self, q: Array, states: Array) -> Array:
         scores = self.decay.among(self.ops.product(flat(q), transpose(self.x.k)))
@@ -139,7 +139,7 @@ class HeadAdditive(Additive):
         ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
         rows, d_rows = flat(q), flat(d_o)
         scores = decay.among(ops.product(rows, transpose(k)))
-        d_v = ops.product(faded(k, decay.writing), d_states[1:, ...])
+        d_v = ops.product(decayed(k, decay.writing), d_states[1:, ...])
         d_v = ops.add_product(d_v, transpose(scores), d_rows)
 
         d_scores = ops.product(d_rows, transpose(v))
@@ -166,27 +166,27 @@ def d_of_read(
     ops: Arithmetic, decay: HeadDecay, q: Array, d_o: Array, states: Array
 ) -> tuple[Array, Array]:
     """reading ∘ dO Sᵀ (c, n, C r, d), and its products with the queries (c, n, C, 1)."""
-    found = _from_states(ops, decay, d_o, transpose(states[:-1, ...]))
-    return flat(found), row_sum(summed_rows(found * q))
+    result = _from_states(ops, decay, d_o, transpose(states[:-1, ...]))
+    return flat(result), row_sum(summed_rows(result * q))
 
 
 def _from_states(ops: Arithmetic, decay: HeadDecay, rows: Array, states: Array) -> Array:
     """reading ∘ (rows S), for r rows a token."""
-    found = ops.product(flat(rows), states)
-    found = namespace(found).reshape(found, (*rows.shape[:-1], found.shape[-1]))
+    result = ops.product(flat(rows), states)
+    result = namespace(result).reshape(result, (*rows.shape[:-1], result.shape[-1]))
     if decay.reading is None:
-        return found
-    return ops.multiply(found, decay.reading[..., None, :])
+        return result
+    return ops.multiply(result, decay.reading[..., None, :])
 
 
 def d_of_written(
     ops: Arithmetic, decay: HeadDecay, k: Array, u: Array, d_states: Array
 ) -> tuple[Array, Array]:
     """writing ∘ U dSᵀ (c, n, C, d), and its products with the keys (c, n, C, 1)."""
-    found = ops.product(u, transpose(d_states[1:, ...]))
+    result = ops.product(u, transpose(d_states[1:, ...]))
     if decay.writing is not None:
-        found = ops.multiply(found, decay.writing)
-    return found, row_sum(found * k)
+        result = ops.multiply(result, decay.writing)
+    return result, row_sum(result * k)
 
 
 def kept(decay: HeadDecay, states: Array, d_states: Array) -> Array:
@@ -208,10 +208,10 @@ class KeyAdditive(Additive):
         return self.x.k * self.decay.writing, self.x.v
 
     def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
-        return faded(q, self.decay.reading), d_o
+        return decayed(q, self.decay.reading), d_o
 
     def read(self, q: Array, states: Array) -> Array:
-        o = self.ops.product(flat(faded(q, self.decay.reading)), states[:-1, ...])
+        o = self.ops.product(flat(decayed(q, self.decay.reading)), states[:-1, ...])
         o = self.ops.add_product(o, self.decay.scores(q, self.x.k), self.x.v)
         return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
 
@@ -244,7 +244,7 @@ class ValueAdditive(Additive):
         return self.x.k, self.x.v * self.decay.writing
 
     def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
-        return q, faded(d_o, self.decay.reading)
+        return q, decayed(d_o, self.decay.reading)
 
     def read(self, q: Array, states: Array) -> Array:
         scores = self.ops.product(flat(q), transpose(self.x.k))
@@ -261,7 +261,7 @@ class ValueAdditive(Additive):
         scores = ops.product(flat(q), transpose(k))
         _, d_v, d_g = decay.gradients(scores, d_o, v)
         d_scores = decay.scores(d_o, v)
-        d_q = ops.product(flat(faded(d_o, decay.reading)), transpose(states[:-1, ...]))
+        d_q = ops.product(flat(decayed(d_o, decay.reading)), transpose(states[:-1, ...]))
         d_q = ops.add_product(d_q, d_scores, k)
         d_k = ops.product(v * decay.writing, transpose(d_states[1:, ...]))
         d_k = ops.add_product(d_k, transpose(d_scores), flat(q))

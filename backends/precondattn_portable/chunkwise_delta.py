@@ -31,7 +31,7 @@ from precondattn_portable.chunkwise_additive import (
     read,
     summed_pairs,
 )
-from precondattn_portable.head_decay import HeadDecay, faded
+from precondattn_portable.head_decay import HeadDecay, decayed
 from precondattn_portable.in_place import add_kept_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
@@ -50,8 +50,8 @@ class DeltaRule(Group):
         """stril(D)"""
         self.among_keys = ops.multiply(ops.product(x.k, transpose(x.k)), self.below)
         self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
-        self.writing_k = faded(x.k, self.decay.writing)
-        self.reading_k = x.k * faded(x.beta, self.decay.reading)
+        self.writing_k = decayed(x.k, self.decay.writing)
+        self.reading_k = x.k * decayed(x.beta, self.decay.reading)
 
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
@@ -60,11 +60,11 @@ class DeltaRule(Group):
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
         for chunk in range(x.k.shape[0]):
-            here, behind = (chunk, ...), (chunk + 1, ...)
+            here, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(right, here, self.reading_k[here], states[here], -1.0)
             u = product_at(ops, self.u, here, self.inverse[here], right[here])
-            product_at(ops, states, behind, transpose(self.writing_k[here]), u)
-            add_kept_at(ops, states, behind, states[here], self.decay.kept(chunk))
+            product_at(ops, states, after, transpose(self.writing_k[here]), u)
+            add_kept_at(ops, states, after, states[here], self.decay.kept(chunk))
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
@@ -72,12 +72,12 @@ class DeltaRule(Group):
         self.scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
         d_u = ops.product(transpose(self.scores), flat(d_o))
         self.d_right = ops.empty(d_u.shape, d_u)
-        d_states = pulled(ops, faded(q, decay.reading), d_o, d_state)
+        d_states = pulled(ops, decayed(q, decay.reading), d_o, d_state)
         for chunk in range(self.x.k.shape[0] - 1, -1, -1):
-            here, behind = (chunk, ...), (chunk + 1, ...)
-            ops.add_product_at(d_u, here, self.writing_k[here], d_states[behind])
+            here, after = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(d_u, here, self.writing_k[here], d_states[after])
             right = product_at(ops, self.d_right, here, transpose(self.inverse[here]), d_u[here])
-            add_kept_at(ops, d_states, here, d_states[behind], decay.kept(chunk))
+            add_kept_at(ops, d_states, here, d_states[after], decay.kept(chunk))
             ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
         return d_states
 
@@ -102,15 +102,15 @@ class DeltaRule(Group):
             from_states = ops.multiply(from_states, decay.reading)
         among = ops.product(d_right, transpose(self.u))
         from_keys = row_sum(from_states * x.k)
-        own = among * self.among_keys
-        d_beta = row_sum(d_right * x.v) - from_keys - row_sum(own)
+        products = among * self.among_keys
+        d_beta = row_sum(d_right * x.v) - from_keys - row_sum(products)
 
         d_v = ops.multiply(d_right, x.beta)
         d_k = ops.add(d_k, ops.multiply(from_states, -x.beta))
         d_keys = ops.multiply(ops.multiply(among, -x.beta), self.below)
         d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
 
-        pairs = ops.add(summed_pairs(pairs), ops.multiply(own, -x.beta))
+        pairs = ops.add(summed_pairs(pairs), ops.multiply(products, -x.beta))
         through_read = through_read - x.beta * from_keys
         d_g = decay.d_g(pairs, through_read, written, kept(decay, states, d_states))
         return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta)

@@ -49,8 +49,8 @@ def filled(frame: Frame, capacity: int) -> Filled:
     valid = kept(k_valid)
     is_plain = int(xp.min(start)) == count and bool(xp.all(valid))
     position = kept(frame.k_position)
-    own = Frame(frame.q_position, position, None, None if is_plain else valid)
-    return Filled(count, count if is_plain else None, own)
+    filled_frame = Frame(frame.q_position, position, None, None if is_plain else valid)
+    return Filled(count, count if is_plain else None, filled_frame)
 
 
 def past_heads(buffer: Array, count: int) -> Array:
@@ -65,18 +65,18 @@ def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
     return bias_of_keys(bias, known.frame)
 
 
-def read_of_parts(ops: Arithmetic, leaf: Any, strip: Array, values: tuple[Array, ...]) -> Array:
+def read_of_parts(ops: Arithmetic, leaf: Any, row_block: Array, values: tuple[Array, ...]) -> Array:
     """What a masked strip reads of values that stand in several arrays, one behind the other."""
     if leaf.read == LOG_MEAN_EXP:
-        whole = namespace(strip).concat(values, axis=2)
-        return LogMeanExpRead(ops, whole).forward(strip, 0, whole.shape[2])[0]
-    strip, total, _ = exponentials(ops, strip)
-    start, found = 0, None
+        whole = namespace(row_block).concat(values, axis=2)
+        return LogMeanExpRead(ops, whole).forward(row_block, 0, whole.shape[2])[0]
+    row_block, total, _ = exponentials(ops, row_block)
+    start, result = 0, None
     for v in values:
-        part = ops.product(strip[..., start : start + v.shape[2]], v)
-        found = part if found is None else found + part
+        part = ops.product(row_block[..., start : start + v.shape[2]], v)
+        result = part if result is None else result + part
         start += v.shape[2]
-    return found / total
+    return result / total
 
 
 def new_tokens(frame: Frame, t: int) -> Frame:
@@ -112,36 +112,36 @@ def few_tokens_at_a_time(
     xp = namespace(frame.q_position)
     capacity = frame.k_position.shape[1] - t
     assert frame.k_valid is not None
-    seen, new = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
+    slot_valid, new_valid = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
     buffers, length, outs = dict(past), frame.q_position[:, 0], []
     slots = frame.k_position[:, :capacity]
     for i0, i1 in blocks(t, TOKENS):
         position = length[:, None] + arange_like(i1 - i0, length)[None, :]
         q_valid = None if frame.q_valid is None else frame.q_valid[:, i0:i1]
-        own = Frame(
+        part_frame = Frame(
             position,
             xp.concat([slots, position], axis=1),
             q_valid,
-            xp.concat([seen, new[:, i0:i1]], axis=1),
+            xp.concat([slot_valid, new_valid[:, i0:i1]], axis=1),
         )
-        out, updates = step(buffers, _tokens(leaf, x, i0, i1), own)
+        out, updates = step(buffers, _tokens(leaf, x, i0, i1), part_frame)
         outs.append(out)
         count = xp.full_like(length, i1 - i0)
         if q_valid is not None:
             count = xp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
         for slot, update in updates.items():
             buffers[slot] = updated(buffers[slot], update, length, count, donate=i0 > 0)
-        seen = append(seen, new[:, i0:i1], length, count, donate=False)
+        slot_valid = append(slot_valid, new_valid[:, i0:i1], length, count, donate=False)
         length = length + count
     return xp.concat(outs, axis=1), {slot: Replace(buffer) for slot, buffer in buffers.items()}
 
 
 def _tokens(leaf: Any, x: Mapping[str, Array], i0: int, i1: int) -> dict[str, Array]:
-    found = {}
+    result = {}
     for name, array in x.items():
         axis = leaf.inputs[name].time_axis
         index: list[Any] = [slice(None)] * array.ndim
         if axis is not None:
             index[axis] = slice(i0, i1)
-        found[name] = array[tuple(index)]
-    return found
+        result[name] = array[tuple(index)]
+    return result

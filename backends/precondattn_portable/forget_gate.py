@@ -30,25 +30,29 @@ class ForgetGate:
         if gradient:
             self.d_g = ops.zeros(g.shape, g)
 
-    def add_to(self, strip: Array, p0: int, p1: int, low: int, high: int) -> Array:
+    def add_to(self, row_block: Array, p0: int, p1: int, low: int, high: int) -> Array:
         """Scores (b, n, r, p1 − p0, high − low) with the decay; queries stand at p0 … p1 − 1."""
         self._advance(p0)
-        xp = namespace(strip)
+        xp = namespace(row_block)
         rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
         old = min(p0, high)
         if low < old:
             columns = self.since[..., low:old][..., None, :]
-            strip[..., : old - low] = strip[..., : old - low] + self.factor * (rows + columns)
+            row_block[..., : old - low] = row_block[..., : old - low] + self.factor * (
+                rows + columns
+            )
         if high > p0:
-            strip[..., p0 - low :] = strip[..., p0 - low :] + self.factor * self._within(p0, p1)
-        return strip
+            row_block[..., p0 - low :] = row_block[..., p0 - low :] + self.factor * self._within(
+                p0, p1
+            )
+        return row_block
 
-    def pull(self, p0: int, p1: int, low: int, high: int, d_strip: Array) -> None:
+    def pull(self, p0: int, p1: int, low: int, high: int, d_row_block: Array) -> None:
         """Add what the gradient of that strip means for g."""
-        xp = namespace(d_strip)
+        xp = namespace(d_row_block)
         old = min(p0, high)
         if low < old:
-            d_old = self.factor * d_strip[..., : old - low]
+            d_old = self.factor * d_row_block[..., : old - low]
             d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)
             self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
             d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
@@ -58,7 +62,7 @@ class ForgetGate:
             if between is not None:
                 self.d_g[..., old:p0] = self.d_g[..., old:p0] + between
         if high > p0:
-            d_new = self.factor * d_strip[..., p0 - low :]
+            d_new = self.factor * d_row_block[..., p0 - low :]
             b, n, r, t, s = d_new.shape
             d_g = forget_gate.decay_vjp(xp.reshape(d_new, (b, n * r, t, s)))
             d_g = xp.reshape(xp.permute_dims(d_g, (0, 2, 1)), (b, n, r, s))
@@ -77,8 +81,8 @@ class ForgetGate:
             return
         start, new = self.position, self.g[..., self.position : p0]
         # Σ_{j<τ<p0}: what stands behind j among the new ones.
-        behind = sums_from(new, axis=-1)
+        after = sums_from(new, axis=-1)
         if start:
-            self.since[..., :start] = self.since[..., :start] + behind[..., :1]
-        self.since[..., start : p0 - 1] = behind[..., 1:]
+            self.since[..., :start] = self.since[..., :start] + after[..., :1]
+        self.since[..., start : p0 - 1] = after[..., 1:]
         self.position = p0

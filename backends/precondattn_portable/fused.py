@@ -31,7 +31,7 @@ from precondattn_portable.layout import (
     time_first,
 )
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 
 
 class LucidStep(Algorithm):
@@ -51,57 +51,60 @@ class LucidStep(Algorithm):
         solve, softmax = leaf.program.leaves
         t, n = x["k"].shape[1:3]
         keys = [call.slot_keys() for call in leaf.program.calls]
-        solve_past, softmax_past = ({s: past[key] for s, key in own.items()} for own in keys)
+        solve_past, softmax_past = ({s: past[key] for s, key in slots.items()} for slots in keys)
         is_many = t * x["q"].shape[2] // n > block_size(t)
         if is_many or frame.is_traced:
             y, updates = self.solve.step(ops, solve, solve_past, x, frame)
             out, more = self.attention.step(ops, softmax, softmax_past, {**x, "v": y}, frame)
-            found = {keys[0][slot]: update for slot, update in updates.items()}
-            return out, {**{keys[1][slot]: update for slot, update in more.items()}, **found}
+            solve_updates = {keys[0][slot]: update for slot, update in updates.items()}
+            return out, {
+                **{keys[1][slot]: update for slot, update in more.items()},
+                **solve_updates,
+            }
 
         known = filled(frame, solve_past["key"].shape[1])
         xp, count = namespace(x["q"]), known.count
         system = PastSystem(ops, solve, solve_past, x, known)
-        sight = Sight(known.frame, count + t, known.offset, window=softmax.window)
+        mask = Mask(known.frame, count + t, known.offset, window=softmax.window)
         b, _, h, d = x["q"].shape
         split = h // n * t
         rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax.scale_for(d)
 
-        def hidden(scores: Array, low: int, high: int) -> Array:
+        def masked(scores: Array, low: int, high: int) -> Array:
             pairs = xp.reshape(scores, (b, n, h // n, t, high - low))
-            return xp.reshape(sight.hide(ops, pairs, 0, t, low, high), scores.shape)
+            return xp.reshape(mask.apply(ops, pairs, 0, t, low, high), scores.shape)
 
-        own = ops.product(rows, transpose(ops.heads_first(x["k"])))
-        if t > 1 or not sight.is_plain:
-            own = hidden(own, count, count + t)
-        largest = xp.max(own, axis=-1, keepdims=True)
+        new_scores = ops.product(rows, transpose(ops.heads_first(x["k"])))
+        if t > 1 or not mask.is_plain:
+            new_scores = masked(new_scores, count, count + t)
+        largest = xp.max(new_scores, axis=-1, keepdims=True)
         weights = ops.product(xp.concat([rows, system.queries], axis=2), transpose(system.keys))
-        asked, solving = at(0, split), at(split, split + t)
+        reading, solving = at(0, split), at(split, split + t)
         if count:
-            past = weights[asked]
-            if not sight.is_plain:
-                weights[asked] = past = hidden(past, 0, count)
-            largest = xp.maximum(largest, xp.max(past, axis=-1, keepdims=True))
+            cached = weights[reading]
+            if not mask.is_plain:
+                weights[reading] = cached = masked(cached, 0, count)
+            largest = xp.maximum(largest, xp.max(cached, axis=-1, keepdims=True))
             scores = weights[solving]
             logs = system.logs(scores, ALL_HEADS, 0, t)
             if logs is not scores:
                 weights[solving] = logs
         # A query that nothing is hidden from sees at least itself.
-        shift = largest if sight.is_plain else finite_or_zero(largest)
-        subtract_at(ops, weights, asked, shift)
+        shift = largest if mask.is_plain else finite_or_zero(largest)
+        subtract_at(ops, weights, reading, shift)
         weights = ops.exp(weights)
         read = ops.product(weights, system.solved)
 
         right = ops.heads_first(x["v"]) - read[solving] * system.factor
         y = self.solve.among_new(ops, solve, x, right, known, frame)
-        own = ops.exp(ops.subtract(own, shift))
-        total = row_sum(weights[asked]) + row_sum(own)
-        if not sight.is_plain:
+        new_weights = ops.exp(ops.subtract(new_scores, shift))
+        total = row_sum(weights[reading]) + row_sum(new_weights)
+        if not mask.is_plain:
             total = xp.where(total > 0, total, 1.0)
-        out = (read[asked] + ops.product(own, ops.heads_first(y))) / total
+        out = (read[reading] + ops.product(new_weights, ops.heads_first(y))) / total
         updates = {keys[0]["key"]: Append(x["k"]), keys[0]["solved"]: Append(y)}
-        if system.own_rms is not None:
-            updates[keys[0]["rms"]] = Append(system.own_rms[..., 0])
+        if system.new_rms is not None:
+            updates[keys[0]["rms"]] = Append(system.new_rms[..., 0])
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
 
 

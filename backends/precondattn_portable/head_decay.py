@@ -36,13 +36,13 @@ def sums_from(x: Array, axis: int = -2) -> Array:
     return xp.flip(xp.cumulative_sum(xp.flip(x, axis=axis), axis=axis), axis=axis)
 
 
-def sums_behind(x: Array) -> Array:
+def sums_after(x: Array) -> Array:
     """Σ_{j>i} x_j over tokens (…, C, w)."""
     xp = namespace(x)
     return sums_from(xp.concat([x[..., 1:, :], xp.zeros_like(x[..., :1, :])], axis=-2))
 
 
-def faded(x: Array, factor: Array | None) -> Array:
+def decayed(x: Array, factor: Array | None) -> Array:
     """x (c, n, C, w) or of r rows a token (c, n, C, r, w), times the factor of each token."""
     if factor is None:
         return x
@@ -65,7 +65,7 @@ class HeadDecay:
         if g is not None:
             xp = namespace(g)
             self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
-            self.writing = xp.exp(sums_behind(g))
+            self.writing = xp.exp(sums_after(g))
             self.total = self.reading[:, :, -1:, :]
 
     def kept(self, chunk: int) -> Array | None:
@@ -79,8 +79,8 @@ class HeadDecay:
             return self.until
         xp = namespace(self.g)
         # Down the column of token j the gates behind it add up.
-        behind = xp.where(self.before > 0, self.g, 0.0)
-        sums = xp.cumulative_sum(behind, axis=-2)
+        after = xp.where(self.before > 0, self.g, 0.0)
+        sums = xp.cumulative_sum(after, axis=-2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 
     def among(self, scores: Array) -> Array:

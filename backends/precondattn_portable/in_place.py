@@ -10,8 +10,8 @@ from precondattn_portable.arithmetic import Arithmetic
 
 def product_at(ops: Arithmetic, array: Array, where: Any, a: Array, b: Array) -> Array:
     """array[where] = a b, and what is there then."""
-    place = array[where]
-    return _placed(array, where, place, ops.product(a, b, place))
+    view = array[where]
+    return _stored(array, where, view, ops.product(a, b, view))
 
 
 def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
@@ -19,14 +19,14 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
 
     Written so, libraries that add in place would yet copy the sum from where it is to where it is.
     """
-    place = array[where]
-    return _placed(array, where, place, ops.add(place, x))
+    view = array[where]
+    return _stored(array, where, view, ops.add(view, x))
 
 
 def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
     """array[where] −= x, and what is there then."""
-    place = array[where]
-    return _placed(array, where, place, ops.subtract(place, x))
+    view = array[where]
+    return _stored(array, where, view, ops.subtract(view, x))
 
 
 def add_kept_at(
@@ -35,11 +35,11 @@ def add_kept_at(
     """array[where] += total ∘ state, and what is there then; all of the state without `total`."""
     if total is None:
         return add_at(ops, array, where, state)
-    place = array[where]
-    return _placed(array, where, place, ops.add_multiple(place, state, total))
+    view = array[where]
+    return _stored(array, where, view, ops.add_multiple(view, state, total))
 
 
-def _placed(array: Array, where: Any, place: Array, found: Array) -> Array:
-    if found is not place:
-        array[where] = found
-    return found
+def _stored(array: Array, where: Any, view: Array, result: Array) -> Array:
+    if result is not view:
+        array[where] = result
+    return result

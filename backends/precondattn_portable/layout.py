@@ -28,11 +28,11 @@ each costs every key in front of it a product."""
 MOST_CHUNKS = 256
 """Chunks of reflections of a sequence, about."""
 
-CHUNKS_OF_STRIP = 4
+CHUNKS_PER_ROW_BLOCK = 4
 """Chunks of reflections of a strip where it may have many: then the strip costs every key in front
 of it a product, and chunks are half as long."""
 
-STRIP = 2**22
+ROW_BLOCK_ENTRIES = 2**22
 """Numbers in the strips that are worked on together: 16 MiB in float32."""
 
 
@@ -80,10 +80,10 @@ def chunk_size(tokens: int) -> int:
     return min(CHUNK * max(tokens // (CHUNK * MOST_CHUNKS), 1), tokens)
 
 
-def chunks_of_strip(tokens: int) -> tuple[int, int]:
+def chunks_per_row_block(tokens: int) -> tuple[int, int]:
     """How many positions make a chunk, and how many chunks a strip, where it may have many."""
     size = min(max(CHUNK // 2, 1), tokens)
-    return size, min(CHUNKS_OF_STRIP, -(-tokens // size))
+    return size, min(CHUNKS_PER_ROW_BLOCK, -(-tokens // size))
 
 
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -92,9 +92,9 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, count)
 
 
-def head_groups(b: int, n: int, strip: int) -> Iterator[Part]:
+def head_groups(b: int, n: int, row_block: int) -> Iterator[Part]:
     """Batch and heads cut into groups; `strip` numbers make the largest strip of one head."""
-    together = max(STRIP // max(strip, 1), 1)
+    together = max(ROW_BLOCK_ENTRIES // max(row_block, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
             yield slice(start, stop), slice(0, n), ...

@@ -51,7 +51,7 @@ from precondattn_portable.layout import (
     padded,
     time_first,
 )
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.scores import DotScores, Scores
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.triangular_inverse import unit_lower_inverse
@@ -88,14 +88,14 @@ class System:
         ops: Arithmetic,
         leaf: Any,
         view: View,
-        sight: Sight,
+        mask: Mask,
         size: int,
-        room: Scratch,
+        workspace: Scratch,
         *,
         gradient: bool = False,
     ) -> None:
-        self.ops, self.leaf, self.view, self.sight, self.size = ops, leaf, view, sight, size
-        self.room = room
+        self.ops, self.leaf, self.view, self.mask, self.size = ops, leaf, view, mask, size
+        self.workspace = workspace
         b, n, s, d = view.k.shape
         xp = namespace(view.k)
         self.scale = leaf.scale_for(d)
@@ -104,7 +104,7 @@ class System:
         queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
         if isinstance(leaf.metric, Transported):
             self.scores = TransportedScores(
-                ops, queries, view.unit, view.w, view.path_beta, size, room, gradient=gradient
+                ops, queries, view.unit, view.w, view.path_beta, size, workspace, gradient=gradient
             )
         else:
             self.scores = DotScores(ops, queries, view.unit, gradient=gradient)
@@ -114,20 +114,20 @@ class System:
         self.at_maximum: Array | None = None
         within = self._within()  # A transported one gives it before the first strip.
         if not leaf.has_unit_diagonal:
-            own = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
-            own = xp.reshape(own, (b, n, s, 1))
+            diagonal = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
+            diagonal = xp.reshape(diagonal, (b, n, s, 1))
             self.shift, self.factor = 0.0, 1.0
             if leaf.normalize == "rows":
-                self.shift, self.at_maximum = self._row_maxima(own)
-            own = own - self.shift
+                self.shift, self.at_maximum = self._row_maxima(diagonal)
+            diagonal = diagonal - self.shift
             if view.beta is not None:  # Without an input β it is 1 or, at padding, 0.
-                own = xp.where(view.beta > 0, own, 0.0)
-            self.diagonal = xp.exp(own)
+                diagonal = xp.where(view.beta > 0, diagonal, 0.0)
+            self.diagonal = xp.exp(diagonal)
         if leaf.normalize == "rows":
             within = within - xp.reshape(self.shift, (b, n, self.chunks, size, 1))
         else:
             within = ops.add(within, -self.shift)
-        self.within = self._hidden_within(ops.exp(within))
+        self.within = self._masked_within(ops.exp(within))
         """stril(Φ) of every diagonal block (b, n, chunks, size, size)"""
         self.beta = self._beta()
         below = self.within
@@ -156,24 +156,24 @@ class System:
         keys = xp.reshape(self.view.unit, (b, n, self.chunks, self.size, d))
         return self.ops.product(keys * self.scale, transpose(keys))
 
-    def _hidden_within(self, within: Array) -> Array:
+    def _masked_within(self, within: Array) -> Array:
         """0 on and above the diagonal, and where something else hides a pair."""
         xp = namespace(within)
-        if self.sight.window is None and self.sight.frame.k_segment is None:
+        if self.mask.window is None and self.mask.frame.k_segment is None:
             return self.ops.lower(within, -1)
         token = arange_like(self.size, within)
         distance = token[:, None] - token[None, :]
-        seen = distance > 0
-        if self.sight.window is not None:
-            seen = seen & (distance < self.sight.window)
-        segment = self.sight.frame.k_segment
+        visible = distance > 0
+        if self.mask.window is not None:
+            visible = visible & (distance < self.mask.window)
+        segment = self.mask.frame.k_segment
         if segment is not None:
             b = segment.shape[0]
             segment = xp.reshape(segment, (b, 1, self.chunks, self.size))
-            seen = seen & (segment[..., :, None] == segment[..., None, :])
-        return self.ops.keep(within, xp.broadcast_to(seen, within.shape), 0.0)
+            visible = visible & (segment[..., :, None] == segment[..., None, :])
+        return self.ops.keep(within, xp.broadcast_to(visible, within.shape), 0.0)
 
-    def _row_maxima(self, own: Array) -> tuple[Array, Array]:
+    def _row_maxima(self, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j where it is reached."""
         if isinstance(self.scores, TransportedScores):
             scores: Scores = TransportedScores(
@@ -187,37 +187,47 @@ class System:
             )
         else:
             scores = self.scores
-        xp = namespace(own)
-        maxima, places = [], []
+        xp = namespace(diagonal)
+        maxima, positions = [], []
         for a in range(self.chunks):
             i0, i1 = a * self.size, (a + 1) * self.size
-            low, high = self.sight.columns(i0, i1)
+            low, high = self.mask.columns(i0, i1)
             high = max(high, low)
-            best, place = own[:, :, i0:i1, :], arange_like(self.size, own)[:, None] + i0
-            place = xp.broadcast_to(place, best.shape)
+            best, position = (
+                diagonal[:, :, i0:i1, :],
+                arange_like(self.size, diagonal)[:, None] + i0,
+            )
+            position = xp.broadcast_to(position, best.shape)
             if low < high:
-                strip = scores.strip(i0, i1, low, high, self.room)
-                strip = self._hide(strip, i0, i1, low, high, -math.inf)
-                found = xp.max(strip, axis=-1, keepdims=True)
-                first = xp.astype(xp.argmax(strip, axis=-1)[..., None], place.dtype) + low
-                is_past = found >= best
-                best, place = xp.where(is_past, found, best), xp.where(is_past, first, place)
+                row_block = scores.row_block(i0, i1, low, high, self.workspace)
+                row_block = self._apply_mask(row_block, i0, i1, low, high, -math.inf)
+                row_max = xp.max(row_block, axis=-1, keepdims=True)
+                first = xp.astype(xp.argmax(row_block, axis=-1)[..., None], position.dtype) + low
+                is_past = row_max >= best
+                best, position = (
+                    xp.where(is_past, row_max, best),
+                    xp.where(is_past, first, position),
+                )
             maxima.append(best)
-            places.append(place)
-        return xp.concat(maxima, axis=2), xp.concat(places, axis=2)
+            positions.append(position)
+        return xp.concat(maxima, axis=2), xp.concat(positions, axis=2)
 
-    def _hide(self, strip: Array, i0: int, i1: int, low: int, high: int, otherwise: float) -> Array:
-        xp = namespace(strip)
-        b, n, rows, columns = strip.shape
-        pairs = xp.reshape(strip, (b, n, 1, rows, columns))
-        pairs = self.sight.hide(self.ops, pairs, i0, i1, low, high, otherwise)
-        return xp.reshape(pairs, strip.shape)
+    def _apply_mask(
+        self, row_block: Array, i0: int, i1: int, low: int, high: int, otherwise: float
+    ) -> Array:
+        xp = namespace(row_block)
+        b, n, rows, columns = row_block.shape
+        pairs = xp.reshape(row_block, (b, n, 1, rows, columns))
+        pairs = self.mask.apply(self.ops, pairs, i0, i1, low, high, otherwise)
+        return xp.reshape(pairs, row_block.shape)
 
     def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
         """Rows of a strip and the first key that they see: i0, i1, low."""
-        strips = list(blocks(self.chunks * self.size, self.size * _blocks_of_strip(self.leaf)))
-        for i0, i1 in reversed(strips) if reverse else strips:
-            yield i0, i1, min(self.sight.columns(i0, i1)[0], i0)
+        row_blocks = list(
+            blocks(self.chunks * self.size, self.size * _blocks_per_row_block(self.leaf))
+        )
+        for i0, i1 in reversed(row_blocks) if reverse else row_blocks:
+            yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
 
     def blocks(self, i0: int, i1: int) -> list[tuple[int, int, int]]:
         """The blocks of those rows: a, j0, j1."""
@@ -225,12 +235,12 @@ class System:
 
     def weights(self, i0: int, i1: int, low: int, high: int) -> Array:
         """Φ / `factor` (b, n, i1 − i0, high − low), 0 at hidden pairs."""
-        strip = self.scores.strip(i0, i1, low, high, self.room)
+        row_block = self.scores.row_block(i0, i1, low, high, self.workspace)
         if not isinstance(self.shift, float):
-            strip = self.ops.add(strip, -self.shift[:, :, i0:i1, :])
+            row_block = self.ops.add(row_block, -self.shift[:, :, i0:i1, :])
         elif self.shift and self.factor == 1.0:
-            strip = self.ops.add(strip, -self.shift)
-        return self._hide(self.ops.exp(strip), i0, i1, low, high, 0.0)
+            row_block = self.ops.add(row_block, -self.shift)
+        return self._apply_mask(self.ops.exp(row_block), i0, i1, low, high, 0.0)
 
 
 class PastSystem:
@@ -252,8 +262,8 @@ class PastSystem:
         self.factor = 1.0
         if self.shift <= FACTORED:
             self.shift, self.factor = 0.0, math.exp(-self.shift)
-        self.own_rms = rms(x["k"], leaf.eps) if leaf.normalize == "keys" else None
-        k = x["k"] if self.own_rms is None else x["k"] / self.own_rms
+        self.new_rms = rms(x["k"], leaf.eps) if leaf.normalize == "keys" else None
+        k = x["k"] if self.new_rms is None else x["k"] / self.new_rms
         self.queries = ops.heads_first(k * scale)
         self.keys = past_heads(past["key"], count)
         self.solved = past_heads(past["solved"], count)
@@ -266,7 +276,7 @@ class PastSystem:
         if known.offset is None or leaf.window is not None:
             valid = None if frame.k_valid is None else frame.k_valid[:, :count]
             frame = frame.replaced(k_position=frame.k_position[:, :count], k_valid=valid)
-        self.sight = Sight(frame, count, known.offset, window=leaf.window, strict=True)
+        self.mask = Mask(frame, count, known.offset, window=leaf.window, strict=True)
 
     def weights(self, part: Part, i0: int, i1: int) -> Array:
         """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
@@ -282,11 +292,11 @@ class PastSystem:
             scores = self.ops.divide(scores, self.rms[part])
         if self.shift:
             scores = self.ops.subtract(scores, self.shift)
-        if self.sight.is_plain:
+        if self.mask.is_plain:
             return scores
         xp, count = namespace(scores), scores.shape[-1]
         pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
-        pairs = self.sight.of(part[0]).hide(self.ops, pairs, i0, i1, 0, count)
+        pairs = self.mask.of(part[0]).apply(self.ops, pairs, i0, i1, 0, count)
         return xp.reshape(pairs, scores.shape)
 
 
@@ -298,18 +308,18 @@ class LucidSolveBlocks(Algorithm):
     ) -> View:
         missing = -x["k"].shape[1] % size
         names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
-        own = {name: padded(ops.heads_first(x[name]), 0, missing) for name in names}
-        k = own["k"]
+        inputs = {name: padded(ops.heads_first(x[name]), 0, missing) for name in names}
+        k = inputs["k"]
         xp = namespace(k)
         unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
-        beta = own["lucid_beta"][..., None] if leaf.beta else None
+        beta = inputs["lucid_beta"][..., None] if leaf.beta else None
         if missing or frame.k_valid is not None:
             valid = arange_like(k.shape[2], k)[None, :] < x["k"].shape[1]
             if frame.k_valid is not None:
                 valid = valid & padded(frame.k_valid, 0, missing, axis=1)
             one = xp.ones_like(k[..., :1]) if beta is None else beta
             beta = zero_where_not(valid[:, None, :, None], one)
-        return View(k, unit, own["v"], beta, own.get("w"), own.get("beta"))
+        return View(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
 
     def _size(self, leaf: Any, s: int) -> int:
         """Tokens of a block."""
@@ -324,13 +334,13 @@ class LucidSolveBlocks(Algorithm):
         # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
-        sight = Sight(frame, s, 0, window=leaf.window, strict=True)
-        room: Scratch | None = None
-        for part in head_groups(b, n, size * _blocks_of_strip(leaf) * s):
-            group, seen = view.group(part), sight.of(part[0])
+        mask = Mask(frame, s, 0, window=leaf.window, strict=True)
+        workspace: Scratch | None = None
+        for part in head_groups(b, n, size * _blocks_per_row_block(leaf) * s):
+            group, group_mask = view.group(part), mask.of(part[0])
             # The first group is the largest.
-            room = room or ops.scratch(_strip_size(leaf, group, size), view.k)
-            yield part, System(ops, leaf, group, seen, size, room, gradient=gradient)
+            workspace = workspace or ops.scratch(_row_block_size(leaf, group, size), view.k)
+            yield part, System(ops, leaf, group, group_mask, size, workspace, gradient=gradient)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
@@ -343,16 +353,18 @@ class LucidSolveBlocks(Algorithm):
             for i0, i1, low in system.rows():
                 right = v[:, :, i0:i1, :] + 0
                 if low < i0:
-                    strip = system.weights(i0, i1, low, i0)
+                    row_block = system.weights(i0, i1, low, i0)
                     known = solution[:, :, low:i0, :]
-                    right = ops.add_product(right, strip, known, -system.factor)
+                    right = ops.add_product(right, row_block, known, -system.factor)
                 for a, j0, j1 in system.blocks(i0, i1):
-                    own = right[:, :, j0 - i0 : j1 - i0, :]
+                    rhs = right[:, :, j0 - i0 : j1 - i0, :]
                     if i0 < j0:
-                        strip = system.weights(j0, j1, i0, j0)
-                        own = ops.add_product(own, strip, solution[:, :, i0:j0, :], -system.factor)
-                    own = system.times_beta(own, j0, j1)
-                    product_at(ops, solution, at(j0, j1), system.inverse[:, :, a, ...], own)
+                        row_block = system.weights(j0, j1, i0, j0)
+                        rhs = ops.add_product(
+                            rhs, row_block, solution[:, :, i0:j0, :], -system.factor
+                        )
+                    rhs = system.times_beta(rhs, j0, j1)
+                    product_at(ops, solution, at(j0, j1), system.inverse[:, :, a, ...], rhs)
             y[part] = solution
         return time_first(y)[:, :s, ...], ()
 
@@ -374,9 +386,11 @@ class LucidSolveBlocks(Algorithm):
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
-            room = ops.scratch(_strip_size(leaf, system.view, size), view.k)
+            workspace = ops.scratch(_row_block_size(leaf, system.view, size), view.k)
             for i0, i1, low in system.rows(reverse=True):
-                solved = self._pull_rows(ops, leaf, system, i0, i1, low, y[part], right[part], room)
+                solved = self._pull_rows(
+                    ops, leaf, system, i0, i1, low, y[part], right[part], workspace
+                )
                 d.v[part][:, :, i0:i1, :] = solved[0]
                 if leaf.beta:
                     d.beta[part][:, :, i0:i1, :] = solved[1]
@@ -386,12 +400,12 @@ class LucidSolveBlocks(Algorithm):
             if isinstance(scores, TransportedScores):
                 d.w[part], d.path_beta[part] = scores.extra_gradients()
         d_k = d.unit if leaf.normalize != "keys" else rms_norm_vjp(view.k, leaf.eps, d.unit)
-        found = {"k": d_k, "v": d.v}
+        result = {"k": d_k, "v": d.v}
         if d.w is not None:
-            found |= {"w": d.w, "beta": d.path_beta}
+            result |= {"w": d.w, "beta": d.path_beta}
         if leaf.beta:
-            found["lucid_beta"] = d.beta[..., 0]
-        return {name: time_first(a)[:, :s, ...] for name, a in found.items()}
+            result["lucid_beta"] = d.beta[..., 0]
+        return {name: time_first(a)[:, :s, ...] for name, a in result.items()}
 
     def _pull_rows(
         self,
@@ -403,7 +417,7 @@ class LucidSolveBlocks(Algorithm):
         low: int,
         y: Array,
         right: Array,
-        room: Scratch,
+        workspace: Scratch,
     ) -> tuple[Array, Array]:
         """dv and dβ of a strip; its part in the right sides before, and in the scores' gradient."""
         view = system.view
@@ -411,15 +425,15 @@ class LucidSolveBlocks(Algorithm):
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
         for a, j0, j1 in reversed(system.blocks(i0, i1)):
             here, before = at(j0 - i0, j1 - i0), at(i0, j0)
-            own = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, j0:j1, :])
+            x = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, j0:j1, :])
             if system.diagonal is not None:
-                own = own / system.diagonal[:, :, j0:j1, :]
-            solved[here] = own
+                x = x / system.diagonal[:, :, j0:j1, :]
+            solved[here] = x
             if view.beta is not None:
-                d_v[here] = view.beta[:, :, j0:j1, :] * own
+                d_v[here] = view.beta[:, :, j0:j1, :] * x
             if i0 < j0:
-                strip = transpose(system.weights(j0, j1, i0, j0))
-                ops.add_product_at(right, before, strip, d_v[here], -system.factor)
+                row_block = transpose(system.weights(j0, j1, i0, j0))
+                ops.add_product_at(right, before, row_block, d_v[here], -system.factor)
         weights = system.weights(i0, i1, low, i1)
         known = y[:, :, low:i1, :]
         d_beta: Array = None
@@ -428,13 +442,15 @@ class LucidSolveBlocks(Algorithm):
             residual = ops.add_product(residual, weights, known, -system.factor)
             d_beta = row_sum(solved * residual)
         if low < i0:
-            past = transpose(weights[..., : i0 - low])
-            ops.add_product_at(right, at(low, i0), past, d_v, -system.factor)
-        d_strip = ops.product(d_v * -system.factor, transpose(known), room.shaped(weights.shape))
-        d_strip = ops.multiply(d_strip, weights)
+            earlier = transpose(weights[..., : i0 - low])
+            ops.add_product_at(right, at(low, i0), earlier, d_v, -system.factor)
+        d_row_block = ops.product(
+            d_v * -system.factor, transpose(known), workspace.shaped(weights.shape)
+        )
+        d_row_block = ops.multiply(d_row_block, weights)
         if system.diagonal is not None:
-            d_strip = d_strip + self._of_diagonal(leaf, system, i0, i1, low, d_v, y)
-        system.scores.pull(i0, i1, low, i1, d_strip)
+            d_row_block = d_row_block + self._of_diagonal(leaf, system, i0, i1, low, d_v, y)
+        system.scores.pull(i0, i1, low, i1, d_row_block)
         return d_v, d_beta
 
     def step(
@@ -456,15 +472,15 @@ class LucidSolveBlocks(Algorithm):
         size = block_size(t)
         for part in head_groups(b, n, size * max(known.count, 1)):
             for i0, i1 in blocks(t, size):
-                own = v[part][:, :, i0:i1, :]
+                rhs = v[part][:, :, i0:i1, :]
                 if known.count:
-                    strip = new.weights(part, i0, i1)
-                    own = ops.add_product(own + 0, strip, new.solved[part], -new.factor)
-                right[part][:, :, i0:i1, :] = own
+                    row_block = new.weights(part, i0, i1)
+                    rhs = ops.add_product(rhs + 0, row_block, new.solved[part], -new.factor)
+                right[part][:, :, i0:i1, :] = rhs
         y = self.among_new(ops, leaf, x, right, known, frame)
         updates = {"key": Append(x["k"]), "solved": Append(y)}
-        if new.own_rms is not None:
-            updates["rms"] = Append(new.own_rms[..., 0])
+        if new.new_rms is not None:
+            updates["rms"] = Append(new.new_rms[..., 0])
         return y, updates
 
     def among_new(
@@ -494,25 +510,25 @@ class LucidSolveBlocks(Algorithm):
     ) -> Array:
         """What reaches the scores through δ, and through the maximum of a row."""
         column = arange_like(i1, y)[low:]
-        own = column == arange_like(i1, y)[i0:i1, None]
+        is_diagonal = column == arange_like(i1, y)[i0:i1, None]
         assert system.diagonal is not None
-        d_own = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
-        d_strip = zero_where_not(own, -d_own)
+        d_diagonal = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
+        d_row_block = zero_where_not(is_diagonal, -d_diagonal)
         if system.at_maximum is not None and not leaf.detach_max:
             first = system.at_maximum[:, :, i0:i1, :] == column
             d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
-            d_strip = d_strip + zero_where_not(first, d_maximum)
-        return d_strip
+            d_row_block = d_row_block + zero_where_not(first, d_maximum)
+        return d_row_block
 
 
-def _blocks_of_strip(leaf: Any) -> int:
+def _blocks_per_row_block(leaf: Any) -> int:
     """How many blocks high a strip is. A transported one is a chunk of reflections."""
     return 1 if isinstance(leaf.metric, Transported) else 2
 
 
-def _strip_size(leaf: Any, view: View, size: int) -> int:
+def _row_block_size(leaf: Any, view: View, size: int) -> int:
     """Numbers in the largest strip of these heads."""
-    return math.prod(view.k.shape[:3]) * size * _blocks_of_strip(leaf)
+    return math.prod(view.k.shape[:3]) * size * _blocks_per_row_block(leaf)
 
 
 def _padded_frame(frame: Frame, s: int) -> Frame:

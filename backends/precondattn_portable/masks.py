@@ -16,7 +16,7 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)
-class Sight:
+class Mask:
     """The frame of some sequences, and what the mechanism says."""
 
     frame: Frame
@@ -40,7 +40,7 @@ class Sight:
             high = min(high, self.offset + i1 - 1 + self.window)
         return low, max(high, low)
 
-    def of(self, sequences: slice) -> Sight:
+    def of(self, sequences: slice) -> Mask:
         """Of some sequences of the batch."""
         frame = Frame(
             *(
@@ -48,7 +48,7 @@ class Sight:
                 for a in self.frame.arrays
             )
         )
-        return Sight(frame, self.keys, self.offset, self.causal, self.window, self.strict)
+        return Mask(frame, self.keys, self.offset, self.causal, self.window, self.strict)
 
     @property
     def is_plain(self) -> bool:
@@ -58,10 +58,10 @@ class Sight:
             self.offset is not None and self.window is None and all(mask is None for mask in masks)
         )
 
-    def hide(
+    def apply(
         self,
         ops: Arithmetic,
-        strip: Array,
+        row_block: Array,
         i0: int,
         i1: int,
         low: int,
@@ -74,25 +74,25 @@ class Sight:
             assert self.offset is not None
             start = max(low, self.offset + i0 + 1 - self.strict) if self.causal else high
         if start >= high:
-            return strip
-        part = strip[..., start - low :]
-        strip[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), otherwise)
-        return strip
+            return row_block
+        part = row_block[..., start - low :]
+        row_block[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), otherwise)
+        return row_block
 
     def visible(self, i0: int, i1: int, low: int, high: int) -> Array:
         """(b or 1, 1, 1, i1 − i0, high − low)"""
         rows, columns = slice(i0, i1), slice(low, high)
 
-        def cut(array: Array | None, part: slice) -> Array | None:
+        def part_of(array: Array | None, part: slice) -> Array | None:
             return None if array is None else array[:, part]
 
         frame = Frame(
-            cut(self.frame.q_position, rows),
-            cut(self.frame.k_position, columns),
-            cut(self.frame.q_valid, rows),
-            cut(self.frame.k_valid, columns),
-            cut(self.frame.q_segment, rows),
-            cut(self.frame.k_segment, columns),
+            part_of(self.frame.q_position, rows),
+            part_of(self.frame.k_position, columns),
+            part_of(self.frame.q_valid, rows),
+            part_of(self.frame.k_valid, columns),
+            part_of(self.frame.q_segment, rows),
+            part_of(self.frame.k_segment, columns),
         )
-        seen = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
-        return seen[:, :, None, :, :]
+        visible = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
+        return visible[:, :, None, :, :]

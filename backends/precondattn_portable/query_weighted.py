@@ -32,7 +32,7 @@ from precondattn_portable.layout import (
     ungrouped,
     zero_padding,
 )
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
 
@@ -40,22 +40,22 @@ from precondattn_portable.scores import block_of_rows
 class QueryWeighted(Algorithm):
     """Of `QueryWeightedQuery`."""
 
-    def _strips(
+    def _row_blocks(
         self, ops: Arithmetic, leaf: Any, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
         """part, i0, i1, high, p and s̃ of every block of queries."""
         xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]
-        sight, size = Sight(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
+        mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
-            seen = sight.of(part[0])
+            group_mask = mask.of(part[0])
             for i0, i1 in blocks(t, size):
-                _, high = sight.columns(i0, i1)
+                _, high = mask.columns(i0, i1)
                 rows = block_of_rows(q[part], i0, i1)
                 scores = ops.product(rows, transpose(k[part][at(0, high)]))
                 logits = xp.reshape(scores / leaf.tau, (*q[part].shape[:3], i1 - i0, high))
-                logits = xp.reshape(seen.hide(ops, logits, i0, i1, 0, high), scores.shape)
+                logits = xp.reshape(group_mask.apply(ops, logits, i0, i1, 0, high), scores.shape)
                 p, total, _ = exponentials(ops, logits)
                 p = ops.multiply(p, 1.0 / total)
                 yield part, i0, i1, high, p, ops.add(scores, -row_sum(p * scores))
@@ -74,10 +74,10 @@ class QueryWeighted(Algorithm):
         q, k, contraction = self._units(ops, leaf, x)
         xp = namespace(q)
         c = ops.empty(q.shape, q)
-        for part, i0, i1, high, p, centred in self._strips(ops, leaf, q, k, frame):
-            found = ops.product(ops.multiply(p, centred), k[part][at(0, high)])
+        for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
+            result = ops.product(ops.multiply(p, centred), k[part][at(0, high)])
             where = rows_at(part, i0, i1)
-            c[where] = xp.reshape(found, c[where].shape)
+            c[where] = xp.reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
 
     def backward(
@@ -96,7 +96,7 @@ class QueryWeighted(Algorithm):
         h = -contraction * g
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)
-        for part, i0, i1, high, p, centred in self._strips(ops, leaf, q, k, frame):
+        for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
             keys, where = k[part][at(0, high)], rows_at(part, i0, i1)
             rows_q, rows_h = block_of_rows(q[part], i0, i1), block_of_rows(h[part], i0, i1)
             u = ops.product(rows_h, transpose(keys))

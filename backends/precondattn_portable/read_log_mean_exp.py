@@ -50,23 +50,23 @@ class LogMeanExpRead:
         if gradient:
             self.d_v = ops.zeros(v.shape, v)
 
-    def forward(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
+    def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
         """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
-        xp = namespace(strip)
+        xp = namespace(row_block)
         if not self.is_narrow:
-            return self._merged(strip, low, high)
-        some = xp.max(strip, axis=-1, keepdims=True) > -xp.inf
-        strip, total, log_total = exponentials(self.ops, strip)
-        mean = self.ops.product(strip, self.weights[:, :, low:high, :]) / total
+            return self._merged(row_block, low, high)
+        some = xp.max(row_block, axis=-1, keepdims=True) > -xp.inf
+        row_block, total, log_total = exponentials(self.ops, row_block)
+        mean = self.ops.product(row_block, self.weights[:, :, low:high, :]) / total
         o = self.shift + xp.log(xp.where(some, mean, 1.0))
         return xp.where(some, o, 0.0), log_total
 
-    def _merged(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
-        xp = namespace(strip)
+    def _merged(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
+        xp = namespace(row_block)
         largest: Array = None
         total: Array = None
         for start, stop, is_narrow in self._blocks(low, high):
-            scores, v = strip[..., start - low : stop - low], self.v[:, :, start:stop, :]
+            scores, v = row_block[..., start - low : stop - low], self.v[:, :, start:stop, :]
             if is_narrow:
                 mu, nu = _largest(scores, -1), _largest(v, 2)
                 part = xp.exp(scores - finite_or_zero(mu)) @ xp.exp(v - nu)
@@ -84,7 +84,7 @@ class LogMeanExpRead:
             largest = merged
         some = largest > -xp.inf
         log_sum = finite_or_zero(largest) + xp.log(xp.where(some, total, 1.0))
-        _, _, log_total = exponentials(self.ops, strip)
+        _, _, log_total = exponentials(self.ops, row_block)
         return xp.where(some, log_sum - log_total, 0.0), log_total
 
     def _blocks(self, low: int, high: int) -> Iterator[tuple[int, int, bool]]:
@@ -100,28 +100,28 @@ class LogMeanExpRead:
 
     def backward(
         self,
-        strip: Array,
+        row_block: Array,
         log_total: Array,
         low: int,
         high: int,
         o: Array,
         d_o: Array,
-        room: Scratch,
+        workspace: Scratch,
     ) -> Array:
         """dS, from those scores; dv is added to `d_v`."""
         if not self.is_narrow:
-            return self._merged_backward(strip, log_total, low, high, o, d_o)
-        weights = self.ops.exp(self.ops.add(strip, -log_total))
+            return self._merged_backward(row_block, log_total, low, high, o, d_o)
+        weights = self.ops.exp(self.ops.add(row_block, -log_total))
         g = d_o * namespace(o).exp(self.shift - o)
         self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), g)
         d_weights = self.ops.product(
-            g, transpose(self.weights[:, :, low:high, :]), room.shaped(strip.shape)
+            g, transpose(self.weights[:, :, low:high, :]), workspace.shaped(row_block.shape)
         )
         d_weights = self.ops.add(d_weights, -row_sum(d_o))
         return self.ops.multiply(d_weights, weights)
 
     def _merged_backward(
-        self, strip: Array, log_total: Array, low: int, high: int, o: Array, d_o: Array
+        self, row_block: Array, log_total: Array, low: int, high: int, o: Array, d_o: Array
     ) -> Array:
         """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
@@ -131,9 +131,9 @@ class LogMeanExpRead:
 
         α no larger than what keeps p ≤ e^R. Then |g| ≤ |do|, since o ≥ max_j(S − λ) + ν − R.
         """
-        xp = namespace(strip)
-        log_weights = strip - log_total
-        d_strip = -row_sum(d_o) * xp.exp(log_weights)
+        xp = namespace(row_block)
+        log_weights = row_block - log_total
+        d_row_block = -row_sum(d_o) * xp.exp(log_weights)
         for start, stop, is_narrow in self._blocks(low, high):
             here = slice(start - low, stop - low)
             logs, v = log_weights[..., here], self.v[:, :, start:stop, :]
@@ -150,8 +150,8 @@ class LogMeanExpRead:
                 weighted = d_o[:, :, :, None, :] * posterior
                 d_v, d_scores = xp.sum(weighted, axis=2), xp.sum(weighted, axis=-1)
             self.d_v[:, :, start:stop, :] = self.d_v[:, :, start:stop, :] + d_v
-            d_strip[..., here] = d_strip[..., here] + d_scores
-        return d_strip
+            d_row_block[..., here] = d_row_block[..., here] + d_scores
+        return d_row_block
 
     def finish(self) -> Array:
         """dv"""

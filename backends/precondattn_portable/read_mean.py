@@ -13,14 +13,14 @@ from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import at
 
 
-def exponentials(ops: Arithmetic, strip: Array) -> tuple[Array, Array, Array]:
+def exponentials(ops: Arithmetic, row_block: Array) -> tuple[Array, Array, Array]:
     """e^{S − m}, its sum over each row (1 where nothing is visible), and λ (0 there)."""
-    xp = namespace(strip)
-    shift = finite_or_zero(xp.max(strip, axis=-1, keepdims=True))
-    strip = ops.exp(ops.add(strip, -shift))
-    total = row_sum(strip)
+    xp = namespace(row_block)
+    shift = finite_or_zero(xp.max(row_block, axis=-1, keepdims=True))
+    row_block = ops.exp(ops.add(row_block, -shift))
+    total = row_sum(row_block)
     total = xp.where(total > 0, total, 1.0)
-    return strip, total, shift + xp.log(total)
+    return row_block, total, shift + xp.log(total)
 
 
 class MeanRead:
@@ -31,27 +31,27 @@ class MeanRead:
         if gradient:
             self.d_v = ops.zeros(v.shape, v)
 
-    def forward(self, strip: Array, low: int, high: int) -> tuple[Array, Array]:
+    def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
         """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
-        strip, total, log_total = exponentials(self.ops, strip)
-        o = self.ops.product(strip, self.v[:, :, low:high, :])
+        row_block, total, log_total = exponentials(self.ops, row_block)
+        o = self.ops.product(row_block, self.v[:, :, low:high, :])
         return self.ops.multiply(o, 1.0 / total), log_total
 
     def backward(
         self,
-        strip: Array,
+        row_block: Array,
         log_total: Array,
         low: int,
         high: int,
         o: Array,
         d_o: Array,
-        room: Scratch,
+        workspace: Scratch,
     ) -> Array:
         """dS, from those scores; dv is added to `d_v`."""
-        weights = self.ops.exp(self.ops.add(strip, -log_total))
+        weights = self.ops.exp(self.ops.add(row_block, -log_total))
         self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), d_o)
         d_weights = self.ops.product(
-            d_o, transpose(self.v[:, :, low:high, :]), room.shaped(strip.shape)
+            d_o, transpose(self.v[:, :, low:high, :]), workspace.shaped(row_block.shape)
         )
         d_weights = self.ops.add(d_weights, -row_sum(d_o * o))
         return self.ops.multiply(d_weights, weights)

@@ -24,11 +24,11 @@ class Scores(Protocol):
     d_q: Array
     d_k: Array
 
-    def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
+    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
         """Of the queries i0 … i1 − 1 and the keys low … high − 1."""
         ...
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
+    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
         """Add what the gradient of the last strip means for queries and keys."""
         ...
 
@@ -47,15 +47,15 @@ class DotScores:
         if gradient:
             self.d_q, self.d_k = ops.zeros(q.shape, q), ops.zeros(k.shape, k)
 
-    def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
+    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
         rows = block_of_rows(self.q, i0, i1)
         shape = (*rows.shape[:3], high - low)
         keys = transpose(self.k[:, :, low:high, :])
-        return self.ops.product(rows, keys, room.shaped(shape))
+        return self.ops.product(rows, keys, workspace.shaped(shape))
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
+    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
         rows = block_of_rows(self.q, i0, i1)
-        d_rows = self.ops.product(d_strip, self.k[:, :, low:high, :])
+        d_rows = self.ops.product(d_row_block, self.k[:, :, low:high, :])
         xp = namespace(d_rows)
         self.d_q[:, :, :, i0:i1, :] = xp.reshape(d_rows, self.q[:, :, :, i0:i1, :].shape)
-        self.ops.add_product_at(self.d_k, at(low, high), transpose(d_strip), rows)
+        self.ops.add_product_at(self.d_k, at(low, high), transpose(d_row_block), rows)

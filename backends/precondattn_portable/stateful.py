@@ -59,7 +59,7 @@ class StatefulAlgorithm(Algorithm):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        found: tuple[Arrays, Arrays] = leaf.run_vjp(
+        result: tuple[Arrays, Arrays] = leaf.run_vjp(
             past, x, frame, cotangent, d_buffers, self.form(ops)
         )
-        return found
+        return result

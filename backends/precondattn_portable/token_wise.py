@@ -18,8 +18,8 @@ class AsDefined(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        found: tuple[Array, Residuals] = leaf.forward(x, frame)
-        return found
+        result: tuple[Array, Residuals] = leaf.forward(x, frame)
+        return result
 
     def backward(
         self,
@@ -42,8 +42,8 @@ class AsDefined(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        found: tuple[Array, Updates] = leaf.step(past, x, frame)
-        return found
+        result: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return result
 
     def step_backward(
         self,
@@ -55,5 +55,5 @@ class AsDefined(Algorithm):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        found: tuple[Arrays, Arrays] = leaf.step_backward(past, x, frame, cotangent, d_buffers)
-        return found
+        result: tuple[Arrays, Arrays] = leaf.step_backward(past, x, frame, cotangent, d_buffers)
+        return result

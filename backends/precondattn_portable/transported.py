@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     """P"""
     q: Array
     """(…, r size, d): rows of all the query heads of a key head"""
-    seen: Array
+    q_w: Array
     """B"""
     start: Array
     """Q̃"""
@@ -73,14 +73,14 @@ class TransportedScores:
         w: Array | None,
         beta: Array | None,
         size: int,
-        room: Scratch,
+        workspace: Scratch,
         *,
-        chunks_of_strip: int = 1,
+        chunks_per_row_block: int = 1,
         gradient: bool = False,
     ) -> None:
         assert w is not None
         assert beta is not None
-        self.chunks_of_strip = chunks_of_strip
+        self.chunks_per_row_block = chunks_per_row_block
         self.ops, self.size, self.length = ops, size, k.shape[2]
         missing = -self.length % size
         b, n, _, d = k.shape
@@ -89,7 +89,7 @@ class TransportedScores:
         self.shape = (b, n, self.chunks * size, d)
         self.q = q
         self.all = self._matrices(
-            padded(q, 0, missing, axis=3), *(padded(a, 0, missing) for a in (k, w, beta)), room
+            padded(q, 0, missing, axis=3), *(padded(a, 0, missing) for a in (k, w, beta)), workspace
         )
         self.gradient = gradient
         if gradient:
@@ -99,25 +99,25 @@ class TransportedScores:
             self.d_whole = ops.zeros(self.all.whole.shape, k)
             self.is_finished = False
         else:
-            self.carried, self.next = (self._zeros(room, name) for name in ("carried", "next"))
+            self.carried, self.next = (self._zeros(workspace, name) for name in ("carried", "next"))
             self.at = 0
 
-    def _zeros(self, room: Scratch, name: str) -> Array:
+    def _zeros(self, workspace: Scratch, name: str) -> Array:
         """Of the keys' shape."""
-        found = room.shaped(self.shape, name)
-        if found is None:
+        result = workspace.shaped(self.shape, name)
+        if result is None:
             return self.ops.zeros(self.shape, self.q)
-        found[...] = 0.0
-        return found
+        result[...] = 0.0
+        return result
 
-    def _matrices(self, q: Array, k: Array, w: Array, beta: Array, room: Scratch) -> Chunk:
+    def _matrices(self, q: Array, k: Array, w: Array, beta: Array, workspace: Scratch) -> Chunk:
         """Of every chunk, in stacks."""
         ops, xp, size = self.ops, namespace(k), self.size
         b, n, _, d = self.shape
         k, w = (xp.reshape(a, (b, n, self.chunks, size, d)) for a in (k, w))
         beta = xp.reshape(beta, (b, n, self.chunks, size, 1))
         scaled, each = beta * w, (b, n, self.chunks, size, size)
-        pairs, inverse, products = (room.shaped(each, a) for a in ("pairs", "inverse", "zr"))
+        pairs, inverse, products = (workspace.shaped(each, a) for a in ("pairs", "inverse", "zr"))
         overlap = ops.lower(ops.product(scaled, transpose(w), pairs), -1)
         m = unit_lower_inverse(ops, overlap, inverse)
         zr = ops.product(m, ops.lower(ops.product(scaled, transpose(k), pairs), -1), products)
@@ -129,11 +129,11 @@ class TransportedScores:
         q = xp.reshape(q, (b, n, self.r, self.chunks, size, d))
         q = xp.reshape(xp.permute_dims(q, (0, 1, 3, 2, 4, 5)), (b, n, self.chunks, -1, d))
         each = (*q.shape[:4], size)
-        seen = self._lower(ops.product(q, transpose(w), room.shaped(each, "pairs")))
-        start = ops.add_product(q + 0, seen, zw, -1.0)
-        local = ops.product(q, transpose(k), room.shaped(each, "local"))
-        local = ops.add_product(local, seen, zr, -1.0)
-        return Chunk(k, w, beta, m, zr, zw, keys, whole, q, seen, start, local)
+        q_w = self._lower(ops.product(q, transpose(w), workspace.shaped(each, "pairs")))
+        start = ops.add_product(q + 0, q_w, zw, -1.0)
+        local = ops.product(q, transpose(k), workspace.shaped(each, "local"))
+        local = ops.add_product(local, q_w, zr, -1.0)
+        return Chunk(k, w, beta, m, zr, zw, keys, whole, q, q_w, start, local)
 
     def _at(self, a: int) -> Any:
         return at(a * self.size, (a + 1) * self.size)
@@ -153,14 +153,14 @@ class TransportedScores:
         """A_aa of every chunk, q being one query head (b, n, chunks, size, size)."""
         return self.all.local + 0
 
-    def strip(self, i0: int, i1: int, low: int, high: int, room: Scratch) -> Array:
+    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
         first, last = i0 // self.size, -(-i1 // self.size)
         if self.gradient:
-            strip = self._strip_of_carried_queries(first, low, high, room)
+            row_block = self._row_block_of_carried_queries(first, low, high, workspace)
         else:
             self._carry_to(first)
-            strip = self._strip_of_carried_keys(first, last, low, high, room)
-        return self._rows(strip, (last - first) * self.size, i1 - i0)
+            row_block = self._row_block_of_carried_keys(first, last, low, high, workspace)
+        return self._rows(row_block, (last - first) * self.size, i1 - i0)
 
     def _rows(self, x: Array, rows: int, count: int) -> Array:
         """The first `count` rows of each query head (b, n, r rows, c)."""
@@ -178,8 +178,8 @@ class TransportedScores:
         rows = -(-(i1 - i0) // self.size) * self.size
         return self._rows(self.start, rows, i1 - i0), self.carried
 
-    def _strip_of_carried_keys(
-        self, first: int, last: int, low: int, high: int, room: Scratch
+    def _row_block_of_carried_keys(
+        self, first: int, last: int, low: int, high: int, workspace: Scratch
     ) -> Array:
         """Of chunks first … last − 1 and the keys that are carried to the start of the first."""
         ops, size, xp = self.ops, self.size, namespace(self.carried)
@@ -187,102 +187,104 @@ class TransportedScores:
         within, starts = [], []
         for a in range(first, last):
             x = self.all.start[at_chunk(a)]
-            own = [self.all.local[at_chunk(a)]]
+            tiles = [self.all.local[at_chunk(a)]]
             for c in range(a - 1, first - 1, -1):
-                own.insert(0, ops.product(x, transpose(self.all.keys[at_chunk(c)])))
+                tiles.insert(0, ops.product(x, transpose(self.all.keys[at_chunk(c)])))
                 x = ops.product(x, self.all.whole[at_chunk(c)])
-            within.append(own)
+            within.append(tiles)
             starts.append(xp.reshape(x, (b, n, r, 1, size, x.shape[3])))
         start = starts[0] if height == 1 else xp.concat(starts, axis=3)
         self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
         # With the block's own keys, overwritten below: products fill memory in one piece faster.
-        room_of_strip = room.shaped((*start.shape[:3], high - low))
-        strip = ops.product(start, transpose(self.carried[at(low, high)]), room_of_strip)
-        pieces = xp.reshape(strip, (b, n, r, height, size, high - low))
-        for i, own in enumerate(within):
-            for c, piece in enumerate(own, first):
+        workspace_of_scores = workspace.shaped((*start.shape[:3], high - low))
+        row_block = ops.product(start, transpose(self.carried[at(low, high)]), workspace_of_scores)
+        pieces = xp.reshape(row_block, (b, n, r, height, size, high - low))
+        for i, tiles in enumerate(within):
+            for c, piece in enumerate(tiles, first):
                 j0, j1 = c * size - low, min((c + 1) * size, high) - low
                 if j0 < j1:
                     piece = xp.reshape(piece, (b, n, r, size, size))
                     pieces[:, :, :, i, :, j0:j1] = piece[..., : j1 - j0]
-        return xp.reshape(pieces, strip.shape)
+        return xp.reshape(pieces, row_block.shape)
 
     def _carry_to(self, a: int) -> None:
         """The keys in front of chunk a as its queries see them."""
         ops = self.ops
         while self.at < a:
-            first, stop = self.at, min(self.at + self.chunks_of_strip, a)
+            first, stop = self.at, min(self.at + self.chunks_per_row_block, a)
             whole: Array = None  # All reflections of chunks c … stop − 1.
             for c in range(stop - 1, first - 1, -1):
-                keys, own = self.all.keys[at_chunk(c)], self.all.whole[at_chunk(c)]
+                keys, chunk_whole = self.all.keys[at_chunk(c)], self.all.whole[at_chunk(c)]
                 if whole is not None:
                     keys = ops.product(keys, transpose(whole))
                 self.next[self._at(c)] = keys
-                whole = own if whole is None else ops.product(whole, own)
+                whole = chunk_whole if whole is None else ops.product(whole, chunk_whole)
             old = at(0, first * self.size)
             product_at(ops, self.next, old, self.carried[old], transpose(whole))
             self.carried, self.next = self.next, self.carried
             self.at = stop
 
-    def _strip_of_carried_queries(self, a: int, low: int, high: int, room: Scratch) -> Array:
+    def _row_block_of_carried_queries(
+        self, a: int, low: int, high: int, workspace: Scratch
+    ) -> Array:
         """Of chunk a; its queries are kept for `pull` as each earlier chunk sees them."""
         x, local = self.all.start[at_chunk(a)], self.all.local[at_chunk(a)]
         shape = (*x.shape[:3], high - low)
-        strip = room.shaped(shape)
-        strip = self.ops.empty(shape, x) if strip is None else strip
+        row_block = workspace.shaped(shape)
+        row_block = self.ops.empty(shape, x) if row_block is None else row_block
         old = min(a * self.size, high)
         if high > old:
-            strip[..., old - low :] = local[..., : high - old]
+            row_block[..., old - low :] = local[..., : high - old]
         self.x: dict[int, Array] = {}
         for b in range(a - 1, low // self.size - 1, -1):
             self.x[b] = x
             first = max(low - b * self.size, 0)
             keys = transpose(self.all.keys[at_chunk(b, slice(first, old - b * self.size))])
             begin = b * self.size + first - low
-            strip[..., begin : begin + keys.shape[3]] = self.ops.product(x, keys)
+            row_block[..., begin : begin + keys.shape[3]] = self.ops.product(x, keys)
             if b * self.size > low:
                 x = self.ops.product(x, self.all.whole[at_chunk(b)])
-        return strip
+        return row_block
 
     # ------------------------------------------------------------------------- its gradient
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_strip: Array) -> None:
+    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
         a, size, ops = i0 // self.size, self.size, self.ops
         chunk, here = self._chunk(a), self._at(a)
-        xp = namespace(d_strip)
+        xp = namespace(d_row_block)
         (b, n), r = self.shape[:2], self.r
         if i1 - i0 < size:
-            d_strip = xp.reshape(d_strip, (b, n, r, i1 - i0, high - low))
-            d_strip = padded(d_strip, 0, size - (i1 - i0), axis=3)
-            d_strip = xp.reshape(d_strip, (b, n, r * size, high - low))
+            d_row_block = xp.reshape(d_row_block, (b, n, r, i1 - i0, high - low))
+            d_row_block = padded(d_row_block, 0, size - (i1 - i0), axis=3)
+            d_row_block = xp.reshape(d_row_block, (b, n, r * size, high - low))
         old = min(a * size, high)
-        q, seen = chunk.q, chunk.seen
-        d_q, d_seen = ops.zeros(q.shape, q), ops.zeros(seen.shape, q)
+        q, q_w = chunk.q, chunk.q_w
+        d_q, d_q_w = ops.zeros(q.shape, q), ops.zeros(q_w.shape, q)
         d_zr, d_zw = ops.zeros(chunk.zr.shape, q), ops.zeros(chunk.zw.shape, q)
         if low < old:  # Q̃ = q − B (Z w)
-            d_q = self._pull_past(low, old, d_strip)
-            d_seen = ops.add_product(d_seen, d_q, transpose(chunk.zw), -1.0)
-            d_zw = ops.add_product(d_zw, transpose(seen), d_q, -1.0)
+            d_q = self._pull_past(low, old, d_row_block)
+            d_q_w = ops.add_product(d_q_w, d_q, transpose(chunk.zw), -1.0)
+            d_zw = ops.add_product(d_zw, transpose(q_w), d_q, -1.0)
         if high > old:  # A_aa = q kᵀ − B (Z R)
-            d_local = padded(d_strip[..., old - low :], 0, size - (high - old), axis=3)
+            d_local = padded(d_row_block[..., old - low :], 0, size - (high - old), axis=3)
             d_q = ops.add_product(d_q, d_local, chunk.k)
             ops.add_product_at(self.d_k_padded, here, transpose(d_local), q)
-            d_seen = ops.add_product(d_seen, d_local, transpose(chunk.zr), -1.0)
-            d_zr = ops.add_product(d_zr, transpose(seen), d_local, -1.0)
-        d_seen = self._lower(d_seen)
-        d_q = ops.add_product(d_q, d_seen, chunk.w)
-        ops.add_product_at(self.d_w, here, transpose(d_seen), q)
+            d_q_w = ops.add_product(d_q_w, d_local, transpose(chunk.zr), -1.0)
+            d_zr = ops.add_product(d_zr, transpose(q_w), d_local, -1.0)
+        d_q_w = self._lower(d_q_w)
+        d_q = ops.add_product(d_q, d_q_w, chunk.w)
+        ops.add_product_at(self.d_w, here, transpose(d_q_w), q)
         self._pull_chunk(a, chunk, d_zr, d_zw)
         rows = slice(a * size, (a + 1) * size)
         self.d_q_padded[:, :, :, rows, :] = xp.reshape(d_q, (b, n, r, size, d_q.shape[3]))
 
-    def _pull_past(self, low: int, old: int, d_strip: Array) -> Array:
+    def _pull_past(self, low: int, old: int, d_row_block: Array) -> Array:
         """dQ̃, from the scores with earlier chunks; their dK̃ and dP are added to."""
         ops, size = self.ops, self.size
         y: Array = None
         for c, x in sorted(self.x.items()):
             first, last = max(c * size, low), min((c + 1) * size, old)
-            piece = d_strip[..., first - low : last - low]
+            piece = d_row_block[..., first - low : last - low]
             ops.add_product_at(self.d_keys, at(first, last), transpose(piece), x)
             keys = self.all.keys[at_chunk(c, slice(first - c * size, last - c * size))]
             d_x = ops.product(piece, keys)

@@ -21,7 +21,7 @@ from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import bias_of_filled, filled, past_heads, read_of_parts
 from precondattn_portable.layout import grouped_bias, grouped_queries, padded, time_first, ungrouped
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -32,8 +32,8 @@ def transported_step(
     known = filled(frame, past["key"].shape[1])
     start, flush = known.offset, leaf.flush
     if start is None:  # Sequences of several lengths are flushed at several places.
-        found: tuple[Array, Updates] = leaf.step(past, x, frame)
-        return found
+        result: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return result
     xp, (t, n, d) = namespace(x["k"]), x["k"].shape[1:]
     waiting = start % flush
     flushed = start - waiting
@@ -49,21 +49,21 @@ def transported_step(
 
     q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
     rows = xp.reshape(q, (*q.shape[:2], -1, d))
-    seen = xp.reshape(ops.product(rows, transpose(w)), (*q.shape[:4], waiting + t))
-    seen = xp.reshape(ops.lower(seen, waiting), (*rows.shape[:3], waiting + t))
-    seen_z = ops.product(seen, z)
+    q_w = xp.reshape(ops.product(rows, transpose(w)), (*q.shape[:4], waiting + t))
+    q_w = xp.reshape(ops.lower(q_w, waiting), (*rows.shape[:3], waiting + t))
+    q_w_z = ops.product(q_w, z)
     local = ops.product(rows, transpose(recent))
-    behind = ops.lower(ops.product(w, transpose(recent)), -1)
-    local = ops.add_product(local, seen_z, behind, -1.0)
-    far = ops.add_product(rows + 0, seen_z, w, -1.0)
-    strip = xp.concat([ops.product(far, transpose(keys[:, :, :flushed, :])), local], axis=3)
+    w_k = ops.lower(ops.product(w, transpose(recent)), -1)
+    local = ops.add_product(local, q_w_z, w_k, -1.0)
+    far = ops.add_product(rows + 0, q_w_z, w, -1.0)
+    row_block = xp.concat([ops.product(far, transpose(keys[:, :, :flushed, :])), local], axis=3)
 
-    pairs = xp.reshape(strip, (*q.shape[:4], start + t))
+    pairs = xp.reshape(row_block, (*q.shape[:4], start + t))
     if leaf.bias:
         pairs = pairs + grouped_bias(bias_of_filled(x["bias"], frame, known), n)
-    sight = Sight(known.frame, start + t, start, window=leaf.window)
-    strip = xp.reshape(sight.hide(ops, pairs, 0, t, 0, start + t), strip.shape)
-    o = read_of_parts(ops, leaf, strip, (past_heads(past["value"], start), v))
+    mask = Mask(known.frame, start + t, start, window=leaf.window)
+    row_block = xp.reshape(mask.apply(ops, pairs, 0, t, 0, start + t), row_block.shape)
+    o = read_of_parts(ops, leaf, row_block, (past_heads(past["value"], start), v))
     out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
 
     updates: Updates = {"value": Append(x["v"])}
@@ -71,11 +71,11 @@ def transported_step(
     count = now - flushed
     if count:
         w_now, z_now = w[:, :, :count, :], z[:, :, :count, :count]
-        through = ops.product(keys[:, :, :flushed, :], transpose(w_now))
-        through = ops.product(through, transpose(z_now))
-        old = ops.add_product(keys[:, :, :flushed, :] + 0, through, w_now, -1.0)
-        through = transpose(ops.product(z_now, behind[:, :, :count, :]))
-        recent = ops.add_product(recent, through, w_now, -1.0)
+        reflected = ops.product(keys[:, :, :flushed, :], transpose(w_now))
+        reflected = ops.product(reflected, transpose(z_now))
+        old = ops.add_product(keys[:, :, :flushed, :] + 0, reflected, w_now, -1.0)
+        reflected = transpose(ops.product(z_now, w_k[:, :, :count, :]))
+        recent = ops.add_product(recent, reflected, w_now, -1.0)
         old = time_first(xp.concat([old, recent[:, :, :waiting, :]], axis=2))
         whole = xp.concat([old, past["key"][:, start:, ...]], axis=1)
         updates["key"] = Rewrite(whole, time_first(recent[:, :, waiting:, :]))

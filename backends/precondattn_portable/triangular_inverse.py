@@ -33,9 +33,9 @@ def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None)
         count = whole // LEAF if rows == LEAF else 1
         if not rows or start + rows > size:
             continue
-        places = [slice(start + rows * i, start + rows * (i + 1)) for i in range(count)]
-        blocks = _row_by_row(ops, xp.stack([flat[:, at, at] for at in places]))
-        for i, at in enumerate(places):
+        ranges = [slice(start + rows * i, start + rows * (i + 1)) for i in range(count)]
+        blocks = _row_by_row(ops, xp.stack([flat[:, at, at] for at in ranges]))
+        for i, at in enumerate(ranges):
             inverse[:, at, at] = blocks[i, ...]
     width = LEAF
     while width < size:
@@ -57,11 +57,11 @@ def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
     xp = namespace(strict)
     size = strict.shape[-1]
     strict = ops.multiply(xp.permute_dims(strict, (2, 3, 0, 1)) + 0.0, -1.0)
-    found = ops.zeros(strict.shape, strict)
+    inverse = ops.zeros(strict.shape, strict)
     for i in range(1, size):
         # Row i of X = I − strict X, without its diagonal.
-        found[i, :i, ...] = strict[i, :i, ...]
+        inverse[i, :i, ...] = strict[i, :i, ...]
         if i > 1:
-            found[i, :i, ...] += xp.sum(strict[i, 1:i, None, ...] * found[1:i, :i, ...], axis=0)
-    found = ops.add(found, identity_like(strict[..., 0, 0])[..., None, None])
-    return xp.permute_dims(found, (2, 3, 0, 1))
+            inverse[i, :i, ...] += xp.sum(strict[i, 1:i, None, ...] * inverse[1:i, :i, ...], axis=0)
+    inverse = ops.add(inverse, identity_like(strict[..., 0, 0])[..., None, None])
+    return xp.permute_dims(inverse, (2, 3, 0, 1))

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from precondattn_portable.attention import Attention, Group, View
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.transported import TransportedScores
 
 
 class PathAttention(Attention):
     """Of `Path`, its values read as a mean."""
 
-    def keys_of_strip(self, view: View, sight: Sight, size: int) -> int:
-        return size if _fits(view, sight) else super().keys_of_strip(view, sight, size)
+    def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
+        return size if _fits(view, mask) else super().keys_of_row_block(view, mask, size)
 
     def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        if not (0 < i0 < high and _fits(group.view, group.sight)):
+        if not (0 < i0 < high and _fits(group.view, group.mask)):
             return super().read(group, i0, i1, low, high)
         assert isinstance(group.scores, TransportedScores)
-        own, own_log = group.read.forward(group.strip(i0, i1, i0, high), i0, high)
+        own, own_log = group.read.forward(group.row_block(i0, i1, i0, high), i0, high)
         queries, keys = group.scores.carried_to(i0, i1)
         past, past_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys[:, :, :i0, :], group.view.v[:, :, :i0, :], scale=1.0
@@ -38,8 +38,8 @@ class PathAttention(Attention):
         return own.addcmul_(past, (past_log - log_total).exp_()), log_total
 
 
-def _fits(view: View, sight: Sight) -> bool:
+def _fits(view: View, mask: Mask) -> bool:
     """Whether every key in front of a strip is visible, and the kernel can read it."""
-    plain = sight.window is None and sight.frame.k_valid is None and sight.frame.k_segment is None
+    plain = mask.window is None and mask.frame.k_valid is None and mask.frame.k_segment is None
     is_alone = view.g is None and view.bias is None
     return plain and is_alone and view.v.device.type == "cpu" and view.v.shape == view.k.shape

@@ -121,8 +121,8 @@ class KernelAttention(Attention):
         with torch.enable_grad():
             leaves = [x[name].detach().requires_grad_() for name in names]
             again = scaled_dot_product(leaf, *leaves)
-        found = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
-        return dict(zip(names, found, strict=True))
+        result = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
+        return dict(zip(names, result, strict=True))
 
 
 def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
@@ -143,7 +143,7 @@ def _laser_backward(
     (log_total,) = residuals
     mean = (o - shift).exp()
     pad = (0, v.shape[3] - e)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         functional.pad(cotangent / mean, pad).transpose(1, 2),
         q,
         k,
@@ -154,7 +154,7 @@ def _laser_backward(
         leaf.causal,
         scale=leaf.scale_for(d),
     )
-    d_q, d_k, d_v = (a.transpose(1, 2) for a in found)
+    d_q, d_k, d_v = (a.transpose(1, 2) for a in result)
     return {
         "q": d_q[..., :d],
         "k": _sum_of_heads(d_k[..., :d], n),

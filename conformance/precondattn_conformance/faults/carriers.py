@@ -270,7 +270,7 @@ BLOCK = 4
 """Tokens of a block, where one size is spoken of."""
 
 SMALL = (
-    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "STRIP": 64}),
+    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "ROW_BLOCK_ENTRIES": 64}),
     (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
     (extension, {"TOKENS": 3}),
     (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),

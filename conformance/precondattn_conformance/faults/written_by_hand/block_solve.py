@@ -24,7 +24,7 @@ from precondattn_portable import (
 )
 from precondattn_portable.layout import time_first
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, System
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 
 BOTH = (FORWARD, BACKWARD)
 
@@ -38,7 +38,7 @@ def faults() -> list[Fault]:
 
 def _of_the_solve() -> list[Fault]:
     return [
-        blocked(SOLVE, BOTH, "a strip sees none of the past", System, "rows", _own_strip_only),
+        blocked(SOLVE, BOTH, "a strip sees none of the past", System, "rows", _own_row_block_only),
         blocked(
             SOLVE,
             FORWARD,
@@ -83,14 +83,14 @@ def _of_the_solve() -> list[Fault]:
             "lucid_solve[window=3]",
             BOTH,
             "a block's window from its last row",
-            Sight,
+            Mask,
             "columns",
             lambda true: lambda self, i0, i1: true(self, i1 - 1, i1),
         ),
     ]
 
 
-def _own_strip_only(true: Any) -> Any:
+def _own_row_block_only(true: Any) -> Any:
     def rows(self: Any, *, reverse: bool = False) -> Any:
         for i0, i1, _ in true(self, reverse=reverse):
             yield i0, i1, i0
@@ -108,8 +108,8 @@ def _blind_second_block(true: Any) -> Any:
 
 def _pulling_a_copy(true: Any) -> Any:
     def _pull_rows(self: Any, *given: Any) -> Any:
-        *first, y, right, room = given
-        return true(self, *first, y, right + 0, room)
+        *first, y, right, workspace = given
+        return true(self, *first, y, right + 0, workspace)
 
     return _pull_rows
 

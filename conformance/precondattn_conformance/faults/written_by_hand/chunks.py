@@ -190,7 +190,7 @@ def _of_head_decay() -> list[Fault]:
             RUN,
             "what a token writes decays by its own gate",
             head_decay,
-            "sums_behind",
+            "sums_after",
             lambda _: sums_from,
         ),
         blocked(
@@ -245,7 +245,7 @@ def _of_channel_decay() -> list[Fault]:
             RUN,
             "what a token writes decays by its own gate",
             channel_decay,
-            "sums_behind",
+            "sums_after",
             lambda _: sums_from,
         ),
         blocked(

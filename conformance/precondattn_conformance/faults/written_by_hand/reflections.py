@@ -69,9 +69,9 @@ def _advanced_for_new_only(true: Any) -> Any:
 
 
 def _pulling_own_only(true: Any) -> Any:
-    def pull(self: Any, p0: int, p1: int, low: int, high: int, d_strip: Any) -> None:
+    def pull(self: Any, p0: int, p1: int, low: int, high: int, d_row_block: Any) -> None:
         old = max(min(p0, high), low)
-        true(self, p0, p1, old, high, d_strip[..., old - low :])
+        true(self, p0, p1, old, high, d_row_block[..., old - low :])
 
     return pull
 
@@ -84,7 +84,7 @@ def _of_reflections() -> list[Fault]:
             "the keys carried to the block before",
             TransportedScores,
             "_carry_to",
-            lambda true: lambda self, a: true(self, max(a - self.chunks_of_strip, 0)),
+            lambda true: lambda self, a: true(self, max(a - self.chunks_per_row_block, 0)),
         ),
         blocked(
             "path",
@@ -130,9 +130,9 @@ def _of_reflections() -> list[Fault]:
 
 
 def _pulling_no_products(true: Any) -> Any:
-    def _pull_past(self: Any, low: int, old: int, d_strip: Any) -> Any:
+    def _pull_past(self: Any, low: int, old: int, d_row_block: Any) -> Any:
         kept = self.d_whole + 0
-        found = true(self, low, old, d_strip)
+        found = true(self, low, old, d_row_block)
         self.d_whole[...] = kept
         return found
 

@@ -23,7 +23,7 @@ from precondattn_portable import (
     read_log_mean_exp,
     read_mean,
 )
-from precondattn_portable.masks import Sight
+from precondattn_portable.masks import Mask
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.scores import DotScores
 
@@ -34,10 +34,10 @@ LASER = {"subject": "softmax"}
 
 def faults() -> list[Fault]:
     """All of them."""
-    return [*_of_strips(), *_of_reads(), *_of_exponential_reads()]
+    return [*_of_row_blocks(), *_of_reads(), *_of_exponential_reads()]
 
 
-def _of_strips() -> list[Fault]:
+def _of_row_blocks() -> list[Fault]:
     return [
         blocked(
             "softmax", BOTH, "the last, shorter block left out", attention, "blocks", without_tail
@@ -54,7 +54,7 @@ def _of_strips() -> list[Fault]:
             "softmax[window=3]",
             BOTH,
             "the first key of a strip left out",
-            Sight,
+            Mask,
             "columns",
             lambda true: _narrower(true, 1, 0),
         ),
@@ -62,17 +62,17 @@ def _of_strips() -> list[Fault]:
             "softmax[causal=false,window=3]",
             BOTH,
             "the last key of a strip left out",
-            Sight,
+            Mask,
             "columns",
             lambda true: _narrower(true, 0, 1),
         ),
-        blocked("softmax", BOTH, "the mask begins a key late", Sight, "hide", _masking_a_key_late),
+        blocked("softmax", BOTH, "the mask begins a key late", Mask, "apply", _masking_a_key_late),
         blocked(
             "softmax",
             BOTH,
             "fewer queries than keys stand at the first keys",
             attention,
-            "Sight",
+            "Mask",
             lambda true: lambda frame, keys, offset, *rest: true(frame, keys, 0, *rest),
         ),
         blocked(
@@ -87,7 +87,7 @@ def _of_strips() -> list[Fault]:
             "softmax",
             BOTH,
             "the masks of the first sequence for all",
-            Sight,
+            Mask,
             "of",
             lambda true: lambda self, sequences: true(self, slice(0, 1)),
         ),
@@ -137,17 +137,17 @@ def _narrower(true: Any, by_low: int, by_high: int) -> Any:
 
 
 def _masking_a_key_late(true: Any) -> Any:
-    def hide(
-        self: Any, ops: Any, strip: Any, i0: int, i1: int, low: int, high: int, *rest: Any
+    def apply(
+        self: Any, ops: Any, row_block: Any, i0: int, i1: int, low: int, high: int, *rest: Any
     ) -> Any:
         column = high if self.offset is None else self.offset + i0 + 1 - low
-        kept = strip[..., column : column + 1] + 0
-        found = true(self, ops, strip, i0, i1, low, high, *rest)
+        kept = row_block[..., column : column + 1] + 0
+        found = true(self, ops, row_block, i0, i1, low, high, *rest)
         if column < high - low:
             found[..., column : column + 1] = kept
         return found
 
-    return hide
+    return apply
 
 
 def _with_first_bias(true: Any) -> Any:
@@ -162,9 +162,9 @@ def _with_first_bias(true: Any) -> Any:
 
 
 def _pulling_last_only(true: Any) -> Any:
-    def pull(self: Any, i0: int, i1: int, low: int, high: int, d_strip: Any) -> None:
+    def pull(self: Any, i0: int, i1: int, low: int, high: int, d_row_block: Any) -> None:
         self.d_k[:, :, low:high] = 0
-        true(self, i0, i1, low, high, d_strip)
+        true(self, i0, i1, low, high, d_row_block)
 
     return pull
 
@@ -199,20 +199,20 @@ def _of_reads() -> list[Fault]:
 
 
 def _logarithm_of_shifted_sum(true: Any) -> Any:
-    def exponentials(ops: Any, strip: Any) -> Any:
-        strip, total, _ = true(ops, strip)
-        return strip, total, namespace(total).log(total)
+    def exponentials(ops: Any, row_block: Any) -> Any:
+        row_block, total, _ = true(ops, row_block)
+        return row_block, total, namespace(total).log(total)
 
     return exponentials
 
 
-def _shifted_by_first(ops: Any, strip: Any) -> Any:
-    xp = namespace(strip)
-    shift = finite_or_zero(xp.max(strip[..., :2], axis=-1, keepdims=True))
-    strip = ops.exp(ops.add(strip, -shift))
-    total = xp.sum(strip, axis=-1, keepdims=True)
+def _shifted_by_first(ops: Any, row_block: Any) -> Any:
+    xp = namespace(row_block)
+    shift = finite_or_zero(xp.max(row_block[..., :2], axis=-1, keepdims=True))
+    row_block = ops.exp(ops.add(row_block, -shift))
+    total = xp.sum(row_block, axis=-1, keepdims=True)
     total = xp.where(total > 0, total, 1.0)
-    return strip, total, shift + xp.log(total)
+    return row_block, total, shift + xp.log(total)
 
 
 def _of_exponential_reads() -> list[Fault]:
@@ -268,9 +268,9 @@ def _of_exponential_reads() -> list[Fault]:
 
 
 def _undivided(true: Any) -> Any:
-    def exponentials(ops: Any, strip: Any) -> Any:
-        strip, total, log_total = true(ops, strip)
-        return strip, total * 0 + 1, log_total
+    def exponentials(ops: Any, row_block: Any) -> Any:
+        row_block, total, log_total = true(ops, row_block)
+        return row_block, total * 0 + 1, log_total
 
     return exponentials
 
