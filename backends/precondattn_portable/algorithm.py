@@ -1,7 +1,7 @@
-"""What an algorithm is: how a backend computes one kind of leaf.
+"""The interface of an algorithm: how a backend computes one type of leaf.
 
-Inputs come in float32 or float64, laid out as the user gave them, (b, t, h, d). An algorithm
-writes to none of them.
+Inputs are float32 or float64 in the user's layout, (b, t, h, d). An algorithm modifies none of
+them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Residuals = tuple[Array, ...]
 
 
 class Algorithm:
-    """How one kind of leaf is computed. `ops` are the products of the arrays' library."""
+    """How one type of leaf is computed. `ops` is the arithmetic of the arrays' library."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
-        """Why not; None where it does this leaf, whatever its options."""
+        """The reason for declining; None where the algorithm supports this leaf and its options."""
         return None
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        """The output, and what `backward` needs besides inputs and output."""
+        """The output, and the residuals that `backward` needs besides inputs and output."""
         raise NotImplementedError
 
     def backward(
@@ -66,9 +66,9 @@ class Algorithm:
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        """The gradients of inputs and of `past`; for leaves that keep states."""
+        """The gradients of inputs and of `past`, for leaves with a state."""
         raise NotImplementedError
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """What `forward` gives as residuals."""
+        """Shapes and dtypes of the residuals of `forward`."""
         return ()

@@ -1,10 +1,10 @@
-"""Products and exponentials, the few operations that the algorithms spend their time in.
+"""Products, exponentials and the few other operations that dominate the run time.
 
-The array-API standard has no `out=`, and makes a new array for every result. A library that can
-write into memory which it is given saves the time to get that memory, and so the algorithms say
-where a result may go; they always go on with what is returned.
+The array-API standard has no `out=` and allocates every result. Libraries with `out=` save the
+allocation, so the algorithms say where a result may be written. They always use the returned
+array, which may or may not be that one.
 
-Arrays have heads before time, (b, n, rows, columns), and are matrices in the last two axes.
+Arrays have heads before time, (b, n, rows, columns); the last two axes are matrices.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from precondattn.arrays import Array, library_of, namespace, placement
 
 
 class Scratch:
-    """Memory that is used again for each result; here there is none, and results are made anew.
+    """Workspace that is reused for each result. In this base class there is none.
 
-    To get memory from the system costs about as much as to fill it.
+    Allocating memory costs about as much as filling it.
     """
 
     def shaped(self, shape: tuple[int, ...], name: str = "") -> Array | None:
-        """Room for a result of this shape, overwriting the one before of that name."""
+        """Workspace of this shape; it overwrites the previous result of the same name."""
         return None
 
 
 class FlatScratch(Scratch):
-    """A piece of memory for each name, whose beginning takes every shape."""
+    """One flat buffer per name, whose first elements are reshaped to each requested shape."""
 
     def __init__(self, ops: Arithmetic, size: int, like: Array) -> None:
         self.ops, self.like = ops, like
@@ -41,21 +41,21 @@ class FlatScratch(Scratch):
 
 
 class Arithmetic:
-    """By the standard alone: nothing is written in place."""
+    """Operations of the array-API standard alone: nothing is written in place."""
 
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """An array to write results into, of like's dtype and beside it, of any values."""
+        """An uninitialized array for results, with like's dtype and device."""
         return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
 
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
         return namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
 
     def scratch(self, size: int, like: Array) -> Scratch:
-        """Memory for results that are soon thrown away, those without a name of up to `size`."""
+        """Workspace for temporary results; those without a name have at most `size` elements."""
         return Scratch()
 
     def heads_first(self, x: Array) -> Array:
-        """(b, t, h, …) to (b, h, t, …), each head in one piece of memory."""
+        """(b, t, h, …) to (b, h, t, …), each head contiguous in memory."""
         return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
 
     def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
@@ -69,7 +69,7 @@ class Arithmetic:
     def add_product_at(
         self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
     ) -> None:
-        """total[where] += factor a b; `total` is the algorithm's own, and written to."""
+        """total[where] += factor a b; `total` belongs to the algorithm and is modified."""
         total[where] = total[where] + (a @ b) * factor
 
     def exp(self, x: Array) -> Array:
@@ -97,7 +97,7 @@ class Arithmetic:
         return x / y
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
-        """x where `where` holds, else a number; in x where the library can."""
+        """x where `where` holds, else `otherwise`; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
 
     def lower(self, x: Array, k: int = 0) -> Array:
@@ -106,7 +106,7 @@ class Arithmetic:
 
 
 class InPlace(Arithmetic):
-    """For NumPy and CuPy, whose functions take `out=`."""
+    """Operations of NumPy and CuPy, whose functions support `out=`."""
 
     def scratch(self, size: int, like: Array) -> Scratch:
         return FlatScratch(self, size, like)

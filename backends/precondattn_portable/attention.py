@@ -1,9 +1,9 @@
-"""Softmax attention, a strip of scores at a time (`layout.py`), whatever its metric and read.
+"""Softmax attention, one row block at a time (`layout.py`), for every metric and read.
 
-    forward:   S = s ⟨q, k⟩ + decay + bias, hidden pairs −∞;  read S (`read_mean.py`, …)
-    backward:  S again from q and k;  dS from the read;  then through bias, decay and scores.
+    forward:   S = s ⟨q, k⟩ + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
+    backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Kept for the gradient: λ, the logarithm of the sum of each row's weights.
+Residuals: λ, the logarithm of each row's sum of weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from precondattn_portable.transported_step import transported_step
 
 
 class View(NamedTuple):
-    """A call as the strips see it: heads before time, queries with the key head they read."""
+    """Arrays of a call, reordered: heads before time, queries grouped by key head."""
 
     q: Array
     """(b, n, r, t, d), times the scale"""
@@ -74,7 +74,7 @@ class View(NamedTuple):
     """(b or 1, n or 1, r or 1, t, s)"""
 
     def group(self, part: Part) -> View:
-        """Some sequences and some key heads of it."""
+        """Some sequences and some key heads."""
         cut = [a if a is None else a[part] for a in self[:-1]]
         bias = self.bias
         if bias is not None:
@@ -84,7 +84,7 @@ class View(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Some heads at work."""
+    """Some heads, and what computes their scores and reads."""
 
     ops: Arithmetic
     part: Part
@@ -95,15 +95,15 @@ class Group(NamedTuple):
     gate: ForgetGate | None
     workspace: Scratch
     size: int
-    """Queries of a block."""
+    """Queries of a block"""
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Blocks of queries and the keys that each sees: i0, i1, low, high."""
+        """Blocks of queries and the range of keys of each: i0, i1, low, high."""
         for i0, i1 in blocks(self.view.q.shape[3], self.size):
             yield (i0, i1, *self.mask.columns(i0, i1))
 
     def row_block(self, i0: int, i1: int, low: int, high: int) -> Array:
-        """The scores (b, n, r (i1 − i0), high − low), masked."""
+        """Masked scores (b, n, r (i1 − i0), high − low)."""
         flat = self.scores.row_block(i0, i1, low, high, self.workspace)
         xp, (b, n, r) = namespace(flat), self.view.q.shape[:3]
         row_block = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
@@ -116,13 +116,13 @@ class Group(NamedTuple):
         return xp.reshape(row_block, flat.shape)
 
     def rows_of(self, x: Array, i0: int, i1: int) -> Array:
-        """(b, n, r, t, c), all of the call, as rows of this group's block."""
+        """Rows i0 … i1 − 1 of this group, from (b, n, r, t, c) of all heads."""
         x = x[rows_at(self.part, i0, i1)]
         return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
 class Attention(Algorithm):
-    """Of `Softmax` and `Path`."""
+    """Algorithm of `Softmax` and `Path`."""
 
     def _view(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> View:
         n, d = x["k"].shape[2:]
@@ -150,7 +150,7 @@ class Attention(Algorithm):
         size = chunk * chunks if is_transported else block_size(t, r)
         read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
         if not leaf.bias:
-            # What a padded query reads is zeroed, and so is its cotangent; a bias may be NaN there.
+            # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
             frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
         mask = Mask(frame, s, s - t, leaf.causal, leaf.window)
@@ -185,11 +185,11 @@ class Attention(Algorithm):
             yield Group(ops, where, part, group_mask, scores, values, gate, workspace, size)
 
     def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
-        """The outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
+        """Outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
         return group.read.forward(group.row_block(i0, i1, low, high), low, high)
 
     def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
-        """How many keys the widest strip has that `read` makes; `size` queries are a block."""
+        """Keys of the widest row block that `read` computes, for blocks of `size` queries."""
         return int(view.k.shape[2])
 
     def forward(
@@ -267,7 +267,7 @@ class Attention(Algorithm):
         high: int,
         d_row_block: Array,
     ) -> None:
-        """What the gradient of a strip means for the decay and the bias."""
+        """Add the gradients of the decay and the bias of a row block."""
         if group.gate is None and d.bias is None:
             return
         b, n, r = group.view.q.shape[:3]
@@ -284,7 +284,7 @@ class Attention(Algorithm):
             d.bias[here] = d.bias[here] + sum_to(pairs, d.bias[here].shape)
 
     def _gradients(self, leaf: Any, x: Mapping[str, Array], d: View, missing: int) -> Arrays:
-        """By input, from those of the view."""
+        """Gradients by input, from those of the view."""
         xp = namespace(d.q)
         d_q = ungrouped(d.q)[:, missing:, ...] * leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
@@ -344,9 +344,9 @@ class Attention(Algorithm):
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array) -> Array:
-    """The cotangent, 0 where it is infinite for rows that see nothing, whose output is 0 as is λ.
+    """The cotangent, 0 where it is infinite for rows without visible keys (output 0 and λ = 0).
 
-    A norm around such a row divides by almost nothing, which half precision can not hold.
+    A norm applied to such a row divides by almost 0, and the result overflows in half precision.
     """
     xp = namespace(cotangent)
     is_empty = (log_total == 0) & xp.all(out == 0, axis=-1, keepdims=True)
@@ -356,9 +356,9 @@ def _without_overflow(cotangent: Array, out: Array, log_total: Array) -> Array:
 def _aligned(
     leaf: Any, x: Mapping[str, Array], frame: Frame
 ) -> tuple[Mapping[str, Array], Frame, int]:
-    """The call, and how many queries were put in front of its own.
+    """The call, and how many queries were prepended.
 
-    Blocks of reflections are cut by the keys' positions, and there each needs its queries.
+    Chunks of reflections are aligned to key positions, and need a query at every position.
     """
     s = x["k"].shape[1]
     missing = s - x["q"].shape[1] if leaf.metric.inputs else 0
@@ -367,7 +367,7 @@ def _aligned(
     x = {**x, "q": padded(x["q"], missing, 0, axis=1)}
     if leaf.bias:
         x["bias"] = padded(x["bias"], missing, 0)
-    # Among keys a hidden one sees nothing; a query whose own key is hidden does.
+    # In `among_keys` a masked key attends to nothing, but a query with a masked key does.
     q_valid = frame.q_valid
     if q_valid is not None:
         q_valid = padded(q_valid, missing, 0, axis=1)

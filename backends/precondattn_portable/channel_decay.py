@@ -1,21 +1,21 @@
-"""How the tokens of a chunk fade from one another, with a decay for each channel.
+"""The decay between the tokens of a chunk, with one decay for each channel.
 
     F(A, x, y) = Σ_{i≥j,c} A_ij x_ic y_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}.
 
-D is a factor of every channel of a product and not of the product, and so the pairs of a chunk are
-cut into squares in which it factors: those of the second half of a block of tokens with the first,
-for blocks of 2, 4, … C tokens. Relative to the middle of the block
+D multiplies every channel of a product, not the product. So the pairs of a chunk are partitioned
+into squares in which D factors: the second half of a block of tokens with its first half, for
+blocks of 2, 4, … C tokens. Relative to the middle m of the block,
 
     D_ijc = e^{g_{m+1,c} + … + g_ic} e^{g_{j+1,c} + … + g_mc},
 
-and both exponents are ≤ 0. (Sub-chunks as in flash-linear-attention's GLA are the first of these
-halvings, and then exact: here the exponentials are log₂ C for each token and channel, and all the
-rest are products.) The sums for twice the width are those for the width, and half of them with a
-block's total added: as in `head_decay.py`, none is a difference.
+and both exponents are ≤ 0. (The sub-chunks of flash-linear-attention's GLA are the first of these
+halvings, followed by exact pairs. Here each token and channel has log₂ C exponentials, and the rest
+are products.) The sums of a block of twice the width are those of its halves, where one half adds
+the other's total: as in `head_decay.py`, none is a difference.
 
-F's derivative with respect to A is the scores of x and y, that with respect to x what A reads from
-y, and the gate of token t has those of the pairs that it stands between: in the second half those
-from t on, in the first those before t.
+F's derivative with respect to A is the scores of x and y; with respect to x, it is what A reads
+from y. The derivative with respect to the gate of token t sums over the pairs that t separates: in
+the second half those from t on, in the first half those before t.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)
 
 
 class Halving(NamedTuple):
-    """What tokens have faded since the middle of their block, or will have until then."""
+    """The decay of tokens from the middle of their block, or until it."""
 
     half: int
     since: Array
-    """Of the second half of each block (c, n, blocks, half, w)."""
+    """For the second half of each block (c, n, blocks, half, w)."""
     until: Array
-    """Of the first half."""
+    """For the first half."""
 
 
 class ChannelDecay:
-    """Of gates (c, n, C, w), C a power of two."""
+    """Decays of gates (c, n, C, w), C a power of two."""
 
     def __init__(self, ops: Arithmetic, g: Array) -> None:
         xp = namespace(g)
         self.ops, self.g, self.size = ops, g, g.shape[2]
         self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
-        """e^{g_1 + … + g_i} (c, n, C, w), e^{g_{i+1} + … + g_C}, and the last of the first."""
+        """e^{g_1 + … + g_i} (c, n, C, w); then e^{g_{i+1} + … + g_C}, and the last of the first."""
         self.writing = xp.exp(sums_after(g))
         self.total = self.reading[:, :, -1:, :]
 
@@ -91,7 +91,7 @@ class ChannelDecay:
         return xp.reshape(whole, (chunks, heads, size * r, size))
 
     def read(self, a: Array, y: Array, r: int) -> Array:
-        """dF/dx: A (c, n, C r, C), of which only the lower part is looked at."""
+        """dF/dx from A (c, n, C r, C), of which only the lower part is read."""
         xp = namespace(a)
         corners, diagonal = self._corners(a, r)
         o = diagonal * y[..., None, :]

@@ -1,9 +1,9 @@
-"""The recurrence in chunks of tokens: `recurrent` and `recurrent_vjp`, by products of matrices.
+"""The recurrence in chunks of tokens: `recurrent` and `recurrent_vjp` as products of matrices.
 
-Within a chunk nothing goes from token to token, and only the state goes from chunk to chunk. Chunks
-are taken in groups, in which all but that is done at once: as many as fit a cache. Besides inputs,
-outputs and their gradients there is a state for each chunk in memory, and in the gradient what is
-written, a few times over; queries need no more than a group at a time.
+No loop runs over the tokens of a chunk; only the state is passed from chunk to chunk. Chunks are
+processed in groups that fit a cache, and everything but the state is computed for a group at once.
+Besides inputs, outputs and their gradients, memory holds one state per chunk, and in the gradient a
+few copies of what is written to the state. Queries need no more than a group at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from precondattn_portable.chunkwise_delta import DeltaRule
 from precondattn_portable.layout import blocks
 
 CHUNK = 64
-"""Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
+"""Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
 
 TILE = 2**19
-"""Numbers of an array that are treated token by token: 2 MiB in float32."""
+"""Elements of an array that `by_tokens` processes at once: 2 MiB in float32."""
 
 GROUP = 2**21
-"""Numbers in an array of the chunks that are computed at once: 8 MiB in float32."""
+"""Elements of an array of the chunks that are computed at once: 8 MiB in float32."""
 
 
 class Chunkwise:
@@ -69,7 +69,7 @@ class Chunkwise:
         return tuple(works[0].tokens(workspace, t) for workspace in workspaces), finals
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
-        """A few tokens at a time, whose intermediate results fit a cache."""
+        """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
         t = arrays[0].shape[axis]
         step = max(t * TILE // max(math.prod(array.shape) for array in arrays), 1)
         results: tuple[Array, ...] = ()
@@ -84,7 +84,7 @@ class Chunkwise:
         return results
 
     def _time_first(self, like: Array, t: int, axis: int) -> Array:
-        """Room for t tokens, (b, …, t, …), of which every token stands in one piece of memory."""
+        """An empty array for t tokens (b, …, t, …), in which every token is contiguous."""
         rest = [size for i, size in enumerate(like.shape) if i != axis]
         result = self.ops.empty((rest[0], t, *rest[1:]), like)
         order = [0, *range(2, axis + 1), 1, *range(axis + 1, like.ndim)]
@@ -130,9 +130,9 @@ class Chunkwise:
 def _read(
     works: list[Work], part: range, queries: list[Array], lasts: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """What is read in a group of chunks, and the states behind it; its memory is free again."""
+    """The reads of a group of chunks, and the states after it; frees its memory on return."""
     outputs, after = [], []
-    chunks: dict[int, Array] = {}  # Of arrays that several streams share.
+    chunks: dict[int, Array] = {}  # For arrays that several streams share.
     for work, q, last in zip(works, queries, lasts, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
@@ -149,7 +149,7 @@ def _joined(state: Array) -> Array:
 
 
 class Work:
-    """A stream cut into chunks and groups of them. Results are gathered as (b, chunks, C, m, …)."""
+    """A stream in chunks and groups of chunks. Results are collected as (b, chunks, C, m, …)."""
 
     def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
         xp = namespace(x.k)
@@ -164,18 +164,18 @@ class Work:
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
         self.written = Chunks(x.k, x.v, g, beta)
         self.kind = kind_of(x)
-        # Whatever has no decay comes with one of zeros.
+        # Streams without decay get a decay of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
 
     def parts(self, widest: int) -> Iterator[range]:
-        """The groups, as ranges of chunks; one begins at the first with a query."""
+        """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
         step = max(GROUP // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
-        """`known` has the chunks of arrays, by their identity, and gets those that are made."""
+        """One group. `known` maps the identity of an array to its chunks, and is extended."""
         known = {} if known is None else known
         arrays = self.written if self.decays else self.written._replace(g=None)
         for array in arrays:
@@ -184,11 +184,11 @@ class Work:
         return self.kind(self.ops, Chunks(*(a if a is None else known[id(a)] for a in arrays)))
 
     def of_reads(self, queries: Array, part: range) -> Array:
-        """Queries of the last t tokens, or their outputs', as (c, n, C, r, w); else zeros."""
+        """Queries of the last t tokens or their outputs' cotangents, as (c, n, C, r, w); else 0."""
         return self._chunks(queries, part, self.s - queries.shape[2])
 
     def _chunks(self, x: Array, part: range, missing: int) -> Array:
-        """(b, m, s, …) as (c, n, C, …), 0 for `missing` tokens in front, and behind the last."""
+        """(b, m, s, …) as (c, n, C, …), 0 at the `missing` tokens before and after the last one."""
         xp = namespace(x)
         rest = x.shape[3:]
         shape = (len(part), self.b, self.m, self.size, *rest)
@@ -213,11 +213,11 @@ class Work:
         return xp.reshape(result, (len(part), self.b * self.m, self.size, *rest))
 
     def workspace_of_reads(self, like: Array, *rest: int) -> Array:
-        """For the results of chunks with queries."""
+        """An array for the results of chunks with queries."""
         return self.workspace(self.first_read, like, *rest)
 
     def workspace(self, first: int, like: Array, *rest: int) -> Array:
-        """For the results of chunks from the `first` on."""
+        """An array for the results of chunks from `first` on."""
         return self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), like)
 
     def fill(self, workspace: Array, part: range, tokens: Array) -> None:
@@ -228,7 +228,7 @@ class Work:
         workspace[:, start : start + len(part), ...] = xp.permute_dims(tokens, order)
 
     def tokens(self, workspace: Array, t: int) -> Array:
-        """(b, m, t, …), without what is not of the last t tokens."""
+        """(b, m, t, …): the last t tokens only."""
         xp = namespace(workspace)
         tokens = xp.reshape(workspace, (self.b, -1, *workspace.shape[3:]))
         end = tokens.shape[1] - (self.count * self.size - self.s)
@@ -237,7 +237,7 @@ class Work:
 
 
 def kind_of(x: Stream) -> type[Group]:
-    """How the chunks of a stream are computed, by its decays and its rule."""
+    """The class that computes the chunks of a stream, by its decays and its rule."""
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
         raise ValueError(

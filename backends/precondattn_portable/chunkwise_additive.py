@@ -1,10 +1,10 @@
-"""What chunks read and write where values are added to the state, and the gradients of that.
+"""Reads and writes of chunks for additive states, and their gradients.
 
     O = reading ∘ Q S + (D ∘ Q Kᵀ) V,    S ← total ∘ S + (writing ∘ K)ᵀ V
 
-with D of `head_decay.py`, or of each key channel (`channel_decay.py`), or of each value channel,
-where `reading` is a factor of the columns of Q S and `writing` one of those of V. Gradients, with
-dS that of the state behind the chunk:
+with D from `head_decay.py`, or for each key channel (`channel_decay.py`), or for each value
+channel, where `reading` multiplies the columns of Q S and `writing` those of V. Gradients, with dS
+that of the state after the chunk:
 
     dA = D ∘ dO Vᵀ,                    dV = Aᵀ dO + (writing ∘ K) dS,
     dQ = dA K + reading ∘ dO Sᵀ,       dK = dAᵀ Q + writing ∘ V dSᵀ,
@@ -24,23 +24,23 @@ from precondattn_portable.in_place import add_kept_at, product_at
 
 
 class Chunks(NamedTuple):
-    """What is written, in chunks (c, n, C, …): chunks first, then the heads of all sequences."""
+    """The written inputs in chunks (c, n, C, …): chunks first, then the heads of all sequences."""
 
     k: Array
     """(c, n, C, d)"""
     v: Array
     """(c, n, C, e)"""
     g: Array | None
-    """(c, n, C, 1, d or e); None where nothing decays."""
+    """(c, n, C, 1, d or e); None without decay."""
     beta: Array | None
     """(c, n, C, 1)"""
 
 
 class Group:
-    """Chunks that are computed at once, but for the states between them."""
+    """Chunks that are computed at once, except for the states between them."""
 
     def states(self, state: Array) -> Array:
-        """In front of every chunk, and behind the last: (c + 1, n, d, e)."""
+        """The states before every chunk and after the last: (c + 1, n, d, e)."""
         raise NotImplementedError
 
     def read(self, q: Array, states: Array) -> Array:
@@ -52,7 +52,7 @@ class Group:
         raise NotImplementedError
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
-        """The gradients of the queries, and of what is written. Only after `d_states`."""
+        """The gradients of the queries and of the written inputs. Only after `d_states`."""
         raise NotImplementedError
 
 
@@ -74,20 +74,20 @@ def summed_pairs(pairs: Array) -> Array:
 
 
 class Additive(Group):
-    """What the kinds of decay have in common."""
+    """What the variants of decay have in common."""
 
     total: Array | None
-    """What is kept of the state: (c, n, 1 or d, 1 or e); None for all of it."""
+    """The factor of the state (c, n, 1 or d, 1 or e); None for 1."""
 
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         self.ops, self.x = ops, x
 
     def _written(self) -> tuple[Array, Array]:
-        """Two factors (c, n, C, …) of what the chunks add to the state."""
+        """The two factors (c, n, C, …) whose product the chunks add to the state."""
         raise NotImplementedError
 
     def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]:
-        """Two factors (c, n, C, r, …) of what the outputs' gradients add to that of the state."""
+        """The two factors (c, n, C, r, …) whose product is added to the state's gradient."""
         raise NotImplementedError
 
     def states(self, state: Array) -> Array:
@@ -110,7 +110,7 @@ class Additive(Group):
 
 
 def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
-    """Qᵀ dO in front of every chunk, and `d_state` behind the last: (c + 1, n, d, e)."""
+    """Qᵀ dO before every chunk, and `d_state` after the last: (c + 1, n, d, e)."""
     d_states = ops.empty((q.shape[0] + 1, *d_state.shape), d_state)
     product_at(ops, d_states, (slice(0, -1), ...), transpose(flat(q)), flat(d_o))
     d_states[-1, ...] = d_state
@@ -118,7 +118,7 @@ def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
 
 
 class HeadAdditive(Additive):
-    """One decay for all of a state, or none."""
+    """One decay for the whole state, or none."""
 
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         super().__init__(ops, x)
@@ -190,14 +190,14 @@ def d_of_written(
 
 
 def kept(decay: HeadDecay, states: Array, d_states: Array) -> Array:
-    """total Σ S ∘ dS (c, n, 1, 1): the gates' gradient from what is kept of the state."""
+    """total Σ S ∘ dS (c, n, 1, 1): the gates' gradient from the decay of the state."""
     xp = namespace(states)
     overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=(-2, -1), keepdims=True)
     return overlap if decay.total is None else overlap * decay.total
 
 
 class KeyAdditive(Additive):
-    """A decay for each key channel: it belongs to Q and K."""
+    """One decay for each key channel: a factor of Q and K."""
 
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         super().__init__(ops, x)
@@ -233,7 +233,7 @@ class KeyAdditive(Additive):
 
 
 class ValueAdditive(Additive):
-    """A decay for each value channel: it belongs to O and V."""
+    """One decay for each value channel: a factor of O and V."""
 
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         super().__init__(ops, x)

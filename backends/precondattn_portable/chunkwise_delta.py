@@ -1,18 +1,18 @@
-"""What chunks read and write by the delta rule, and the gradients of that.
+"""Reads and writes of chunks by the delta rule, and their gradients.
 
     M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹,    U = M (β ∘ (V − reading ∘ K S)),
     O = reading ∘ Q S + (D ∘ Q Kᵀ) U,       S ← total S + (writing ∘ K)ᵀ U
 
-with D and the other factors of `head_decay.py`. Gradients, with dS that of the state behind the
-chunk, L = stril(D ∘ K Kᵀ), A = D ∘ Q Kᵀ and dA as where values are added:
+with D and the other factors from `head_decay.py`. Gradients, with dS that of the state after the
+chunk, L = stril(D ∘ K Kᵀ), A = D ∘ Q Kᵀ, and dA as for additive states:
 
     dU = Aᵀ dO + (writing ∘ K) dS,    X = Mᵀ dU,    dV = β ∘ X,
     dL = −stril((β ∘ X) Uᵀ),          dβ = Σ X ∘ (V − reading ∘ K S − L U),
     dK = dAᵀ Q + (dL ∘ D + its transpose) K − reading ∘ β ∘ X Sᵀ + writing ∘ U dSᵀ,
     dS ← total dS + (reading ∘ Q)ᵀ dO − (reading ∘ β ∘ K)ᵀ X.
 
-Three products each way have to wait for the chunk next to them. (Two would, with M (β ∘ reading ∘
-K) made before; but that is a product more.)
+In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
+advance would leave two, but costs one more product.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class DeltaRule(Group):
-    """The delta rule, with one decay for all of a state, or none."""
+    """The delta rule, with one decay for the whole state, or none."""
 
     u: Array
     scores: Array

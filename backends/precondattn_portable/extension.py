@@ -1,7 +1,7 @@
-"""What an extension of a cache looks like to the algorithms: how much of it is filled, and pieces.
+"""Extensions of a cache: the filled part of its buffers, and steps in parts.
 
-Buffers have room for more tokens than they hold. Where every sequence holds equally many, and all
-are visible, the filled part is a plain slice and nothing has to be masked.
+Buffers have capacity for more tokens than they hold. Where every sequence holds equally many
+tokens, all of them visible, the filled part is a plain slice and needs no mask.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import exponentials
 
 TOKENS = 64
-"""New tokens that the definition of a step is given at once: its memory is that times the cache."""
+"""New tokens per call of a leaf's own step: its memory is their number times the cache."""
 
 
 class Filled(NamedTuple):
-    """The part of a cache that holds tokens, and the frame of that part and the new tokens."""
+    """The filled part of a cache, with the frame of that part and the new tokens."""
 
     count: int
-    """Slots that hold a token, of the longest sequence."""
+    """Filled slots of the longest sequence."""
     offset: int | None
-    """The same where every sequence holds as many, and all are visible; else None."""
+    """`count` where all sequences hold as many tokens, all visible; else None."""
     frame: Frame
 
 
 def filled(frame: Frame, capacity: int) -> Filled:
-    """Of the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
+    """From the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
     if isinstance(frame, UniformFrame):
         return Filled(frame.held, frame.held, frame.trimmed())
     xp = namespace(frame.q_position)
     start = frame.q_position[:, 0]
     count = min(int(xp.max(start)), capacity)
     k_valid = frame.k_valid
-    assert k_valid is not None  # The frame of an extension always says which slots are filled.
+    assert k_valid is not None  # The frame of an extension always marks filled slots.
 
     def kept(keys: Array) -> Array:
         return xp.concat([keys[:, :count], keys[:, capacity:]], axis=1)
@@ -66,7 +66,7 @@ def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
 
 
 def read_of_parts(ops: Arithmetic, leaf: Any, row_block: Array, values: tuple[Array, ...]) -> Array:
-    """What a masked strip reads of values that stand in several arrays, one behind the other."""
+    """The read of a masked row block, with values in several consecutive arrays."""
     if leaf.read == LOG_MEAN_EXP:
         whole = namespace(row_block).concat(values, axis=2)
         return LogMeanExpRead(ops, whole).forward(row_block, 0, whole.shape[2])[0]
@@ -80,7 +80,7 @@ def read_of_parts(ops: Arithmetic, leaf: Any, row_block: Array, values: tuple[Ar
 
 
 def new_tokens(frame: Frame, t: int) -> Frame:
-    """The new tokens among themselves, as a full call."""
+    """The frame of the new tokens alone, as in a full call."""
     assert frame.k_valid is not None
     position = arange_like(t, frame.q_position)[None, :]
     valid = frame.k_valid[:, frame.k_valid.shape[1] - t :]
@@ -101,9 +101,9 @@ def few_tokens_at_a_time(
     x: Mapping[str, Array],
     frame: Frame,
 ) -> tuple[Array, Updates]:
-    """A step of the leaf, made of steps of few tokens.
+    """A step of the leaf as several steps of few tokens.
 
-    Any split of a sequence gives the same output: that is what a cache is.
+    By the definition of a cache, any split of a sequence gives the same output.
     """
     t = frame.q_position.shape[1]
     past = upcast_all(past)

@@ -1,14 +1,14 @@
-"""The decay of scores by a forget gate, for one strip after the other:  D_ij = Σ_{j<τ≤i} g_τ.
+"""The decay of scores by a forget gate, one row block after the other:  D_ij = Σ_{j<τ≤i} g_τ.
 
-For a block of queries that begins at position p, and keys j in front of it,
+For a block of queries that begins at position p, and preceding keys j < p,
 
-    D_ij = (Σ_{p≤τ≤i} g_τ) + (Σ_{j<τ<p} g_τ),
+    D_ij = (Σ_{p≤τ≤i} g_τ) + (Σ_{j<τ<p} g_τ).
 
-the first of which belongs to the row and the second to the column. The second is carried from
-block to block. Both are sums of numbers ≤ 0: nothing cancels, as it would in a difference of
-cumulative sums. Within the block the pairs are summed one by one, as in `spec/forget_gate.py`.
+The first sum belongs to the row, the second to the column and is carried from block to block. Both
+are sums of numbers ≤ 0: nothing cancels, unlike in a difference of cumulative sums. Pairs within
+the block are summed one by one, as in `spec/forget_gate.py`.
 
-Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, the same three parts the other way round.
+Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, in the same three parts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from precondattn_portable.head_decay import sums_from
 
 
 class ForgetGate:
-    """Of a group of heads: g (b, n, r, s). Blocks of queries come in order of time."""
+    """The decay of a group of heads, g (b, n, r, s). Blocks of queries come in order of time."""
 
     def __init__(self, ops: Arithmetic, g: Array, factor: float, *, gradient: bool = False) -> None:
         self.ops, self.g, self.factor = ops, g, factor
         self.since = ops.zeros(g.shape, g)
-        """Σ_{j<τ<p} g_τ of every key j in front of p."""
+        """Σ_{j<τ<p} g_τ of every key j before p."""
         self.position = 0
         if gradient:
             self.d_g = ops.zeros(g.shape, g)
 
     def add_to(self, row_block: Array, p0: int, p1: int, low: int, high: int) -> Array:
-        """Scores (b, n, r, p1 − p0, high − low) with the decay; queries stand at p0 … p1 − 1."""
+        """Scores (b, n, r, p1 − p0, high − low) plus the decay; queries are at p0 … p1 − 1."""
         self._advance(p0)
         xp = namespace(row_block)
         rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
@@ -48,7 +48,7 @@ class ForgetGate:
         return row_block
 
     def pull(self, p0: int, p1: int, low: int, high: int, d_row_block: Array) -> None:
-        """Add what the gradient of that strip means for g."""
+        """Add the gradient of g, from that of the row block."""
         xp = namespace(d_row_block)
         old = min(p0, high)
         if low < old:
@@ -56,7 +56,7 @@ class ForgetGate:
             d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)
             self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
             d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
-            # The key at j itself has not decayed by g_j.
+            # The key at j is not decayed by g_j.
             self.d_g[..., low + 1 : old] = self.d_g[..., low + 1 : old] + d_columns[..., :-1]
             between = d_columns[..., -1:] if old < p0 else None
             if between is not None:
@@ -76,11 +76,11 @@ class ForgetGate:
         return xp.reshape(each, (b, n, r, p1 - p0, p1 - p0))
 
     def _advance(self, p0: int) -> None:
-        """Carry the columns on to p0, where the next block of queries begins."""
+        """Advance the column sums to p0, where the next block of queries begins."""
         if p0 == self.position:
             return
         start, new = self.position, self.g[..., self.position : p0]
-        # Σ_{j<τ<p0}: what stands behind j among the new ones.
+        # Σ_{j<τ<p0}: the new gates after j.
         after = sums_from(new, axis=-1)
         if start:
             self.since[..., :start] = self.since[..., :start] + after[..., :1]

@@ -1,11 +1,11 @@
-"""LUCID one token at a time: the solve and the attention read each key and each y once.
+"""A step of LUCID for few tokens: solve and attention read each cached key and each y once.
 
     [S; Φ] = [s q; s k̂] Kᵀ            one product with the cached keys,
     [a; r] = [e^{S − m}; Φ] Y          one product with the cached y,
     y_new = (I + β stril(Φ_new))⁻¹ β (v − r),    o = (a + e^{S_new − m} y_new) / Σ e^{S − m}.
 
-Done one after the other, the two pieces would read both buffers twice, and reading is what a step
-costs.
+Computed one after the other, the two leaves would read both buffers twice, and reading dominates
+the cost of a step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LucidStep(Algorithm):
             logs = system.logs(scores, ALL_HEADS, 0, t)
             if logs is not scores:
                 weights[solving] = logs
-        # A query that nothing is hidden from sees at least itself.
+        # A query without masked keys attends at least to its own key.
         shift = largest if mask.is_plain else finite_or_zero(largest)
         subtract_at(ops, weights, reading, shift)
         weights = ops.exp(weights)
@@ -109,5 +109,5 @@ class LucidStep(Algorithm):
 
 
 def steps_together(program: Program, request: Request) -> bool:
-    """Whether there is one step for this group."""
+    """Whether this group has a fused step."""
     return request.verb == "extend" and is_lucid(program)

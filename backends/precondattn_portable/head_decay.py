@@ -1,14 +1,13 @@
-"""How the tokens of a chunk fade from one another, with one decay for all of a state.
+"""The decay between the tokens of a chunk, with one decay for the whole state.
 
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 
-Every exponent is the sum of the gates it consists of, and none is a difference of sums: a strong
-gate costs the weak ones behind it no digits, and one of −∞, at which everything is forgotten, needs
-no case of its own. The gradient of a gate is a sum of the same kind, over the pairs of tokens that
-it stands between.
+Every exponent is the sum of its own gates and never a difference of sums. So a strong gate costs
+the weak gates after it no accuracy, and a gate of −∞, which forgets everything, is no special case.
+The gradient of a gate is such a sum too, over the pairs of tokens that it separates.
 
-Arrays are of chunks, (c, n, C, …): the chunks first, then the heads of all sequences.
+Arrays are in chunks, (c, n, C, …): the chunks first, then the heads of all sequences.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def sums_after(x: Array) -> Array:
 
 
 def decayed(x: Array, factor: Array | None) -> Array:
-    """x (c, n, C, w) or of r rows a token (c, n, C, r, w), times the factor of each token."""
+    """x (c, n, C, w), or with r rows per token (c, n, C, r, w), times the factor of each token."""
     if factor is None:
         return x
     return x * (factor if x.ndim == factor.ndim else factor[..., None, :])
 
 
 class HeadDecay:
-    """Of gates (c, n, C, 1), or of none."""
+    """Decays of gates (c, n, C, 1), or of none."""
 
     def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:
         self.ops = ops
@@ -59,7 +58,7 @@ class HeadDecay:
         self.before = cast(lower_triangle(size, like, -1), like.dtype)
         self.g = g
         self.reading: Array | None = None
-        """(c, n, C, 1), None for ones; and so `writing` and `total` (c, n, 1, 1)."""
+        """(c, n, C, 1), None for ones; likewise `writing`, and `total` (c, n, 1, 1)."""
         self.writing: Array | None = None
         self.total: Array | None = None
         if g is not None:
@@ -69,7 +68,7 @@ class HeadDecay:
             self.total = self.reading[:, :, -1:, :]
 
     def kept(self, chunk: int) -> Array | None:
-        """What a chunk keeps of the state, None for all of it."""
+        """The factor of the state over a chunk; None for 1."""
         return None if self.total is None else self.total[chunk, ...]
 
     @cached_property
@@ -78,13 +77,13 @@ class HeadDecay:
         if self.g is None:
             return self.until
         xp = namespace(self.g)
-        # Down the column of token j the gates behind it add up.
+        # In the column of token j, the gates after j are summed.
         after = xp.where(self.before > 0, self.g, 0.0)
         sums = xp.cumulative_sum(after, axis=-2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 
     def among(self, scores: Array) -> Array:
-        """D ∘ scores (c, n, C r, C), in them where the library can."""
+        """D ∘ scores (c, n, C r, C), in `scores` where the library can."""
         if scores.shape[-2] == scores.shape[-1]:
             return self.ops.multiply(scores, self.pairs)
         xp = namespace(scores)
@@ -93,14 +92,14 @@ class HeadDecay:
         return xp.reshape(self.ops.multiply(by_row, self.pairs[..., :, None, :]), scores.shape)
 
     def d_g(self, pairs: Array, read: Array, written: Array, kept: Array) -> Array:
-        """The gradient of the gates (c, n, C, 1), from Σ dx ∘ x of what they are factors of.
+        """The gradient of the gates (c, n, C, 1), from Σ dx ∘ x of everything they multiply.
 
-        Of pairs of tokens (c, n, C, C), of what the tokens read from the state before the chunk
-        and wrote to that behind it (c, n, C, 1), and of what the one keeps of the other
-        (c, n, 1, 1).
+        `pairs` (c, n, C, C) is that sum for pairs of tokens, `read` and `written` (c, n, C, 1) for
+        reads of the state before the chunk and writes to the state after it, and `kept`
+        (c, n, 1, 1) for the decayed state.
         """
         xp = namespace(pairs)
-        # Gate t is in the pairs j < t ≤ i.
+        # Gate t separates the pairs j < t ≤ i.
         crossing = self.ops.product(pairs, xp.matrix_transpose(self.before))
         crossing = xp.sum(self.ops.multiply(crossing, self.until), axis=-2)[..., None]
         return crossing + sums_from(read) + sums_before(written) + kept

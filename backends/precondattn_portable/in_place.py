@@ -1,4 +1,4 @@
-"""Results that go to a part of an array, computed there where the library can."""
+"""Updates of a part of an array, computed in place where the library can."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 def product_at(ops: Arithmetic, array: Array, where: Any, a: Array, b: Array) -> Array:
-    """array[where] = a b, and what is there then."""
+    """array[where] = a b; returns the new part."""
     view = array[where]
     return _stored(array, where, view, ops.product(a, b, view))
 
 
 def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
-    """array[where] += x, and what is there then.
+    """array[where] += x; returns the new part.
 
-    Written so, libraries that add in place would yet copy the sum from where it is to where it is.
+    Written as that statement, libraries that add in place would still copy the sum onto itself.
     """
     view = array[where]
     return _stored(array, where, view, ops.add(view, x))
 
 
 def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
-    """array[where] −= x, and what is there then."""
+    """array[where] −= x; returns the new part."""
     view = array[where]
     return _stored(array, where, view, ops.subtract(view, x))
 
@@ -32,7 +32,7 @@ def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> 
 def add_kept_at(
     ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
 ) -> Array:
-    """array[where] += total ∘ state, and what is there then; all of the state without `total`."""
+    """array[where] += total ∘ state, or += state without `total`; returns the new part."""
     if total is None:
         return add_at(ops, array, where, state)
     view = array[where]

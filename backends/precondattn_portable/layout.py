@@ -1,8 +1,8 @@
-"""How work is cut: heads before time, query heads by the key head they read, blocks of rows.
+"""How the work is tiled: heads before time, query heads by key head, blocks of rows.
 
-A strip is the scores of one block of query rows against all the keys it sees. It is the largest
-thing in memory, linear in the number of keys; heads are worked on in groups whose strips fit a
-cache together.
+A row block holds the scores of one block of query rows with all keys they may attend to. It is the
+largest array in memory, linear in the number of keys. Heads are processed in groups whose row
+blocks together fit a cache.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
 
 ROWS = 128
-"""Rows of a strip: enough for products at full speed, with little waste at the diagonal."""
+"""Rows of a row block: enough for products at full speed, with little waste at the diagonal."""
 
 FEWEST_ROWS = 32
-"""Positions of a block, however many query heads read each key head."""
+"""Fewest positions of a block, however many query heads share a key head."""
 
 CHUNK = 128
-"""Tokens of a chunk of reflections. Long ones cost more within; short ones come more often, and
-each costs every key in front of it a product."""
+"""Tokens of a chunk of reflections. Longer chunks cost more within a chunk; shorter chunks are
+more numerous, and each costs every preceding key a product."""
 
 MOST_CHUNKS = 256
-"""Chunks of reflections of a sequence, about."""
+"""Approximate maximum number of chunks of reflections in a sequence."""
 
 CHUNKS_PER_ROW_BLOCK = 4
-"""Chunks of reflections of a strip where it may have many: then the strip costs every key in front
-of it a product, and chunks are half as long."""
+"""Chunks of reflections of a row block where it may have several: then each row block, not each
+chunk, costs every preceding key a product, and chunks are half as long."""
 
 ROW_BLOCK_ENTRIES = 2**22
-"""Numbers in the strips that are worked on together: 16 MiB in float32."""
+"""Entries of the row blocks that are processed together: 16 MiB in float32."""
 
 
 Part = tuple[slice, slice, EllipsisType]
@@ -43,7 +43,7 @@ ALL_HEADS: Part = (slice(None), slice(None), ...)
 
 
 def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
-    """(b, t, h, d) to (b, n, r, t, d): the r query heads that read one of n key/value heads."""
+    """(b, t, h, d) to (b, n, r, t, d): the r query heads that share one of n key/value heads."""
     b, t, h, d = q.shape
     return namespace(q).reshape(ops.heads_first(q), (b, n, h // n, t, d))
 
@@ -68,20 +68,20 @@ def time_first(x: Array) -> Array:
 
 
 def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
-    """How many positions make a block, whose rows are those of all query heads of a key head."""
+    """Positions of a block, whose rows are those of all query heads of a key head."""
     return min(max(ROWS // queries_per_key_head, FEWEST_ROWS), tokens)
 
 
 def chunk_size(tokens: int) -> int:
-    """How many positions make a chunk of reflections.
+    """Positions of a chunk of reflections.
 
-    A long sequence has longer ones: its gradient costs some products for every pair of chunks.
+    Longer sequences have longer chunks, because the gradient costs products per pair of chunks.
     """
     return min(CHUNK * max(tokens // (CHUNK * MOST_CHUNKS), 1), tokens)
 
 
 def chunks_per_row_block(tokens: int) -> tuple[int, int]:
-    """How many positions make a chunk, and how many chunks a strip, where it may have many."""
+    """Positions of a chunk and chunks of a row block, where it may have several."""
     size = min(max(CHUNK // 2, 1), tokens)
     return size, min(CHUNKS_PER_ROW_BLOCK, -(-tokens // size))
 
@@ -93,7 +93,7 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def head_groups(b: int, n: int, row_block: int) -> Iterator[Part]:
-    """Batch and heads cut into groups; `strip` numbers make the largest strip of one head."""
+    """Groups of sequences and heads; `row_block` is the entries of one head's largest row block."""
     together = max(ROW_BLOCK_ENTRIES // max(row_block, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
@@ -105,7 +105,7 @@ def head_groups(b: int, n: int, row_block: int) -> Iterator[Part]:
 
 
 def zero_padding(x: Array, frame: Frame) -> Array:
-    """(b, t, h, …), 0 at padded queries: they see nothing."""
+    """(b, t, h, …) with 0 at padded queries, which attend to nothing."""
     if frame.q_valid is None:
         return x
     shape = (*frame.q_valid.shape, *(1,) * (x.ndim - 2))

@@ -1,21 +1,22 @@
-"""LUCID's triangular system, solved block by block; its matrix is never in memory.
+"""LUCID's triangular system, solved block by block without storing its matrix.
 
     E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
 
-with δ = 1 in the normalised forms, and else Φ's own diagonal. With β' = β / δ and block rows I,
+where δ = 1 in the normalised forms, and Φ's diagonal otherwise. With β' = β / δ and block rows I,
 
     y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J).
 
-The diagonal blocks are inverted all at once (`triangular_inverse.py`); the sum is a strip of Φ
-times the part of y that is known, two blocks high where that helps the products: the second block
-then needs the first one's y too. Backward, from the last block to the first, with R = dy,
+The diagonal blocks are inverted at once (`triangular_inverse.py`). The sum is a row block of Φ
+times the known part of y. Row blocks are two blocks high where that speeds up the products: the
+second block then also needs the first block's y. Backward, from the last block to the first, with
+R = dy,
 
     X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
     dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
 
-and dS goes on through the scores and the norm of the keys, while Φ_J is at hand.
+and dS is propagated through the scores and the norm of the keys while Φ_J is available.
 
-A step is the same with past keys, past y and their norms in front.
+A step is the same with the cached keys, y and norms as preceding tokens.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ from precondattn_portable.transported import TransportedScores
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 FACTORED = 32.0
-"""The largest shift that is multiplied with products instead of subtracted from every score.
+"""The largest shift applied as a factor of products instead of a subtraction from every score.
 
-Scores of normalised keys are at most the shift, and e³² leaves room in float32.
+Scores of normalised keys are at most the shift, and e³² is far from overflow in float32.
 """
 
 
@@ -67,12 +68,12 @@ class View(NamedTuple):
     """A call with heads before time, padded to whole blocks."""
 
     k: Array
-    """The keys as they came (b, n, s, d)"""
+    """The keys as passed (b, n, s, d)"""
     unit: Array
-    """k̂: the keys by their norm"""
+    """k̂: the keys divided by their norm"""
     v: Array
     beta: Array | None
-    """β (b, n, s, 1), 0 at tokens that count for nothing; None where it is 1"""
+    """β (b, n, s, 1), 0 at padding; None where it is 1"""
     w: Array | None
     path_beta: Array | None
 
@@ -81,7 +82,7 @@ class View(NamedTuple):
 
 
 class System:
-    """The matrix of a group of heads, a strip at a time."""
+    """The matrix of a group of heads, one row block at a time."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class System:
         self.factor = math.exp(-self.shift) if self.shift <= FACTORED else 1.0
         self.diagonal: Array | None = None
         self.at_maximum: Array | None = None
-        within = self._within()  # A transported one gives it before the first strip.
+        within = self._within()  # Transported scores provide it before the first row block.
         if not leaf.has_unit_diagonal:
             diagonal = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
             diagonal = xp.reshape(diagonal, (b, n, s, 1))
@@ -157,7 +158,7 @@ class System:
         return self.ops.product(keys * self.scale, transpose(keys))
 
     def _masked_within(self, within: Array) -> Array:
-        """0 on and above the diagonal, and where something else hides a pair."""
+        """0 on and above the diagonal, and at masked pairs."""
         xp = namespace(within)
         if self.mask.window is None and self.mask.frame.k_segment is None:
             return self.ops.lower(within, -1)
@@ -174,7 +175,7 @@ class System:
         return self.ops.keep(within, xp.broadcast_to(visible, within.shape), 0.0)
 
     def _row_maxima(self, diagonal: Array) -> tuple[Array, Array]:
-        """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j where it is reached."""
+        """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j that attains it."""
         if isinstance(self.scores, TransportedScores):
             scores: Scores = TransportedScores(
                 self.ops,
@@ -222,7 +223,7 @@ class System:
         return xp.reshape(pairs, row_block.shape)
 
     def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Rows of a strip and the first key that they see: i0, i1, low."""
+        """Rows of each row block and their first visible key: i0, i1, low."""
         row_blocks = list(
             blocks(self.chunks * self.size, self.size * _blocks_per_row_block(self.leaf))
         )
@@ -234,7 +235,7 @@ class System:
         return [(j0 // self.size, j0, j0 + self.size) for j0 in range(i0, i1, self.size)]
 
     def weights(self, i0: int, i1: int, low: int, high: int) -> Array:
-        """Φ / `factor` (b, n, i1 − i0, high − low), 0 at hidden pairs."""
+        """Φ / `factor` (b, n, i1 − i0, high − low), 0 at masked pairs."""
         row_block = self.scores.row_block(i0, i1, low, high, self.workspace)
         if not isinstance(self.shift, float):
             row_block = self.ops.add(row_block, -self.shift[:, :, i0:i1, :])
@@ -244,7 +245,7 @@ class System:
 
 
 class PastSystem:
-    """Φ of new tokens and those in a cache, whose keys stand there beside their norms."""
+    """Φ of new tokens and cached tokens; the cache stores raw keys and their norms."""
 
     def __init__(
         self,
@@ -258,7 +259,7 @@ class PastSystem:
         d = x["k"].shape[3]
         scale = leaf.scale_for(d)
         self.shift = scale * d
-        # As in `System`: a factor of what is read, where its reciprocal is no large number.
+        # As in `System`: a factor of the products, where its reciprocal is not large.
         self.factor = 1.0
         if self.shift <= FACTORED:
             self.shift, self.factor = 0.0, math.exp(-self.shift)
@@ -270,7 +271,7 @@ class PastSystem:
         self.rms: Array | None = None
         if leaf.normalize == "keys":
             r = past_heads(past["rms"], count)[:, :, None, :]
-            # Empty slots, which are hidden, hold 0.
+            # Empty slots, which are masked, hold 0.
             self.rms = r if known.offset is not None and leaf.eps else xp.where(r > 0, r, 1.0)
         frame = known.frame
         if known.offset is None or leaf.window is not None:
@@ -284,7 +285,7 @@ class PastSystem:
         return self.ops.exp(self.logs(scores, part, i0, i1))
 
     def logs(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
-        """log Φ − log `factor`, from the scores with the keys as they stand in the cache.
+        """log Φ − log `factor`, from scores with the keys as stored in the cache.
 
         In `scores` where the library can.
         """
@@ -301,7 +302,7 @@ class PastSystem:
 
 
 class LucidSolveBlocks(Algorithm):
-    """Of `LucidSolve`."""
+    """Algorithm of `LucidSolve`."""
 
     def _view(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, size: int
@@ -331,7 +332,7 @@ class LucidSolveBlocks(Algorithm):
         b, n, s, _ = view.k.shape
         size = self._size(leaf, s)
         frame = _padded_frame(frame, s)
-        # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
+        # Padding has β = 0. Its scores could enter only a maximum.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
         mask = Mask(frame, s, 0, window=leaf.window, strict=True)
@@ -419,7 +420,7 @@ class LucidSolveBlocks(Algorithm):
         right: Array,
         workspace: Scratch,
     ) -> tuple[Array, Array]:
-        """dv and dβ of a strip; its part in the right sides before, and in the scores' gradient."""
+        """dv and dβ of a row block; updates earlier right sides and the scores' gradient."""
         view = system.view
         solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
@@ -492,7 +493,7 @@ class LucidSolveBlocks(Algorithm):
         known: Filled,
         frame: Frame,
     ) -> Array:
-        """y of new tokens (b, t, n, e), from v without what comes of the past (b, n, t, e)."""
+        """y of new tokens (b, t, n, e), from v minus the contribution of the cache (b, n, t, e)."""
         t = right.shape[2]
         right = time_first(right)
         if t > 1:
@@ -508,7 +509,7 @@ class LucidSolveBlocks(Algorithm):
     def _of_diagonal(
         leaf: Any, system: System, i0: int, i1: int, low: int, d_v: Array, y: Array
     ) -> Array:
-        """What reaches the scores through δ, and through the maximum of a row."""
+        """The gradient of the scores through δ and through the row maximum."""
         column = arange_like(i1, y)[low:]
         is_diagonal = column == arange_like(i1, y)[i0:i1, None]
         assert system.diagonal is not None
@@ -522,17 +523,17 @@ class LucidSolveBlocks(Algorithm):
 
 
 def _blocks_per_row_block(leaf: Any) -> int:
-    """How many blocks high a strip is. A transported one is a chunk of reflections."""
+    """Height of a row block in blocks; with transported scores, one chunk of reflections."""
     return 1 if isinstance(leaf.metric, Transported) else 2
 
 
 def _row_block_size(leaf: Any, view: View, size: int) -> int:
-    """Numbers in the largest strip of these heads."""
+    """Entries of the largest row block of these heads."""
     return math.prod(view.k.shape[:3]) * size * _blocks_per_row_block(leaf)
 
 
 def _padded_frame(frame: Frame, s: int) -> Frame:
-    """The keys among themselves, and the padding to whole blocks behind them."""
+    """The keys among themselves, followed by the padding to whole blocks."""
     frame = frame.among_keys(frame.k_position.shape[1])
     missing = s - frame.k_position.shape[1]
     if not missing:

@@ -1,8 +1,7 @@
-"""Which keys a block of queries may see, without looking at all pairs.
+"""Attention masks of row blocks, evaluated only where they are not trivially true.
 
-A block of rows i0 … i1 − 1 needs the keys between `columns(i0, i1)`, and within those most pairs
-are visible: in a causal call all but a triangle at the end. Only what is left is masked pair by
-pair.
+Rows i0 … i1 − 1 need the keys in `columns(i0, i1)`. Most of those pairs are visible: in a causal
+call, all but a triangle at the end. Only the remaining pairs are masked one by one.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from precondattn_portable.arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Mask:
-    """The frame of some sequences, and what the mechanism says."""
+    """The frame of some sequences, and the mechanism's causality and window."""
 
     frame: Frame
     keys: int
-    """How many there are."""
+    """Number of keys."""
     offset: int | None
-    """The first query's position among the keys; None where sequences differ in that."""
+    """Position of the first query among the keys; None where sequences differ in it."""
     causal: bool = True
     window: int | None = None
     strict: bool = False
 
     def columns(self, i0: int, i1: int) -> tuple[int, int]:
-        """The first key that some of these queries see, and the one behind the last."""
+        """The first key that any of these queries may attend to, and the last plus one."""
         if self.offset is None:
             return 0, self.keys
         low, high = 0, self.keys
@@ -41,7 +40,7 @@ class Mask:
         return low, max(high, low)
 
     def of(self, sequences: slice) -> Mask:
-        """Of some sequences of the batch."""
+        """The mask of some sequences of the batch."""
         frame = Frame(
             *(
                 None if a is None else (a if a.shape[0] == 1 else a[sequences, ...])
@@ -52,7 +51,7 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but causality hides a key."""
+        """Whether causality is the only constraint."""
         masks = (self.frame.q_valid, self.frame.k_valid, self.frame.k_segment)
         return (
             self.offset is not None and self.window is None and all(mask is None for mask in masks)
@@ -68,7 +67,7 @@ class Mask:
         high: int,
         otherwise: float = -math.inf,
     ) -> Array:
-        """Scores (b, n, r, i1 − i0, high − low), `otherwise` where a pair is hidden."""
+        """Scores (b, n, r, i1 − i0, high − low), set to `otherwise` at masked pairs."""
         start = low
         if self.is_plain:
             assert self.offset is not None

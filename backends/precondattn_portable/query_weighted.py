@@ -1,8 +1,8 @@
-"""CCQ with the covariance that the query itself sees, a strip of scores at a time.
+"""CCQ with covariances over each query's visible keys, one row block of scores at a time.
 
     q^c = q̄ − λ c,    c = (p ∘ s̃) k̄,    p = softmax(s / τ),    s̃ = s − Σ p s,    s = q̄ k̄ᵀ
 
-Backward, with h = −λ g and u = h k̄ᵀ on the same strip (`spec/query_weighted.py`):
+Backward, with h = −λ g and u = h k̄ᵀ on the same row block (`spec/query_weighted.py`):
 
     ds = p ∘ ũ + p ∘ (s̃ ∘ ũ − Σ p s̃ ũ) / τ,    dq̄ = g + ds k̄,    dk̄ = (p ∘ s̃)ᵀ h + dsᵀ q̄.
 """
@@ -38,12 +38,12 @@ from precondattn_portable.scores import block_of_rows
 
 
 class QueryWeighted(Algorithm):
-    """Of `QueryWeightedQuery`."""
+    """Algorithm of `QueryWeightedQuery`."""
 
     def _row_blocks(
         self, ops: Arithmetic, leaf: Any, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
-        """part, i0, i1, high, p and s̃ of every block of queries."""
+        """(part, i0, i1, high, p, s̃) of every block of queries."""
         xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]

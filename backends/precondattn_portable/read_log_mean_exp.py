@@ -1,19 +1,19 @@
-"""Reading a strip in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
+"""Reading a row block in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
 
 As a product of matrices, with a shift ν_c for each channel:
 
     o = ν + log(A e^{v − ν}),    A = softmax(S),
     dv = e^{v − ν} ∘ (Aᵀ g),    dS = A ∘ (g (e^{v − ν})ᵀ − rowsum(do)),    g = do ∘ e^{ν − o}.
 
-That is exact as long as no e^{v − ν} that counts vanishes: with all values of a channel within
-R(dtype) of each other, every factor is at least e^{−R}, and so is every sum. Where the values of
-one channel lie further apart, the keys are taken in blocks, each with its own shift μ_iJ + ν_Jc,
-where μ_iJ is the block's largest score; and a block whose own values are too far apart is computed
-element by element, with the largest S_ij + v_jc as the shift. Blocks are merged as
+This is accurate as long as no relevant e^{v − ν} underflows: if all values of a channel are within
+R(dtype) of each other, every factor is at least e^{−R}, and so is every sum. Where the values of a
+channel are further apart, keys are processed in blocks, each with its own shift μ_iJ + ν_Jc, where
+μ_iJ is the block's largest score. A block whose own values are too far apart is computed element by
+element, with the largest S_ij + v_jc as the shift. Blocks are merged as
 
     M' = max(M, M_J),    a ← a e^{M − M'} + a_J e^{M_J − M'},    o = M + log a − λ.
 
-No shift that a hidden key makes can hurt: it enters only where the values lie close together.
+A masked key may affect a shift, but does no harm: only shifts of close values include masked keys.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from precondattn_portable.layout import at, blocks
 from precondattn_portable.read_mean import exponentials
 
 BLOCK = 128
-"""Keys that share a shift where not all do."""
+"""Keys that share a shift where not all keys do."""
 
 ELEMENTS = 16
-"""Keys that are computed element by element at once."""
+"""Keys that are processed element by element at once."""
 
 
 class LogMeanExpRead:
-    """The values of a group of heads (b, n, s, e)."""
+    """The read of a group of heads with values (b, n, s, e)."""
 
     def __init__(self, ops: Arithmetic, v: Array, *, gradient: bool = False) -> None:
         self.ops, self.v = ops, v
@@ -51,7 +51,7 @@ class LogMeanExpRead:
             self.d_v = ops.zeros(v.shape, v)
 
     def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
-        """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+        """Row block (b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
         xp = namespace(row_block)
         if not self.is_narrow:
             return self._merged(row_block, low, high)
@@ -108,7 +108,7 @@ class LogMeanExpRead:
         d_o: Array,
         workspace: Scratch,
     ) -> Array:
-        """dS, from those scores; dv is added to `d_v`."""
+        """dS of the row block; adds dv to `d_v`."""
         if not self.is_narrow:
             return self._merged_backward(row_block, log_total, low, high, o, d_o)
         weights = self.ops.exp(self.ops.add(row_block, -log_total))
@@ -125,11 +125,11 @@ class LogMeanExpRead:
     ) -> Array:
         """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
-        A block of values close together is a product of matrices, p gᵀ and so on, with
+        A block of close values is computed as products of matrices, p gᵀ and so on, with
 
             p = e^{S − λ + α},    g = do ∘ e^{ν − o − α},    α = max_c(ν_c − o_c) ≥ 0,
 
-        α no larger than what keeps p ≤ e^R. Then |g| ≤ |do|, since o ≥ max_j(S − λ) + ν − R.
+        and α limited such that p ≤ e^R. Then |g| ≤ |do|, since o ≥ max_j(S − λ) + ν − R.
         """
         xp = namespace(row_block)
         log_weights = row_block - log_total

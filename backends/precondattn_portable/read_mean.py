@@ -1,6 +1,6 @@
-"""Reading a strip as a mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
+"""Reading a row block by mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
 
-Backward, with the logarithm of the sum λ_i = m_i + log Σ_j e^{S_ij − m_i} kept:
+Backward, with the residual λ_i = m_i + log Σ_j e^{S_ij − m_i}:
 
     A = e^{S − λ},    dv = Aᵀ do,    dS = A ∘ (do vᵀ − rowsum(do ∘ o)).
 """
@@ -14,7 +14,7 @@ from precondattn_portable.layout import at
 
 
 def exponentials(ops: Arithmetic, row_block: Array) -> tuple[Array, Array, Array]:
-    """e^{S − m}, its sum over each row (1 where nothing is visible), and λ (0 there)."""
+    """e^{S − m}, its sum over each row (1 without visible keys), and λ (0 there)."""
     xp = namespace(row_block)
     shift = finite_or_zero(xp.max(row_block, axis=-1, keepdims=True))
     row_block = ops.exp(ops.add(row_block, -shift))
@@ -24,7 +24,7 @@ def exponentials(ops: Arithmetic, row_block: Array) -> tuple[Array, Array, Array
 
 
 class MeanRead:
-    """The values of a group of heads (b, n, s, e)."""
+    """The read of a group of heads with values (b, n, s, e)."""
 
     def __init__(self, ops: Arithmetic, v: Array, *, gradient: bool = False) -> None:
         self.ops, self.v = ops, v
@@ -32,7 +32,7 @@ class MeanRead:
             self.d_v = ops.zeros(v.shape, v)
 
     def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
-        """(b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+        """Row block (b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
         row_block, total, log_total = exponentials(self.ops, row_block)
         o = self.ops.product(row_block, self.v[:, :, low:high, :])
         return self.ops.multiply(o, 1.0 / total), log_total
@@ -47,7 +47,7 @@ class MeanRead:
         d_o: Array,
         workspace: Scratch,
     ) -> Array:
-        """dS, from those scores; dv is added to `d_v`."""
+        """dS of the row block; adds dv to `d_v`."""
         weights = self.ops.exp(self.ops.add(row_block, -log_total))
         self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), d_o)
         d_weights = self.ops.product(

@@ -1,8 +1,8 @@
-"""Strips of dot products, and their gradient.
+"""Row blocks of dot products, and their gradient.
 
     S = q kᵀ,    dq = dS k,    dk = dSᵀ q
 
-of a block of query rows against a range of keys.
+for a block of query rows and a range of keys.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from precondattn_portable.layout import at
 
 
 class Scores(Protocol):
-    """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), a strip at a time.
+    """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), one row block at a time.
 
-    Strips have shape (b, n, r (i1 − i0), high − low).
+    Row blocks have shape (b, n, r (i1 − i0), high − low).
     """
 
     d_q: Array
     d_k: Array
 
     def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
-        """Of the queries i0 … i1 − 1 and the keys low … high − 1."""
+        """Scores of queries i0 … i1 − 1 with keys low … high − 1."""
         ...
 
     def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
-        """Add what the gradient of the last strip means for queries and keys."""
+        """Add the gradients of queries and keys, from that of the last row block."""
         ...
 
 
 def block_of_rows(q: Array, i0: int, i1: int) -> Array:
-    """Rows of all the query heads of a key head (b, n, r (i1 − i0), d)."""
+    """Rows i0 … i1 − 1 of all query heads of a key head, as (b, n, r (i1 − i0), d)."""
     b, n, r, _, d = q.shape
     return namespace(q).reshape(q[:, :, :, i0:i1, :], (b, n, r * (i1 - i0), d))
 
 
 class DotScores:
-    """Of the dot product."""
+    """Scores by the dot product."""
 
     def __init__(self, ops: Arithmetic, q: Array, k: Array, *, gradient: bool = False) -> None:
         self.ops, self.q, self.k = ops, q, k

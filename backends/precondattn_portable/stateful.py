@@ -1,4 +1,4 @@
-"""Leaves with a state: their own definition, on the recurrence in chunks."""
+"""Leaves with a state: their own definition, with the recurrence computed in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precondattn_portable.chunkwise import Chunkwise
 
 
 class StatefulAlgorithm(Algorithm):
-    """Of every `Stateful` leaf: its recurrences are of a form, made for a call's products."""
+    """Algorithm of every `Stateful` leaf; `form` builds its recurrences for an arithmetic."""
 
     def __init__(self, form: Callable[[Arithmetic], Any] = Chunkwise) -> None:
         self.form = form

@@ -1,4 +1,4 @@
-"""Leaves without sums over tokens: their definition is linear in memory as it stands."""
+"""Leaves without sums over tokens: their definition is already linear in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 class AsDefined(Algorithm):
-    """The leaf's own methods."""
+    """Calls the leaf's own methods."""
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

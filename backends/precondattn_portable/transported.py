@@ -1,6 +1,6 @@
-"""Strips of PaTH's scores, and their gradient (`spec/transported.py`), linear in memory.
+"""Row blocks of PaTH's scores, and their gradient (`spec/transported.py`), linear in memory.
 
-Tokens are cut into chunks. Within chunk a, with B = tril(q wᵀ), R = stril(w kᵀ) and
+Tokens are split into chunks. Within chunk a, with B = tril(q wᵀ), R = stril(w kᵀ) and
 Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
 
     Q̃ = q − B (Z w)          the query, transported to the start of its chunk,
@@ -8,16 +8,16 @@ Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
     P = I − wᵀ (Z w)         all reflections of the chunk,
     A_aa = tril(q kᵀ) − B (Z R),    A_ab = Q̃_a P_{a−1} … P_{b+1} K̃_bᵀ.
 
-Forward, the chunks come in order of time, and the keys of the past are carried along as a cache
-carries them, K ← K P_aᵀ: a strip is then one product. A strip may be several chunks high; its later
-queries are carried to its start, and the keys past all of it at once. Backward, queries are carried
-instead, in any order of the chunks: x_{a−1} = Q̃_a, x_{b−1} = x_b P_b, A_ab = x_b K̃_bᵀ, and with
-dA_ab = D_b,
+Forward, chunks come in order of time. Earlier keys are carried along, as in a cache, K ← K P_aᵀ, so
+that a row block is one product. A row block may be several chunks high: its later queries are then
+carried to its start, and the keys are carried past the whole row block at once. Backward, queries
+are carried instead, with chunks in any order: x_{a−1} = Q̃_a, x_{b−1} = x_b P_b, A_ab = x_b K̃_bᵀ.
+With dA_ab = D_b,
 
     dK̃_b += D_bᵀ x_b,    dP_b += x_bᵀ y_{b−1},    y_b = D_b K̃_b + y_{b−1} P_bᵀ,    dQ̃_a = y_{a−1}.
 
-The products P stay products of d × d matrices, in float32 at least; for unit w and β in [0, 2] they
-are contractions.
+The products P remain products of d × d matrices, in float32 at least; for unit w and β in [0, 2]
+they are contractions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class Chunk(NamedTuple):
-    """The matrices of one chunk, or of all (b, n, chunks, …)."""
+    """The matrices of one chunk (…) or of all chunks (b, n, chunks, …)."""
 
     k: Array
     w: Array
@@ -54,15 +54,15 @@ class Chunk(NamedTuple):
     start: Array
     """Q̃"""
     local: Array
-    """A_aa, right on and below the diagonal"""
+    """A_aa, correct on and below the diagonal"""
 
 
 class TransportedScores:
-    """Of queries (b, n, r, s, d) and keys (b, n, s, d) with w (b, n, s, d) and beta (b, n, s).
+    """Scores of queries (b, n, r, s, d) and keys (b, n, s, d), with w (b, n, s, d), beta (b, n, s).
 
-    Blocks of queries are `chunks_of_strip` chunks: they begin where one does, and end with the last
-    one's or with the sequence. Without `gradient` they come in order of time, and each strip once;
-    with it they are single chunks.
+    A row block covers `chunks_per_row_block` chunks: it begins at the start of a chunk, and ends
+    with a chunk or with the sequence. Without `gradient`, row blocks come in order of time, each
+    of them once; with `gradient`, they are single chunks.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TransportedScores:
             self.at = 0
 
     def _zeros(self, workspace: Scratch, name: str) -> Array:
-        """Of the keys' shape."""
+        """Zeros of the keys' shape."""
         result = workspace.shaped(self.shape, name)
         if result is None:
             return self.ops.zeros(self.shape, self.q)
@@ -111,7 +111,7 @@ class TransportedScores:
         return result
 
     def _matrices(self, q: Array, k: Array, w: Array, beta: Array, workspace: Scratch) -> Chunk:
-        """Of every chunk, in stacks."""
+        """The matrices of all chunks, stacked."""
         ops, xp, size = self.ops, namespace(k), self.size
         b, n, _, d = self.shape
         k, w = (xp.reshape(a, (b, n, self.chunks, size, d)) for a in (k, w))
@@ -147,10 +147,10 @@ class TransportedScores:
         each = xp.reshape(x, (*x.shape[:-2], self.r, self.size, self.size))
         return xp.reshape(self.ops.lower(each), x.shape)
 
-    # ---------------------------------------------------------------------------- a strip
+    # ------------------------------------------------------------------------ a row block
 
     def within(self) -> Array:
-        """A_aa of every chunk, q being one query head (b, n, chunks, size, size)."""
+        """A_aa of every chunk, for a single query head (b, n, chunks, size, size)."""
         return self.all.local + 0
 
     def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
@@ -171,9 +171,9 @@ class TransportedScores:
         return xp.reshape(each[:, :, :, :count, :], (b, n, self.r * count, c))
 
     def carried_to(self, i0: int, i1: int) -> tuple[Array, Array]:
-        """Queries i0 … i1 − 1, whose strip came last, and the keys before i0, both carried to i0.
+        """Queries i0 … i1 − 1 of the last row block, and the keys before i0, both carried to i0.
 
-        (b, n, r (i1 − i0), d) and (b, n, s, d), of which the first i0 are right.
+        (b, n, r (i1 − i0), d) and (b, n, s, d), of which the first i0 are valid.
         """
         rows = -(-(i1 - i0) // self.size) * self.size
         return self._rows(self.start, rows, i1 - i0), self.carried
@@ -181,7 +181,7 @@ class TransportedScores:
     def _row_block_of_carried_keys(
         self, first: int, last: int, low: int, high: int, workspace: Scratch
     ) -> Array:
-        """Of chunks first … last − 1 and the keys that are carried to the start of the first."""
+        """Scores of chunks first … last − 1, with keys carried to the start of the first."""
         ops, size, xp = self.ops, self.size, namespace(self.carried)
         b, n, r, height = *self.shape[:2], self.r, last - first
         within, starts = [], []
@@ -195,7 +195,7 @@ class TransportedScores:
             starts.append(xp.reshape(x, (b, n, r, 1, size, x.shape[3])))
         start = starts[0] if height == 1 else xp.concat(starts, axis=3)
         self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
-        # With the block's own keys, overwritten below: products fill memory in one piece faster.
+        # Includes the block's own keys, overwritten below: products write contiguous memory faster.
         workspace_of_scores = workspace.shaped((*start.shape[:3], high - low))
         row_block = ops.product(start, transpose(self.carried[at(low, high)]), workspace_of_scores)
         pieces = xp.reshape(row_block, (b, n, r, height, size, high - low))
@@ -208,7 +208,7 @@ class TransportedScores:
         return xp.reshape(pieces, row_block.shape)
 
     def _carry_to(self, a: int) -> None:
-        """The keys in front of chunk a as its queries see them."""
+        """Carry the keys of earlier chunks to the start of chunk a."""
         ops = self.ops
         while self.at < a:
             first, stop = self.at, min(self.at + self.chunks_per_row_block, a)
@@ -227,7 +227,7 @@ class TransportedScores:
     def _row_block_of_carried_queries(
         self, a: int, low: int, high: int, workspace: Scratch
     ) -> Array:
-        """Of chunk a; its queries are kept for `pull` as each earlier chunk sees them."""
+        """Scores of chunk a; keeps its queries as carried to each earlier chunk, for `pull`."""
         x, local = self.all.start[at_chunk(a)], self.all.local[at_chunk(a)]
         shape = (*x.shape[:3], high - low)
         row_block = workspace.shaped(shape)
@@ -246,7 +246,7 @@ class TransportedScores:
                 x = self.ops.product(x, self.all.whole[at_chunk(b)])
         return row_block
 
-    # ------------------------------------------------------------------------- its gradient
+    # ------------------------------------------------------------------------- gradient
 
     def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
         a, size, ops = i0 // self.size, self.size, self.ops
@@ -279,7 +279,7 @@ class TransportedScores:
         self.d_q_padded[:, :, :, rows, :] = xp.reshape(d_q, (b, n, r, size, d_q.shape[3]))
 
     def _pull_past(self, low: int, old: int, d_row_block: Array) -> Array:
-        """dQ̃, from the scores with earlier chunks; their dK̃ and dP are added to."""
+        """dQ̃, from the scores with earlier chunks; adds to their dK̃ and dP."""
         ops, size = self.ops, self.size
         y: Array = None
         for c, x in sorted(self.x.items()):
@@ -295,7 +295,7 @@ class TransportedScores:
         return y
 
     def _pull_chunk(self, a: int, chunk: Chunk, d_zr: Array, d_zw: Array) -> None:
-        """From Z R and Z w to k, w and β."""
+        """Propagate from Z R and Z w to k, w and β."""
         xp, ops = namespace(chunk.k), self.ops
         m_t, here = transpose(chunk.m), self._at(a)
         z_t = chunk.beta * m_t
@@ -304,7 +304,7 @@ class TransportedScores:
         d_z = ops.add_product(d_z, d_zw, transpose(chunk.w))
         d_r = ops.lower(ops.product(z_t, d_zr), -1)
         d_m = d_z * transpose(chunk.beta)
-        d_scaled = -ops.product(m_t, ops.product(d_m, m_t))  # Of diag(β) stril(w wᵀ).
+        d_scaled = -ops.product(m_t, ops.product(d_m, m_t))  # Gradient of diag(β) stril(w wᵀ).
         overlap = ops.lower(ops.product(chunk.w, transpose(chunk.w)), -1)
         d_beta = xp.sum(chunk.m * d_z, axis=-2) + xp.sum(d_scaled * overlap, axis=-1)
         d_overlap = ops.lower(chunk.beta * d_scaled, -1)
@@ -315,7 +315,7 @@ class TransportedScores:
         ops.add_product_at(self.d_w, here, d_overlap + transpose(d_overlap), chunk.w)
 
     def _finish(self) -> None:
-        """From K̃ and P of every chunk, to which later queries have added, to k, w and β."""
+        """Propagate the sums of dK̃ and dP over later queries to k, w and β of every chunk."""
         if self.is_finished:
             return
         ops = self.ops

@@ -1,7 +1,8 @@
-"""A step of PaTH: the keys in a cache are read once, and rewritten only when they are flushed.
+"""A step of PaTH: cached keys are read once, and rewritten only at a flush.
 
-The cache holds keys as transported to the last multiple of `flush`, and the reflections since, W.
-With those of the new tokens behind, B = tril(q Wᵀ) and Z = (I + diag(β) stril(W Wᵀ))⁻¹ diag(β),
+The cache holds keys transported to the last multiple of `flush`, and the directions W of the
+reflections since. With the new tokens' directions appended to W, B = tril(q Wᵀ) and
+Z = (I + diag(β) stril(W Wᵀ))⁻¹ diag(β),
 
     (q − B Z W) Kᵀ                    scores with keys from before the last flush,
     q Kᵀ − B Z stril(W Kᵀ)            scores with keys since.
@@ -28,10 +29,10 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 def transported_step(
     ops: Arithmetic, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
-    """Of `Path` without a forget gate, and a few new tokens."""
+    """A step of `Path` without a forget gate, for a few new tokens."""
     known = filled(frame, past["key"].shape[1])
     start, flush = known.offset, leaf.flush
-    if start is None:  # Sequences of several lengths are flushed at several places.
+    if start is None:  # Sequences differ in length, and so in their last flush.
         result: tuple[Array, Updates] = leaf.step(past, x, frame)
         return result
     xp, (t, n, d) = namespace(x["k"]), x["k"].shape[1:]

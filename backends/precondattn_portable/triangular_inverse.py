@@ -1,10 +1,10 @@
-"""Inverses of many small triangular matrices, by products alone.
+"""Inverses of many small triangular matrices, mostly by products.
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 
-from blocks of a few rows to the whole; the blocks themselves row by row, all of a stack at once. It
-is as stable as substitution row by row is (Higham 2002, 14.2). Doubling the Neumann series,
-(I − L)(I + L²)(I + L⁴)…, is not: for keys that nearly coincide its factors are as large as 2^C and
+from blocks of a few rows to the whole matrix; the smallest blocks are inverted row by row, a stack
+at a time. This is as stable as substitution row by row (Higham 2002, 14.2). Doubling the Neumann
+series, (I − L)(I + L²)(I + L⁴)…, is not: for nearly equal keys its factors are as large as 2^C and
 cancel.
 """
 
@@ -15,7 +15,7 @@ from precondattn.spec.array_functions import identity_like
 from precondattn_portable.arithmetic import Arithmetic
 
 LEAF = 8
-"""Rows of the blocks that are inverted row by row; products of smaller ones cost more to call."""
+"""Rows of the blocks that are inverted row by row; smaller ones cost more calls than work."""
 
 
 def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None) -> Array:
@@ -52,7 +52,7 @@ def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None)
 def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
     """The inverses of a stack of small blocks (n, m, w, w).
 
-    The stack is put last, where libraries go through memory in one piece.
+    The stack becomes the last axis, along which libraries access memory contiguously.
     """
     xp = namespace(strict)
     size = strict.shape[-1]
