@@ -1,7 +1,7 @@
-"""Products and zeros as JAX wants them: in full precision, and fit to be carried by a loop.
+"""Products in full precision, and zeros that a loop can carry.
 
-On accelerators JAX multiplies float32 in fewer bits unless it is told otherwise. It is told here,
-except where the user's own `jax.default_matmul_precision` says what is wanted.
+By default, JAX multiplies float32 with fewer bits on accelerators. Here all bits are requested,
+unless the user has set `jax.default_matmul_precision`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 def precision() -> Any:
-    """Of products: the user's setting, or all bits."""
+    """The precision of products: the user's setting, or full precision."""
     is_set = jax.config.jax_default_matmul_precision is not None
     return None if is_set else lax.Precision.HIGHEST
 
@@ -32,9 +32,9 @@ def product_with_transposed(a: Array, b: Array) -> Array:
 
 
 def transposed_product(a: Array, b: Array) -> Array:
-    """aᵀ b, as the transpose of bᵀ a.
+    """aᵀ b, computed as the transpose of bᵀ a.
 
-    On a CPU XLA multiplies that way three times as fast where a is much wider than b.
+    On a CPU, XLA does this three times as fast where a is much wider than b.
     """
     result = jnp.einsum("...id,...is->...ds", b, a, precision=precision())
     return jnp.matrix_transpose(result)
@@ -43,7 +43,7 @@ def transposed_product(a: Array, b: Array) -> Array:
 def zeros(shape: tuple[int, ...], like: Array) -> Array:
     """Zeros of like's dtype, which vary over the same axes of a `shard_map`.
 
-    A loop's carry has to, if what is added to it does.
+    A loop's carry must vary over the axes of what is added to it.
     """
     return jnp.zeros_like(like, shape=shape)
 
@@ -53,7 +53,7 @@ def full(shape: tuple[int, ...], value: float, like: Array) -> Array:
 
 
 class JaxArithmetic(Arithmetic):
-    """Nothing is written in place: XLA sees to that."""
+    """Nothing is written in place explicitly: XLA does it where possible."""
 
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         return zeros(shape, like)

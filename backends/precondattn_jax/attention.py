@@ -21,7 +21,7 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 class Attention(Algorithm):
-    """Of `Softmax` and `Path`."""
+    """Algorithm of `Softmax` and `Path`."""
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

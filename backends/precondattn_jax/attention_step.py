@@ -1,7 +1,7 @@
-"""A step of softmax attention: tiles of new queries with what a cache holds, then among the new.
+"""A step of softmax attention: tiles of new queries with the cache, then with the new tokens.
 
-Both go through the same read, whose state is merged from tile to tile; cached keys and values are
-read once.
+Both use the same read, whose state is merged from tile to tile. Cached keys and values are read
+once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
     bias: Array | None = None
     if leaf.bias:
         whole = bias_of_keys(x["bias"], frame)
-        if frame.q_valid is not None:  # It may be anything there.
+        if frame.q_valid is not None:  # A bias may be NaN at padding.
             whole = jnp.where(frame.q_valid[:, None, :, None], whole, 0.0)
         bias, x = whole[..., :capacity], {**x, "bias": whole[..., capacity:]}
     new = TiledAttention(leaf, x, new_frame)

@@ -1,7 +1,7 @@
-"""How the tokens of a chunk fade from one another, with a decay for each channel.
+"""The decay between the tokens of a chunk, with one decay for each channel.
 
-The pairs of a chunk are cut into squares in which the decay factors, as
-`precondattn_portable.channel_decay` has it; here nothing is written in place.
+The pairs of a chunk are partitioned into squares in which the decay factors, as in
+`precondattn_portable.channel_decay`; here nothing is written in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn_portable.head_decay import sums_before, sums_from
 
 
 class ChannelDecay(channel_decay.ChannelDecay):
-    """Of gates (c, n, C, w), C a power of two."""
+    """Decays of gates (c, n, C, w), C a power of two."""
 
     @cached_property
     def halvings(self) -> list[Halving]:
@@ -94,5 +94,5 @@ class ChannelDecay(channel_decay.ChannelDecay):
 
 
 def _halves(first: Array, second: Array) -> Array:
-    """Blocks (c, n, blocks, 2, …) of their halves."""
+    """Blocks (c, n, blocks, 2, …) from their halves."""
     return jnp.stack([first, second], axis=3)

@@ -1,10 +1,10 @@
-"""What groups of chunks read and write, and the gradients of that: the states between them.
+"""Reads, writes and their gradients for groups of chunks: the states between them.
 
     additive:    S ← total ∘ S + (writing ∘ K)ᵀ V
     delta rule:  U = M (β ∘ (V − reading ∘ K S)),    S ← total S + (writing ∘ K)ᵀ U
 
-The rest is in `precondattn_portable.chunkwise_additive` and `…_delta`, and so are the equations.
-Only what waits for the chunk next to it is in the loop.
+The other parts and their equations are in `precondattn_portable.chunkwise_additive` and `…_delta`.
+Only what depends on the adjacent chunk is in the loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from precondattn_portable.head_decay import HeadDecay, decayed
 
 
 class StatesOfSums:
-    """The states of the kinds of `Additive`."""
+    """The states of the variants of `Additive`."""
 
     total: Array | None
 
@@ -51,21 +51,21 @@ def _sums(
 
 
 def _with_last(last: Array, before: Array) -> Array:
-    """In front of every chunk, and behind the last."""
+    """The states before every chunk and after the last."""
     return jnp.concatenate([before, last[None]])
 
 
-def _with_first(first: Array, behind: Array) -> Array:
-    """The same of gradients, which come from the last chunk on."""
-    return jnp.concatenate([first[None], behind])
+def _with_first(first: Array, after: Array) -> Array:
+    """The same for gradients, which are computed from the last chunk to the first."""
+    return jnp.concatenate([first[None], after])
 
 
 class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
-    """One decay for all of a state."""
+    """One decay for the whole state."""
 
 
 class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
-    """A decay for each key channel."""
+    """One decay for each key channel."""
 
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
@@ -73,7 +73,7 @@ class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
 
 
 class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
-    """A decay for each value channel."""
+    """One decay for each value channel."""
 
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
@@ -81,7 +81,7 @@ class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
 
 
 class DeltaRule(chunkwise_delta.DeltaRule):
-    """The delta rule, with one decay for all of a state."""
+    """The delta rule, with one decay for the whole state."""
 
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
@@ -116,8 +116,8 @@ class DeltaRule(chunkwise_delta.DeltaRule):
             return kept + pulled - transposed_product(reading_k, right), (d_state, right)
 
         chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, decay.total)
-        first, (behind, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
-        return _with_first(first, behind)
+        first, (after, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
+        return _with_first(first, after)
 
 
 KINDS: dict[type, type] = {
@@ -129,6 +129,6 @@ KINDS: dict[type, type] = {
 
 
 def group_of(x: Stream, chunks: Chunks) -> Group:
-    """Some chunks of a stream."""
+    """The computation for some chunks of a stream."""
     result: Group = KINDS[chunkwise.kind_of(x)](JAX, chunks)
     return result

@@ -1,8 +1,8 @@
-"""The recurrence in chunks of tokens, by products of matrices, in a loop over groups of chunks.
+"""The recurrence in chunks of tokens as products of matrices, in a loop over groups of chunks.
 
-Within a chunk nothing goes from token to token, and only the state goes from chunk to chunk. A step
-of the loop takes as many chunks as fit a cache, and does all but that at once. The gradient keeps
-the state in front of every group, and computes those within it again.
+No loop runs over the tokens of a chunk; only the state is passed from chunk to chunk. A step of the
+loop processes as many chunks as fit a cache, and computes everything but the state at once. The
+gradient stores the state before every group, and recomputes those within it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from precondattn_jax.chunk_groups import group_of
 from precondattn_portable.chunkwise_additive import Chunks
 
 CHUNK = 64
-"""Tokens of a chunk, a power of two: more of them cost more within, fewer more between them."""
+"""Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
 
 GROUP = 2**17
-"""Numbers in an array of the chunks that are computed at once: 512 KiB in float32, which stay in a
+"""Elements of an array of the chunks that are computed at once: 512 KiB in float32, which fit a
 core's cache."""
 
 
@@ -61,7 +61,7 @@ class Chunkwise:
 
 
 class Work:
-    """A stream cut into groups of chunks (groups, c, n, C, …), n the heads of all sequences."""
+    """A stream in groups of chunks (groups, c, n, C, …), n the heads of all sequences."""
 
     def __init__(self, x: Stream) -> None:
         self.x = x
@@ -79,10 +79,10 @@ class Work:
         self.written = Chunks(*(a if a is None else self.chunks(a) for a in arrays))
 
     def chunks(self, x: Array) -> Array:
-        """(b, m, s, …), or of the last t tokens, with zeros in front and behind."""
-        behind = self.groups * self.together * self.size - self.s
+        """Chunks of (b, m, s, …) or of the last t tokens, padded with zeros before and after."""
+        after = self.groups * self.together * self.size - self.s
         width = [(0, 0)] * x.ndim
-        width[2] = (self.s - x.shape[2], behind)
+        width[2] = (self.s - x.shape[2], after)
         x = jnp.pad(x, width)
         rest = x.shape[3:]
         x = jnp.reshape(x, (self.b, self.m, self.groups, self.together, self.size, *rest))
@@ -104,21 +104,21 @@ class Work:
         state = jnp.reshape(state, (self.b * self.m, *state.shape[2:]))
         return state + zeros(state.shape, self.x.k)
 
-    # The steps of the loops.
+    # Bodies of the loops.
 
     def read(self, state: Array, given: tuple[Chunks, Array]) -> tuple[Array, Array]:
-        """The state behind a group, and what is read in it."""
+        """The state after a group, and the outputs within it."""
         chunks, q = given
         group = group_of(self.x, chunks)
         states = group.states(state)
         return states[-1], group.read(q, states)
 
     def advance(self, state: Array, chunks: Chunks) -> tuple[Array, Array]:
-        """The state behind a group, and the one before."""
+        """The state after a group, and the one before."""
         return group_of(self.x, chunks).states(state)[-1], state
 
     def pull(self, d_state: Array, given: Any) -> tuple[Array, tuple[Array, Chunks]]:
-        """The gradients of the state before a group, of its queries and of what it writes."""
+        """Gradients of the state before a group, of its queries and of its written inputs."""
         state, chunks, q, d_o = given
         group = group_of(self.x, chunks)
         states = group.states(state)

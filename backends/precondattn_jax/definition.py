@@ -1,6 +1,6 @@
-"""A step on a few new tokens at a time: its memory is that of a few times the cache.
+"""A step of few new tokens at a time, which bounds its memory to a few times the cache.
 
-Any split of a sequence gives the same output: that is what a cache is.
+By the definition of a cache, any split of a sequence gives the same output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
 
 TOKENS = 64
-"""New tokens that a step is given at once."""
+"""New tokens per step."""
 
 Step = Callable[[dict[str, Array], dict[str, Array], Frame], tuple[Array, Updates]]
 
@@ -31,7 +31,7 @@ def step_as_defined(
 def few_tokens_at_a_time(
     step: Step, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
-    """A step of the leaf, made of steps of few tokens."""
+    """A step of the leaf as several steps of few tokens."""
     t = frame.q_position.shape[1]
     if t <= TOKENS:
         return step(dict(past), dict(x), frame)
@@ -72,7 +72,7 @@ def few_tokens_at_a_time(
 
 
 def _parts(x: Array, axis: int | None, count: int) -> Array | None:
-    """Tokens in parts (count, …), the last one filled up with zeros."""
+    """Tokens in parts (count, …), the last one padded with zeros."""
     if axis is None:
         return None
     width = [(0, 0)] * x.ndim

@@ -2,7 +2,7 @@
 
     S = q kᵀ,    dq = dS k,    dk = dSᵀ q
 
-The loops know no more of a metric than what is here: `transported_scores.py` has the other one.
+The loops use a metric only through this interface; `transported_scores.py` has the other metric.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ Sums = dict[str, Array]
 
 
 class DotScores:
-    """Of queries in blocks (blocks, b, n, r C, d), and keys (b, n, s, d), both of whole blocks."""
+    """Queries in blocks (blocks, b, n, r C, d) and keys (b, n, s, d), padded to whole blocks."""
 
     def __init__(self, blocks: Blocks, q: Array, k: Array) -> None:
         self.blocks, self.q, self.k = blocks, q, k
 
-    # Forward: the block's own tile, and then those in front of it, from the nearest on.
+    # Forward: the tile on the diagonal, then the preceding tiles, nearest first.
 
     def start(self, a: Array) -> Array:
-        """The queries of block a as the tiles in front of it see them."""
+        """The queries of block a as used with preceding key blocks."""
         return self.blocks.row(self.q, a)
 
     def diagonal(self, a: Array) -> Array:
-        """The tile of a and a, right on and below the diagonal."""
+        """The tile on the diagonal, valid on and below its diagonal."""
         return self.tile(self.start(a), a)
 
     def tile(self, x: Array, j: Array) -> Array:
-        """Of queries as block j sees them."""
+        """Scores of queries x, carried to block j, with the keys of block j."""
         return product_with_transposed(x, self.blocks.at(self.k, j))
 
     def carried(self, x: Array, j: Array) -> Array:
-        """Queries as block j sees them, as j − 1 does."""
+        """Queries carried from block j to block j − 1."""
         return x
 
-    # Backward: the tiles in front from the first on, and the block's own one at the end.
+    # Backward: the preceding tiles, first one first, then the tile on the diagonal.
 
     def sums(self) -> Sums:
         return {"k": zeros(self.k.shape, self.k)}
 
     def trail(self, a: Array, first: Array) -> Any:
-        """The queries of block a as each of the blocks from `first` on sees them."""
+        """The queries of block a, carried to each block from `first` on."""
         return self.start(a)
 
     def on_trail(self, trail: Any, j: Array) -> Array:
@@ -62,7 +62,7 @@ class DotScores:
     def pulled(
         self, sums: Sums, trail: Any, y: Array, j: Array, d_tile: Array
     ) -> tuple[Sums, Array]:
-        """What a tile's gradient means: the sums, and y of the queries up to this block."""
+        """Gradients from a tile's: the sums with its part, and y, the queries' gradient so far."""
         blocks = self.blocks
         d_k = blocks.add(sums["k"], j, transposed_product(d_tile, trail))
         return sums | {"k": d_k}, y + product(d_tile, blocks.at(self.k, j))
@@ -70,9 +70,9 @@ class DotScores:
     def pulled_diagonal(
         self, sums: Sums, a: Array, y: Array, d_diagonal: Array
     ) -> tuple[Sums, Array]:
-        """The same of the block's own tile: the sums, and dq of the block."""
+        """The same for the tile on the diagonal: the sums, and dq of the block."""
         return self.pulled(sums, self.start(a), y, a, d_diagonal)
 
     def gradients(self, sums: Sums) -> Sums:
-        """dk, and those of the metric's own inputs."""
+        """dk, and the gradients of the metric's other inputs."""
         return sums

@@ -22,13 +22,13 @@ Sums = dict[str, Array]
 
 
 class ForgetGate:
-    """Of gates (b, n, r, s), of whole blocks; `factor` stands before the decay."""
+    """The decay by gates (b, n, r, s), in whole blocks; `factor` multiplies it."""
 
     def __init__(self, blocks: Blocks, g: Array, factor: float) -> None:
         self.blocks, self.g, self.factor = blocks, g, factor
         each = jnp.reshape(g, (*g.shape[:3], blocks.keys, blocks.size))
         self.totals = jnp.sum(each, axis=-1)
-        """Of every block (b, n, r, blocks)."""
+        """Sums over every block (b, n, r, blocks)."""
 
     def _between(self, a: Array, j: Array) -> Array:
         block = jnp.arange(self.blocks.keys)
@@ -38,7 +38,7 @@ class ForgetGate:
         return self.blocks.at(self.g, j, 3)
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
-        """Scores (b, n, r, C, C) with the decay."""
+        """Scores (b, n, r, C, C) plus the decay."""
         if diagonal:
             return tile + self.factor * self._within(a)
         rows = jnp.cumsum(self._at(a), axis=-1)[..., None]
@@ -61,7 +61,7 @@ class ForgetGate:
         return {"each": zeros(self.g.shape, self.g), "blocks": zeros(self.totals.shape, self.g)}
 
     def pulled(self, sums: Sums, a: Array, j: Array, d_tile: Array, *, diagonal: bool) -> Sums:
-        """With what the gradient (b, n, r, C, C) of a tile means for the gates."""
+        """The sums plus the gates' gradient from that of a tile (b, n, r, C, C)."""
         blocks, d = self.blocks, self.factor * d_tile
         b, n, r, size, _ = d.shape
         if diagonal:
@@ -70,7 +70,7 @@ class ForgetGate:
             return sums | {"each": blocks.add(sums["each"], a, d_g, 3)}
         d_rows = sums_from(jnp.sum(d, axis=-1), axis=-1)
         before = jnp.cumsum(jnp.sum(d, axis=-2), axis=-1)
-        # The key at j itself has not decayed by g_j.
+        # The key at j is not decayed by g_j.
         d_columns = jnp.concatenate([jnp.zeros_like(before[..., :1]), before[..., :-1]], axis=-1)
         each = blocks.add(blocks.add(sums["each"], a, d_rows, 3), j, d_columns, 3)
         d_blocks = sums["blocks"] + jnp.where(self._between(a, j), before[..., -1:], 0.0)

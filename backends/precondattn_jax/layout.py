@@ -1,8 +1,9 @@
-"""How work is cut: heads before time, and blocks of tokens, the same for queries and keys.
+"""How the work is tiled: heads before time, and blocks of tokens, shared by queries and keys.
 
-Block a has the positions a C … a C + C − 1 of the keys. Queries stand at their keys' positions, so
-where there are fewer of them zeros go in front, up to the start of a block. A tile is the scores of
-a block of queries with a block of keys; loops go over tiles, and no more than a few are in memory.
+Block a has the key positions a C … a C + C − 1. Queries are aligned to the positions of their keys;
+where there are fewer queries than keys, zeros are prepended up to the start of a block. A tile is
+the scores of a block of queries with a block of keys. Loops iterate over tiles, and only a few
+tiles are in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ BLOCK = 256
 """Tokens of a block: large products, and little waste above the diagonal."""
 
 FEWEST = 128
-"""The same with many heads."""
+"""The same where there are many heads."""
 
 REFLECTIONS = 128
-"""Tokens of a block of reflections, whose own matrices cost more the longer it is."""
+"""Tokens of a block of reflections; the cost of its matrices grows with its length."""
 
 TILE = 2**20
-"""Numbers in the tiles of all heads, about: 4 MiB in float32."""
+"""Approximate number of elements in the tiles of all heads: 4 MiB in float32."""
 
 
 def block_size(tokens: int, heads: int, most: int | None = None) -> int:
-    """How many tokens make a block, so that blocks are about equally long."""
+    """Tokens of a block, such that blocks have about equal lengths."""
     size = most or (BLOCK if heads * BLOCK * BLOCK <= TILE else FEWEST)
     count = -(-tokens // size)
     even = -(-tokens // count)
@@ -37,7 +38,7 @@ def heads_first(x: Array) -> Array:
 
 
 def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Array:
-    """x with a number before and after."""
+    """x padded with a number before and after."""
     if not before and not after:
         return x
     width = [(0, 0)] * x.ndim
@@ -46,16 +47,16 @@ def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Ar
 
 
 class Blocks:
-    """Of t queries, the last of s tokens."""
+    """Blocks of t queries, the last of s tokens."""
 
     def __init__(self, t: int, s: int, size: int) -> None:
         self.t, self.s, self.size = t, s, size
         self.keys = -(-s // size)
-        """How many blocks of keys there are."""
+        """Number of blocks of keys."""
         self.first = (s - t) // size
         """The first block with a query; negative where there are more queries than keys."""
         self.count = self.keys - self.first
-        """How many blocks of queries there are."""
+        """Number of blocks of queries."""
         self.before = (s - t) % size
         self.after = self.keys * size - s
 
@@ -65,11 +66,11 @@ class Blocks:
         return jnp.arange(self.first, self.keys)
 
     def of_keys(self, x: Array, axis: int = 2, value: float = 0) -> Array:
-        """(b, n, s, …) with whole blocks."""
+        """(b, n, s, …) padded to whole blocks."""
         return padded(x, 0, self.after, axis, value)
 
     def of_queries(self, x: Array, axis: int = 3, value: float = 0) -> Array:
-        """(b, n, r, t, …) with whole blocks."""
+        """(b, n, r, t, …) padded to whole blocks."""
         return padded(x, self.before, self.after, axis, value)
 
     def stacked(self, x: Array, value: float = 0) -> Array:
@@ -86,7 +87,7 @@ class Blocks:
         return x[:, self.before : self.before + self.t]
 
     def row(self, stack: Array, a: Array) -> Array:
-        """The queries of block a, of a stack."""
+        """The queries of block a of a stack."""
         return lax.dynamic_index_in_dim(stack, a - self.first, keepdims=False)
 
     def at(self, x: Array, j: Array, axis: int = 2) -> Array:
@@ -101,6 +102,6 @@ class Blocks:
 
 
 def grouped(x: Array, n: int) -> Array:
-    """(b, t, h, c) to (b, n, r, t, c): the r query heads that read one of n key/value heads."""
+    """(b, t, h, c) to (b, n, r, t, c): the r query heads that share one of n key/value heads."""
     b, t, h, c = x.shape
     return jnp.transpose(jnp.reshape(x, (b, t, n, h // n, c)), (0, 2, 3, 1, 4))

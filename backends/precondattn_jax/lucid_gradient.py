@@ -1,11 +1,11 @@
-"""The gradient of LUCID's solve, by the transposed solve and the same tiles once more.
+"""The gradient of LUCID's solve: a transposed solve, with its tiles recomputed.
 
 From the last block to the first, with R = dy,
 
     X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
     dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
 
-and dS goes on through the scores and the norm of the keys, while Φ_J is at hand.
+and dS is propagated through the scores and the norm of the keys while Φ_J is available.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precondattn_jax.lucid_system import LucidSystem, Shift
 
 
 def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Array]:
-    """By input, from those of y (b, s, n, e)."""
+    """Gradients by input, from that of y (b, s, n, e)."""
     blocks, scores, leaf = system.blocks, system.scores, system.leaf
     y, right = (blocks.of_keys(heads_first(a)) for a in (out, cotangent))
 
@@ -87,7 +87,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
 
 
 def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array) -> Array | float:
-    """What reaches the scores of a tile through the maxima of its rows."""
+    """The gradient of a tile's scores through the maxima of its rows."""
     if shift.first is None or system.leaf.detach_max:
         return 0.0
     column = j * system.blocks.size + jnp.arange(system.blocks.size)

@@ -20,7 +20,7 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 class LucidSolve(Algorithm):
-    """Of `LucidSolve`."""
+    """Algorithm of the leaf `LucidSolve`."""
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

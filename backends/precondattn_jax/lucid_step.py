@@ -1,4 +1,4 @@
-"""A step of LUCID's solve: what cached keys and y take from new values, then the new ones' system.
+"""A step of LUCID's solve: subtract the cached tokens' part, then solve among the new tokens.
 
 y_new = (I + β stril(Φ_new))⁻¹ β (v − Φ_past y_past)
 """
@@ -35,7 +35,7 @@ def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Fr
         tile = product_with_transposed(rows, cached.at(past["key"], j))
         if leaf.normalize == "keys":
             r = cached.at(past["rms"], j)[:, :, None, :]
-            tile = tile / jnp.where(r > 0, r, 1.0)  # Empty slots, which are hidden, hold 0.
+            tile = tile / jnp.where(r > 0, r, 1.0)  # Empty slots, which are masked, hold 0.
         visible = cached.visible(j, among.q_position, leaf.window)[:, :, 0]
         weights = jnp.where(visible, jnp.exp(tile - scale * d), 0.0)
         return right - product(weights, cached.at(past["solved"], j))

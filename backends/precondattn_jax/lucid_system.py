@@ -1,13 +1,13 @@
-"""LUCID's triangular system, a tile of Φ at a time; its matrix is never in memory.
+"""LUCID's triangular system, one tile of Φ at a time, without storing its matrix.
 
     E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
 
-with δ = 1 in the normalised forms, and else Φ's own diagonal. With β' = β / δ and blocks I, one
+where δ = 1 in the normalised forms, and Φ's diagonal otherwise. With β' = β / δ and blocks I, one
 after the other,
 
     y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J),
 
-in which the diagonal block is inverted by products (`triangular_inverse.py`).
+where the diagonal block is inverted by products (`triangular_inverse.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from precondattn_jax.triangular_inverse import unit_lower_inverse
 
 
 class Shift(NamedTuple):
-    """What a block's rows subtract from their scores, and what follows from that."""
+    """The shift of the scores of a block's rows, and what depends on it."""
 
     value: Array | float
     """(b, n, C, 1) or a number"""
     diagonal: Array | None
     """δ (b, n, C, 1); None where it is 1"""
     first: Array | None
-    """The first key at which the maximum of a row stands (b, n, C, 1)"""
+    """The first key that attains the row maximum (b, n, C, 1)"""
 
 
 class LucidSystem:
-    """Of a full call of `LucidSolve`."""
+    """The system of a full call of `LucidSolve`."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         self.leaf, self.x = leaf, x
@@ -62,7 +62,7 @@ class LucidSystem:
                 blocks, queries, unit, self._of_keys("w"), self._of_keys("beta")
             )
         self.beta: Array | None = None
-        """β (b, n, s, 1), 0 at tokens that count for nothing; None where it is 1"""
+        """β (b, n, s, 1), 0 at padding; None where it is 1"""
         if leaf.beta:
             self.beta = self._of_keys("lucid_beta")[..., None]
         if frame.k_valid is not None:
@@ -70,7 +70,7 @@ class LucidSystem:
             valid = blocks.of_keys(frame.k_valid, axis=1)
             self.beta = jnp.where(valid[:, None, :, None], one, 0.0)
         frame = frame.among_keys(s)
-        # Tokens that count for nothing have β = 0. Only a maximum would see their scores.
+        # Padding has β = 0. Its scores could enter only a maximum.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
         self.mask = Mask(frame, blocks, window=leaf.window, strict=True)
@@ -79,7 +79,7 @@ class LucidSystem:
         return self.blocks.of_keys(heads_first(self.x[name]))
 
     def shift(self, a: Array) -> Shift:
-        """Of the rows of block a."""
+        """The shift of the rows of block a."""
         leaf = self.leaf
         if leaf.has_unit_diagonal:
             return Shift(self.scale * self.k.shape[3], None, None)
@@ -95,13 +95,13 @@ class LucidSystem:
         return Shift(value, jnp.exp(diagonal), first)
 
     def _row_maxima(self, a: Array, diagonal: Array) -> tuple[Array, Array]:
-        """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j where it is reached."""
+        """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j that attains it."""
         size = self.blocks.size
 
         def merged(best: Array, position: Array, tile: Array, j: Array) -> tuple[Array, Array]:
             row_max = jnp.max(tile, axis=-1, keepdims=True)
             first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(position.dtype)
-            is_past = row_max >= best  # The blocks come from the last on.
+            is_past = row_max >= best  # Blocks are processed from the last to the first.
             return jnp.where(is_past, row_max, best), jnp.where(is_past, first, position)
 
         position = a * size + jnp.arange(size)[:, None]
@@ -122,7 +122,7 @@ class LucidSystem:
     def weights(
         self, tile: Array, shift: Shift, a: Array, j: Array, *, diagonal: bool = False
     ) -> Array:
-        """Φ of a tile (b, n, C, C), 0 at hidden pairs."""
+        """Φ of a tile (b, n, C, C), 0 at masked pairs."""
         return self.mask.apply(jnp.exp(tile - shift.value), a, j, diagonal=diagonal, otherwise=0.0)
 
     def diagonal(self, a: Array, shift: Shift) -> tuple[Array, Array]:
@@ -131,7 +131,7 @@ class LucidSystem:
         return within, unit_lower_inverse(self.times_beta(within, a, shift))
 
     def times_beta(self, x: Array, a: Array, shift: Shift) -> Array:
-        """β' x, of the rows of block a."""
+        """β' x for the rows of block a."""
         if self.beta is not None:
             x = self.blocks.at(self.beta, a) * x
         return x if shift.diagonal is None else x / shift.diagonal

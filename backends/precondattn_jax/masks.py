@@ -1,7 +1,7 @@
-"""What is hidden in a tile, and which tiles need not be looked at.
+"""Attention masks of tiles, and the range of tiles that are not fully masked.
 
-Causal queries of block a see the blocks in front of it, and of their own the triangle; a window
-takes away the first of these blocks. Validity and segments hide keys one by one.
+With causality, block a attends to the preceding blocks and to the lower triangle of its own block.
+A window excludes the first of these blocks. Validity and segments mask individual keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn_jax.layout import Blocks
 
 
 class Mask:
-    """Of a full call. `strict`: a token does not see itself."""
+    """The mask of a full call. `strict`: a token does not attend to itself."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Mask:
             self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
 
     def first(self, a: Array) -> Array:
-        """The first block of keys that block a looks at."""
+        """The first block of keys that block a attends to."""
         if self.window is None:
             return jnp.zeros_like(a)
         size = self.blocks.size
         return jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
 
     def stop(self, a: Array) -> Array:
-        """The block of keys behind the last that block a looks at, where that is not causal."""
+        """The last block of keys that block a attends to, plus one, without causality."""
         last = jnp.full_like(a, self.blocks.keys)
         if self.window is None:
             return last
@@ -54,7 +54,7 @@ class Mask:
         return jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, last)
 
     def visible(self, a: Array, j: Array, *, diagonal: bool = False) -> Array | None:
-        """(b or 1, 1, 1, C, C), or None where all is visible; `own` if it is known that a = j."""
+        """(b or 1, 1, 1, C, C), or None where all pairs are visible; `diagonal` declares a = j."""
         blocks, size = self.blocks, self.blocks.size
         token = jnp.arange(size)
         distance = (a - j) * size + token[:, None] - token[None, :]
@@ -88,7 +88,7 @@ class Mask:
         diagonal: bool = False,
         otherwise: float = -math.inf,
     ) -> Array:
-        """Scores (b, n, r C, C), `otherwise` where a pair is hidden."""
+        """Scores (b, n, r C, C), set to `otherwise` at masked pairs."""
         visible = self.visible(a, j, diagonal=diagonal)
         if visible is None:
             return tile

@@ -1,7 +1,7 @@
-"""The tokens in a cache, a block of slots at a time, and no more blocks than are filled.
+"""The tokens in a cache, one block of slots at a time, up to the last filled block.
 
-How many that is is known to the loop only when it runs. The gradient of such a loop is not JAX's to
-take: it is that of the definition, which holds all pairs of new and cached tokens at once.
+The number of blocks is known only at run time. JAX cannot differentiate such a loop, so the
+gradient is that of the leaf's definition, which stores all pairs of new and cached tokens at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precondattn_jax.layout import block_size, heads_first
 
 
 class Past:
-    """Of buffers (b, c, n, …), in front of new tokens of `heads` heads (those of all sequences)."""
+    """Buffers (b, c, n, …), followed by new tokens with `heads` heads (of all sequences)."""
 
     def __init__(self, frame: Frame, capacity: int, heads: int) -> None:
         self.valid = frame.k_valid[:, :capacity]
@@ -32,25 +32,25 @@ class Past:
         self.stop = (filled + self.size - 1) // self.size
 
     def look_no_further_than(self, window: int) -> None:
-        """Leave out what stands before the first token's window."""
+        """Skip the blocks before the first token's window."""
         low = jnp.clip(jnp.min(self.position[:, 0]) - window + 1, 0, self.capacity)
         self.first = jnp.minimum(low // self.size, self.stop)
 
     def look_before(self, end: Array) -> None:
-        """Leave out the slots from `end` (b, 1) on."""
+        """Skip the slots from `end` (b, 1) on."""
         self.valid = self.valid & (jnp.arange(self.capacity) < end)
 
     def start(self, j: Array) -> Array:
-        """The first slot of block j; the last block begins earlier if it would go too far."""
+        """The first slot of block j; the last block begins earlier if it would not fit."""
         return jnp.minimum(j * self.size, self.capacity - self.size)
 
     def at(self, buffer: Array, j: Array) -> Array:
-        """The slots of block j (b, n, C, …), in float32 at least."""
+        """The slots of block j (b, n, C, …), in float32 or float64."""
         result = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
         return upcast(heads_first(result))
 
     def visible(self, j: Array, position: Array | None = None, window: int | None = None) -> Array:
-        """(b, 1, 1, 1 or rows, C); positions (b, rows) are asked for where there is a window."""
+        """(b, 1, 1, 1 or rows, C); a window needs the positions (b, rows)."""
         slot = self.start(j) + jnp.arange(self.size)
         visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
         visible = (visible & (slot >= j * self.size))[:, None, :]
@@ -60,7 +60,7 @@ class Past:
         return visible[:, None, None]
 
     def over(self, add: Callable[[Array, Any], Any], state: Any) -> Any:
-        """add(j, state) for all filled blocks."""
+        """Apply add(j, state) to all filled blocks."""
         return lax.fori_loop(self.first, self.stop, add, state)
 
 
@@ -68,9 +68,9 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def with_gradient_of_the_definition(step: Step) -> Step:
-    """`step(leaf, past, x, frame)` with the gradient of the leaf's own.
+    """`step(leaf, past, x, frame)` with the gradient of the leaf's own step.
 
-    It returns the output for new tokens, or the output and the updates as the leaf has them.
+    `step` returns the output for new tokens, or the output and the leaf's updates.
     """
     differentiable = jax.custom_vjp(step, nondiff_argnums=(0,))
 
@@ -92,5 +92,5 @@ def with_gradient_of_the_definition(step: Step) -> Step:
 
 
 def _none(array: Array) -> Any:
-    """The cotangent of positions and masks."""
+    """The (zero) cotangent of positions and masks."""
     return np.zeros(array.shape, dtype=jax.dtypes.float0)

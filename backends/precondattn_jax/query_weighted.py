@@ -1,8 +1,8 @@
-"""CCQ with the covariance that the query itself sees, a tile of scores at a time.
+"""CCQ with covariances over each query's visible keys, one tile of scores at a time.
 
     q^c = q̄ − λ c,    c = Σ_j p_j (s_j − s̄) k̄_j,    p = softmax(s / τ),    s = q̄ k̄ᵀ
 
-The mean key μ = Σ p k̄ comes first, as attention would read it; then s̄ = q̄·μ. Backward, with
+The mean key μ = Σ p k̄ is computed first, as attention with values k̄; then s̄ = q̄·μ. Backward, with
 h = −λ g and u = h k̄ᵀ, centred by ū = h·μ, and with the covariance of s and u, which is h·c:
 
     ds = p ∘ (u − ū) + p ∘ ((s − s̄)(u − ū) − h·c) / τ,
@@ -49,17 +49,17 @@ class View:
         return self.blocks.stacked(grouped(x, self.n))
 
     def scores_of(self, rows: Array, a: Array, j: Array, *, diagonal: bool) -> tuple[Array, Array]:
-        """s of a tile, and s / τ with hidden pairs −∞."""
+        """s of a tile, and s / τ with −∞ at masked pairs."""
         s = self.scores.tile(rows, j)
         return s, self.mask.apply(s / self.tau, a, j, diagonal=diagonal)
 
     def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
-        """add(state, j, own) for all tiles of block a."""
+        """Apply add(state, j, diagonal) to all tiles of block a."""
         state = lax.fori_loop(0, a, lambda j, state: add(state, j, False), state)
         return add(state, a, True)
 
     def of_block(self, a: Array) -> tuple[Array, Array, Array]:
-        """c, μ and the logarithm of the sum of the weights, of a block of queries."""
+        """c, μ and the logarithm of the sum of weights, for a block of queries."""
         q, read = self.blocks.row(self.q, a), MeanRead()
 
         def mean(state: MeanState, j: Array, diagonal: bool) -> MeanState:
@@ -78,7 +78,7 @@ class View:
 
 
 class QueryWeighted(Algorithm):
-    """Of `QueryWeightedQuery`."""
+    """Algorithm of `QueryWeightedQuery`."""
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

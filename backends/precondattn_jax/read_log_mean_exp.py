@@ -1,12 +1,12 @@
 """Reading tiles in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
 
-Where all values of a channel lie within R of each other it is a mean, of e^{v − ν}:
+Where all values of each channel are within R of each other, it is computed as a mean of e^{v − ν}:
 
     o = ν + log(A e^{v − ν}),    g = do ∘ e^{ν − o},    dv = e^{v − ν} ∘ (Aᵀ g).
 
 Elsewhere every tile has its own shift, and tiles are merged by the largest exponent M, as in
-`precondattn_portable.read_log_mean_exp`: by a product where the tile's own values are close
-together, and else element by element. Which it is, is decided while it runs.
+`precondattn_portable.read_log_mean_exp`: by a product where the tile's values are close together,
+and element by element otherwise. The choice is made at run time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from precondattn_jax.arithmetic import (
 from precondattn_jax.read_mean import MeanRead, Rows
 
 ELEMENTS = 16
-"""Keys that are computed element by element at once."""
+"""Keys that are processed element by element at once."""
 
 
 class LogState(NamedTuple):
-    """Of some rows, after some tiles."""
+    """The state of some rows after some tiles."""
 
     largest: Array
     """max S (…, rows, 1)"""
@@ -47,7 +47,7 @@ class LogState(NamedTuple):
 
 
 def spread(v: Array) -> Array:
-    """How far apart the values of a channel are, at most (…, s, e)."""
+    """The largest difference between values of a channel (…, s, e)."""
     return jnp.max(jnp.max(v, axis=-2) - jnp.min(v, axis=-2))
 
 
@@ -56,7 +56,7 @@ def is_narrow(v: Array) -> Array:
 
 
 class LogMeanExpRead:
-    """For any values; tiles as in `MeanRead`."""
+    """For all values; tiles as in `MeanRead`."""
 
     def start(self, shape: tuple[int, ...], v: Array) -> LogState:
         largest, total, _ = MeanRead().start(shape, v)
@@ -74,7 +74,7 @@ class LogMeanExpRead:
         return LogState(largest, total, merged, sums)
 
     def finish(self, state: LogState) -> tuple[Array, Array]:
-        """The outputs, and λ; 0 both where nothing is visible."""
+        """The outputs and λ, both 0 without visible keys."""
         some = state.total > 0
         total = jnp.where(some, state.total, 1.0)
         log_total = jnp.where(some, state.largest + jnp.log(total), 0.0)
@@ -82,7 +82,7 @@ class LogMeanExpRead:
         return jnp.where(some, log_sum - log_total, 0.0), log_total
 
     def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
-        """dS, and what it adds to dv."""
+        """dS, and its contribution to dv."""
         logs = tile - rows.log_total
         d_tile, d_v = lax.cond(is_narrow(v), _pull_factored, _pull_elements, logs, v, rows)
         return d_tile - row_sum(rows.d_o) * jnp.exp(logs), d_v
@@ -101,13 +101,13 @@ def _pull_factored(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
     limit = RANGE[dtype_name(v)] - finite_or_zero(jnp.max(logs, axis=-1, keepdims=True))
     alpha = jnp.minimum(jnp.maximum(most, 0.0), limit)
     p, w = jnp.exp(logs + alpha), jnp.exp(v - nu)
-    # Only where a row sees nothing is its exponent above 0.
+    # Only for a row without visible keys is the exponent above 0.
     g = rows.d_o * jnp.exp(jnp.minimum(nu - rows.o - alpha, 0.0))
     return p * product_with_transposed(g, w), w * transposed_product(p, g)
 
 
 def _pieces(tile: Array) -> tuple[int, int]:
-    """How many pieces of a tile are taken element by element, and their keys."""
+    """Number of pieces of a tile for element-by-element processing, and keys of each."""
     columns = tile.shape[-1]
     width = math.gcd(columns, ELEMENTS)
     return columns // width, width

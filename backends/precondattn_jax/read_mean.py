@@ -1,8 +1,8 @@
-"""Reading tiles as a mean:  o = Σ_j e^{S_ij} v_j / Σ_j e^{S_ij}, summed tile by tile.
+"""Reading tiles by mean:  o = Σ_j e^{S_ij} v_j / Σ_j e^{S_ij}, summed tile by tile.
 
     m' = max(m, max_J S),    l ← e^{m − m'} l + Σ_J e^{S − m'},    a ← e^{m − m'} a + e^{S − m'} v_J
 
-and at the end o = a / l, with λ = m + log l kept for the gradient:
+and finally o = a / l. With the residual λ = m + log l, the gradient is
 
     A = e^{S − λ},    dv_J = Aᵀ do,    dS = A ∘ (do v_Jᵀ − rowsum(do ∘ o)).
 """
@@ -26,7 +26,7 @@ from precondattn_jax.arithmetic import (
 
 
 class MeanState(NamedTuple):
-    """Of some rows, after some tiles."""
+    """The state of some rows after some tiles."""
 
     largest: Array
     """m (…, rows, 1)"""
@@ -37,7 +37,7 @@ class MeanState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the gradient needs of some rows, each (b, n, rows, …)."""
+    """Arrays of some rows that the gradient needs, each (b, n, rows, …)."""
 
     log_total: Array
     o: Array
@@ -48,7 +48,7 @@ class MeanRead:
     """Tiles of scores (b, n, rows, columns) with values (b, n, columns, e)."""
 
     def start(self, shape: tuple[int, ...], v: Array) -> MeanState:
-        """Before the first tile; `shape` is that of the output's rows."""
+        """The state before the first tile; `shape` is that of the output's rows."""
         column = (*shape[:-1], 1)
         return MeanState(full(column, -math.inf, v), zeros(column, v), zeros(shape, v))
 
@@ -60,13 +60,13 @@ class MeanRead:
         return MeanState(largest, total, kept * state.sums + product(weights, v))
 
     def finish(self, state: MeanState) -> tuple[Array, Array]:
-        """The outputs, and λ; 0 both where nothing is visible."""
+        """The outputs and λ, both 0 without visible keys."""
         some = state.total > 0
         total = jnp.where(some, state.total, 1.0)
         return state.sums / total, jnp.where(some, state.largest + jnp.log(total), 0.0)
 
     def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
-        """dS, and what it adds to dv."""
+        """dS, and its contribution to dv."""
         weights = jnp.exp(tile - rows.log_total)
         d_weights = product_with_transposed(rows.d_o, v) - row_sum(rows.d_o * rows.o)
         return weights * d_weights, transposed_product(weights, rows.d_o)

@@ -1,9 +1,10 @@
-"""PaTH's tokens since the last flush: those that a cache holds, then the new ones.
+"""PaTH's tokens since the last flush: cached ones, then new ones.
 
-Keys from before a flush are in the cache as transported to it; those behind are as they came, and
-their reflections are kept beside them. Sequences of several lengths were flushed at several places.
-So each has `flush` places for its cached tokens, and those that are not taken hold zeros, of which
-a reflection changes nothing. With `flush` 1 no token waits, and there are no places.
+The cache holds keys from before the last flush in transported form; later keys are stored
+untransported, with their reflections. Sequences that differ in length also differ in their last
+flush. So each has a buffer of `flush` pending tokens (`pending_capacity`), whose empty entries hold
+zeros; a reflection of zeros is the identity. With `flush` 1 no token is ever pending, and there is
+no such buffer.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from precondattn.frame import Frame
 
 
 class SinceFlush:
-    """Places for cached tokens, and t new ones, behind caches of some capacity."""
+    """Pending tokens of caches of some capacity, followed by t new tokens."""
 
     def __init__(self, flush: int, capacity: int, frame: Frame) -> None:
         self.flush, self.capacity, self.frame = flush, capacity, frame
         self.pending_capacity = 0 if flush == 1 else flush
         self.start = frame.q_position[:, :1]
         self.flushed = self.start - self.start % flush
-        """The length at the last flush (b, 1), and so the position of the first place."""
+        """The length at the last flush (b, 1): the position of the first pending token."""
         position = self.flushed + jnp.arange(self.pending_capacity, dtype=self.start.dtype)
         self.is_held = position < jnp.minimum(self.start, capacity)
         self.position = jnp.concatenate([position, frame.q_position], axis=1)
         self.slot = jnp.minimum(position, capacity - 1)
 
     def of_cache(self, buffer: Array, new: Array) -> Array:
-        """What a buffer (b, c, …) holds in the places, and new tokens (b, t, …)."""
+        """The pending tokens of a buffer (b, c, …), followed by new tokens (b, t, …)."""
         result = jnp.take_along_axis(buffer, _with_axes_of(self.slot, buffer), axis=1)
         result = jnp.where(_with_axes_of(self.is_held, result), result, jnp.zeros_like(result))
         return jnp.concatenate([upcast(result), new], axis=1)
 
     def columns(self, x: Array) -> Array:
-        """The columns of places and new tokens, of (b, …, c + t)."""
+        """The columns of pending and new tokens, of (b, …, c + t)."""
         t = self.frame.q_position.shape[1]
         new = jnp.broadcast_to(self.capacity + jnp.arange(t), (self.slot.shape[0], t))
         column = jnp.concatenate([self.slot, new], axis=1)
@@ -44,18 +45,18 @@ class SinceFlush:
         return jnp.take_along_axis(x, column, axis=-1)
 
     def visible(self, window: int | None) -> Array:
-        """Which of them the new tokens see: (b, 1, t, places + t)."""
+        """Which of them each new token attends to: (b, 1, t, pending_capacity + t)."""
         past, new = self.frame.k_valid[:, : self.capacity], self.frame.k_valid[:, self.capacity :]
         valid = self.of_cache(past, new)
         new_frame = Frame(self.frame.q_position, self.position, None, valid)
         result: Array = new_frame.visible(causal=True, window=window)
         return result
 
-    # ------------------------------------------------------------------------ the next flush
+    # ------------------------------------------------------------------ the next flush
 
     @property
     def length(self) -> Array:
-        """With the new tokens (b, 1)."""
+        """The length including new tokens (b, 1)."""
         valid = self.frame.q_valid
         if valid is None:
             return self.start + self.frame.q_position.shape[1]
@@ -63,16 +64,16 @@ class SinceFlush:
 
     @property
     def next_flushed(self) -> Array:
-        """The length at the last flush of then (b, 1)."""
+        """The length at the last flush after this step (b, 1)."""
         return self.length - self.length % self.flush
 
     @property
     def is_applied(self) -> Array:
-        """Which reflections the keys have seen then (b, places + t)."""
+        """Which reflections are applied to the keys by then (b, pending_capacity + t)."""
         return self.position < self.next_flushed
 
     def left(self, x: Array) -> Array:
-        """What is behind the next flush (b, flush, …), of all (b, places + t, …)."""
+        """The tokens after the next flush (b, flush, …), from all (b, pending_capacity + t, …)."""
         position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)
         first_new = self.pending_capacity + position - self.start
         column = jnp.where(position < self.start, position - self.flushed, first_new)
@@ -82,5 +83,5 @@ class SinceFlush:
 
 
 def _with_axes_of(x: Array, other: Array) -> Array:
-    """(b, s) with as many axes as the other has."""
+    """(b, s) reshaped to as many axes as `other` has."""
     return jnp.reshape(x, (*x.shape, *(1,) * (other.ndim - 2)))

@@ -1,11 +1,11 @@
-"""Softmax attention, a tile of scores at a time, whatever its metric and read.
+"""Softmax attention, one tile of scores at a time, for every metric and read.
 
-    forward:   S = s ⟨q, k⟩ + decay + bias, hidden pairs −∞;  read S (`read_mean.py`, …)
-    backward:  S again from q and k;  dS from the read;  then through bias, decay and scores.
+    forward:   S = s ⟨q, k⟩ + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
+    backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Kept for the gradient: λ, the logarithm of the sum of each row's weights. A block of queries is a
-step of the outer loop, and the tiles in front of it are the inner one, as many as it sees: forward
-from the nearest on, backward from the first.
+Residuals: λ, the logarithm of each row's sum of weights. The outer loop iterates over blocks of
+queries, the inner loop over the tiles they attend to: forward from the nearest to the first,
+backward from the first to the nearest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Reads = MeanRead | LogMeanExpRead
 
 
 class TiledAttention:
-    """A full call of `Softmax` or `Path`, cut into blocks."""
+    """A full call of `Softmax` or `Path`, split into blocks."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         self.leaf, self.x, self.frame = leaf, x, frame
@@ -61,7 +61,7 @@ class TiledAttention:
         else:
             self.scores = TransportedScores(blocks, q, k, self._of_keys("w"), self._of_keys("beta"))
         v = heads_first(x["v"])
-        # Values like the last one's, so that padding is no further from the others than that.
+        # Padding repeats the last value, so that it does not widen the range of values.
         self.v = jnp.pad(v, ((0, 0), (0, 0), (0, blocks.after), (0, 0)), mode="edge")
         self.gate: ForgetGate | None = None
         if leaf.forget != "none":
@@ -76,7 +76,7 @@ class TiledAttention:
         return self.blocks.of_keys(heads_first(self.x[name]))
 
     def _masked(self, tile: Array, a: Array, j: Array, *, diagonal: bool = False) -> Array:
-        """Scores of a tile with all that is added to them, −∞ where a pair is hidden."""
+        """Scores of a tile plus decay and bias, −∞ at masked pairs."""
         if self.gate is not None or self.bias is not None:
             pairs = self._pairs(tile)
             if self.gate is not None:
@@ -100,7 +100,7 @@ class TiledAttention:
     ) -> tuple[Array, Array]:
         """Outputs (blocks, b, n, r C, e) and λ (blocks, b, n, r C, 1).
 
-        `before(a, rows, state)` reads what does not belong to the call, for block a.
+        `before(a, rows, state)` reads, for block a, keys outside the call.
         """
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
@@ -153,7 +153,7 @@ class TiledAttention:
     # ----------------------------------------------------------------------------- backward
 
     def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
-        """The gradients of the stacked queries, of keys, values and all that is beside them."""
+        """The gradients of stacked queries, keys, values, and the other inputs."""
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
         def sums() -> dict[str, Any]:
@@ -172,7 +172,7 @@ class TiledAttention:
             j: Array,
             diagonal: bool,
         ) -> tuple[dict[str, Any], Array]:
-            """The sums with what a tile adds to all but the scores, and its gradient."""
+            """The sums plus a tile's part for all but the scores, and the tile's gradient."""
             d_tile, d_v = read.pull(tile, blocks.at(v, j), block_rows)
             totals = totals | {"v": blocks.add(totals["v"], j, d_v)}
             if self.gate is not None or self.bias is not None:
@@ -227,10 +227,10 @@ class TiledAttention:
         """The gradient of every input."""
         d_o = zero_padding(cotangent, self.frame)
         is_empty = (log_total == 0)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
-        # A norm around a row that sees nothing divides by almost nothing.
+        # A norm applied to a row without visible keys divides by almost 0.
         d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
         rows = Rows(
-            # Rows in front of the first query have no weights.
+            # Rows before the first query have no weights.
             self.blocks.stacked(grouped(log_total[..., None], self.n), math.inf),
             self.blocks.stacked(grouped(out, self.n)),
             self.blocks.stacked(grouped(d_o, self.n)),
@@ -248,16 +248,16 @@ class TiledAttention:
         return self._gradients(result)
 
     def _pulled_exponentials(self, v: Array, rows: Rows) -> Sums:
-        """Through the mean A e^{v − ν} = e^{o − ν}, with g as its gradient."""
+        """Gradient through the mean A e^{v − ν} = e^{o − ν}, whose own gradient is g."""
         shift = jnp.max(v, axis=2, keepdims=True)
         weights = jnp.exp(v - shift)
-        # Only where a row sees nothing is there more than R between them.
+        # Only in rows without visible keys does the difference exceed R.
         g = rows.d_o * jnp.exp(jnp.minimum(shift - rows.o, RANGE[dtype_name(v)]))
         result = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(rows.o - shift), g))
         return result | {"v": weights * result["v"]}
 
     def _gradients(self, result: Sums) -> dict[str, Array]:
-        """By input, from those of its view."""
+        """Gradients by input, from those of the blocks."""
         x, blocks = self.x, self.blocks
         d_q = blocks.unstacked(result["q"], self.r) * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q}

@@ -9,7 +9,7 @@ Backward, with dA_ab = D_b, for b = 0, 1 … a − 1:
 
     dK̃_b += D_bᵀ x_b,    dP_b += x_bᵀ y_{b−1},    y_b = D_b K̃_b + y_{b−1} P_bᵀ,    dQ̃_a = y_{a−1}.
 
-What is left are the matrices of a single block, whose gradient JAX takes by itself.
+The matrices of a single block remain; JAX differentiates them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from precondattn_jax.triangular_inverse import unit_lower_inverse
 
 
 class Reflections(NamedTuple):
-    """What the matrices of a block, or of all (blocks, b, n, …), have to do with the keys alone."""
+    """Matrices of a block (b, n, …), or of all (blocks, b, n, …), that depend on the keys alone."""
 
     keys: Array
     """K̃"""
@@ -43,7 +43,7 @@ class Reflections(NamedTuple):
 
 
 def reflections(k: Array, w: Array, beta: Array) -> Reflections:
-    """Of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
+    """Those of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
     scaled = beta * w
     m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
@@ -53,7 +53,7 @@ def reflections(k: Array, w: Array, beta: Array) -> Reflections:
 
 
 def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
-    """Q̃ and A_aa of the rows q (b, n, r C, d) of one block."""
+    """Q̃ and A_aa for the rows q (b, n, r C, d) of one block."""
     size = k.shape[-2]
     q_w = product_with_transposed(q, w)
     each = jnp.reshape(q_w, (*q_w.shape[:-2], -1, size, size))
@@ -62,7 +62,7 @@ def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array
 
 
 class TransportedScores(DotScores):
-    """Besides queries and keys of directions w (b, n, s, d) and beta (b, n, s)."""
+    """Scores of PaTH, with directions w (b, n, s, d) and beta (b, n, s)."""
 
     def __init__(self, blocks: Blocks, q: Array, k: Array, w: Array, beta: Array) -> None:
         super().__init__(blocks, q, k)

@@ -1,18 +1,18 @@
-"""A step of PaTH: cached keys are read once, and rewritten only when they are flushed.
+"""A step of PaTH: cached keys are read once, and rewritten only at a flush.
 
-The cache holds keys K as transported to the last multiple of `flush`. Of the tokens since and the
-new ones, with their keys k and directions w,
+The cache holds keys K transported to the last multiple of `flush`. With the keys k and directions w
+of later tokens, including the new ones,
 
     B = tril(q wᵀ),    R = stril(w kᵀ),    Z = (I + diag(β) stril(w wᵀ))⁻¹ diag(β),
 
     (q − B (Z w)) Kᵀ           scores with keys from before the last flush,
     q kᵀ − B (Z R)             scores with keys since.
 
-At a flush, with w' the directions up to it and zeros in place of the others,
+At a flush, with w' the directions up to it and zeros for the others,
 
     K ← K − (K (Z w)ᵀ) w',    k ← k − (Z R)ᵀ w'.
 
-All of it is products, also what is inverted in Z.
+Everything is products, including the inverse in Z.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def transported_step(
 
 
 class TransportedStep:
-    """A call of it."""
+    """One call of the step."""
 
     def __init__(
         self, leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
@@ -110,14 +110,14 @@ class TransportedStep:
         return heads_first(jnp.reshape(o, (b, h, t, o.shape[3])))
 
     def _score_bias(self) -> Array | None:
-        """What is added to the scores (b, n or 1, r or 1, t, c + t): few new tokens are no more
-        than a few times the cache."""
+        """What is added to the scores (b, n or 1, r or 1, t, c + t). Its memory is a few times the
+        cache, since new tokens are few."""
         (n, d), score_bias = self.x["k"].shape[2:], None
         if self.decay is not None:
             score_bias = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
         if self.leaf.bias:
             bias = bias_of_keys(self.x["bias"], self.frame)
-            if self.frame.q_valid is not None:  # It may be anything there.
+            if self.frame.q_valid is not None:  # A bias may be NaN at padding.
                 bias = jnp.where(self.frame.q_valid[:, None, :, None], bias, 0.0)
             bias = grouped_bias(bias, n)
             score_bias = bias if score_bias is None else score_bias + bias
@@ -136,7 +136,7 @@ class TransportedStep:
         return updates
 
     def _keys(self) -> Rewrite:
-        """Those in the cache as the next step finds them, and the new ones."""
+        """The cached keys for the next step, and the new keys."""
         past, pending_capacity = self.past["key"], self.since.pending_capacity
         if not pending_capacity:
             return self._flushed(past)

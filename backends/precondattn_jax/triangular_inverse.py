@@ -1,9 +1,9 @@
-"""Inverses of many small triangular matrices, as in `precondattn_portable`, by products alone.
+"""Inverses of many small triangular matrices, as in `precondattn_portable`.
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]
 
-from blocks of a few rows to the whole, all blocks of a level at once; the first blocks row by row.
-The gradient of M = (I + L)⁻¹ is dL = −stril(Mᵀ dM Mᵀ).
+from blocks of a few rows to the whole matrix, all blocks of a level at once; the smallest blocks
+are inverted row by row. The gradient of M = (I + L)⁻¹ is dL = −stril(Mᵀ dM Mᵀ).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ unit_lower_inverse.defvjp(_forward, _backward)
 
 
 def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:
-    """Every `step`-th block of a diagonal of (m, C, C), from one on: (count, m, width, width)."""
+    """Every `step`-th block on a diagonal of (m, C, C): (count, m, width, width)."""
     count = flat.shape[-1] // width
     blocks = jnp.reshape(flat, (-1, count, width, count, width))
     index = jnp.arange(0, count, step)

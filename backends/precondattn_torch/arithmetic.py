@@ -1,4 +1,4 @@
-"""Products and exponentials in PyTorch, into memory that is there already."""
+"""Products and exponentials in PyTorch, written to preallocated memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
 
 
 class TorchArithmetic(Arithmetic):
-    """Stacks of matrices go to `bmm` as one stack, without a copy wherever their strides allow."""
+    """Stacks of matrices are passed to `bmm`, without a copy wherever their strides allow it."""
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
@@ -80,7 +80,7 @@ class TorchArithmetic(Arithmetic):
 
 
 def _is_stack(x: Tensor) -> bool:
-    """Whether the matrices of (b, n, …) stand at equal distances, which `matmul` needs too."""
+    """Whether the matrices of (b, n, …) have a constant stride, which `matmul` needs too."""
     return x.dim() == 4 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 

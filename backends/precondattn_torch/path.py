@@ -1,8 +1,9 @@
-"""PaTH's softmax, with the keys in front of a strip read by PyTorch's own fused kernel.
+"""PaTH's softmax, where PyTorch's fused kernel reads the keys before a row block.
 
-Carried to the start of the strip (`precondattn_portable/transported.py`), those keys are like any
-others to its queries, likewise carried, and all of them are visible. The strip's own keys are read
-as elsewhere, and the two means of logarithms λ of their weights are one:
+Queries and preceding keys are carried to the start of the row block
+(`precondattn_portable/transported.py`). There the scores are plain dot products, and all these keys
+are visible. The row block's own keys are read as elsewhere. The two means are merged by the
+logarithms λ of their sums of weights:
 
     λ = log(e^{λ₁} + e^{λ₂}),    o = e^{λ₁ − λ} o₁ + e^{λ₂ − λ} o₂.
 """
@@ -18,7 +19,7 @@ from precondattn_portable.transported import TransportedScores
 
 
 class PathAttention(Attention):
-    """Of `Path`, its values read as a mean."""
+    """Algorithm of `Path` with values read by mean."""
 
     def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
         return size if _fits(view, mask) else super().keys_of_row_block(view, mask, size)
@@ -39,7 +40,7 @@ class PathAttention(Attention):
 
 
 def _fits(view: View, mask: Mask) -> bool:
-    """Whether every key in front of a strip is visible, and the kernel can read it."""
+    """Whether every key before a row block is visible, and the kernel supports the call."""
     plain = mask.window is None and mask.frame.k_valid is None and mask.frame.k_segment is None
     is_alone = view.g is None and view.bias is None
     return plain and is_alone and view.v.device.type == "cpu" and view.v.shape == view.k.shape

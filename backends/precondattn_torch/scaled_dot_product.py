@@ -1,13 +1,13 @@
-"""Softmax attention by PyTorch's own fused kernel, and LASER around the same kernel.
+"""Softmax attention by PyTorch's fused kernel, and LASER by the same kernel.
 
-LASER reads o = ν + log(A e^{v − ν}), which is softmax attention to the values e^{v − ν} where those
-of each channel lie close enough together (`precondattn_portable/read_log_mean_exp.py`). With
+LASER reads o = ν + log(A e^{v − ν}). This is softmax attention with values e^{v − ν}, where the
+values of each channel are close enough (`precondattn_portable/read_log_mean_exp.py`). With
 a = A e^{v − ν},
 
     da = do / a,    (dq, dk, dw) by the kernel's own gradient with w = e^{v − ν},    dv = w ∘ dw.
 
-What the kernel has no word for (windows, biases, gates, fewer queries than keys, most masks) is
-left to the strips of `precondattn_portable/attention.py`.
+What the kernel does not support (windows, biases, gates, fewer queries than keys, most masks) is
+computed by the row blocks of `precondattn_portable/attention.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from precondattn_portable.layout import zero_padding
 def fits(
     leaf: Any, shapes: Mapping[str, tuple[int, ...]], masks: frozenset[str], device: str
 ) -> bool:
-    """Whether the kernel can do this call.
+    """Whether the kernel supports this call.
 
-    In a causal call padding stands behind everything that a valid query sees, and needs no mask.
+    In a causal call, padding comes after all keys that a valid query attends to, and needs no mask.
     """
     plain = leaf.metric == DOT and leaf.forget == "none" and not leaf.bias and leaf.window is None
     if leaf.read == LOG_MEAN_EXP and device != "cpu":
-        return False  # Elsewhere the kernel does not tell the sums that its gradient needs.
+        return False  # Elsewhere the kernel does not return the sums that its gradient needs.
     if not leaf.causal:
         return plain and not masks
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
@@ -56,7 +56,7 @@ def masks_of(frame: Frame) -> frozenset[str]:
 def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
     d, e = q.shape[3], v.shape[3]
-    # The kernel wants keys and values of one width; without that it would fill T × T numbers.
+    # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
     q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
     v = functional.pad(v, (0, max(d - e, 0)))
     o = functional.scaled_dot_product_attention(
@@ -71,9 +71,9 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
-    """The kernel's output, left to PyTorch's autograd; None where the kernel does not fit.
+    """The kernel's output, differentiated by PyTorch's autograd; None where it does not fit.
 
-    Half precision is the kernel's own on accelerators, which are fast in it; a CPU is not.
+    Half precision is passed to the kernel on accelerators, where it is fast; not on a CPU.
     """
     if not fits(leaf, _shapes(inputs), masks_of(frame), inputs["q"].device.type):
         return None
@@ -87,12 +87,12 @@ def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | Non
 
 
 class KernelAttention(Attention):
-    """Of `Softmax`: the kernel where it fits, strips elsewhere."""
+    """Algorithm of `Softmax`: the kernel where it fits, row blocks elsewhere."""
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
-        # A mean that the kernel can read is `fused`, and does not come here.
+        # A mean that the kernel supports is computed by `fused`, and does not reach this method.
         is_kernels = fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type)
         is_laser = leaf.read == LOG_MEAN_EXP
         if not (is_laser and is_kernels and _is_close_together(x["v"])):
@@ -167,13 +167,13 @@ def _shapes(x: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _is_close_together(v: Tensor) -> bool:
-    """Whether no two values of a channel are further apart than the read allows."""
+    """Whether all values of each channel are within the range that the read allows."""
     limit = RANGE[str(v.dtype).removeprefix("torch.")]
     return bool((v.amax(1) - v.amin(1) <= limit).all())
 
 
 def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and e^{v − ν} with as many heads as q and of one width; ν (b, 1, h, e)."""
+    """q, k and e^{v − ν} with the heads of q and equal widths; ν (b, 1, h, e)."""
     q, k, v = x["q"], x["k"], x["v"]
     h, d, e = q.shape[2], q.shape[3], v.shape[3]
     shift = v.amax(1, keepdim=True)
