@@ -38,11 +38,18 @@ def faults() -> list[Fault]:
 
 def _of_the_solve() -> list[Fault]:
     return [
-        blocked(SOLVE, BOTH, "a strip sees none of the past", System, "rows", _own_row_block_only),
+        blocked(
+            SOLVE,
+            BOTH,
+            "a row block without the preceding blocks",
+            System,
+            "rows",
+            _own_row_block_only,
+        ),
         blocked(
             SOLVE,
             FORWARD,
-            "a strip's second block does not see the first",
+            "the second block of a row block without the first",
             System,
             "weights",
             _blind_second_block,
@@ -66,7 +73,7 @@ def _of_the_solve() -> list[Fault]:
         blocked(
             SOLVE,
             FORWARD,
-            "the shift left out of the strips",
+            "the shift left out of the row blocks",
             System,
             "__init__",
             lambda true: changed_after(true, shift=0.0, factor=1.0),

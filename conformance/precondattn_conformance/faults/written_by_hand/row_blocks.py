@@ -1,4 +1,4 @@
-"""Faults of the blocked attention: at the seams of strips and blocks."""
+"""Faults of the blocked attention: at the boundaries of row blocks and blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax[window=3]",
             BOTH,
-            "the first key of a strip left out",
+            "the first key of a row block left out",
             Mask,
             "columns",
             lambda true: _narrower(true, 1, 0),
@@ -61,7 +61,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax[causal=false,window=3]",
             BOTH,
-            "the last key of a strip left out",
+            "the last key of a row block left out",
             Mask,
             "columns",
             lambda true: _narrower(true, 0, 1),
