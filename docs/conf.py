@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 
 import precondattn
 
@@ -15,6 +17,17 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"precondattn {version}"
+
+# One file with its own glyphs, from the package, so that formulas need no network.
+_mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
+assert _mathjax is not None
+assert _mathjax.origin is not None
+html_static_path = [
+    "_static",
+    str(Path(_mathjax.origin).parent / "static" / "mathjax" / "tex-svg.js"),
+]
+mathjax_path = "tex-svg.js"
+html_css_files = ["page.css"]
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3

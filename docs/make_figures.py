@@ -1,0 +1,300 @@
+"""Draw the figures of the mechanisms' pages, from the library itself.
+
+python docs/make_figures.py
+
+Every curve and map is an output of `precondattn` in float64 on seeded inputs. Text and lines have
+mid-tones on a transparent ground, which can be read on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import precondattn as pa
+
+FOLDER = Path(__file__).with_name("figures")
+INK = "#8a8a8a"
+BLUE, ORANGE, GREEN = "#4c8fd6", "#e0802f", "#3fa06a"
+STYLE = {
+    "svg.hashsalt": "precondattn",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+
+
+def panels(count: int, height: float = 2.5) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` axes side by side."""
+    figure = Figure(figsize=(6.6, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = [figure.add_subplot(1, count, i + 1) for i in range(count)]
+    for ax in axes:
+        ax.patch.set_alpha(0)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def maps(titled: dict[str, np.ndarray], signed: bool = False) -> Figure:
+    """Matrices of weights, rows are queries and columns are keys, on one colour scale."""
+    figure, axes = panels(len(titled))
+    top = max(np.abs(weights).max() for weights in titled.values())
+    for ax, (title, weights) in zip(axes, titled.items(), strict=True):
+        image = ax.imshow(
+            weights,
+            cmap="RdBu_r" if signed else "viridis",
+            vmin=-top if signed else 0,
+            vmax=top,
+            interpolation="nearest",
+        )
+        ax.set(title=title, xlabel="key", xticks=[], yticks=[])
+    axes[0].set_ylabel("query")
+    bar = figure.colorbar(image, ax=axes, shrink=0.8)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def identity(tokens: int) -> np.ndarray:
+    """One-hot values (1, s, 1, s): the output is then the matrix of weights."""
+    return np.eye(tokens).reshape(1, tokens, 1, tokens)
+
+
+def weights(attn: pa.Mechanism, q: np.ndarray, k: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
+    """What each query reads of each token's value, (t, s)."""
+    return attn(q, k, identity(k.shape[1]), **inputs)[0, :, 0]
+
+
+def by_row(weights: np.ndarray) -> np.ndarray:
+    """Every row divided by its largest entry, so that late queries can be compared with early."""
+    return weights / np.abs(weights).max(axis=1, keepdims=True)
+
+
+def clustered(tokens: int, width: int, clusters: int, noise: float, seed: int = 0) -> np.ndarray:
+    """Keys (1, s, 1, d) in a few tight clusters."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(clusters, width))
+    keys = centres[np.arange(tokens) % clusters] + noise * rng.normal(size=(tokens, width))
+    return keys.reshape(1, tokens, 1, width)
+
+
+def softmax() -> Figure:
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 24, 1, 16))
+    bases = {
+        "softmax": pa.Softmax(),
+        "window=6": pa.Softmax(window=6),
+        "causal=False": pa.Softmax(causal=False),
+    }
+    return maps({title: weights(base, 2 * q, k) for title, base in bases.items()})
+
+
+def lucid() -> Figure:
+    k = clustered(24, 16, clusters=3, noise=0.4)
+    attns = {"softmax": pa.Softmax(), "lucid": pa.Lucid()}
+    return maps({title: by_row(weights(attn, k, k)) for title, attn in attns.items()}, signed=True)
+
+
+def laser() -> Figure:
+    figure, axes = panels(2)
+    v = np.linspace(-6, 12, 73)
+    values = np.stack([v, np.zeros_like(v)]).reshape(1, 2, 1, -1)
+    for ax, share in zip(axes, (0.1, 0.001), strict=True):
+        k = np.asarray([np.log(share / (1 - share)), 0.0]).reshape(1, 2, 1, 1)
+        q = np.ones((1, 1, 1, 1))
+        for attn, colour in ((pa.Laser(), BLUE), (pa.Softmax(), ORANGE)):
+            ax.plot(v, attn(q, k, values)[0, 0, 0], color=colour, label=attn.name)
+        ax.set(title=f"weight {share}", xlabel="the key's value")
+    axes[0].set_ylabel("output")
+    axes[0].legend()
+    return figure
+
+
+def differential() -> Figure:
+    tokens = 24
+    axes = np.eye(tokens)
+    k = 2.2 * axes.reshape(1, tokens, 1, tokens)
+    sink = np.broadcast_to(axes[0], (tokens, tokens))  # Both maps attend to the first token.
+    wanted = axes[np.maximum(np.arange(tokens) - 3, 0)]
+    noise = 0.4 * np.random.default_rng(0).normal(size=(tokens, tokens))
+    q = 2.2 * (wanted + sink + noise).reshape(1, tokens, 1, tokens)
+    q2 = 2.2 * (sink + noise).reshape(1, tokens, 1, tokens)
+    attn, base = pa.Differential(pa.Softmax(scale=1.0)), pa.Softmax(scale=1.0)
+    return maps(
+        {
+            "first map": weights(base, q, k),
+            "second map": weights(base, q2, k),
+            "difference, λ = 0.5": weights(attn, q, k, q2=q2, k2=k, lam=np.asarray(0.5)),
+        },
+        signed=True,
+    )
+
+
+def ccq() -> Figure:
+    figure, (ax,) = panels(1, height=2.9)
+    tokens = 240
+    rng = np.random.default_rng(0)
+    angle = np.pi / 5 + 0.35 * rng.normal(size=tokens) + np.pi * rng.integers(0, 2, size=tokens)
+    k = np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(1, tokens, 1, 2)
+    turn = np.linspace(0, 2 * np.pi, 121)
+    circle = np.stack([np.cos(turn), np.sin(turn)], axis=-1)
+    ends = np.broadcast_to(k, (121, tokens, 1, 2))
+    full = np.full((121, 1, 1), 0.9)
+    contracted = pa.ConditionedQuery()(circle.reshape(121, 1, 1, 2), ends, contraction=full)
+    x, y = contracted[:, 0, 0].T
+    spread = (1 + 0.08 * rng.normal(size=tokens))[:, None] * k[0, :, 0]  # So that points differ.
+    ax.scatter(*spread.T, s=5, color=INK, alpha=0.6, label="keys")
+    ax.plot(*circle.T, color=ORANGE, label="queries q̄")
+    ax.plot(x, y, color=BLUE, label="contracted, λ = 0.9")
+    ax.set(aspect="equal", xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    return figure
+
+
+def row_normalized() -> Figure:
+    figure, axes = panels(2, height=2.9)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 64, 1, 2))
+    attns = {"softmax": pa.Softmax(), "row_normalized": pa.RowNormalized()}
+    for ax, (title, attn) in zip(axes, attns.items(), strict=True):
+        ax.scatter(*attn(q, k, v)[0, :, 0].T, s=9, color=BLUE)
+        ax.set(title=title, aspect="equal", xlim=(-1.3, 1.3), ylim=(-1.3, 1.3))
+    return figure
+
+
+def query_side() -> Figure:
+    figure, axes = panels(2)
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 24, 1, 16))
+
+    def largest_first(attn: pa.Mechanism, q: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
+        return np.sort(weights(attn, q, k, **inputs)[-1])[::-1]
+
+    for tau, colour in ((0.5, BLUE), (1.0, GREEN), (2.0, ORANGE)):
+        row = largest_first(pa.Temperature(), q, tau=np.asarray(tau))
+        axes[0].plot(np.arange(1, 25), row, color=colour, label=f"τ = {tau}")
+    axes[0].set(title="temperature", xlabel="key, by weight", ylabel="weight", ylim=(0, 1))
+    for attn, colour in ((pa.Softmax(), ORANGE), (pa.QKNorm(), BLUE)):
+        sizes = np.geomspace(0.1, 10, 41)
+        heaviest = [largest_first(attn, size * q)[0] for size in sizes]
+        axes[1].semilogx(sizes, heaviest, color=colour, label=attn.name)
+    axes[1].set(title="largest weight", xlabel="factor of the query", ylim=(0, 1))
+    for ax in axes:
+        ax.legend()
+    return figure
+
+
+def feature_maps() -> Figure:
+    figure, axes = panels(2)
+    x = np.linspace(-4, 3, 141)
+    rows = x.reshape(1, -1, 1, 1)
+    axes[0].plot(x, pa.EluPlusOne()(rows).ravel(), color=BLUE)
+    axes[0].set(title="elu1", xlabel="x")
+    one, zero = np.ones((1, 1)), np.zeros(1)
+    features = pa.HedgehogMap()(rows, weight=one, bias=zero)[0, :, 0]
+    for feature, colour, label in zip(features.T, (BLUE, ORANGE), ("first", "second"), strict=True):
+        axes[1].plot(x, feature, color=colour, label=label)
+    axes[1].set(title="hedgehog, d = 1", xlabel="x")
+    axes[1].legend()
+    return figure
+
+
+def path() -> Figure:
+    tokens = 24
+    along = np.zeros((1, tokens, 1, 4))
+    along[..., 0] = 1.0
+    drawn = {}
+    for strength in (0.0, 1.0, 2.0):
+        beta = np.zeros((1, tokens, 1))
+        beta[0, tokens // 2, 0] = strength
+        title = f"β = {strength:.0f} at one token"
+        drawn[title] = by_row(weights(pa.Path(scale=1.0), along, along, w=along, beta=beta))
+    return maps(drawn)
+
+
+def linear() -> Figure:
+    tokens = 24
+    rng = np.random.default_rng(0)
+    one = np.ones((1, tokens, 1, 1))
+    gate = np.where(rng.uniform(size=(1, tokens, 1)) < 0.15, -1.5, -0.05)
+    return maps(
+        {
+            "linear": weights(pa.Linear(scale=1.0), one, one),
+            "retention": weights(pa.Retention(scale=1.0), one, one),
+            "ssd": weights(pa.SSD(), one, one, g=gate),
+        }
+    )
+
+
+def delta() -> Figure:
+    figure, (ax,) = panels(1, height=2.3)
+    written = np.asarray([1.0, 1.0, 3.0, 3.0, 3.0, 2.0, 2.0, -1.0, -1.0, 1.0])
+    tokens = len(written)
+    same = np.ones((1, tokens, 1, 1))
+    v, beta = written.reshape(1, tokens, 1, 1), np.ones((1, tokens, 1))
+    time = np.arange(1, tokens + 1)
+    additive = pa.Linear(scale=1.0)(same, same, v).ravel()
+    for row, label, style in (
+        (additive, "linear", {"color": ORANGE}),
+        (pa.Delta(scale=1.0)(same, same, v, beta=beta).ravel(), "delta, β = 1", {"color": BLUE}),
+        (written, "value written", {"color": INK, "ls": "none", "marker": "o", "ms": 5}),
+    ):
+        ax.plot(time, row, label=label, **style)
+    ax.set(xlabel="token, all with the same key", ylabel="value read", xticks=time)
+    ax.legend(loc="upper left")
+    return figure
+
+
+def gsa() -> Figure:
+    figure, (ax,) = panels(1, height=2.2)
+    tokens, slots = 32, 6
+    rng = np.random.default_rng(0)
+    logits = 4 * rng.normal(size=(1, tokens, 1, slots)) + 4
+    g = -np.logaddexp(0.0, -logits)  # log σ
+    s = -np.expm1(g)
+    q, k = rng.normal(size=(2, 1, tokens, 1, 4))
+    inputs = {"q": q, "k": k, "v": identity(tokens), "s": s, "g": g}
+    _, cache = pa.GSA().extend(pa.GSA().init_cache(**inputs), **inputs)
+    held = cache.store["gsa.values(v, s, g)"][0, 0]
+    image = ax.imshow(held, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+    ax.set(title="state after 32 tokens", xlabel="token", ylabel="slot", xticks=[], yticks=[])
+    figure.colorbar(image, ax=ax).outline.set_visible(False)
+    return figure
+
+
+FIGURES: Sequence[Callable[[], Figure]] = (
+    softmax,
+    lucid,
+    laser,
+    differential,
+    ccq,
+    row_normalized,
+    query_side,
+    feature_maps,
+    path,
+    linear,
+    delta,
+    gsa,
+)
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    with mpl.rc_context(STYLE):
+        for draw in FIGURES:
+            draw().savefig(
+                FOLDER / f"{draw.__name__}.svg", transparent=True, metadata={"Date": None}
+            )
+
+
+if __name__ == "__main__":
+    main()
