@@ -1,7 +1,8 @@
-"""The Python blocks of the README are tests; processes that test side by side share the cores."""
+"""Tests of the README's Python blocks; draws of Hypothesis; cores shared by parallel processes."""
 
 import os
 
+from hypothesis import settings
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
@@ -15,6 +16,12 @@ pytest_collect_file = Sybil(
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+
+# Every run draws the same examples, so that a failure is a failure of the change under test.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+# New examples in every run, and the line that draws them again: `--hypothesis-profile=nightly`.
+settings.register_profile("nightly", derandomize=False, print_blob=True, deadline=None)
+settings.load_profile("repeatable")
 
 # Tests call each function that JAX compiles once or twice; to optimise its machine code costs more.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -1,4 +1,4 @@
-"""Conformance cases of each mechanism together: one test says what it proves of one mechanism."""
+"""Conformance cases grouped by mechanism: one test for each mechanism."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from precondattn_conformance.status import FAILED
 def groups(level, library, dtypes, checks=()):
     """A group for each mechanism.
 
-    Of a composition that no class declares, it is the wiring of its steps: that is smoke's.
+    A composition that no class declares has no code except the wiring of its steps: smoke suffices.
     """
     for expression in expressions():
         options = {"only_libraries": (library,), "only_dtypes": dtypes, "only_checks": checks}
@@ -21,6 +21,27 @@ def groups(level, library, dtypes, checks=()):
         found = [*cases(chosen, only_mechanisms=(expression,), **options)]
         if found:
             yield pytest.param(found, id=f"{library}-{expression}")
+
+
+def mechanism_of(group):
+    return group.values[0][0].mechanism
+
+
+def slow_unless(is_default, groups):
+    """The groups; those of mechanisms that are not `is_default` are marked slow."""
+    for group in groups:
+        slow = () if is_default(mechanism_of(group)) else (pytest.mark.slow,)
+        yield pytest.param(*group.values, id=group.id, marks=(*group.marks, *slow))
+
+
+def is_plain(expression):
+    """Neither a composition nor a mechanism with options."""
+    return expression.isidentifier()
+
+
+def is_declared_alone(expression):
+    """No composition."""
+    return "(" not in expression
 
 
 def groups_of(library, dtype, data):
@@ -39,7 +60,7 @@ def groups_of(library, dtype, data):
 
 
 def fewer_queries(library, dtype, mechanisms):
-    """A group for each: of fewer queries than keys, a mask of which hides some."""
+    """A group for each mechanism: fewer queries than keys, and a mask of the keys."""
     data = {"gradients": ((FEWER_MASKED, "clustered"),)}
     for group in groups_of(library, dtype, data):
         if group.id.removeprefix(f"{library}-") in mechanisms:

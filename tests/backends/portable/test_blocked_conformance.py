@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.backends.mechanism_groups import check, groups
+from tests.backends.mechanism_groups import (
+    check,
+    groups,
+    is_declared_alone,
+    is_plain,
+    slow_unless,
+)
 
 BACKENDS = {
     "numpy": "portable",
@@ -25,8 +31,14 @@ def test_the_blocked_backends_conform(group):
     check(group, BACKENDS[group[0].library])
 
 
+# Slow: compositions, whose pieces run here by themselves and whose wiring runs above; options in
+# PyTorch, whose algorithms are those of NumPy with other arithmetic.
 @pytest.mark.parametrize(
-    "group", [*groups("full", "numpy", ("float64",)), *groups("smoke", "torch", ("float64",))]
+    "group",
+    [
+        *slow_unless(is_declared_alone, groups("full", "numpy", ("float64",))),
+        *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
+    ],
 )
 def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
     check(group, BACKENDS[group[0].library])
