@@ -1,14 +1,14 @@
-"""CCQ's query with the covariance of all keys so far, on its own: from arrays to launches.
+"""CCQ's query with the covariance of all keys so far, without a backbone: arrays and launches.
 
-    lengths of q, lengths of k and k̄ (`row_lengths.py`) → moments of k̄ in front of every chunk
+    lengths of q, lengths of k and k̄ (`row_lengths.py`) → moments of k̄ before every chunk
     (`moments.py`, or a backbone's pass over the same keys) → q^c (`contraction.py`)
 
-and backward, with the moments made anew,
+and backward, with the moments recomputed,
 
-    → dq, dλ (`contraction_gradient.py`) → what is carried back, dk (`moments_gradient.py`).
+    → dq, dλ (`contraction_gradient.py`) → gradients of the moments, dk (`moments_gradient.py`).
 
-Four launches forward and six backward, those of the two lengths among them, and no norm or product
-by PyTorch: 4 d² + 4 C d FLOPs a token and head forward, and 10 d² + 14 C d backward.
+Four launches forward and six backward, two of them for the lengths; PyTorch computes no norm and no
+product. 4 d² + 4 C d FLOPs per token and head forward, and 10 d² + 14 C d backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class KeyGradients(NamedTuple):
-    """Of keys, from elsewhere (b, s, m, d)."""
+    """Gradients of the keys from the backbone (b, s, m, d), to be added."""
 
     unit: Tensor | None = None
     raw: Tensor | None = None
@@ -48,8 +48,8 @@ class KeyGradients(NamedTuple):
 class Conditioned:
     """One call: queries (b, t, h, d), keys (b, s, n, d), and λ (b, t, h).
 
-    Moments are left in it by `carry`, or by a backbone's pass that is `told` what to make; then
-    come the queries, and backward the gradients.
+    First `carry` computes the moments, or a backbone's pass with `moment_arguments` does. Then
+    `contract` computes the queries, or `backward` the gradients.
     """
 
     def __init__(self, eps: float, x: Tensors, frame: Frame, chunk: int | None = None) -> None:
@@ -99,31 +99,31 @@ class Conditioned:
         )
         return inverse
 
-    def _make_room(self) -> dict[str, Tensor]:
-        """For the moments: in the dtype of factors (m, chunks, d, d), and sums and counts."""
+    def _allocate_moments(self) -> dict[str, Tensor]:
+        """Allocate moments in the dtype of factors (m, chunks, d, d), sums and counts."""
         call = self.call
         heads, width = call.b * call.m, call.width
-        room = {
+        workspace = {
             "moments": call.empty(
                 heads, call.count, width, width, dtype=factor_dtype(self.unit.dtype)
             ),
             "sums": call.empty(heads, call.count, width),
             "counts": call.empty(heads, call.count),
         }
-        call.known |= room
-        return room
+        call.known |= workspace
+        return workspace
 
-    def told(self, reads_unit_keys: bool) -> dict[str, Any]:
-        """What a backbone's pass is told that makes the moments."""
+    def moment_arguments(self, reads_unit_keys: bool) -> dict[str, Any]:
+        """The arguments of a backbone's pass that also computes the moments."""
         known = self.call.known
         of_call = {f"unit_{name}": known[name] for name in ("valid", "writing", "total")}
         scale = None if reads_unit_keys else known["k_scale"]
-        return {"unit": self.unit, "unit_scale": scale, **of_call, **self._make_room()}
+        return {"unit": self.unit, "unit_scale": scale, **of_call, **self._allocate_moments()}
 
     def carry(self) -> None:
-        """The moments, in a pass of their own."""
+        """Compute the moments in a separate pass."""
         call, block = self.call, self.call.keys("chunk_moments")
-        self._make_room()
+        self._allocate_moments()
         call.launch(
             moments_of_keys.carry_moments,
             "chunk_moments",
@@ -131,14 +131,14 @@ class Conditioned:
             BLOCK=block,
         )
 
-    def contract(self, into: Tensor) -> None:
-        """q^c (b, t, h, d), in one piece, once there are moments."""
+    def contract(self, out: Tensor) -> None:
+        """Write q^c (b, t, h, d), contiguous, after the moments have been computed."""
         call = self.call
         call.launch(
             contraction.contract,
             "chunk_contraction",
             (call.count, call.b * call.m * call.r),
-            o=into,
+            o=out,
             KEYS=call.keys("chunk_contraction"),
         )
 

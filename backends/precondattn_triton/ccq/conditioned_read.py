@@ -1,15 +1,15 @@
-"""CCQ's query on its own, and together with a backbone that goes over the same keys.
+"""CCQ's query, alone or together with a backbone that reads the same keys.
 
     y1 = conditioned_query(q, k, contraction); y2 = l2_norm(x=k); out = gated_delta(q=y1, k=y2, …)
 
-The states of the backbone do not depend on the queries, and so one pass over the keys carries both
-them and the moments: a tile of keys that has been read is multiplied with both (`chunk_states.py`).
-Keys are brought to length 1 once, for both. There is no more to share. What tokens of a chunk read
-of each other is not the same for q̄ and q^c; K Kᵀ is asked for by the delta rule alone; backward,
-the states' gradients are made of q^c and W, and the moments' of q̄.
+The states of the backbone do not depend on the queries, so one pass over the keys carries both the
+states and the moments: a tile of keys, once loaded, is a factor of both (`chunk_states.py`). Keys
+are scaled to length 1 once, for both. Nothing else can be shared: the scores within a chunk differ
+between q̄ and q^c; only the delta rule needs K Kᵀ; and backward, the gradients of the states are
+computed from q^c and W, those of the moments from q̄.
 
-A backbone with a gate for each key channel goes over keys that have faded, which are others: there
-the query has a pass of its own. So it has where a cache is extended.
+A backbone with a gate per key channel reads decayed keys instead: then the query has a separate
+pass. The same holds when a cache is extended.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from precondattn_triton.recurrence.leaves import (
 Tensors = Mapping[str, Tensor]
 
 SHARING = (torch.bfloat16,)
-"""Keys of these dtypes are gone over once. In float32 and float16, whose products take three times
-the factors, the registers do not hold states and moments at once."""
+"""Dtypes of keys for which states and moments share one pass. In float32 and float16, products
+need three times the factors, and the registers do not hold states and moments at once."""
 
 
 class RunningCovariance(Recurrence):
-    """CCQ's query by all keys so far: a full call by its own kernels, a step by the recurrence."""
+    """CCQ's query of all keys so far: kernels for a full call, the recurrence for a step."""
 
     def forward(self, leaf: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
         query = Conditioned(leaf.eps, x, frame)
@@ -69,55 +69,55 @@ class RunningCovariance(Recurrence):
     ) -> dict[str, Tensor]:
         query = Conditioned(leaf.eps, x, frame)
         query.carry()
-        found = query.backward(cotangent)
-        return {name: gradient.to(x[name].dtype) for name, gradient in found.items()}
+        d_inputs = query.backward(cotangent)
+        return {name: gradient.to(x[name].dtype) for name, gradient in d_inputs.items()}
 
 
 class Wiring(NamedTuple):
-    """What the query and the backbone read, by the group's names of it."""
+    """The inputs of the query and of the backbone, under their names in the group."""
 
     query: dict[str, str]
-    """Of q, k and contraction."""
+    """q, k and contraction"""
     backbone: dict[str, str]
-    """Of the backbone's inputs but q, and k, if it reads k̄."""
+    """The backbone's inputs without q, and without k if it reads k̄"""
     reads_unit_keys: bool
 
 
 @cache
 def wiring(program: Program) -> Wiring | None:
-    """Of a backbone that reads with q^c; None where the calls are wired otherwise."""
+    """The wiring of a backbone whose queries are q^c; None if the calls are connected otherwise."""
     first, *norms, last = program.calls
-    own, read_by = dict(first.arguments), dict(last.arguments)
-    keys = own["k"]
+    of_query, of_backbone = dict(first.arguments), dict(last.arguments)
+    keys = of_query["k"]
     for norm in norms:
         if norm.leaf != L2Norm(first.leaf.eps) or dict(norm.arguments) != {"x": keys}:
             return None
         keys = norm.out
-    if read_by.pop("q") != first.out or read_by.pop("k") != keys:
+    if of_backbone.pop("q") != first.out or of_backbone.pop("k") != keys:
         return None
-    if first.out in read_by.values() or keys in read_by.values():
+    if first.out in of_backbone.values() or keys in of_backbone.values():
         return None
-    return Wiring(own, read_by | ({} if norms else {"k": keys}), bool(norms))
+    return Wiring(of_query, of_backbone | ({} if norms else {"k": keys}), bool(norms))
 
 
 class ConditionedRead:
-    """Of CCQ with a backbone that is one recurrence of the keys themselves, or of k̄."""
+    """CCQ with a backbone that is one recurrence of the keys k, or of k̄."""
 
     def refuses(self, group: Any, request: Request) -> str | None:
-        """Why not; None where the kernels do this call."""
-        own = wiring(group.program)
+        """The reason why the kernels do not support this call, or None."""
+        wires = wiring(group.program)
         query, backbone = group.program.leaves[0], group.program.leaves[-1]
-        if own is None:
-            return "its query and its backbone have the same keys, and the query serves no other"
+        if wires is None:
+            return "query and backbone must read the same keys, and only the backbone may read q^c"
         if query.decay != "none" or not is_plain(backbone):
-            return "the query's covariance is of all keys alike, and its backbone one recurrence"
+            return "the covariance must have no decay, and the backbone must be one recurrence"
         shapes = dict(request.shapes)
-        by_leaf = {leaf_name: shapes[name] for leaf_name, name in own.backbone.items()}
-        by_leaf |= {"q": shapes[own.query["q"]], "k": shapes[own.query["k"]]}
+        by_leaf = {leaf_name: shapes[name] for leaf_name, name in wires.backbone.items()}
+        by_leaf |= {"q": shapes[wires.query["q"]], "k": shapes[wires.query["k"]]}
         return Recurrence().refuses(backbone, replace(request, shapes=tuple(by_leaf.items())))
 
     def forward(self, group: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output, and q^c."""
+        """The output; the residual is q^c."""
         q = x[_wiring(group).query["q"]]
         contracted = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         both = _Both(group, x, frame, contracted)
@@ -134,38 +134,38 @@ class ConditionedRead:
         cotangent: Tensor,
     ) -> dict[str, Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        own, (contracted,) = _wiring(group), residuals
+        wires, (contracted,) = _wiring(group), residuals
         both = _Both(group, x, frame, contracted)
         d_o = queries_of_states(cotangent.to(both.stream.v.dtype), both.call.m)
         d = gradients(both.call, both.stream, d_o, torch.zeros_like(both.state))
         of_backbone = gradients_of(both.leaf, both.inputs, d.stream, frame)
         d_contracted, d_k = of_backbone.pop("q"), of_backbone.pop("k").contiguous()
-        more = KeyGradients(unit=d_k) if own.reads_unit_keys else KeyGradients(raw=d_k)
+        more = KeyGradients(unit=d_k) if wires.reads_unit_keys else KeyGradients(raw=d_k)
         of_query = both.query.backward(d_contracted, more)
-        found = {own.query[name]: gradient for name, gradient in of_query.items()}
-        found |= {own.backbone[name]: gradient for name, gradient in of_backbone.items()}
-        return {name: gradient.to(x[name].dtype) for name, gradient in found.items()}
+        d_inputs = {wires.query[name]: gradient for name, gradient in of_query.items()}
+        d_inputs |= {wires.backbone[name]: gradient for name, gradient in of_backbone.items()}
+        return {name: gradient.to(x[name].dtype) for name, gradient in d_inputs.items()}
 
     def residual_shapes(self, group: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """That of q^c."""
+        """The shape of q^c."""
         return (inputs[_wiring(group).query["q"]],)
 
 
 class _Both:
-    """A call of both, up to and with the pass that carries states and moments."""
+    """A call of query and backbone, up to and including the pass for states and moments."""
 
     def __init__(self, group: Any, x: Tensors, frame: Frame, contracted: Tensor) -> None:
-        own, first = _wiring(group), group.program.leaves[0]
+        wires, first = _wiring(group), group.program.leaves[0]
         self.leaf = group.program.leaves[-1]
-        of_query = {leaf_name: x[name] for leaf_name, name in own.query.items()}
-        of_backbone = {leaf_name: x[name] for leaf_name, name in own.backbone.items()}
+        of_query = {leaf_name: x[name] for leaf_name, name in wires.query.items()}
+        of_backbone = {leaf_name: x[name] for leaf_name, name in wires.backbone.items()}
         k, v = of_query["k"], of_backbone["v"]
         shares = k.dtype in SHARING
         chunk = None
         if shares:
             chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], is_half(k.dtype), k)
         self.query = Conditioned(first.eps, of_query, frame, chunk)
-        keys = self.query.unit if own.reads_unit_keys else k
+        keys = self.query.unit if wires.reads_unit_keys else k
         self.inputs = {**of_backbone, "q": contracted, "k": keys}
         self.stream: Stream = stream_of(self.leaf, self.inputs, frame)
         self.state = self.leaf.zero_state(self.inputs)["state"]
@@ -173,13 +173,13 @@ class _Both:
         self.call: Call = form.call(self.stream, self.state)
         prepare(self.call, self.stream)
         if shares:
-            carry(self.call, self.query.told(own.reads_unit_keys))
+            carry(self.call, self.query.moment_arguments(wires.reads_unit_keys))
         else:
             carry(self.call)
             self.query.carry()
 
 
 def _wiring(group: Any) -> Wiring:
-    own = wiring(group.program)
-    assert own is not None  # `refuses` has said so.
-    return own
+    wires = wiring(group.program)
+    assert wires is not None  # `refuses` has checked it.
+    return wires

@@ -1,15 +1,15 @@
-"""CCQ's query of every chunk, from the moments in front of it.
+"""CCQ's query of every chunk, from the moments before it.
 
     q^c = q̄ − λ c,    c_i = Σ_i q̄_i = (q̄_i A_i − (μ_i·q̄_i) m_i) / n_i,    μ = m / n,
 
-with A, m and n of `moments.py` up to and with token i. Of a chunk's own keys that takes no more
-than one product, of pairs from which the mean has been taken away,
+with A, m and n of `moments.py` up to and including token i. The keys of the same chunk need only
+one more product, of centred pairs,
 
     c_i n_i = q̄_i A − (μ_i·q̄_i) m + Σ_j D_ij (q̄_i·k̄_j − μ_i·q̄_i) k̄_j,
 
-where A and m are those in front of the chunk, if they are of token i's segment, and D_ij is 1 for
-the tokens j ≤ i of that. A program has all channels of a chunk of one query head, 2 d² + 4 C d
-FLOPs a token, and reads A once.
+where A and m are the moments before the chunk, or 0 if they are of another segment than token i,
+and D_ij is 1 for the tokens j ≤ i of the same segment. Grid: one program per chunk of one query
+head, with all channels: 2 d² + 4 C d FLOPs per token. It reads A once.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from precondattn_triton.tiles import load_rows, load_tokens
 
 
 @triton.jit
-def visible_pairs(gates, reading, counts, counted_keys, head, tokens, start, CHUNK: tl.constexpr):
-    """D, whether a token sees what is in front of the chunk, and n of each token, 1 at least."""
-    place = head * tokens + start
-    fading = pairs_of(gates, place, CHUNK, False)
+def visible_pairs(gates, reading, counts, is_counted, head, tokens, start, CHUNK: tl.constexpr):
+    """D, whether each token reads the moments before the chunk (1 or 0), and n, at least 1."""
+    first = head * tokens + start
+    decay = pairs_of(gates, first, CHUNK, False)
     reads = tl.full((CHUNK,), 1.0, tl.float32)
     if reading is not None:
-        reads = tl.load(reading + place + tl.arange(0, CHUNK))
+        reads = tl.load(reading + first + tl.arange(0, CHUNK))
     number = reads * tl.load(counts + head * (tokens // CHUNK) + start // CHUNK)
-    number += tl.sum(fading * counted_keys[None, :], axis=1)
-    # Rows in front of any token that counts.
-    return fading, reads, tl.where(number > 0, number, 1.0)
+    number += tl.sum(decay * is_counted[None, :], axis=1)
+    # n = 0 in rows before the first valid token.
+    return decay, reads, tl.where(number > 0, number, 1.0)
 
 
 @triton.jit
-def centred(pairs, fading, seen, reads, number):
-    """μ·x, and the pairs x·k̄ with μ·x taken away, of all pairs x·k̄ and of x·m."""
-    pairs *= fading
-    mean = (tl.sum(pairs, axis=1) + reads * seen) / number
-    return mean, pairs - mean[:, None] * fading
+def centred(pairs, decay, with_sums, reads, number):
+    """μ·x and the centred pairs x·k̄ − μ·x, from all pairs x·k̄ and from `with_sums`, x·m."""
+    pairs *= decay
+    mean = (tl.sum(pairs, axis=1) + reads * with_sums) / number
+    return mean, pairs - mean[:, None] * decay
 
 
 @triton.jit
@@ -80,38 +80,42 @@ def contract(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`o` (b, t, m, r, d): q^c of one query of each token. k has rows of length 1, q its own."""
+    """Write q^c of one query per token to `o` (b, t, m, r, d). k has rows of length 1, q any."""
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
-    place = tl.arange(0, CHUNK)
+    position = tl.arange(0, CHUNK)
     q = head_of(q, head, heads, q_b, q_m, 1) + row * q_r
     k = head_of(k, head, heads, k_b, k_m, 1)
-    found = tl.zeros((CHUNK, WIDTH), tl.float32)
+    contracted = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-    seen = tl.zeros((CHUNK,), tl.float32)
+    with_sums = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, WIDTH, KEYS):
-        own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+        query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-        pairs += product(own, tl.trans(keys), PRECISION)
+        pairs += product(query_rows, tl.trans(keys), PRECISION)
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
-        found += product(own, moment, PRECISION)
+        contracted += product(query_rows, moment, PRECISION)
         sum_of = tl.load(sums + at * WIDTH + c + tl.arange(0, KEYS))
-        seen += tl.sum(own.to(tl.float32) * sum_of[None, :], axis=1)
-    scale = tl.load(q_scale + query * tokens + start + place)
-    among = counted(valid, head, heads, start, s, CHUNK)
-    fading, reads, number = visible_pairs(gates, reading, counts, among, head, tokens, start, CHUNK)
-    mean, pairs = centred(pairs * scale[:, None], fading, seen * scale, reads, number)
-    found *= (reads * scale)[:, None]
+        with_sums += tl.sum(query_rows.to(tl.float32) * sum_of[None, :], axis=1)
+    scale = tl.load(q_scale + query * tokens + start + position)
+    is_counted = counted(valid, head, heads, start, s, CHUNK)
+    decay, reads, number = visible_pairs(
+        gates, reading, counts, is_counted, head, tokens, start, CHUNK
+    )
+    mean, pairs = centred(pairs * scale[:, None], decay, with_sums * scale, reads, number)
+    contracted *= (reads * scale)[:, None]
     sum_of = tl.load(sums + at * WIDTH + tl.arange(0, WIDTH))
-    found -= (reads * mean)[:, None] * sum_of[None, :]
+    contracted -= (reads * mean)[:, None] * sum_of[None, :]
     keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
-    found += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
-    token = start - s + t + place.to(tl.int64)
+    contracted += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
+    token = start - s + t + position.to(tl.int64)
     strength = contraction + head // heads * l_b + (head % heads * queries + row) * l_h
     strength = tl.load(strength + token * l_t, mask=(token >= 0) & (token < t), other=0.0)
-    own = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
-    found = own * scale[:, None] - (strength.to(tl.float32) / number)[:, None] * found
+    query_rows = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
+    contracted = (
+        query_rows * scale[:, None] - (strength.to(tl.float32) / number)[:, None] * contracted
+    )
     o += ((head // heads * t * heads + head % heads) * queries + row) * d
-    store_tokens(o, start - s + t, 0, t, d, heads * queries * d, found)
+    store_tokens(o, start - s + t, 0, t, d, heads * queries * d, contracted)

@@ -1,11 +1,12 @@
-"""The gradient of CCQ's query: of queries and λ, and what the gradient of keys needs.
+"""The gradients of queries and λ of CCQ's query, and numbers for the gradient of keys.
 
 With g = dq^c, and Σ symmetric,
 
     dλ = −q̄·(Σ g),    dq̄ = g − λ Σ g,    dq = (dq̄ − q̄ (q̄·dq̄)) / ‖q‖,
 
-Σ g as Σ q̄ in `contraction.py`. Keys need, of each token, g's weight in h / n = −(λ / n) g, and the
-means μ·q̄ and μ·h / n (`moments_gradient.py`). 2 d² + 6 C d FLOPs a token.
+with Σ g computed like Σ q̄ in `contraction.py`. The gradient of keys needs, for each token, the
+factor −λ / n of g in h / n, and the means μ·q̄ and μ·h / n (`moments_gradient.py`). Grid: one
+program per chunk of one query head. 2 d² + 6 C d FLOPs per token.
 """
 
 from __future__ import annotations
@@ -65,56 +66,60 @@ def contract_back(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`d_q` (b, t, m, r, d), `d_contraction` (b, t, m, r), and three numbers (m r, T)."""
+    """Write `d_q` (b, t, m, r, d), `d_contraction` (b, t, m, r), and three numbers (m r, T)."""
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
-    place = tl.arange(0, CHUNK)
+    position = tl.arange(0, CHUNK)
     q = head_of(q, head, heads, q_b, q_m, 1) + row * q_r
     k = head_of(k, head, heads, k_b, k_m, 1)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
-    found = tl.zeros((CHUNK, WIDTH), tl.float32)
+    gradient = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     query_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-    seen = tl.zeros((CHUNK,), tl.float32)
-    query_seen = tl.zeros((CHUNK,), tl.float32)
+    with_sums = tl.zeros((CHUNK,), tl.float32)
+    query_with_sums = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, WIDTH, KEYS):
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
         sum_of = tl.load(sums + at * WIDTH + c + tl.arange(0, KEYS))
-        own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
-        query_pairs += product(own, tl.trans(keys), PRECISION)
-        query_seen += tl.sum(own.to(tl.float32) * sum_of[None, :], axis=1)
-        own = load_tokens(d_o, start - s + t, c, t, d, o_t, o_e, CHUNK, KEYS)
-        pairs += product(own, tl.trans(keys), PRECISION)
-        seen += tl.sum(own.to(tl.float32) * sum_of[None, :], axis=1)
+        rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+        query_pairs += product(rows, tl.trans(keys), PRECISION)
+        query_with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
+        rows = load_tokens(d_o, start - s + t, c, t, d, o_t, o_e, CHUNK, KEYS)
+        pairs += product(rows, tl.trans(keys), PRECISION)
+        with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
-        found += product(own, moment, PRECISION)
-    among = counted(valid, head, heads, start, s, CHUNK)
-    fading, reads, number = visible_pairs(gates, reading, counts, among, head, tokens, start, CHUNK)
-    numbers = query * tokens + start + place
+        gradient += product(rows, moment, PRECISION)
+    is_counted = counted(valid, head, heads, start, s, CHUNK)
+    decay, reads, number = visible_pairs(
+        gates, reading, counts, is_counted, head, tokens, start, CHUNK
+    )
+    numbers = query * tokens + start + position
     scale = tl.load(q_scale + numbers)
-    token = start - s + t + place.to(tl.int64)
-    there = (token >= 0) & (token < t)
+    token = start - s + t + position.to(tl.int64)
+    is_present = (token >= 0) & (token < t)
     strength = contraction + head // heads * l_b + (head % heads * queries + row) * l_h
-    strength = tl.load(strength + token * l_t, mask=there, other=0.0).to(tl.float32)
-    query_mean, _ = centred(query_pairs * scale[:, None], fading, query_seen * scale, reads, number)
-    mean, pairs = centred(pairs, fading, seen, reads, number)
+    strength = tl.load(strength + token * l_t, mask=is_present, other=0.0).to(tl.float32)
+    query_mean, _ = centred(
+        query_pairs * scale[:, None], decay, query_with_sums * scale, reads, number
+    )
+    mean, pairs = centred(pairs, decay, with_sums, reads, number)
     tl.store(weight + numbers, -strength / number)
     tl.store(mean_q + numbers, query_mean)
     tl.store(mean_h + numbers, -strength / number * mean)
     sum_of = tl.load(sums + at * WIDTH + tl.arange(0, WIDTH))
-    found = found * reads[:, None] - (reads * mean)[:, None] * sum_of[None, :]
+    gradient = gradient * reads[:, None] - (reads * mean)[:, None] * sum_of[None, :]
     keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
-    found += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
-    found /= number[:, None]
-    own = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
-    own *= scale[:, None]
+    gradient += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
+    gradient /= number[:, None]
+    rows = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
+    rows *= scale[:, None]
     query_at = (head // heads * t * heads + head % heads) * queries + row
-    d_strength = -tl.sum(own * found, axis=1)
-    tl.store(d_contraction + query_at + token * heads * queries, d_strength, mask=there)
+    d_strength = -tl.sum(rows * gradient, axis=1)
+    tl.store(d_contraction + query_at + token * heads * queries, d_strength, mask=is_present)
     cotangent = load_tokens(d_o, start - s + t, 0, t, d, o_t, o_e, CHUNK, WIDTH).to(tl.float32)
-    found = cotangent - strength[:, None] * found
-    found -= own * tl.sum(own * found, axis=1)[:, None]
-    found *= scale[:, None]
-    store_tokens(d_q + query_at * d, start - s + t, 0, t, d, heads * queries * d, found)
+    gradient = cotangent - strength[:, None] * gradient
+    gradient -= rows * tl.sum(rows * gradient, axis=1)[:, None]
+    gradient *= scale[:, None]
+    store_tokens(d_q + query_at * d, start - s + t, 0, t, d, heads * queries * d, gradient)

@@ -2,9 +2,10 @@
 
     n = √(‖x‖² + ε),    x̄ = x / n
 
-A row is brought to a size of about 1 before it is squared, so that no square overflows or vanishes.
-Queries stay where they are, and are divided by their lengths where they are used; keys of length 1
-stand in memory, for whoever reads them.
+A row is divided by its largest magnitude before it is squared, so that no square overflows or
+underflows. Queries are not copied; they are divided by their lengths when they are used. Keys of
+length 1 are stored, since several kernels read them. Grid: one program per chunk of one head or
+query head.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from precondattn_triton.recurrence.chunk_tiles import head_of, store_tokens
 from precondattn_triton.tiles import load_tokens
 
 SHORTEST = tl.constexpr(1e-37)
-"""A length of which float32 still has the inverse."""
+"""A length whose inverse is finite in float32."""
 
 
 @triton.jit
@@ -39,23 +40,23 @@ def inverse_lengths(
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`inverse` (m r, T) gets 1 / n and `unit` (b, count, m, w), if there is one, x̄; r = 1 there.
+    """Write 1 / n to `inverse` (m r, T), and x̄ to `unit` (b, count, m, w) if not None; then r = 1.
 
-    x (b, m, count, r, w) has the last tokens; `missing` are in front of them. `least` is √ε. A row
-    of zeros has n = √ε, or 1.
+    x (b, m, count, r, w) has the last `count` tokens; `missing` tokens precede them. `least` is √ε.
+    A row of zeros has n = √ε, or n = 1 if ε = 0.
     """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start = tl.program_id(0) * CHUNK
     x = head_of(x, head, heads, x_b, x_m, 1) + row * x_r
-    own = load_tokens(x, start - missing, 0, count, width, x_t, x_c, CHUNK, WIDTH).to(tl.float32)
-    size = tl.maximum(tl.max(tl.abs(own), axis=1), least)
+    rows = load_tokens(x, start - missing, 0, count, width, x_t, x_c, CHUNK, WIDTH).to(tl.float32)
+    size = tl.maximum(tl.max(tl.abs(rows), axis=1), least)
     size = tl.where(size > 0, size, 1.0)
-    scaled = own / size[:, None]
+    scaled = rows / size[:, None]
     square = tl.sum(scaled * scaled, axis=1) + (least / size) * (least / size)
     root = tl.sqrt(tl.where(square > 0, square, 1.0))
-    place = query * tokens + start + tl.arange(0, CHUNK)
-    tl.store(inverse + place, 1.0 / tl.maximum(size * root, SHORTEST))
+    at = query * tokens + start + tl.arange(0, CHUNK)
+    tl.store(inverse + at, 1.0 / tl.maximum(size * root, SHORTEST))
     if unit is not None:
         unit += (head // heads * count * heads + head % heads) * width
         store_tokens(unit, start, 0, count, width, heads * width, scaled / root[:, None])

@@ -1,1 +1,1 @@
-"""The recurrence of linear attention and the delta rule in chunks: kernels and launches."""
+"""The chunkwise recurrence of linear attention and the delta rule: kernels and launches."""

@@ -1,9 +1,9 @@
-"""Factors that gates make of a chunk where each channel has its own, and the gates' gradient.
+"""The decay factors of a chunk with a gate per channel, and the gradient of the gates.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
-As in `gate_sums.py`, but for rows (m, T, w) instead of numbers. A program has a chunk of one head
-and a block of channels.
+As in `gate_sums.py`, but with rows (m, T, w) instead of numbers. Grid: one program per chunk and
+block of channels of one head.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ def load_channel_factors(
     BLOCK: tl.constexpr,
     GATE_STEP: tl.constexpr,
 ):
-    """Into scratch: g as `gates`, reading, writing (m, T, w) and total (m, chunks, w)."""
+    """Write g to `gates`, reading, writing (m, T, w) and total (m, chunks, w)."""
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
     start = chunk * CHUNK
     g += head // heads * g_b + head % heads * g_m
-    own = load_tokens(g, start, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
-    own = tl.maximum(own, LOWEST)
-    # The gates of the token behind each, in the same chunk.
-    behind = load_tokens(g, start + 1, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    loaded = load_tokens(g, start, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    loaded = tl.maximum(loaded, LOWEST)
+    # The gates of the next token, in the same chunk.
+    following = load_tokens(g, start + 1, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
     has_next = tl.arange(0, CHUNK) + 1 < CHUNK
-    behind = tl.where(has_next[:, None], tl.maximum(behind, LOWEST), 0.0)
-    since, until = tl.cumsum(own, axis=0), tl.cumsum(behind, axis=0, reverse=True)
-    store_rows(gates, head, tokens, start, first, own, GATE_STEP)
+    following = tl.where(has_next[:, None], tl.maximum(following, LOWEST), 0.0)
+    since, until = tl.cumsum(loaded, axis=0), tl.cumsum(following, axis=0, reverse=True)
+    store_rows(gates, head, tokens, start, first, loaded, GATE_STEP)
     store_rows(reading, head, tokens, start, first, tl.exp(since), GATE_STEP)
     store_rows(writing, head, tokens, start, first, tl.exp(until), GATE_STEP)
     at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + first + tl.arange(0, BLOCK)
-    tl.store(total + at, tl.exp(tl.sum(own, axis=0)))
+    tl.store(total + at, tl.exp(tl.sum(loaded, axis=0)))
 
 
 @triton.jit
-def fade(
+def apply_decay(
     x,
     factors,
-    faded,
+    decayed,
     heads,
     queries,
     tokens,
@@ -76,9 +76,9 @@ def fade(
     BLOCK: tl.constexpr,
     GATE_STEP: tl.constexpr,
 ):
-    """`faded` (m r, T, w) gets reading ∘ Q or writing ∘ K, of the factors (m, T, w).
+    """Write reading ∘ Q or writing ∘ K to `decayed` (m r, T, w), with `factors` (m, T, w).
 
-    x (b, m, count, r, w) has the last tokens; `missing` are in front of them.
+    x (b, m, count, r, w) has the last `count` tokens; `missing` tokens precede them.
     """
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     query = tl.program_id(1).to(tl.int64)
@@ -86,9 +86,9 @@ def fade(
     first = tl.program_id(0) % BLOCKS * BLOCK
     start = tl.program_id(0) // BLOCKS * CHUNK
     x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
-    own = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
-    own = own * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
-    store_rows(faded, query, tokens, start, first, own, GATE_STEP)
+    rows = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
+    rows = rows * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    store_rows(decayed, query, tokens, start, first, rows, GATE_STEP)
 
 
 @triton.jit
@@ -140,10 +140,10 @@ def sums_of_values(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of gates of value channels, the sums that their gradient needs.
+    """The sums from which the gradient of gates per value channel is computed.
 
-    `read` (m r, T, STEP) gets s reading ∘ Q S ∘ dO, `written` (m, T, STEP) writing ∘ K dS ∘ V, and
-    `overlap` (m, chunks, STEP) Σ S ∘ dS over key channels.
+    `read` (m r, T, STEP) gets s reading ∘ Q S ∘ dO, `written` (m, T, STEP) gets writing ∘ K dS ∘ V,
+    and `overlap` (m, chunks, STEP) gets Σ S ∘ dS over key channels.
     """
     BLOCKS: tl.constexpr = STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
@@ -153,29 +153,29 @@ def sums_of_values(
     k = head_of(k, head, heads, k_b, k_m, k_group)
     v = head_of(v, head, heads, v_b, v_m, v_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
-    found = tl.zeros((CHUNK, BLOCK), tl.float32)
+    sums = tl.zeros((CHUNK, BLOCK), tl.float32)
     both = tl.zeros((BLOCK,), tl.float32)
     for c in range(0, WIDTH, KEYS):
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         d_state = load_rows(d_states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         both += tl.sum(state * d_state, axis=0)
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-        found += product(keys, d_state, PRECISION)
+        sums += product(keys, d_state, PRECISION)
     tl.store(overlap + at * STEP + first + tl.arange(0, BLOCK), both)
-    found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
-    found *= load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK).to(tl.float32)
-    store_rows(written, head, tokens, start, first, found, STEP)
+    sums *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+    sums *= load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK).to(tl.float32)
+    store_rows(written, head, tokens, start, first, sums, STEP)
     for row in range(queries):
-        found = tl.zeros((CHUNK, BLOCK), tl.float32)
+        sums = tl.zeros((CHUNK, BLOCK), tl.float32)
         for c in range(0, WIDTH, KEYS):
             state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
-            own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
-            found += product(own, state, PRECISION)
-        found *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP) * scale
+            query_rows = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            sums += product(query_rows, state, PRECISION)
+        sums *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP) * scale
         outputs = d_o + row * o_r
         cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
-        found *= cotangent.to(tl.float32)
-        store_rows(read, head * queries + row, tokens, start, first, found, STEP)
+        sums *= cotangent.to(tl.float32)
+        store_rows(read, head * queries + row, tokens, start, first, sums, STEP)
 
 
 @triton.jit
@@ -194,28 +194,28 @@ def channel_gate_gradient(
     BLOCK: tl.constexpr,
     GATE_STEP: tl.constexpr,
 ):
-    """dg (m, s, w), from what chunks leave of it.
+    """Write dg (m, s, w), the sum of its parts.
 
-    `d_gates` (m, T, w) are of pairs of tokens, and already by gate; `read` (m r, T, w) and
-    `written` (m, T, w) are of what tokens read from the state in front of their chunk and wrote to
-    that behind it, and `overlap` (m, chunks, w) is of both states.
+    `d_gates` (m, T, w) is the part of pairs of tokens, already per gate. `read` (m r, T, w) and
+    `written` (m, T, w) are the parts of reads of the state before the chunk and of writes to the
+    state after it; `overlap` (m, chunks, w) is the part of the state itself.
     """
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
     start = chunk * CHUNK
-    place, channel = tl.arange(0, CHUNK), first + tl.arange(0, BLOCK)
+    position, channel = tl.arange(0, CHUNK), first + tl.arange(0, BLOCK)
     reads = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
         query = head * queries + row
         reads += load_rows(read, query, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
-    # Of the tokens before each.
-    at = (head * tokens + start + place[:, None] - 1) * GATE_STEP + channel[None, :]
-    writes = tl.load(written + at, mask=(place > 0)[:, None], other=0.0)
+    # The sum over the tokens before each.
+    at = (head * tokens + start + position[:, None] - 1) * GATE_STEP + channel[None, :]
+    writes = tl.load(written + at, mask=(position > 0)[:, None], other=0.0)
     at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + channel
-    kept = tl.load(overlap + at) * tl.load(total + at)
-    found = load_rows(d_gates, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
-    found += tl.cumsum(reads, axis=0, reverse=True) + tl.cumsum(writes, axis=0)
-    at = (head * s + start + place[:, None]) * width + channel[None, :]
-    inside = (start + place < s)[:, None] & (channel < width)[None, :]
-    tl.store(d_g + at, found + kept[None, :], mask=inside)
+    d_total = tl.load(overlap + at) * tl.load(total + at)
+    d_gate_rows = load_rows(d_gates, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    d_gate_rows += tl.cumsum(reads, axis=0, reverse=True) + tl.cumsum(writes, axis=0)
+    at = (head * s + start + position[:, None]) * width + channel[None, :]
+    inside = (start + position < s)[:, None] & (channel < width)[None, :]
+    tl.store(d_g + at, d_gate_rows + d_total[None, :], mask=inside)

@@ -1,4 +1,4 @@
-"""What tokens of a chunk read of each other where each channel has its gates: launches.
+"""Reads within a chunk, with a gate per channel: launches.
 
 With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
 
@@ -21,13 +21,13 @@ KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
 
 
 def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
-    """An array of the call as if it had another name."""
+    """An array of the call under another name."""
     prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
-    found = {other: call.known[name]}
+    arguments = {other: call.known[name]}
     for axis, other_axis in zip(axes, other_axes, strict=True):
-        found[f"{other_prefix}_{other_axis}"] = call.known[f"{prefix}_{axis}"]
+        arguments[f"{other_prefix}_{other_axis}"] = call.known[f"{prefix}_{axis}"]
     group = f"{prefix}_group"
-    return found | ({f"{other_prefix}_group": call.known[group]} if group in call.known else {})
+    return arguments | ({f"{other_prefix}_group": call.known[group]} if group in call.known else {})
 
 
 def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
@@ -80,33 +80,33 @@ def _gradient(
     return d_x, d_y, d_gates
 
 
-def faded(call: Call, x: tuple[str, str], factors: str) -> Tensor:
-    """reading ∘ Q or writing ∘ K (m r, T, w), of gates of key channels."""
+def decayed(call: Call, x: tuple[str, str], factors: str) -> Tensor:
+    """reading ∘ Q or writing ∘ K (m r, T, w), with gates of key channels."""
     is_key = x is KEY
     rows = call.b * call.m * (1 if is_key else call.r)
-    found = call.empty(rows, call.tokens, call.gate_step)
+    out = call.empty(rows, call.tokens, call.gate_step)
     block = call.gate_block("channel_gates")
-    given = _as(call, *x, "x", "bmtc" if is_key else "bmtrc")
+    arguments = _as(call, *x, "x", "bmtc" if is_key else "bmtrc")
     call.launch(
-        channel_gates.fade,
+        channel_gates.apply_decay,
         "channel_gates",
         (call.count * call.gate_step // block, rows),
-        **{"x_r": 0} | given,
+        **{"x_r": 0} | arguments,
         factors=call.known[factors],
-        faded=found,
+        decayed=out,
         queries=1 if is_key else call.r,
         count=call.s if is_key else call.t,
         missing=0 if is_key else call.s - call.t,
         width=call.d,
         BLOCK=block,
     )
-    return found
+    return out
 
 
 def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
     """s tril(x yᵀ) (m r, T, C)."""
     queries = call.b * call.m * call.r
-    found = call.empty(queries, call.tokens, call.chunk)
+    products = call.empty(queries, call.tokens, call.chunk)
     call.launch(
         chunk_gradient.d_scores_of,
         "chunk_scores_gradient",
@@ -117,31 +117,31 @@ def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tens
         STEP=call.width if y is KEY else call.step,
         u=None,
         gates=None,
-        d_scores=found,
+        d_scores=products,
         crossing_scores=None,
         BLOCK=call.both("chunk_scores_gradient"),
     )
-    return found
+    return products
 
 
-def scores_of_queries(call: Call) -> Tensor:
-    """Of gates of key channels."""
+def decayed_scores(call: Call) -> Tensor:
+    """s D ∘ Q Kᵀ (m r, T, C), with gates of key channels."""
     return _scores(call, QUERY, KEY)
 
 
-def values_of_pairs(call: Call) -> Tensor:
-    """O within chunks (m r, T, w), of gates of value channels."""
+def outputs_within_chunks(call: Call) -> Tensor:
+    """The part of O within chunks (m r, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     return _gradient(call, None, VALUE, scores)[0]
 
 
-def gradients_of_keys(call: Call, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ (m r, T, w), dK and dg (m, T, w) within chunks, of gates of key channels."""
+def key_gate_gradients(call: Call, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (m r, T, w), dK and dg (m, T, w) within chunks, with gates of key channels."""
     return _gradient(call, QUERY, KEY, d_scores)
 
 
-def gradients_of_values(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the scores (m r, T, C), dV and dg (m, T, w), of gates of value channels."""
+def value_gate_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of scores (m r, T, C), dV and dg (m, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     _, d_v, d_gates = _gradient(call, COTANGENT, VALUE, scores)
     return _scores(call, COTANGENT, VALUE), d_v, d_gates

@@ -1,4 +1,4 @@
-"""A recurrence's arrays by the names that its kernels have for them, and how tokens are cut."""
+"""The arrays of a recurrence under the names of kernel arguments, and the sizes of chunks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.precision import padded_width
 
 WIDEST_BLOCK = 64
-"""Value channels come in blocks of so many, or fewer."""
+"""The largest block of value channels."""
 
 
 def strides(name: str, array: Tensor, axes: str) -> dict[str, int]:
-    """Of the axes, as `name`_`axis`; an axis of one element has the stride 0."""
+    """Strides of the axes, as `name`_`axis`; an axis of one element has the stride 0."""
     return {
         f"{name}_{axis}": stride if size > 1 else 0
         for axis, size, stride in zip(axes, array.shape, array.stride(), strict=True)
@@ -24,48 +24,49 @@ def strides(name: str, array: Tensor, axes: str) -> dict[str, int]:
 
 
 def strides_if(name: str, array: Tensor | None, axes: str) -> dict[str, int]:
-    """The same, 0 where there is no such array."""
+    """The same; 0 if the array is None."""
     return {f"{name}_{axis}": 0 for axis in axes} if array is None else strides(name, array, axes)
 
 
 def decay_of(x: Stream) -> str:
-    """What has a gate of its own, besides every token.
+    """Which part of the state has its own gate: "head", "keys" or "values" (channels).
 
     Raises
     ------
     ValueError
-        where it is every number of the state, or, by the delta rule, every row or column.
+        if every element of the state has its own gate, or, with the delta rule, every row or
+        column.
     """
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
         raise ValueError(
-            "the chunkwise form has one decay for each head, or, where values are added, one for "
-            f"each key or each value channel; found {rows} x {columns} decays"
+            "the chunkwise form supports one decay per head, or, without the delta rule, one per "
+            f"key channel or per value channel; found {rows} x {columns} decays"
         )
     return "keys" if rows > 1 else "values" if columns > 1 else "head"
 
 
 def padded_values(e: int) -> int:
-    """The width of values in whole blocks."""
+    """The width of v, padded to whole blocks."""
     block = min(padded_width(e), WIDEST_BLOCK)
     return -(-e // block) * block
 
 
 def widest_of(d: int, e: int) -> int:
-    """What configurations of these widths of keys and values go by."""
+    """The width by which configurations are looked up, from the widths of k and v."""
     return max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
 
 
 def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> int:
-    """How many tokens a chunk has in a kernel, and so in all others of a call."""
+    """Tokens of a chunk in this kernel; all kernels of a call use the same number."""
     return configuration(kernel, widest_of(d, e), half, like).rows
 
 
 class Call:
     """The arrays of one call, and its launches.
 
-    A kernel is launched with what it has arguments for: arrays and numbers are in `known`, by the
-    names that stand in the kernels. A chunk has as many tokens as is configured, or `chunk`.
+    `known` has arrays and numbers under the names of kernel arguments; a launch passes those that
+    the kernel declares. A chunk has `chunk` tokens, or, by default, the configured number.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class Call:
         self.decay = decay_of(x) if decays else "none"
         self.is_by_channel = self.decay in ("keys", "values")
         self.gate_step = self.step if self.decay == "values" else self.width
-        """The width of gates in scratch, where channels have their own."""
+        """The width of gates in the workspace, if channels have their own."""
         self.widest = widest_of(d, e)
-        self.chunk = self.cut("chunk_states").rows if chunk is None else chunk
+        self.chunk = self.configuration("chunk_states").rows if chunk is None else chunk
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
         self.known: dict[str, Any] = {
@@ -118,31 +119,31 @@ class Call:
             "PRECISION": precision,
         }
 
-    def cut(self, kernel: str) -> Configuration:
-        """By the configuration of that name."""
+    def configuration(self, kernel: str) -> Configuration:
+        """The configuration of that name."""
         return configuration(kernel, self.widest, self.half, self.like)
 
     def keys(self, kernel: str) -> int:
-        """Key channels that a kernel has at once."""
-        return min(self.cut(kernel).columns, self.width)
+        """Key channels in a tile of a kernel."""
+        return min(self.configuration(kernel).columns, self.width)
 
     def values(self, kernel: str) -> int:
-        """Value channels that a kernel has at once."""
-        return min(self.cut(kernel).columns, self.step, WIDEST_BLOCK)
+        """Value channels in a tile of a kernel."""
+        return min(self.configuration(kernel).columns, self.step, WIDEST_BLOCK)
 
     def both(self, kernel: str) -> int:
-        """Channels of either that a kernel has at once."""
+        """Channels in a tile of a kernel that iterates over both key and value channels."""
         return min(self.keys(kernel), self.values(kernel))
 
     def gate_block(self, kernel: str) -> int:
-        """Channels with gates that a kernel has at once."""
+        """Gated channels in a tile of a kernel."""
         return self.values(kernel) if self.decay == "values" else self.keys(kernel)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.like.device)
 
-    def launch(self, kernel: Any, name: str, grid: tuple[int, int], **own: Any) -> None:
-        """By the configuration of that name."""
-        cut, given = self.cut(name), self.known | own
+    def launch(self, kernel: Any, name: str, grid: tuple[int, int], **extra: Any) -> None:
+        """Launch with the configuration of that name; `extra` are arguments of this launch."""
+        tuned, given = self.configuration(name), self.known | extra
         arguments = {argument: given[argument] for argument in kernel.arg_names}
-        kernel[grid](**arguments, num_warps=cut.warps, num_stages=cut.stages)
+        kernel[grid](**arguments, num_warps=tuned.warps, num_stages=tuned.stages)

@@ -4,10 +4,11 @@
     dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
          − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
 
-the second line of dK by the delta rule only, with X and dL of `delta_rule.py`; S in front of the
-chunk and dS behind it. A program has a chunk and a block of key channels, and goes over the value
-channels. Besides, for the gates and for β, it has the sums of these products with what they are
-the gradients of.
+the second line of dK with the delta rule only, with X and dL of `delta_rule.py`; S is the state
+before the chunk, dS the gradient of the state after it. Grid: one program per chunk and block of
+key channels, and per query of each token (dQ) or head (dK); dA has no blocks. It iterates over the
+value channels. For the gradients of gates and β it also computes Σ x ∘ dx over key channels, for
+the parts of dQ and dK from the state.
 """
 
 from __future__ import annotations
@@ -71,35 +72,35 @@ def d_scores_of(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`d_scores` (m r, T, CHUNK) gets dA of one query of each token.
+    """Write dA of one query per token to `d_scores` (m r, T, CHUNK).
 
-    With gates, `crossing_scores` (m r, T) gets their gradient from it.
+    With gates, their gradient from dA is written to `crossing_scores` (m r, T).
     """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start = tl.program_id(0) * CHUNK
     d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
     v = head_of(v, head, heads, v_b, v_m, v_group)
-    found = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, STEP, BLOCK):
         cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
         if u is not None:
             written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
         else:
             written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-        found += product(cotangent, tl.trans(written), PRECISION)
-    found *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
-    store_rows(d_scores, query, tokens, start, 0, found, CHUNK)
+        d_pairs += product(cotangent, tl.trans(written), PRECISION)
+    d_pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+    store_rows(d_scores, query, tokens, start, 0, d_pairs, CHUNK)
     if gates is not None:
         q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
         k = head_of(k, head, heads, k_b, k_m, k_group)
         scores = tl.zeros((CHUNK, CHUNK), tl.float32)
         for c in range(0, WIDTH, BLOCK):
-            own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, BLOCK)
+            query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, BLOCK)
             keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
-            scores += product(own, tl.trans(keys), PRECISION)
+            scores += product(query_rows, tl.trans(keys), PRECISION)
         at = query * tokens + start + tl.arange(0, CHUNK)
-        tl.store(crossing_scores + at, crossing(found * scores, CHUNK))
+        tl.store(crossing_scores + at, crossing(d_pairs * scores, CHUNK))
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def d_queries(
     d_o,
     reading,
     d_scores,
-    own_q,
+    within_q,
     states,
     d_q,
     read,
@@ -145,11 +146,11 @@ def d_queries(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """KEYS channels of `d_q` (b, t, m, r, d), of one query of each token.
+    """Write KEYS channels of `d_q` (b, t, m, r, d), of one query per token.
 
-    With gates, `read` (m r, blocks, T) gets the sums of Q with dQ from the state; where each key
-    channel has its gate, `read` (m r, T, WIDTH) gets the products, and what comes from within the
-    chunk is given as `own_q` (m r, T, WIDTH).
+    With gates, `read` (m r, blocks, T) gets Σ Q ∘ dQ, for the part of dQ from the state. With a
+    gate per key channel, `read` (m r, T, WIDTH) gets the products without the sum, and `within_q`
+    (m r, T, WIDTH) is the part of dQ from within the chunk.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     query = tl.program_id(1).to(tl.int64)
@@ -158,34 +159,34 @@ def d_queries(
     start, first = chunk * CHUNK, block * KEYS
     d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
     k = head_of(k, head, heads, k_b, k_m, k_group)
-    found = tl.zeros((CHUNK, KEYS), tl.float32)
+    gradient = tl.zeros((CHUNK, KEYS), tl.float32)
     for c in range(0, STEP, BLOCK):
         cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
         if DECAY == "values":
             cotangent = cotangent * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, first, KEYS, BLOCK, c, STEP)
-        found += product(cotangent, tl.trans(state), PRECISION)
-    found *= scale
-    place = tl.arange(0, CHUNK)
+        gradient += product(cotangent, tl.trans(state), PRECISION)
+    gradient *= scale
+    position = tl.arange(0, CHUNK)
     if DECAY == "head":
-        found *= tl.load(reading + head * tokens + start + place)[:, None]
+        gradient *= tl.load(reading + head * tokens + start + position)[:, None]
         q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-        own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-        sums = tl.sum(found * own.to(tl.float32), axis=1)
-        tl.store(read + (query * BLOCKS + block) * tokens + start + place, sums)
+        query_rows = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+        sums = tl.sum(gradient * query_rows.to(tl.float32), axis=1)
+        tl.store(read + (query * BLOCKS + block) * tokens + start + position, sums)
     if DECAY == "keys":
-        found *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        gradient *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-        own = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-        store_rows(read, query, tokens, start, first, found * own.to(tl.float32), WIDTH)
-        found += load_rows(own_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
+        query_rows = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+        store_rows(read, query, tokens, start, first, gradient * query_rows.to(tl.float32), WIDTH)
+        gradient += load_rows(within_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
     else:
         pairs = load_rows(d_scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
         keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-        found += product(pairs, keys, PRECISION)
+        gradient += product(pairs, keys, PRECISION)
     d_q += ((head // heads * t * heads + head % heads) * queries + row) * d
-    store_tokens(d_q, start - s + t, first, t, d, heads * queries * d, found)
+    store_tokens(d_q, start - s + t, first, t, d, heads * queries * d, gradient)
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def d_keys_of(
     reading,
     writing,
     d_scores,
-    own_k,
+    within_k,
     d_right,
     d_keys,
     states,
@@ -238,12 +239,13 @@ def d_keys_of(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """KEYS channels of `d_k` (b, s, m, d).
+    """Write KEYS channels of `d_k` (b, s, m, d).
 
-    With gates, `written` (m, blocks, T) gets the sums of K with dK from the state behind, and
-    `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; by the delta rule, `from_keys` (m,
-    blocks, T) gets those of K with reading ∘ X Sᵀ. Where each key channel has its gate, `written`
-    (m, T, WIDTH) gets the products, and what comes from within the chunk is `own_k` (m, T, WIDTH).
+    With gates, `written` (m, blocks, T) gets Σ K ∘ dK, for the part of dK from the state after the
+    chunk, and `overlap` (m, chunks, WIDTH) gets Σ S ∘ dS over value channels. With the delta rule,
+    `from_keys` (m, blocks, T) gets Σ K ∘ (reading ∘ X Sᵀ). With a gate per key channel, `written`
+    (m, T, WIDTH) gets the products without the sum, and `within_k` (m, T, WIDTH) is the part of dK
+    from within the chunk.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     head = tl.program_id(1).to(tl.int64)
@@ -252,49 +254,49 @@ def d_keys_of(
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
     v = head_of(v, head, heads, v_b, v_m, v_group)
-    found = tl.zeros((CHUNK, KEYS), tl.float32)
+    gradient = tl.zeros((CHUNK, KEYS), tl.float32)
     from_state = tl.zeros((CHUNK, KEYS), tl.float32)
-    both = tl.zeros((KEYS,), tl.float32)
+    overlaps = tl.zeros((KEYS,), tl.float32)
     chunk_at = head * (tokens // CHUNK) + chunk
     for c in range(0, STEP, BLOCK):
         d_state = load_rows(d_states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
         if u is not None:
-            own = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            rows = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
         else:
-            own = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+            rows = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
         if DECAY == "values":
-            own = own * load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        found += product(own, tl.trans(d_state), PRECISION)
+            rows = rows * load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        gradient += product(rows, tl.trans(d_state), PRECISION)
         state = load_rows(states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
         if DECAY == "head" or DECAY == "keys":
-            both += tl.sum(state * d_state, axis=1)
+            overlaps += tl.sum(state * d_state, axis=1)
         if d_right is not None:
             right = load_rows(d_right, head, tokens, start, CHUNK, BLOCK, c, STEP)
             from_state += product(right, tl.trans(state), PRECISION)
-    place = tl.arange(0, CHUNK)
-    numbers = head * tokens + start + place
-    sums = (head * BLOCKS + block) * tokens + start + place
+    position = tl.arange(0, CHUNK)
+    numbers = head * tokens + start + position
+    sums = (head * BLOCKS + block) * tokens + start + position
     keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
     if DECAY == "head" or DECAY == "keys":
-        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), both)
+        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), overlaps)
     if DECAY == "head":
-        found *= tl.load(writing + numbers)[:, None]
+        gradient *= tl.load(writing + numbers)[:, None]
         from_state *= tl.load(reading + numbers)[:, None]
-        tl.store(written + sums, tl.sum(found * keys.to(tl.float32), axis=1))
+        tl.store(written + sums, tl.sum(gradient * keys.to(tl.float32), axis=1))
     if DECAY == "keys":
-        found *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
-        store_rows(written, head, tokens, start, first, found * keys.to(tl.float32), WIDTH)
-        found += load_rows(own_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        gradient *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        store_rows(written, head, tokens, start, first, gradient * keys.to(tl.float32), WIDTH)
+        gradient += load_rows(within_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
     else:
         for row in range(queries):
             at = head * queries + row
             pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-            own = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-            found += product(tl.trans(pairs), own, PRECISION)
+            rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+            gradient += product(tl.trans(pairs), rows, PRECISION)
     if d_right is not None:
         tl.store(from_keys + sums, tl.sum(from_state * keys.to(tl.float32), axis=1))
-        found -= tl.load(strength + numbers)[:, None] * from_state
+        gradient -= tl.load(strength + numbers)[:, None] * from_state
         pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        found += product(pairs, keys, PRECISION)
+        gradient += product(pairs, keys, PRECISION)
     d_k += (head // heads * s * heads + head % heads) * d
-    store_tokens(d_k, start, first, s, d, heads * d, found)
+    store_tokens(d_k, start, first, s, d, heads * d, gradient)

@@ -1,15 +1,15 @@
-"""The inverse of a chunk's system by the delta rule.
+"""The inverse of the delta rule's system within a chunk.
 
     M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
 
-Either half of the chunk is inverted in registers (`triangular_inverse.py`), and then the corner of
-the two: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. At float32's precision whatever the inputs are:
-entries are of the size of 1, for keys of length 1 and β in [0, 2]. Of two halves with h tokens, D
-of a pair across their border is
+The two halves of the chunk are inverted in registers (`triangular_inverse.py`), then the lower left
+corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The products are in float32 for every input dtype:
+entries have magnitude about 1, for keys of length 1 and β in [0, 2]. For halves of h tokens, D of
+a pair across their border is
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
 
-A program has a chunk of one head: 2 C² d FLOPs, and some C³ for the inverse.
+Grid: one program per chunk of one head: 2 C² d FLOPs, and about C³ for the inverse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def invert(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """`inverse` (m, T, CHUNK) gets M; half a chunk has 2^LEVELS tokens."""
+    """Write M to `inverse` (m, T, CHUNK); half a chunk has 2^LEVELS tokens."""
     HALF: tl.constexpr = CHUNK // 2
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
@@ -58,19 +58,19 @@ def invert(
         upper += product(first, tl.trans(first), PRECISION)
         lower += product(second, tl.trans(second), PRECISION)
         corner += product(second, tl.trans(first), PRECISION)
-    place = tl.arange(0, HALF)
+    row = tl.arange(0, HALF)
     at = head * tokens + start
-    beta = tl.load(strength + at + place)
+    beta = tl.load(strength + at + row)
     upper *= pairs_of(gates, at, HALF, True) * beta[:, None]
     upper = unit_lower_inverse(upper, HALF, LEVELS, EXACT)
-    beta = tl.load(strength + at + HALF + place)
+    beta = tl.load(strength + at + HALF + row)
     lower *= pairs_of(gates, at + HALF, HALF, True) * beta[:, None]
     lower = unit_lower_inverse(lower, HALF, LEVELS, EXACT)
     corner *= beta[:, None]
     if gates is not None:
-        since = tl.cumsum(tl.load(gates + at + HALF + place), axis=0)
-        behind = tl.load(gates + at + 1 + place, mask=place + 1 < HALF, other=0.0)
-        until = tl.cumsum(behind, axis=0, reverse=True)
+        since = tl.cumsum(tl.load(gates + at + HALF + row), axis=0)
+        following = tl.load(gates + at + 1 + row, mask=row + 1 < HALF, other=0.0)
+        until = tl.cumsum(following, axis=0, reverse=True)
         corner *= tl.exp(since)[:, None] * tl.exp(until)[None, :]
     corner = tl.dot(lower, corner, input_precision=EXACT)
     corner = -tl.dot(corner, upper, input_precision=EXACT)

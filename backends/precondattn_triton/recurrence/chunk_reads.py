@@ -1,9 +1,10 @@
-"""What chunks read, all at once, and what of the outputs' gradients reaches what was written there.
+"""The outputs of all chunks at once, and the part of dU from outputs of the same chunk.
 
-    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO, over the queries of a state.
+    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO  (summed over a state's queries).
 
-A program has a chunk and a block of value channels; scores are made anew for every block, 2 C d
-FLOPs a token each time, so that none stand in memory.
+Grid: one program per chunk and block of value channels, and per query of each token (`read`) or
+head (`read_back`). Scores are recomputed for every block, 2 C d FLOPs per token each time, so that
+they are not stored.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def read(
     u,
     gates,
     reading,
-    faded_q,
+    decayed_q,
     scores,
-    own_o,
+    within_o,
     states,
     o,
     heads,
@@ -66,11 +67,11 @@ def read(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`o` (b, t, m, r, e): the outputs of one query of each token.
+    """Write the outputs of one query of each token to `o` (b, t, m, r, e).
 
-    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK), and
-    reading ∘ Q as `faded_q` (m r, T, WIDTH); where each value channel has, what is read within the
-    chunk comes as `own_o` (m r, T, STEP).
+    With a gate per key channel, `scores` (m r, T, CHUNK) is s D ∘ Q Kᵀ and `decayed_q` (m r, T,
+    WIDTH) is reading ∘ Q. With a gate per value channel, `within_o` (m r, T, STEP) is the output
+    from the tokens of the same chunk.
     """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
@@ -78,27 +79,27 @@ def read(
     start = chunk * CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
     k = head_of(k, head, heads, k_b, k_m, k_group)
-    found = tl.zeros((CHUNK, BLOCK), tl.float32)
+    out = tl.zeros((CHUNK, BLOCK), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, WIDTH, KEYS):
         if DECAY == "keys":
-            own = load_rows(faded_q, query, tokens, start, CHUNK, KEYS, c, WIDTH)
+            query_rows = load_rows(decayed_q, query, tokens, start, CHUNK, KEYS, c, WIDTH)
         else:
-            own = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
         if DECAY == "none" or DECAY == "head":
             keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-            pairs += product(own, tl.trans(keys), PRECISION)
+            pairs += product(query_rows, tl.trans(keys), PRECISION)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
-        found += product(own, state, PRECISION)
-    found *= scale
+        out += product(query_rows, state, PRECISION)
+    out *= scale
     if DECAY == "values":
-        found *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
-        found += load_rows(own_o, query, tokens, start, CHUNK, BLOCK, first, STEP)
+        out *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        out += load_rows(within_o, query, tokens, start, CHUNK, BLOCK, first, STEP)
     else:
         at = head * tokens + start
         if DECAY == "head":
-            found *= tl.load(reading + at + tl.arange(0, CHUNK))[:, None]
+            out *= tl.load(reading + at + tl.arange(0, CHUNK))[:, None]
         if DECAY == "keys":
             pairs = load_rows(scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
         else:
@@ -108,9 +109,9 @@ def read(
         else:
             v = head_of(v, head, heads, v_b, v_m, v_group)
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-        found += product(pairs, written, PRECISION)
+        out += product(pairs, written, PRECISION)
     o += ((head // heads * t * heads + head % heads) * queries + row) * e
-    store_tokens(o, start - s + t, first, t, e, heads * queries * e, found)
+    store_tokens(o, start - s + t, first, t, e, heads * queries * e, out)
 
 
 @triton.jit
@@ -153,9 +154,9 @@ def read_back(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`local` (m, T, STEP) gets A, of all queries of a state.
+    """Write A to `local` (m, T, STEP), summed over all queries of a state.
 
-    Where each key channel has its gate, s D ∘ Q Kᵀ comes as `scores` (m r, T, CHUNK).
+    With a gate per key channel, `scores` (m r, T, CHUNK) is s D ∘ Q Kᵀ.
     """
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
@@ -163,10 +164,10 @@ def read_back(
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
-    fading = tl.zeros((CHUNK, CHUNK), tl.float32)
+    decay = tl.zeros((CHUNK, CHUNK), tl.float32)
     if DECAY != "keys":
-        fading = pairs_of(gates, head * tokens + start, CHUNK, False) * scale
-    found = tl.zeros((CHUNK, BLOCK), tl.float32)
+        decay = pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+    gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
         if DECAY == "keys":
             at = head * queries + row
@@ -174,11 +175,13 @@ def read_back(
         else:
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
             for c in range(0, WIDTH, KEYS):
-                own = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+                query_rows = load_tokens(
+                    q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS
+                )
                 keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-                pairs += product(own, tl.trans(keys), PRECISION)
-            pairs *= fading
+                pairs += product(query_rows, tl.trans(keys), PRECISION)
+            pairs *= decay
         outputs = d_o + row * o_r
         cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
-        found += product(tl.trans(pairs), cotangent, PRECISION)
-    store_rows(local, head, tokens, start, first, found, STEP)
+        gradient += product(tl.trans(pairs), cotangent, PRECISION)
+    store_rows(local, head, tokens, start, first, gradient, STEP)

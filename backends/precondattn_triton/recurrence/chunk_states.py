@@ -1,19 +1,19 @@
-"""The states between chunks, and their gradients: what has to go from chunk to chunk.
+"""The states between chunks, and their gradients: the sequential part of the recurrence.
 
     U = Y − W S,                    S ← total ∘ S + Kᵀ (writing ∘ U),
     dU = A + writing ∘ (K dS),      dS ← total ∘ dS + s Qᵀ (reading ∘ dO) − Wᵀ dU,
 
-with Y and W of `delta_rule.py`, where values are added U = V and W = 0; A is what the chunk's own
-outputs make of U's gradient (`chunk_reads.py`). A program has a block of value channels of one
-head, and goes over the chunks with its d × block of the state in registers. Everything else that
-chunks have to do is done for all of them at once.
+with Y and W of `delta_rule.py`; in an additive recurrence U = V and W = 0. A is the part of dU from
+the outputs of the same chunk (`chunk_reads.py`). Grid: one program per block of value channels of
+one head. It loops over the chunks, with d × block elements of the state in registers. All other
+work is done for all chunks at once, by other kernels.
 
-For T tokens of a head, forward 4 T d e FLOPs (additive 2), backward 6 (additive 4); memory traffic
-is dominated by a state of d e numbers for every chunk, written once.
+For T tokens of a head, forward 4 T d e FLOPs (additive 2), backward 6 (additive 4). Memory traffic
+is dominated by a state of d e elements per chunk, written once.
 
-Where CCQ's query reads the same keys, a program of the forward pass has some columns of their
-moments besides (`moments.py`): its tile of keys serves both products, and the second, which waits
-for nothing, goes on while the first waits for what a chunk writes.
+If CCQ's query reads the same keys, a program of the forward pass also computes some columns of
+their moments (`moments.py`). One tile of keys serves both products, and the second depends on
+nothing else, so that it runs while the first waits for U of the chunk.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_rows
-from precondattn_triton.recurrence.moments import moments_behind, store_moments
+from precondattn_triton.recurrence.moments import moments_after, store_moments
 from precondattn_triton.tiles import load_rows, load_tokens
 
 
 @triton.jit
-def kept_of(
+def decay_of_chunk(
     total, chunk, first,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk keeps of a block of the state: a number, or one for each row or column."""
+    """The decay of a block of the state over a chunk: one factor, or one per row or column."""
     if DECAY == "head":
-        kept = tl.load(total + chunk)
+        decay = tl.load(total + chunk)
     elif DECAY == "keys":
-        kept = tl.load(total + chunk * WIDTH + tl.arange(0, WIDTH))[:, None]
+        decay = tl.load(total + chunk * WIDTH + tl.arange(0, WIDTH))[:, None]
     elif DECAY == "values":
-        kept = tl.load(total + chunk * STEP + first + tl.arange(0, BLOCK))[None, :]
+        decay = tl.load(total + chunk * STEP + first + tl.arange(0, BLOCK))[None, :]
     else:
-        kept = 1.0
-    return kept
+        decay = 1.0
+    return decay
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def carry_states(
     y,
     w,
     u,
-    faded_k,
+    decayed_k,
     writing,
     total,
     initial,
@@ -87,13 +87,13 @@ def carry_states(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`states` (m, chunks, WIDTH, STEP) gets the state in front of every chunk, `final` the last.
+    """Write the state before every chunk to `states` (m, chunks, WIDTH, STEP), the last to `final`.
 
-    `initial` and `final` are (m, d, e). By the delta rule `u` (m, T, STEP) gets U. Where
-    each key channel has its gate, writing ∘ K comes as `faded_k` (m, T, WIDTH).
+    `initial` and `final` are (m, d, e). With the delta rule, U is written to `u` (m, T, STEP). With
+    a gate per key channel, `decayed_k` (m, T, WIDTH) is writing ∘ K.
 
-    If there are `moments`, they and `sums` and `counts` are made as by `carry_moments`, COLUMNS
-    columns by each program: of `unit`, which k is, or with `unit_scale` times k is.
+    If `moments` is not None, it, `sums` and `counts` are computed as by `carry_moments`, COLUMNS
+    columns by each program, of the keys `unit`: these are k, or k times `unit_scale`.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
@@ -104,7 +104,7 @@ def carry_states(
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
     state = tl.load(initial + at, mask=inside, other=0.0)
-    # Of the heads with a state that share their keys, the first has the moments.
+    # Of the heads with a state that share a key head, the first computes the moments.
     key_head, has_moments = head // k_group, head % k_group == 0
     column = tl.program_id(0) * COLUMNS
     if moments is not None:
@@ -116,24 +116,24 @@ def carry_states(
         store_rows(states, head * count + index, WIDTH, 0, first, state, STEP)
         if w is not None:
             written = load_rows(y, head, tokens, start, CHUNK, BLOCK, first, STEP)
-            own = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
-            written -= product(own, state, PRECISION)
+            state_keys = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            written -= product(state_keys, state, PRECISION)
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
         at_chunk = head * count + index
-        state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
+        state *= decay_of_chunk(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         if DECAY == "head":
-            fading = tl.load(writing + head * tokens + start + tl.arange(0, CHUNK))
-            written = written * fading[:, None]
+            decay = tl.load(writing + head * tokens + start + tl.arange(0, CHUNK))
+            written = written * decay[:, None]
         if DECAY == "values":
             written = written * load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
         if DECAY == "keys":
-            keys = load_rows(faded_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
             keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
         if moments is not None and written.dtype == tl.float32:
-            # One tile for both products: another of 16 bits does not fit the registers.
+            # One tile for both products: a second tile of 16 bits does not fit the registers.
             keys = keys.to(tl.float32)
         state += product(tl.trans(keys), written, PRECISION)
         if moments is not None:
@@ -141,7 +141,7 @@ def carry_states(
             store_moments(
                 moments, sums, counts, at_moments, column, has_moments, second, mean, number, WIDTH
             )
-            second, mean, number = moments_behind(
+            second, mean, number = moments_after(
                 second, mean, number, keys, unit_scale, unit, unit_valid, unit_writing, unit_total,
                 moments, key_head, heads // k_group, index, tokens, column, s, d,
                 CHUNK, COLUMNS, PRECISION,
@@ -156,8 +156,8 @@ def carry_gradients(
     w,
     d_o,
     local,
-    faded_q,
-    faded_k,
+    decayed_q,
+    decayed_k,
     reading,
     writing,
     total,
@@ -196,11 +196,11 @@ def carry_gradients(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`d_states` (m, chunks, WIDTH, STEP) gets the gradient of the state behind every chunk.
+    """Write the gradient of the state after every chunk to `d_states` (m, chunks, WIDTH, STEP).
 
-    `d_initial` (m, d, e) gets that of the first, and `d_u` (m, T, STEP) that of U.
-    Where each key channel has its gate, reading ∘ Q (m r, T, WIDTH) and writing ∘ K (m, T, WIDTH)
-    come as `faded_q` and `faded_k`.
+    The gradient of the first state is written to `d_initial` (m, d, e), that of U to `d_u` (m, T,
+    STEP). With a gate per key channel, `decayed_q` (m r, T, WIDTH) is reading ∘ Q and `decayed_k`
+    (m, T, WIDTH) is writing ∘ K.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
@@ -219,23 +219,23 @@ def carry_gradients(
         store_rows(d_states, head * count + index, WIDTH, 0, first, d_state, STEP)
         at_chunk = head * count + index
         if DECAY == "keys":
-            keys = load_rows(faded_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
             keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
-        found = product(keys, d_state, PRECISION)
+        d_written = product(keys, d_state, PRECISION)
         if DECAY == "head":
-            found *= tl.load(writing + numbers)[:, None]
+            d_written *= tl.load(writing + numbers)[:, None]
         if DECAY == "values":
-            found *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
-        d_state *= kept_of(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
-        found += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
-        store_rows(d_u, head, tokens, start, first, found, STEP)
+            d_written *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        d_state *= decay_of_chunk(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
+        d_written += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        store_rows(d_u, head, tokens, start, first, d_written, STEP)
         for row in range(queries):
             if DECAY == "keys":
                 at = head * queries + row
-                own = load_rows(faded_q, at, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+                rows = load_rows(decayed_q, at, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
-                own = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
+                rows = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
             outputs = d_o + row * o_r
             cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
             cotangent = cotangent * scale
@@ -243,8 +243,8 @@ def carry_gradients(
                 cotangent *= tl.load(reading + numbers)[:, None]
             if DECAY == "values":
                 cotangent *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
-            d_state += product(tl.trans(own), cotangent, PRECISION)
+            d_state += product(tl.trans(rows), cotangent, PRECISION)
         if w is not None:
-            own = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
-            d_state -= product(tl.trans(own), found, PRECISION)
+            rows = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            d_state -= product(tl.trans(rows), d_written, PRECISION)
     tl.store(d_initial + ends, d_state, mask=inside)

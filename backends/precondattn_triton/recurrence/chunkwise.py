@@ -1,19 +1,19 @@
-"""The recurrence of linear attention and the delta rule in chunks, by Triton kernels.
+"""The chunkwise recurrence of linear attention and the delta rule, in Triton kernels.
 
     U = M β (V − reading ∘ K S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`. Chunks are prepared all at
-once (`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all
-at once (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) makes the states anew, goes back
-over them, and has the rest of all chunks at once. One token alone has a kernel of its own
-(`one_token.py`).
+with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`. All chunks are prepared at
+once (`delta_rule.py`), states are carried from chunk to chunk (`chunk_states.py`), and the outputs
+of all chunks are computed at once (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`)
+recomputes the states, carries their gradients backward, and computes the rest for all chunks at
+once. A call with one token has a separate kernel (`one_token.py`).
 
-Where values are added, each key channel may have its gates, or each value channel. What tokens read
-of each other then comes from `channel_decay.py`, and the factors are rows instead of numbers.
+In an additive recurrence, each key channel or each value channel may have its own gate. Then
+`channel_decay.py` computes the reads within a chunk, and the factors are rows instead of numbers.
 
-In memory stand, besides inputs, outputs and their gradients, a state of d e numbers in float32 for
-each chunk, M and two rows of numbers for each token; in the gradient, twice that and a few rows.
+Besides inputs, outputs and their gradients, memory holds a state of d e elements in float32 per
+chunk, M and two rows per token; the gradient needs twice that and a few rows.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from precondattn_triton.recurrence import one_token as recurrent_step
 from precondattn_triton.recurrence.channel_pairs import (
     KEY,
     QUERY,
-    faded,
-    scores_of_queries,
-    values_of_pairs,
+    decayed,
+    decayed_scores,
+    outputs_within_chunks,
 )
 from precondattn_triton.recurrence.chunk_arrays import Call, strides, strides_if
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
@@ -50,15 +50,15 @@ NO_MOMENTS = dict.fromkeys(
         *("moments", "sums", "counts"),
     )
 )
-"""What a pass over the states is told of moments where none are asked for."""
+"""The arguments of a pass over the states that computes no moments."""
 
 
 class Chunkwise:
-    """A `Form` of the recurrence (`precondattn.spec.recurrence`), with the outputs times `scale`.
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`), with outputs times `scale`.
 
-    A stream's queries, keys and values are multiplied in their dtype, and may have fewer heads than
-    the state; `decays` says whether there are gates. Gradients are of the queries without the
-    scale.
+    The queries, keys and values of a stream are multiplied in their dtype, and may have fewer heads
+    than the state. `decays` is whether there are gates. Gradients are with respect to the queries
+    before scaling.
     """
 
     def __init__(self, precision: str, *, half: bool, decays: bool, scale: float = 1.0) -> None:
@@ -85,11 +85,11 @@ class Chunkwise:
     def read(
         self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        done = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
+        results = [self.forward(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in results), *arrays), [final for _, final in results]
 
     def call(self, x: Stream, state: Tensor) -> Call:
-        """The arrays of a call, before anything is launched."""
+        """The arrays of a call, before any launch."""
         return Call(x, state, self.decays, self.scale, self.precision, self.half)
 
 
@@ -116,7 +116,7 @@ def _step(call: Call, x: Stream) -> tuple[Tensor, Tensor]:
 
 
 def prepare(call: Call, x: Stream) -> None:
-    """Gates and their factors; by the delta rule M, Y and W."""
+    """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
     for name in ("gates", "reading", "writing", "total", "strength", "inverse", "y", "w", "u"):
         call.known[name] = None
@@ -124,11 +124,11 @@ def prepare(call: Call, x: Stream) -> None:
         _prepare_channels(call, x)
     elif call.decay == "head" or x.beta is not None:
         prepare_numbers(call, x)
-    call.known |= dict.fromkeys(("scores", "faded_q", "faded_k"))
+    call.known |= dict.fromkeys(("scores", "decayed_q", "decayed_k"))
     if call.decay == "keys":
-        call.known["scores"] = scores_of_queries(call)
-        call.known["faded_q"] = faded(call, QUERY, "reading")
-        call.known["faded_k"] = faded(call, KEY, "writing")
+        call.known["scores"] = decayed_scores(call)
+        call.known["decayed_q"] = decayed(call, QUERY, "reading")
+        call.known["decayed_k"] = decayed(call, KEY, "writing")
     if x.beta is None:
         return
     call.known["inverse"] = call.empty(heads, tokens, call.chunk)
@@ -151,7 +151,7 @@ def prepare(call: Call, x: Stream) -> None:
 
 
 def prepare_numbers(call: Call, x: Stream) -> None:
-    """Gates of whole heads and their factors, and β."""
+    """Compute the decay factors of gates per head, and load β."""
     heads = call.b * call.m
     names = ["gates", "reading", "writing"] if call.decay == "head" else []
     names += [] if x.beta is None else ["strength"]
@@ -189,9 +189,9 @@ def _prepare_channels(call: Call, x: Stream) -> None:
 
 
 def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
-    """The last state, with those in front of every chunk left in the call.
+    """The last state; those before every chunk are stored in the call.
 
-    If there are `moments` of the same keys to be made, they are made in the same pass.
+    With `moments`, the moments of the same keys are computed in the same pass.
     """
     heads = call.b * call.m
     final = call.empty(call.b, call.m, call.d, call.e)
@@ -206,7 +206,7 @@ def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
         (call.step // values, heads),
         final=final,
         BLOCK=values,
-        # Every program has a block of the values, and together they have all columns of moments.
+        # The programs of a head divide the columns of the moments among themselves.
         COLUMNS=0 if moments is None else padded_width(-(-call.width * values // call.step)),
         **(NO_MOMENTS if moments is None else moments),
     )
@@ -214,7 +214,7 @@ def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
 
 
 def read(call: Call) -> Tensor:
-    """The outputs (b, m, t, r, e), once there are states."""
+    """The outputs (b, m, t, r, e), after the states have been computed."""
     o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.known["v"].dtype)
     values = call.values("chunk_reads")
     call.launch(
@@ -222,7 +222,7 @@ def read(call: Call) -> Tensor:
         "chunk_reads",
         (call.count * call.step // values, call.b * call.m * call.r),
         o=o,
-        own_o=values_of_pairs(call) if call.decay == "values" else None,
+        within_o=outputs_within_chunks(call) if call.decay == "values" else None,
         KEYS=call.keys("chunk_reads"),
         BLOCK=values,
     )

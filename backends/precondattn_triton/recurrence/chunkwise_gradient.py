@@ -1,8 +1,8 @@
-"""The gradient of the recurrence in chunks: launches, in the order in which one needs another.
+"""The gradient of the chunkwise recurrence: launches, in the order of their dependencies.
 
-From the states in front of every chunk, and what the delta rule has prepared: what the chunks' own
-outputs make of U's gradient; back over the chunks, the gradient of states and of U; then of all
-chunks at once what is left.
+Given the states before every chunk and the delta rule's M, Y, W and U: first the part of dU from
+the outputs of the same chunk, then, backward over the chunks, the gradients of states and of U,
+then the remaining gradients for all chunks at once.
 """
 
 from __future__ import annotations
@@ -24,30 +24,38 @@ from precondattn_triton.recurrence import (
 from precondattn_triton.recurrence.channel_pairs import (
     COTANGENT,
     VALUE,
-    gradients_of_keys,
-    gradients_of_values,
+    key_gate_gradients,
     tril_of_products,
+    value_gate_gradients,
 )
 from precondattn_triton.recurrence.chunk_arrays import Call, strides
 
 
 def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
-    """Of a call whose states have been carried forward."""
+    """The gradients of a call whose states have been computed."""
     queries = call.b * call.m * call.r
     call.known |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
-    names = ("own_q", "own_k", "d_gates", "crossing_scores", "d_right", "d_keys", "d_strength")
+    names = (
+        "within_q",
+        "within_k",
+        "d_gates",
+        "crossing_scores",
+        "d_right",
+        "d_keys",
+        "d_strength",
+    )
     names += ("crossing_keys", "read", "written", "from_keys", "overlap")
     call.known |= dict.fromkeys(names)
     if call.decay == "values":
-        call.known["d_scores"], local, call.known["d_gates"] = gradients_of_values(call)
+        call.known["d_scores"], local, call.known["d_gates"] = value_gate_gradients(call)
         call.known["local"] = local
     else:
         call.known["local"] = _local(call)
     d_initial = _carry_back(call, d_final)
     if call.decay == "keys":
         call.known["d_scores"] = tril_of_products(call, COTANGENT, VALUE)
-        found = gradients_of_keys(call, call.known["d_scores"])
-        call.known["own_q"], call.known["own_k"], call.known["d_gates"] = found
+        within = key_gate_gradients(call, call.known["d_scores"])
+        call.known["within_q"], call.known["within_k"], call.known["d_gates"] = within
     elif call.decay != "values":
         call.known["d_scores"] = call.empty(queries, call.tokens, call.chunk)
         if call.decay == "head":
@@ -67,12 +75,12 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
 
 
 def _of_heads(x: Tensor, call: Call) -> torch.dtype:
-    """The dtype of a gradient by heads with a state: sums over those that share are in float32."""
+    """The dtype of a gradient per head with a state; shared heads are summed in float32."""
     return x.dtype if x.shape[1] == call.m else torch.float32
 
 
 def _local(call: Call) -> Tensor:
-    """What the chunks' own outputs make of U's gradient (m, T, STEP)."""
+    """The part of dU from the outputs of the same chunk (m, T, STEP)."""
     local = call.empty(call.b * call.m, call.tokens, call.step)
     values = call.values("chunk_reads")
     call.launch(
@@ -87,7 +95,7 @@ def _local(call: Call) -> Tensor:
 
 
 def _carry_back(call: Call, d_final: Tensor) -> Tensor:
-    """The gradient of the first state, with those behind every chunk, and dU, left in the call."""
+    """The gradient of the first state; those after every chunk and dU are stored in the call."""
     heads = call.b * call.m
     d_initial = call.empty(call.b, call.m, call.d, call.e)
     call.known["d_states"] = torch.empty_like(call.known["states"])
@@ -105,7 +113,7 @@ def _carry_back(call: Call, d_final: Tensor) -> Tensor:
 
 
 def _d_values(call: Call, x: Stream) -> Tensor:
-    """(b, m, s, e); by the delta rule with what else comes from dU left in the call."""
+    """dV (b, m, s, e); with the delta rule, other results of dU are stored in the call."""
     heads, tokens = call.b * call.m, call.tokens
     if x.beta is None:
         d_v = call.known["d_u"].view(call.b, call.m, tokens, call.step)
@@ -127,7 +135,7 @@ def _d_values(call: Call, x: Stream) -> Tensor:
 
 
 def _d_queries(call: Call, x: Stream) -> Tensor:
-    """(b, t, m, r, d)"""
+    """dQ (b, t, m, r, d)"""
     queries, keys = call.b * call.m * call.r, call.keys("chunk_query_gradient")
     blocks = call.width // keys
     if call.decay == "head":
@@ -147,7 +155,7 @@ def _d_queries(call: Call, x: Stream) -> Tensor:
 
 
 def _d_keys(call: Call, x: Stream) -> Tensor:
-    """(b, s, m, d)"""
+    """dK (b, s, m, d)"""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
     if call.decay in ("head", "keys"):
@@ -171,7 +179,7 @@ def _d_keys(call: Call, x: Stream) -> Tensor:
 
 
 def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
-    """The gradients of the gates, as those came, and of β (b, m, s)."""
+    """The gradients of the gates, in their own shape, and of β (b, m, s)."""
     heads = call.b * call.m
     d_g = call.empty(heads, call.s) if call.decay == "head" else None
     d_beta = None if x.beta is None else call.empty(heads, call.s)
@@ -192,7 +200,7 @@ def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
 
 
 def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
-    """The gradient of the gates, as they came."""
+    """The gradient of the gates, in their own shape."""
     if call.decay == "values":
         heads, values = call.b * call.m, call.values("value_sums")
         call.known["read"] = call.empty(heads * call.r, call.tokens, call.step)

@@ -1,14 +1,14 @@
-"""What the delta rule writes in a chunk, as a function of the state in front of it: U = Y − W S.
+"""The rows U that the delta rule writes in a chunk, from the state S before it: U = Y − W S.
 
     Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
 
-(`chunk_inverse.py`) and backward, with X = Mᵀ dU,
+(`chunk_inverse.py`). Backward, with X = Mᵀ dU,
 
-    dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − what `chunk_gradient.py` has from the state,
+    dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part (`chunk_gradient.py`),
     dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
 
-A program has a chunk of one head, and goes over blocks of channels: 2 C (d + e) FLOPs a token
-forward, and 4 C e + 2 C d backward.
+Grid: one program per chunk of one head. It iterates over blocks of channels: 2 C (d + e) FLOPs per
+token forward, and 4 C e + 2 C d backward.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def prepare(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`y` (m, T, STEP) and `w` (m, T, WIDTH)."""
+    """Write Y to `y` (m, T, STEP) and W to `w` (m, T, WIDTH)."""
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
     k = head_of(k, head, heads, k_b, k_m, k_group)
     v = head_of(v, head, heads, v_b, v_m, v_group)
     at = head * tokens + start + tl.arange(0, CHUNK)
-    solve = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-    solve *= tl.load(strength + at)[None, :]
+    weights = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+    weights *= tl.load(strength + at)[None, :]
     for c in range(0, STEP, BLOCK):
         values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-        store_rows(y, head, tokens, start, c, product(solve, values, PRECISION), STEP)
+        store_rows(y, head, tokens, start, c, product(weights, values, PRECISION), STEP)
     if reading is not None:
-        solve *= tl.load(reading + at)[None, :]
+        weights *= tl.load(reading + at)[None, :]
     for c in range(0, WIDTH, BLOCK):
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
-        store_rows(w, head, tokens, start, c, product(solve, keys, PRECISION), WIDTH)
+        store_rows(w, head, tokens, start, c, product(weights, keys, PRECISION), WIDTH)
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def d_written(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`d_right` (m, T, STEP) gets X, `d_v` (b, s, m, e) the gradient of the values.
+    """Write X to `d_right` (m, T, STEP) and the gradient of v to `d_v` (b, s, m, e).
 
-    `d_keys` (m, T, CHUNK) gets what K is multiplied with for dK; `d_strength` and `crossing_keys`
-    (m, T) the chunk's own part of the gradient of β and of the gates.
+    `d_keys` (m, T, CHUNK) gets dL ∘ D + its transpose, the factor of K in dK. `d_strength` and
+    `crossing_keys` (m, T) get the part within the chunk of the gradients of β and of the gates.
     """
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
@@ -121,29 +121,29 @@ def d_written(
     v = head_of(v, head, heads, v_b, v_m, v_group)
     d_v += (head // heads * s * heads + head % heads) * e
     at = head * tokens + start
-    place = tl.arange(0, CHUNK)
-    beta = tl.load(strength + at + place)
-    among = tl.zeros((CHUNK, CHUNK), tl.float32)
+    row = tl.arange(0, CHUNK)
+    beta = tl.load(strength + at + row)
+    within_chunk = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_beta = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, STEP, BLOCK):
-        solve = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        own = load_rows(d_u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        right = product(tl.trans(solve), own, PRECISION)
+        weights = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+        d_written_rows = load_rows(d_u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        right = product(tl.trans(weights), d_written_rows, PRECISION)
         store_rows(d_right, head, tokens, start, c, right, STEP)
         store_tokens(d_v, start, c, s, e, heads * e, right * beta[:, None])
         written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        among += product(right, tl.trans(written), PRECISION)
+        within_chunk += product(right, tl.trans(written), PRECISION)
         values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
         d_beta += tl.sum(right * values.to(tl.float32), axis=1)
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, WIDTH, BLOCK):
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
         scores += product(keys, tl.trans(keys), PRECISION)
-    among *= pairs_of(gates, at, CHUNK, True)
-    found = -beta[:, None] * among
-    store_rows(d_keys, head, tokens, start, 0, found + tl.trans(found), CHUNK)
-    scores *= among
-    tl.store(d_strength + at + place, d_beta - tl.sum(scores, axis=1))
+    within_chunk *= pairs_of(gates, at, CHUNK, True)
+    d_pairs = -beta[:, None] * within_chunk
+    store_rows(d_keys, head, tokens, start, 0, d_pairs + tl.trans(d_pairs), CHUNK)
+    scores *= within_chunk
+    tl.store(d_strength + at + row, d_beta - tl.sum(scores, axis=1))
     if gates is not None:
-        own_crossing = crossing(-beta[:, None] * scores, CHUNK)
-        tl.store(crossing_keys + at + place, own_crossing)
+        d_gates = crossing(-beta[:, None] * scores, CHUNK)
+        tl.store(crossing_keys + at + row, d_gates)

@@ -1,10 +1,10 @@
-"""Factors that gates make of a chunk, and the gradient of gates and β, a few numbers a token.
+"""The decay factors of a chunk, and the gradients of gates and β: a few numbers per token.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
-The gradient of a gate is a sum over what it stands between: pairs of tokens (`crossing`), a token
-and the state in front of the chunk (`read`), a token and the state behind it (`written`), and both
-states (`overlap`). A program has a chunk of one head.
+The gradient of a gate is a sum over everything that it decays: pairs of tokens (`crossing`), reads
+of the state before the chunk (`read`), writes to the state after it (`written`), and the state
+itself from before to after the chunk (`overlap`). Grid: one program per chunk of one head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-200.0)
-"""A gate of which float32's exponential is 0, as of −∞."""
+"""A gate whose exponential is 0 in float32, like that of −∞."""
 
 
 @triton.jit
@@ -36,32 +36,32 @@ def load_factors(
     beta_s,
     CHUNK: tl.constexpr,
 ):
-    """Into scratch: g as `gates`, reading, writing (m, T) and total (m, chunks); β as `strength`.
+    """Write g to `gates`, reading, writing (m, T) and total (m, chunks); β to `strength` (m, T).
 
-    What there is none of is None, with what would be made of it.
+    `g` or `beta` is None if there is none, and so are the outputs computed from it.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    place = tl.arange(0, CHUNK)
-    token = (tl.program_id(0) * CHUNK + place).to(tl.int64)
+    position = tl.arange(0, CHUNK)
+    token = (tl.program_id(0) * CHUNK + position).to(tl.int64)
     if g is not None:
         at = g + b * g_b + n * g_m
-        own = tl.load(at + token * g_s, mask=token < s, other=0.0).to(tl.float32)
-        own = tl.maximum(own, LOWEST)
-        # The gate of the token behind each, in the same chunk.
-        has_next = (place + 1 < CHUNK) & (token + 1 < s)
-        behind = tl.load(at + (token + 1) * g_s, mask=has_next, other=0.0).to(tl.float32)
-        behind = tl.maximum(behind, LOWEST)
-        tl.store(gates + head * tokens + token, own)
-        tl.store(reading + head * tokens + token, tl.exp(tl.cumsum(own, axis=0)))
-        until_end = tl.cumsum(behind, axis=0, reverse=True)
+        loaded = tl.load(at + token * g_s, mask=token < s, other=0.0).to(tl.float32)
+        loaded = tl.maximum(loaded, LOWEST)
+        # The gate of the next token, in the same chunk.
+        has_next = (position + 1 < CHUNK) & (token + 1 < s)
+        following = tl.load(at + (token + 1) * g_s, mask=has_next, other=0.0).to(tl.float32)
+        following = tl.maximum(following, LOWEST)
+        tl.store(gates + head * tokens + token, loaded)
+        tl.store(reading + head * tokens + token, tl.exp(tl.cumsum(loaded, axis=0)))
+        until_end = tl.cumsum(following, axis=0, reverse=True)
         tl.store(writing + head * tokens + token, tl.exp(until_end))
-        all_of = tl.exp(tl.sum(own, axis=0))
-        tl.store(total + head * tl.num_programs(0) + tl.program_id(0), all_of)
+        decay = tl.exp(tl.sum(loaded, axis=0))
+        tl.store(total + head * tl.num_programs(0) + tl.program_id(0), decay)
     if beta is not None:
         at = beta + b * beta_b + n * beta_m + token * beta_s
-        own = tl.load(at, mask=token < s, other=0.0).to(tl.float32)
-        tl.store(strength + head * tokens + token, own)
+        loaded = tl.load(at, mask=token < s, other=0.0).to(tl.float32)
+        tl.store(strength + head * tokens + token, loaded)
 
 
 @triton.jit
@@ -85,21 +85,21 @@ def gate_gradient(
     KEY_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dg and dβ (m, s), of whichever there are.
+    """Write dg and dβ (m, s); either may be None.
 
-    From sums by blocks of key channels: `read` (m r, blocks, T), `written` and `from_keys` (m,
-    blocks, T), and `overlap` (m, chunks, WIDTH). `crossing` (m r, T) and, by the delta rule,
-    `crossing_keys` (m, T) are already by gate. `d_strength` (m, T) is β's but for `from_keys`.
+    `read` (m r, blocks, T), `written` and `from_keys` (m, blocks, T) are partial sums over blocks
+    of key channels; `overlap` is (m, chunks, WIDTH). `crossing` (m r, T) and, with the delta rule,
+    `crossing_keys` (m, T) are already per gate. `d_strength` (m, T) is dβ without `from_keys`.
     """
     head = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, CHUNK)
-    token = (tl.program_id(0) * CHUNK + place).to(tl.int64)
+    position = tl.arange(0, CHUNK)
+    token = (tl.program_id(0) * CHUNK + position).to(tl.int64)
     from_state = tl.zeros((CHUNK,), tl.float32)
     if d_beta is not None:
         for block in range(KEY_BLOCKS):
             from_state += tl.load(from_keys + (head * KEY_BLOCKS + block) * tokens + token)
-        own = tl.load(d_strength + head * tokens + token) - from_state
-        tl.store(d_beta + head * s + token, own, mask=token < s)
+        d_beta_here = tl.load(d_strength + head * tokens + token) - from_state
+        tl.store(d_beta + head * s + token, d_beta_here, mask=token < s)
     if d_g is not None:
         crossed = tl.zeros((CHUNK,), tl.float32)
         reads = tl.zeros((CHUNK,), tl.float32)
@@ -113,11 +113,11 @@ def gate_gradient(
             reads -= tl.load(strength + head * tokens + token) * from_state
         writes = tl.zeros((CHUNK,), tl.float32)
         for block in range(KEY_BLOCKS):
-            # Of the tokens before each.
+            # The sum over the tokens before each.
             at = (head * KEY_BLOCKS + block) * tokens + token - 1
-            writes += tl.load(written + at, mask=place > 0, other=0.0)
+            writes += tl.load(written + at, mask=position > 0, other=0.0)
         chunk = head * tl.num_programs(0) + tl.program_id(0)
-        kept = tl.load(overlap + chunk * WIDTH + tl.arange(0, WIDTH))
-        kept = tl.sum(kept, axis=0) * tl.load(total + chunk)
-        found = crossed + tl.cumsum(reads, axis=0, reverse=True) + tl.cumsum(writes, axis=0)
-        tl.store(d_g + head * s + token, found + kept, mask=token < s)
+        d_total = tl.load(overlap + chunk * WIDTH + tl.arange(0, WIDTH))
+        d_total = tl.sum(d_total, axis=0) * tl.load(total + chunk)
+        d_gate = crossed + tl.cumsum(reads, axis=0, reverse=True) + tl.cumsum(writes, axis=0)
+        tl.store(d_g + head * s + token, d_gate + d_total, mask=token < s)

@@ -1,10 +1,10 @@
-"""One token of a recurrence: every state is read once and written once.
+"""One token of a recurrence. Every state is read once and written once.
 
     S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
 
-A program has a block of value channels of one head, d × block numbers of its state, and all r
-queries that read it. Everything is in float32, and there are no products of tiles: 7 d e FLOPs for
-8 d e bytes wait for memory.
+Grid: one program per block of value channels of one head. It holds d × block elements of the state
+in registers, for all r queries that read it. Everything is in float32, without products of tiles:
+with 7 d e FLOPs for 8 d e bytes, memory is the limit.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def step(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`final` (m, d, e) of `initial`, and `o` (b, 1, m, r, e).
+    """Write the new state to `final` (m, d, e) and the output to `o` (b, 1, m, r, e).
 
-    Gates are of each head, key channel or value channel, and have a stride of 0 where they are not.
+    There is one gate per head, per key channel or per value channel; the strides of the other axes
+    are 0.
     """
     head = tl.program_id(1).to(tl.int64)
     key = tl.arange(0, WIDTH).to(tl.int64)
@@ -69,8 +70,8 @@ def step(
     inside = (key < d)[:, None] & (channel < e)[None, :]
     state = tl.load(initial + at, mask=inside, other=0.0)
     if g is not None:
-        places = key[:, None] * g_d + channel[None, :] * g_e
-        gates = head_of(g, head, heads, g_b, g_m, 1) + places
+        gate_at = key[:, None] * g_d + channel[None, :] * g_e
+        gates = head_of(g, head, heads, g_b, g_m, 1) + gate_at
         state *= tl.exp(tl.load(gates, mask=inside, other=0.0).to(tl.float32))
     keys = load_channels(head_of(k, head, heads, k_b, k_m, k_group), key, d, k_d)
     written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
@@ -81,7 +82,7 @@ def step(
     tl.store(final + at, state, mask=inside)
     q = head_of(q, head, heads, q_b, q_m, q_group)
     for row in range(queries):
-        own = load_channels(q + row * q_r, key, d, q_d)
-        found = scale * tl.sum(state * own[:, None], axis=0)
-        place = o + (head * queries + row) * e + channel
-        tl.store(place, found.to(o.dtype.element_ty), mask=channel < e)
+        query = load_channels(q + row * q_r, key, d, q_d)
+        out = scale * tl.sum(state * query[:, None], axis=0)
+        out_at = o + (head * queries + row) * e + channel
+        tl.store(out_at, out.to(o.dtype.element_ty), mask=channel < e)

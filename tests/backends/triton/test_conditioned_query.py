@@ -71,7 +71,7 @@ def test_a_backbone_that_goes_over_the_same_keys_is_one_piece_with_the_query(bas
     ("expression", "changes", "reason"),
     [
         ("ccq(gla)", {}, "no kernels"),
-        ("ccq[covariance=decayed](retention)", {}, "all keys alike"),
+        ("ccq[covariance=decayed](retention)", {}, "no decay"),
         ("ccq(linear[normalize=true])", {}, "one recurrence"),
         ("ccq(ssd)", {"verb": "extend"}, "no step"),
         ("ccq(ssd)", {"v": (1, 4, 1, 600)}, "e=600"),
