@@ -1,4 +1,4 @@
-"""Differential attention backward, from o, o₂, the logarithms λ_m of both maps and do:
+"""Differential attention backward, from o, o₂, the log-sum-exps λ_m of both maps and do:
 
     A_m = e^{S_m − λ_m},    dA = do vᵀ,    D₂ = rowsum(do ∘ o₂),    D₁ = rowsum(do ∘ o) + λ D₂,
     dS₁ = A₁ ∘ (dA − D₁),    dS₂ = −λ A₂ ∘ (dA − D₂),    dv = (A₁ − λ A₂)ᵀ do,
@@ -6,11 +6,11 @@
 
 dA is one product for both maps, and so is dv. Kernels, and their grids:
 
-    query gradient    dq₁, dq₂        tiles of queries × heads × sequences
-    key gradient      dk₁, dk₂, dv    tiles of keys × kv heads × sequences
+    query gradient    dq₁, dq₂        one program per tile of queries, head and sequence
+    key gradient      dk₁, dk₂, dv    one program per tile of keys, kv head and sequence
 
-A program of the key gradient goes over the query heads of its group: nothing is added from two
-programs, and the result is the same every time. Products a head, half of them where causal:
+A program of the key gradient loops over the query heads of its group. No two programs add to the
+same element, so the result is deterministic. Products per head, half of them if causal:
 t s (4 d + e) and t s (4 d + 2 e).
 """
 
@@ -84,17 +84,17 @@ def _query_gradient(
         k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
         k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        seen = may_attend(
+        mask = may_attend(
             rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
             q_segment, k_segment, CAUSAL,
         )  # fmt: skip
         d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
         s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        a1 = tl.exp2(tl.where(seen, s1 - logs1[:, None], float("-inf")))
+        a1 = tl.exp2(tl.where(mask, s1 - logs1[:, None], float("-inf")))
         d_s1 = (a1 * (d_a - sums1[:, None])).to(FACTOR)
         acc1 = tl.dot(d_s1, k1_tile.to(FACTOR), acc1, input_precision=PRECISION)
         s2 = tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        a2 = tl.exp2(tl.where(seen, s2 - logs2[:, None], float("-inf")))
+        a2 = tl.exp2(tl.where(mask, s2 - logs2[:, None], float("-inf")))
         d_s2 = (a2 * (d_a - sums2[:, None])).to(FACTOR)
         acc2 = tl.dot(d_s2, k2_tile.to(FACTOR), acc2, input_precision=PRECISION)
     start = (batch * t * h + head) * D
@@ -128,7 +128,7 @@ def _key_gradient(
     acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
     value_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # The first query that sees a key of the tile, at the beginning of a tile of queries.
+    # The first query that may attend to a key of the tile, rounded down to a tile of queries.
     first = 0
     if CAUSAL:
         first = tl.maximum(tile * ROWS - (s - t), 0) // COLUMNS * COLUMNS
@@ -157,14 +157,14 @@ def _key_gradient(
                 queries, is_query, g_token, g_channel, E, PADDED_E,
             ).to(FACTOR)  # fmt: skip
             # All transposed: keys × queries.
-            seen = may_attend(
+            mask = may_attend(
                 queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
                 q_segment, k_segment, CAUSAL,
             )  # fmt: skip
             s1 = tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            a1 = tl.exp2(tl.where(seen, s1 - logs1[None, :], float("-inf")))
+            a1 = tl.exp2(tl.where(mask, s1 - logs1[None, :], float("-inf")))
             s2 = tl.dot(k2_tile, tl.trans(q2_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            a2 = tl.exp2(tl.where(seen, s2 - logs2[None, :], float("-inf"))) * weight[None, :]
+            a2 = tl.exp2(tl.where(mask, s2 - logs2[None, :], float("-inf"))) * weight[None, :]
             value_acc = tl.dot((a1 - a2).to(FACTOR), d_o, value_acc, input_precision=PRECISION)
             d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
             d_s1 = (a1 * (d_a - sums1[None, :])).to(FACTOR)
@@ -189,14 +189,14 @@ def differential_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Maps, torch.Tensor]:
-    """dq and dk of both maps, and dv; `d_sums` (2, b, h, t) has D₁ and D₂."""
+    """dq and dk of both maps, and dv; `d_sums` (2, b, h, t) holds D₁ and D₂."""
     b, t, h, d = maps.q1.shape
     s, n, e = v.shape[1:]
-    found = Maps(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in maps))
+    d_maps = Maps(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in maps))
     d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     for name, kernel, gradients, tokens, heads in (
-        ("differential_query_gradient", _query_gradient, (found.q1, found.q2), t, h),
-        ("differential_key_gradient", _key_gradient, (found.k1, found.k2, d_v), s, n),
+        ("differential_query_gradient", _query_gradient, (d_maps.q1, d_maps.q2), t, h),
+        ("differential_key_gradient", _key_gradient, (d_maps.k1, d_maps.k2, d_v), s, n),
     ):
         tuned = configured(name, maps.q1, v)
         kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
@@ -208,4 +208,4 @@ def differential_backward(
             FACTOR=triton_dtype(factor_dtype(v.dtype)),
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
-    return found, d_v
+    return d_maps, d_v

@@ -1,14 +1,14 @@
 """Differential attention forward: o = A₁ v − λ A₂ v,  A_m = softmax(s q_m k_mᵀ + mask).
 
-One pass over the keys: a tile of values is read once, and weighted by the scores of both maps,
+One pass over the keys: a tile of values is loaded once, and weighted by the scores of both maps,
 
     S₁ = s q₁ k₁ᵀ,    S₂ = s q₂ k₂ᵀ,    acc_m ← acc_m 2^{m_m − m'_m} + P_m V,
 
-each with a running maximum of its own (`score_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are
-float32, and so is their difference, which cancels where the maps nearly agree.
+each with its own running maximum (`score_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are float32,
+and so is their difference, which cancels if the maps nearly agree.
 
-Grid: tiles of queries × heads × sequences. t s (2 d + 2 e) products a head, half of them where
-causal; both accumulators are in registers.
+Grid: one program per tile of queries, head and sequence. t s (2 d + 2 e) products per head, half of
+them if causal. Both accumulators are in registers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Maps(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the forward kernel found."""
+    """The results of the forward kernel."""
 
     out: torch.Tensor
-    """o (b, t, h, e), in the dtype of the values"""
+    """o (b, t, h, e), in the dtype of v"""
     full: torch.Tensor
-    """o in float32: `out` itself where that is float32"""
+    """o in float32: `out` itself if that is float32"""
     second: torch.Tensor
     """o₂ (b, t, h, e), float32"""
     logs: torch.Tensor
@@ -99,7 +99,7 @@ def _forward(
     total2 = tl.zeros((ROWS,), tl.float32)
     acc1 = tl.zeros((ROWS, PADDED_E), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # Keys before `open_end` are seen by all rows, those from `end` on by none.
+    # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
     end = s
     open_end = s // COLUMNS * COLUMNS
     if CAUSAL:
@@ -123,12 +123,12 @@ def _forward(
             s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
             s2 = tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION) * (scale * LOG2_E)
             if phase == 1:
-                seen = may_attend(
+                mask = may_attend(
                     rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
                     q_segment, k_segment, CAUSAL,
                 )  # fmt: skip
-                s1 = tl.where(seen, s1, float("-inf"))
-                s2 = tl.where(seen, s2, float("-inf"))
+                s1 = tl.where(mask, s1, float("-inf"))
+                s2 = tl.where(mask, s2, float("-inf"))
             largest1, total1, acc1 = with_tile(largest1, total1, acc1, s1, values, PRECISION)
             largest2, total2, acc2 = with_tile(largest2, total2, acc2, s2, values, PRECISION)
 
@@ -155,7 +155,7 @@ def differential_forward(
     scale: float,
     causal: bool,
 ) -> Read:
-    """Of values (b, s, n, e) of the maps' dtype and λ (b, t, h), with whatever strides."""
+    """v (b, s, n, e) has the dtype of the maps; λ is (b, t, h). Any strides."""
     b, t, h, d = maps.q1.shape
     s, n, e = v.shape[1:]
     out = v.new_empty((b, t, h, e))
@@ -175,5 +175,5 @@ def differential_forward(
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Of factors."""
+    """The dtype of factors in Triton."""
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

@@ -1,7 +1,7 @@
-"""LASER as a backend's leaf: which calls the kernels take, and how they are called.
+"""LASER as a leaf of the backend: supported calls, and their launches.
 
-Kept for the gradient: λ (b, h, t), how far values lie apart (`laser_forward.Spread`), and, where
-the output is rounded to half precision, the output as it was (b, t, h, e).
+Residuals: λ (b, h, t), the range of the values (`laser_forward.Spread`), and, if the output is
+rounded to half precision, the output in float32 (b, t, h, e).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from precondattn_triton.softmax.widths import limits
 from precondattn_triton.tiles import masks_of
 
 STEP = 4
-"""Widths are multiples of it: rows of 16-bit numbers then begin at multiples of 8 bytes."""
+"""Widths must be multiples of it, so that rows of 16-bit numbers begin at multiples of 8 bytes."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Laser:
-    """Of `Softmax` that reads in exponential space."""
+    """The leaf `Softmax` with a read in exponential space."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
-        """Why not; None where the kernels do this call."""
+        """The reason why the kernels do not support this call, or None."""
         shapes = dict(request.shapes)
         if request.verb not in ("forward", "vjp"):
             return "has no kernel for LASER that extends a cache"
@@ -59,10 +59,10 @@ class Laser:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         q, k, v = _inputs(x)
         masks = masks_of(frame, *q.shape[:2])
-        known = spread(v, masks)
+        value_range = spread(v, masks)
         scale = leaf.scale_for(q.shape[3])
-        read = laser_forward(q, k, v, masks, known, scale=scale, causal=leaf.causal)
-        residuals = read.log_total, *known
+        read = laser_forward(q, k, v, masks, value_range, scale=scale, causal=leaf.causal)
+        residuals = read.log_total, *value_range
         return read.out, residuals if read.full is read.out else (*residuals, read.full)
 
     def backward(
@@ -77,7 +77,7 @@ class Laser:
         """The gradients of q, k and v, in their dtypes."""
         q, k, v = _inputs(x)
         log_total, shift, less, is_close, *full = residuals
-        found = laser_backward(
+        gradients = laser_backward(
             q,
             k,
             v,
@@ -89,19 +89,19 @@ class Laser:
             scale=leaf.scale_for(q.shape[3]),
             causal=leaf.causal,
         )
-        return {name: d.to(x[name].dtype) for name, d in zip("qkv", found, strict=True)}
+        return {name: d.to(x[name].dtype) for name, d in zip("qkv", gradients, strict=True)}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """What `forward` gives as residuals."""
+        """The shapes of the residuals of `forward`."""
         b, t, h, _ = inputs["q"].shape
         (_, _, n, e), dtype = inputs["v"]
-        kept = (
+        always = (
             ArraySpec((b, h, t), "float32"),
             ArraySpec((b, n, e), "float32"),
             ArraySpec((b, n, e), "float32"),
             ArraySpec((b, n), "int32"),
         )
-        return kept if dtype == "float32" else (*kept, ArraySpec((b, t, h, e), "float32"))
+        return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
 def _inputs(x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

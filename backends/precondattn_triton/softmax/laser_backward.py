@@ -4,27 +4,27 @@
     dv_jc = Σ_i do_ic w_ijc,    ds_ij = Σ_c do_ic w_ijc − a_ij D_i,
     dq = scale ds k,    dk = scale dsᵀ q.
 
-In close heads (see `laser_forward.py`) that is the gradient of softmax attention to
+In close heads (see `laser_forward.py`) that is the gradient of softmax attention with the values
 W = e^{v − ν} − u,
 
     G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    ds = A ∘ (G Wᵀ − D'),
     D'_i = Σ_c G_ic (e^{o_ic − ν_c} − u_c),
 
-with G as rounded in D' too: then rounding scales what each channel adds to ds, and Σ_j ds_ij
-stays 0. In exact heads the sums are taken as they stand, one key (for dq) or one query (for dk and
-dv) at a time, some channels at once.
+where D' also uses the rounded G: then rounding scales the part of each channel in ds, and Σ_j ds_ij
+stays 0. In exact heads the sums are computed directly, for one key (dq) or one query (dk and dv) at
+a time, and a block of channels.
 
 Kernels, in order, and their grids:
 
-    cotangent               G (b, t, h, e) and D'    tiles of queries × heads
-    query gradient          dq of close heads        tiles of queries × heads
-    key gradient            dk, dv of close heads    tiles of keys × kv heads
-    exact query gradient    dq of the others         tiles of queries × heads
-    exact key gradient      dk, dv of the others     tiles of keys × kv heads
+    cotangent               G (b, t, h, e) and D'    one program per tile of queries and head
+    query gradient          dq of close heads        one program per tile of queries and head
+    key gradient            dk, dv of close heads    one program per tile of keys and kv head
+    exact query gradient    dq of other heads        one program per tile of queries and head
+    exact key gradient      dk, dv of other heads    one program per tile of keys and kv head
 
-A program of a key gradient goes over the query heads of its group: nothing is added from two
-programs, and the result is the same every time. FLOPs a close head, half of them where causal:
-dq 2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for each of the two.
+A program of a key gradient loops over the query heads of its group. No two programs add to the same
+element, so the result is deterministic. FLOPs per close head, half of them if causal: dq
+2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for each of the two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from precondattn_triton.tiles import (
 )
 
 COTANGENT_ELEMENTS = 4096
-"""Of a tile of `cotangent`."""
+"""Elements in a tile of `cotangent`."""
 
 
 # --------------------------------------------------------------------------------- close heads
@@ -70,17 +70,17 @@ def _cotangent(
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
     logs = tl.load(log_total + (batch * h + head) * t + rows, mask=is_row, other=float("inf"))
-    some = logs < float("inf")
+    has_keys = logs < float("inf")
     start = (batch * t * h + head) * E
     d_o = load_tile(
-        d_out + batch * o_batch + head * o_head, rows, some, o_token, o_channel, E, PADDED_E
+        d_out + batch * o_batch + head * o_head, rows, has_keys, o_token, o_channel, E, PADDED_E
     ).to(tl.float32)
-    o = load_tile(full + start, rows, some, h * E, 1, E, PADDED_E)
+    o = load_tile(full + start, rows, has_keys, h * E, 1, E, PADDED_E)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)
     u = tl.load(less + at, mask=channels < E, other=0.0)
-    above = tl.where(some[:, None], nu[None, :] - o, 0.0) * LOG2_E
+    above = tl.where(has_keys[:, None], nu[None, :] - o, 0.0) * LOG2_E
     rounded = (d_o * tl.exp2(above)).to(g.dtype.element_ty)
     sums = tl.sum(rounded.to(tl.float32) * (tl.exp2(-above) - u[None, :]), 1)
     store_tile(g + start, rows, rows < t, h * E, rounded, E)
@@ -123,7 +123,7 @@ def _query_gradient(
         k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
         w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        seen = may_attend(
+        mask = may_attend(
             rows[:, None],
             columns[None, :],
             is_key[None, :],
@@ -134,7 +134,7 @@ def _query_gradient(
             k_segment,
             CAUSAL,
         )
-        a = tl.exp2(tl.where(seen, scores - logs[:, None], float("-inf")))
+        a = tl.exp2(tl.where(mask, scores - logs[:, None], float("-inf")))
         d_a = tl.dot(g_tile, tl.trans(w_tile), input_precision=PRECISION)
         d_scores = (a * (d_a - sums[:, None])).to(w.dtype.element_ty)
         acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
@@ -165,7 +165,7 @@ def _key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # The first query that sees a key of the tile, at the beginning of a tile of queries.
+    # The first query that may attend to a key of the tile, rounded down to a tile of queries.
     first = 0
     if CAUSAL:
         first = tl.maximum(tile * ROWS - (s - t), 0) // COLUMNS * COLUMNS
@@ -184,7 +184,7 @@ def _key_gradient(
             sums = tl.load(d_sum + at, mask=is_query, other=0.0)
             # All transposed: keys × queries.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            seen = may_attend(
+            mask = may_attend(
                 queries[None, :],
                 keys[:, None],
                 is_key[:, None],
@@ -195,7 +195,7 @@ def _key_gradient(
                 k_segment,
                 CAUSAL,
             )
-            a = tl.exp2(tl.where(seen, scores - logs[None, :], float("-inf")))
+            a = tl.exp2(tl.where(mask, scores - logs[None, :], float("-inf")))
             weight_acc = tl.dot(
                 a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
             )
@@ -206,7 +206,7 @@ def _key_gradient(
             )
     head_start = batch * s * n + kv
     store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
-    # Read again, rather than kept in registers while it is not needed.
+    # Loaded again, which costs fewer registers than keeping it through the loop.
     w_tile = load_tile(w, keys, keys < s, E, 1, E, PADDED_E).to(tl.float32)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
@@ -249,13 +249,13 @@ def _exact_query_gradient(
     end = s
     if CAUSAL:
         end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
-    # Each part of the channels adds its share Σ_c do_ic (w_ijc − a_ij) of ds.
+    # Each block of channels adds its part Σ_c do_ic (w_ijc − a_ij) of ds.
     for first in range(0, E, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
-        is_number = is_row[:, None] & (channels < E)[None, :]
-        o = tl.load(addresses(full, rows, h * E, channels, 1), mask=is_number, other=0.0)
+        is_element = is_row[:, None] & (channels < E)[None, :]
+        o = tl.load(addresses(full, rows, h * E, channels, 1), mask=is_element, other=0.0)
         d_o = tl.load(
-            addresses(d_out, rows, o_token, channels, o_channel), mask=is_number, other=0.0
+            addresses(d_out, rows, o_token, channels, o_channel), mask=is_element, other=0.0
         ).to(tl.float32)
         sums = tl.sum(d_o, 1, keep_dims=True)
         for j in range(0, end):
@@ -268,7 +268,7 @@ def _exact_query_gradient(
                 other=0.0,
             ).to(tl.float32)
             score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-            seen = may_attend(
+            mask = may_attend(
                 rows[:, None],
                 column[None, :],
                 is_key[None, :],
@@ -279,7 +279,7 @@ def _exact_query_gradient(
                 k_segment,
                 CAUSAL,
             )
-            log_a = tl.where(seen, score - logs, float("-inf"))
+            log_a = tl.where(mask, score - logs, float("-inf"))
             w = tl.exp(log_a + (v_row - o))
             d_score = tl.sum(d_o * w, 1, keep_dims=True) - tl.exp(log_a) * sums
             acc += d_score * k_row
@@ -316,9 +316,9 @@ def _exact_key_gradient(
     head_start = batch * s * n + kv
     for first in range(0, E, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
-        is_number = is_key[:, None] & (channels < E)[None, :]
+        is_element = is_key[:, None] & (channels < E)[None, :]
         v_tile = tl.load(
-            addresses(v, keys, v_token, channels, v_channel), mask=is_number, other=0.0
+            addresses(v, keys, v_token, channels, v_channel), mask=is_element, other=0.0
         ).to(tl.float32)
         value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
         for member in range(0, group):
@@ -340,7 +340,7 @@ def _exact_key_gradient(
                     addresses(d_start, row, o_token, channels, o_channel), mask=is_part, other=0.0
                 ).to(tl.float32)
                 score = tl.sum(k_tile * q_row, 1, keep_dims=True) * scale
-                seen = may_attend(
+                mask = may_attend(
                     row[None, :],
                     keys[:, None],
                     is_key[:, None],
@@ -351,7 +351,7 @@ def _exact_key_gradient(
                     k_segment,
                     CAUSAL,
                 )
-                log_a = tl.where(seen, score - logs, float("-inf"))
+                log_a = tl.where(mask, score - logs, float("-inf"))
                 weighted = d_o * tl.exp(log_a + (v_tile - o))
                 value_acc += weighted
                 share = tl.exp(log_a) * tl.sum(d_o, 1, keep_dims=True)
@@ -370,7 +370,7 @@ def laser_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     masks: Masks,
-    known: Spread,
+    value_range: Spread,
     full: torch.Tensor,
     log_total: torch.Tensor,
     d_out: torch.Tensor,
@@ -378,34 +378,34 @@ def laser_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, of the inputs' shapes and dtypes; o in float32 and λ as forward found them."""
+    """dq, dk and dv, in the shapes and dtypes of the inputs; o (float32) and λ are from forward."""
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
     sizes = scale, t, s, h, n
     fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
 
-    w = weights(v, masks, known)
-    g, d_sum = _cotangents(d_out, masks, known, full, log_total)
-    for name, kernel, found, tokens, heads in (
+    w = weights(v, masks, value_range)
+    g, d_sum = _cotangents(d_out, masks, value_range, full, log_total)
+    for name, kernel, gradients, tokens, heads in (
         ("laser_query_gradient", _query_gradient, (d_q,), t, h),
         ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
     ):
         tuned = configured(name, q, v)
         kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
-            q, k, w, known.less, known.is_close, g, d_sum, log_total, *found,
+            q, k, w, value_range.less, value_range.is_close, g, d_sum, log_total, *gradients,
             *masks, *sizes, *q.stride(), *k.stride(),
             **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
             PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
 
-    for name, kernel, found, tokens, heads in (
+    for name, kernel, gradients, tokens, heads in (
         ("laser_exact_query_gradient", _exact_query_gradient, (d_q,), t, h),
         ("laser_exact_key_gradient", _exact_key_gradient, (d_k, d_v), s, n),
     ):
         tuned = configured(name, q, v)
         kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
-            q, k, v, known.is_close, full, log_total, d_out, *found,
+            q, k, v, value_range.is_close, full, log_total, d_out, *gradients,
             *masks, *sizes, *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
             **fixed, CHANNELS=exact_channels(e), ROWS=tuned.rows,
             num_warps=tuned.warps, num_stages=tuned.stages,
@@ -416,7 +416,7 @@ def laser_backward(
 def _cotangents(
     d_out: torch.Tensor,
     masks: Masks,
-    known: Spread,
+    value_range: Spread,
     full: torch.Tensor,
     log_total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -426,8 +426,8 @@ def _cotangents(
     d_sum = torch.empty_like(log_total)
     rows = max(COTANGENT_ELEMENTS // padded_width(e), 16)
     _cotangent[(triton.cdiv(t, rows) * b * h,)](
-        d_out, full, log_total, *known, g, d_sum, masks.q_valid,
-        t, h, known.is_close.shape[1], *d_out.stride(),
+        d_out, full, log_total, *value_range, g, d_sum, masks.q_valid,
+        t, h, value_range.is_close.shape[1], *d_out.stride(),
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return g, d_sum

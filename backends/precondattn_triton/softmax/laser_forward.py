@@ -1,35 +1,36 @@
 """LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{s_ij − λ_i},  s_ij = scale ⟨q_i, k_j⟩.
 
-A kv head of a sequence is *close* if no two values of a channel that count are further apart than
-R: then, with ν_c the largest of them, every e^{v − ν} is far from vanishing, and LASER is softmax
-attention to W = e^{v − ν} − u:
+A kv head of a sequence is *close* if the valid values of each channel differ by at most R. Then,
+with ν_c their maximum, no e^{v − ν} underflows, and LASER is softmax attention with the values
+W = e^{v − ν} − u:
 
     P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P W,
     o = ν + log(u + acc / l),    λ = m + log l,
 
-in tiles, with the running maximum m of each row; l sums P as rounded for the product, so that
-acc / l is a mean. Channels whose values lie within log 2 of each other have u = 1, all others
-u = 0: then what is rounded in W is no larger than it need be, and small values have small errors. A
-hidden value enters ν and u, and so the rounding of an output, and nothing else.
+in tiles, with the running maximum m of each row; l sums P after its rounding for the product, so
+that acc / l is a weighted mean. Channels whose values differ by at most log 2 have u = 1, all
+others u = 0: this keeps the entries of W, and so their rounding errors, small. ν and u are computed
+from all valid keys; a key that a query may not attend to affects only the rounding of its output.
 
-All other heads are *exact*: one key at a time, with a running maximum M_ic of s_ij + v_jc for each
-row and channel,
+All other heads are *exact*: the kernel reads one key at a time, with a running maximum M_ic of
+s_ij + v_jc for each row and channel,
 
     M' = max(M, s + v),    acc ← acc e^{M − M'} + e^{s + v − M'},    o = M + log acc − λ,
 
-so that a hidden value has no part at all in an output.
+so that a masked key does not affect an output at all.
 
 Kernels, in order, and their grids:
 
-    spread     largest and smallest values       segments of tokens × kv heads
-    weights    W (b, n, s, e), close heads       tiles of keys × kv heads
-    close      o and λ of the close heads        tiles of queries × heads
-    exact      o and λ of the others             parts of channels × tiles of queries × heads
+    spread     largest and smallest values       one program per segment of tokens and kv head
+    weights    W (b, n, s, e), close heads       one program per tile of keys and kv head
+    close      o and λ of the close heads        one program per tile of queries and head
+    exact      o and λ of the other heads        one program per part of channels, tile of queries
+                                                 and head
 
-Which heads are close is found and kept on the device; a program of the wrong kind ends at once.
-Close: 2 t s (d + e) FLOPs a head, half of them where causal; q, k and W are read from memory, k and
-W once for every tile of queries. Exact: t s e exponentials a head.
-A row that sees nothing has o = 0 and λ = ∞: all of its weights vanish.
+`is_close` is computed and stored on the device; a program of the other kind returns at once.
+Close: 2 t s (d + e) FLOPs per head, half of them if causal; q, k and W are read from memory, k and
+W once per tile of queries. Exact: t s e exponentials per head.
+A row in which all keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
 """
 
 from __future__ import annotations
@@ -57,33 +58,33 @@ from precondattn_triton.tiles import (
 )
 
 SEGMENT = 256
-"""Tokens whose values a program of `spread` compares."""
+"""Tokens of a program of `spread`."""
 
 VALUE_ELEMENTS = 4096
-"""Of a tile of values in `spread` and `weights`."""
+"""Elements in a tile of v in `spread` and `weights`."""
 
 EXACT_CHANNELS = 64
-"""Channels of a program of `exact`, at most."""
+"""The largest number of channels of a program of `exact`."""
 
 
 class Spread(NamedTuple):
-    """How far the values of each kv head lie apart."""
+    """The range of the values of each kv head."""
 
     shift: torch.Tensor
-    """ν (b, n, e), float32: the largest value of a channel"""
+    """ν (b, n, e), float32: the maximum of a channel"""
     less: torch.Tensor
-    """u (b, n, e), float32: 1 where the values of a channel lie within log 2, else 0"""
+    """u (b, n, e), float32: 1 if the values of a channel differ by at most log 2, else 0"""
     is_close: torch.Tensor
-    """(b, n), int32: whether no values of a channel are further apart than R"""
+    """(b, n), int32: whether the values of every channel differ by at most R"""
 
 
 class Read(NamedTuple):
-    """What the forward kernels found."""
+    """The results of the forward kernels."""
 
     out: torch.Tensor
-    """o (b, t, h, e), in the dtype of the values"""
+    """o (b, t, h, e), in the dtype of v"""
     full: torch.Tensor
-    """o in float32: `out` itself where that is float32"""
+    """o in float32: `out` itself if that is float32"""
     log_total: torch.Tensor
     """λ (b, h, t), float32"""
 
@@ -104,12 +105,12 @@ def _spread(
     low = tl.full((PADDED_E,), float("inf"), tl.float32)
     for start in range(0, SEGMENT, ROWS):
         tokens = segment * SEGMENT + start + tl.arange(0, ROWS)
-        is_there = is_token(k_valid, batch, tokens, s)
+        is_key = is_token(k_valid, batch, tokens, s)
         values = load_tile(
-            v + batch * v_batch + head * v_head, tokens, is_there, v_token, v_channel, E, PADDED_E
+            v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
         ).to(tl.float32)
-        high = tl.maximum(high, tl.max(tl.where(is_there[:, None], values, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(is_there[:, None], values, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(is_key[:, None], values, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(is_key[:, None], values, float("inf")), 0))
     channels = tl.arange(0, PADDED_E)
     at = ((batch * n + head) * segments + segment) * E + channels
     tl.store(largest + at, high, mask=channels < E)
@@ -127,21 +128,21 @@ def _weights(
     if tl.load(is_close + batch * n + head) == 0:
         return
     tokens = tile * ROWS + tl.arange(0, ROWS)
-    is_there = is_token(k_valid, batch, tokens, s)
+    is_key = is_token(k_valid, batch, tokens, s)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + head) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)
     u = tl.load(less + at, mask=channels < E, other=0.0)
     values = load_tile(
-        v + batch * v_batch + head * v_head, tokens, is_there, v_token, v_channel, E, PADDED_E
+        v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
     ).to(tl.float32)
-    found = tl.exp2((values - nu[None, :]) * LOG2_E) - u[None, :]
-    found = tl.where(is_there[:, None], found, 0.0)
-    store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, found, E)
+    result = tl.exp2((values - nu[None, :]) * LOG2_E) - u[None, :]
+    result = tl.where(is_key[:, None], result, 0.0)
+    store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
 
 
 def spread(v: torch.Tensor, masks: Masks) -> Spread:
-    """Of the values that count."""
+    """The range of the values of valid keys."""
     b, s, n, e = v.shape
     segments = triton.cdiv(s, SEGMENT)
     largest, smallest = v.new_empty((2, b, n, segments, e), dtype=torch.float32)
@@ -152,25 +153,25 @@ def spread(v: torch.Tensor, masks: Masks) -> Spread:
     shift = largest.amax(2)
     apart = shift - smallest.amin(2)
     is_close = (apart <= RANGE["float32"]).all(-1).to(torch.int32)
-    # With no value that counts there is nothing to shift.
+    # Without a valid key the maximum is −∞; the shift is 0.
     shift = shift.masked_fill(shift.isneginf(), 0.0)
     return Spread(shift, (apart <= math.log(2)).to(torch.float32), is_close)
 
 
-def weights(v: torch.Tensor, masks: Masks, known: Spread) -> torch.Tensor:
-    """W (b, n, s, e) of the close heads, 0 at keys that do not count; anything in other heads."""
+def weights(v: torch.Tensor, masks: Masks, value_range: Spread) -> torch.Tensor:
+    """W (b, n, s, e) of the close heads, 0 for invalid keys; not initialised in other heads."""
     b, s, n, e = v.shape
     w = v.new_empty((b, n, s, e), dtype=factor_dtype(v.dtype))
     rows = _value_rows(e)
     _weights[(triton.cdiv(s, rows) * b * n,)](
-        v, masks.k_valid, *known, w, s, n, *v.stride(),
+        v, masks.k_valid, *value_range, w, s, n, *v.stride(),
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return w
 
 
 def _value_rows(e: int) -> int:
-    """Tokens of a tile of values."""
+    """Tokens in a tile of v."""
     return min(max(VALUE_ELEMENTS // padded_width(e), 16), SEGMENT)
 
 
@@ -202,7 +203,7 @@ def _close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # Keys before `open_end` are seen by all rows, those from `end` on by none.
+    # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
     end = s
     open_end = s // COLUMNS * COLUMNS
     if CAUSAL:
@@ -224,7 +225,7 @@ def _close(
             # In units of log 2.
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
             if phase == 1:
-                seen = may_attend(
+                mask = may_attend(
                     rows[:, None],
                     columns[None, :],
                     is_key[None, :],
@@ -235,7 +236,7 @@ def _close(
                     k_segment,
                     CAUSAL,
                 )
-                scores = tl.where(seen, scores, float("-inf"))
+                scores = tl.where(mask, scores, float("-inf"))
             higher = tl.maximum(largest, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp2(largest - base)
@@ -245,16 +246,16 @@ def _close(
             acc = tl.dot(p, w_tile, acc * shrink[:, None], input_precision=PRECISION)
             largest = higher
 
-    some = is_row & (total > 0)
+    has_keys = is_row & (total > 0)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)
     u = tl.load(less + at, mask=channels < E, other=0.0)
-    is_mean = some[:, None] & (channels < E)[None, :]
-    mean = tl.where(is_mean, u[None, :] + acc / tl.where(some, total, 1.0)[:, None], 1.0)
+    is_mean = has_keys[:, None] & (channels < E)[None, :]
+    mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
     o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
-    logs = largest / LOG2_E + tl.log(tl.where(some, total, 1.0))
-    logs = tl.where(some, logs, float("inf"))
+    logs = largest / LOG2_E + tl.log(tl.where(has_keys, total, 1.0))
+    logs = tl.where(has_keys, logs, float("inf"))
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
     start = (batch * t * h + head) * E
     store_tile(out + start, rows, rows < t, h * E, o, E)
@@ -317,7 +318,7 @@ def _exact(
             other=0.0,
         ).to(tl.float32)
         score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-        seen = may_attend(
+        mask = may_attend(
             rows[:, None],
             column[None, :],
             is_key[None, :],
@@ -328,13 +329,13 @@ def _exact(
             k_segment,
             CAUSAL,
         )
-        score = tl.where(seen, score, float("-inf"))
+        score = tl.where(mask, score, float("-inf"))
         highest_score, total = _with_term(highest_score, total, score)
         highest, acc = _with_term(highest, acc, score + v_row)
 
-    some = is_row[:, None] & (total > 0)
-    logs = tl.where(some, highest_score + tl.log(tl.where(some, total, 1.0)), float("inf"))
-    o = tl.where(some, highest + tl.log(tl.where(some, acc, 1.0)) - logs, 0.0)
+    has_keys = is_row[:, None] & (total > 0)
+    logs = tl.where(has_keys, highest_score + tl.log(tl.where(has_keys, total, 1.0)), float("inf"))
+    o = tl.where(has_keys, highest + tl.log(tl.where(has_keys, acc, 1.0)) - logs, 0.0)
     is_stored = (rows < t)[:, None]
     at = (batch * h + head) * t + rows[:, None]
     tl.store(log_total + at, logs, mask=is_stored & (part == 0))
@@ -354,24 +355,24 @@ def laser_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     masks: Masks,
-    known: Spread,
+    value_range: Spread,
     *,
     scale: float,
     causal: bool,
 ) -> Read:
-    """Of q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e), of one dtype."""
+    """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
     out = v.new_empty((b, t, h, e))
     full = None if v.dtype == torch.float32 else v.new_empty(out.shape, dtype=torch.float32)
     log_total = v.new_empty((b, h, t), dtype=torch.float32)
-    found = out, full, log_total
+    outputs = out, full, log_total
     sizes = scale, t, s, h, n
     fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
 
     tuned = configured("laser_forward", q, v)
     _close[(triton.cdiv(t, tuned.rows) * b * h,)](
-        q, k, weights(v, masks, known), *known, *found,
+        q, k, weights(v, masks, value_range), *value_range, *outputs,
         *masks, *sizes, *q.stride(), *k.stride(),
         **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
         PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
@@ -379,7 +380,7 @@ def laser_forward(
 
     tuned, channels = configured("laser_exact_forward", q, v), exact_channels(e)
     _exact[(triton.cdiv(t, tuned.rows) * triton.cdiv(e, channels) * b * h,)](
-        q, k, v, known.is_close, *found,
+        q, k, v, value_range.is_close, *outputs,
         *masks, *sizes, *q.stride(), *k.stride(), *v.stride(),
         **fixed, CHANNELS=channels, ROWS=tuned.rows,
         num_warps=tuned.warps, num_stages=tuned.stages,
@@ -388,5 +389,5 @@ def laser_forward(
 
 
 def exact_channels(e: int) -> int:
-    """Channels that a kernel for exact heads takes at once."""
+    """Channels in a tile of a kernel for exact heads."""
     return min(padded_width(e), EXACT_CHANNELS)

@@ -1,6 +1,6 @@
 """Softmax over tiles of scores, forward with a running maximum and backward from λ.
 
-Forward, for scores S of a tile in units of log 2, −∞ where hidden:
+Forward, for the scores S of a tile in units of log 2, −∞ where masked:
 
     m' = max(m, max S),    P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),
     acc ← acc 2^{m − m'} + P V,    o = acc / l,    λ = m log 2 + log l.
@@ -9,11 +9,11 @@ Backward, with D = rowsum(do ∘ o),
 
     A = e^{S − λ},    dV = Aᵀ do,    dS = A ∘ (do Vᵀ − D).
 
-l sums P as rounded for the product, so that acc / l is a mean. A row that sees nothing has o = 0
-and λ = ∞, so that all of its weights vanish.
+l sums P after its rounding for the product, so that acc / l is a weighted mean. A row in which all
+keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
 
-The rows of dS sum to 0, and where keys are alike, what is left of a row is all that dq has. With 8
-bits in P, or in dS, nothing is left: where that matters, both are multiplied in two parts.
+The rows of dS sum to 0. If keys are nearly equal, dq consists of what remains after cancellation,
+and with 8 bits in P or dS nothing remains. Where that matters, P and dS are split into two parts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from precondattn_triton.precision import padded_width
 from precondattn_triton.tiles import LOG2_E, is_token, load_tile, tile_of_program
 
 ELEMENTS = 4096
-"""Of a tile of `_row_products`."""
+"""Elements in a tile of `_row_products`."""
 
 
 @triton.jit
 def in_two_parts(left, right, acc, PRECISION: tl.constexpr):
-    """acc + left right, where a float32 `left` loses nothing that two numbers like `right` hold."""
+    """acc + left right, for `left` in float32; if `right` is bfloat16, `left` is split in two."""
     high = left.to(right.dtype)
     acc = tl.dot(high, right, acc, input_precision=PRECISION)
     if right.dtype == tl.bfloat16:
@@ -62,17 +62,17 @@ def with_tile(
 
 @triton.jit
 def mean_and_log(largest, total, acc, is_row):
-    """o and λ of rows that are there."""
-    some = is_row & (total > 0)
-    divisor = tl.where(some, total, 1.0)
-    o = tl.where(some[:, None], acc / divisor[:, None], 0.0)
-    logs = tl.where(some, largest / LOG2_E + tl.log(divisor), float("inf"))
+    """o and λ of rows; 0 and ∞ for rows that are not valid or have no key."""
+    has_keys = is_row & (total > 0)
+    divisor = tl.where(has_keys, total, 1.0)
+    o = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0)
+    logs = tl.where(has_keys, largest / LOG2_E + tl.log(divisor), float("inf"))
     return o, logs
 
 
 @triton.jit
 def load_logs(log_total, start, rows, is_row):
-    """λ in units of log 2, ∞ for rows that are not there."""
+    """λ in units of log 2, ∞ for rows that are not valid."""
     return tl.load(log_total + start + rows, mask=is_row, other=float("inf")) * LOG2_E
 
 
@@ -87,11 +87,11 @@ def _row_products(
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
     at = (batch * h + head) * t + rows
-    some = tl.load(log_total + at, mask=is_row, other=float("inf")) < float("inf")
+    has_keys = tl.load(log_total + at, mask=is_row, other=float("inf")) < float("inf")
     d_o = load_tile(
-        d_out + batch * g_batch + head * g_head, rows, some, g_token, g_channel, E, PADDED_E
+        d_out + batch * g_batch + head * g_head, rows, has_keys, g_token, g_channel, E, PADDED_E
     ).to(tl.float32)
-    o = load_tile(full + (batch * t * h + head) * E, rows, some, h * E, 1, E, PADDED_E)
+    o = load_tile(full + (batch * t * h + head) * E, rows, has_keys, h * E, 1, E, PADDED_E)
     tl.store(d_sum + at, tl.sum(d_o * o.to(tl.float32), 1), mask=rows < t)
 
 
@@ -101,7 +101,7 @@ def row_products(
     log_total: torch.Tensor,
     q_valid: torch.Tensor | None,
 ) -> torch.Tensor:
-    """D (b, h, t), of do and o (b, t, h, e), o in memory in that order; 0 where nothing is seen."""
+    """D (b, h, t) of do and o (b, t, h, e), o contiguous; 0 in rows with all keys masked."""
     b, t, h, e = full.shape
     d_sum = torch.empty_like(log_total)
     rows = max(ELEMENTS // padded_width(e), 16)
