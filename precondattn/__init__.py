@@ -6,8 +6,10 @@
 (2, 6, 4, 8)
 """
 
-from precondattn.algebra.declaration import ShapeError
+from precondattn.algebra import options
+from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.expression import parse
+from precondattn.algebra.flops import Flops
 from precondattn.algebra.group import group_of
 from precondattn.algebra.mechanism import (
     Leaf,
@@ -19,6 +21,8 @@ from precondattn.algebra.mechanism import (
     step,
 )
 from precondattn.algebra.registry import mechanisms
+from precondattn.algebra.registry import unregister as unregister_mechanism
+from precondattn.arrays import namespace
 from precondattn.backend import (
     ArraySpec,
     Backend,
@@ -27,7 +31,7 @@ from precondattn.backend import (
     Support,
     UnsupportedError,
 )
-from precondattn.cache import Append, Cache, Replace, Rewrite
+from precondattn.cache import Append, Cache, Replace, Rewrite, Slot
 from precondattn.diagnostics.alignment import alignment, alignment_gap
 from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
 from precondattn.frame import Frame
@@ -63,10 +67,12 @@ from precondattn.shorthands import (
     qk_norm,
     retention,
     row_normalized,
+    shorthand,
     softmax,
     ssd,
     temperature,
 )
+from precondattn.spec import array_functions
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import Delta, GatedDelta
@@ -78,9 +84,11 @@ from precondattn.spec.hedgehog import HedgehogMap
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear
+from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
 from precondattn.spec.query_weighted import QueryWeightedQuery
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import Retention
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.scaled_dims import ScaledDims
@@ -96,6 +104,7 @@ __all__ = [
     "CCQ",
     "GLA",
     "GSA",
+    "RECURRENT",
     "SSD",
     "Append",
     "ArraySpec",
@@ -108,15 +117,19 @@ __all__ = [
     "Differential",
     "Elu1",
     "EluPlusOne",
+    "Flops",
+    "Form",
     "Frame",
     "GatedDelta",
     "Hedgehog",
     "HedgehogMap",
+    "Inputs",
     "L2Norm",
     "Laser",
     "LayerNorm",
     "Leaf",
     "Linear",
+    "LinearFamily",
     "Lucid",
     "LucidSolve",
     "Mechanism",
@@ -135,9 +148,11 @@ __all__ = [
     "RowNormalized",
     "ScaledDims",
     "ShapeError",
+    "Slot",
     "Softmax",
     "Stateful",
     "Step",
+    "Stream",
     "Support",
     "Temperature",
     "Tempered",
@@ -146,6 +161,7 @@ __all__ = [
     "UnsupportedError",
     "alignment",
     "alignment_gap",
+    "array_functions",
     "ccq",
     "contraction_gate",
     "delta",
@@ -162,6 +178,8 @@ __all__ = [
     "mamba2",
     "mamba2_inputs",
     "mechanisms",
+    "namespace",
+    "options",
     "pair_values",
     "parse",
     "path",
@@ -170,11 +188,13 @@ __all__ = [
     "register_backend",
     "retention",
     "row_normalized",
+    "shorthand",
     "softmax",
     "split_heads",
     "ssd",
     "step",
     "temperature",
     "unregister_backend",
+    "unregister_mechanism",
     "use_backend",
 ]

@@ -1,12 +1,13 @@
-"""`pa.lucid(q, k, v)`: a mechanism with its options by keyword, built and called in one go."""
+"""`pa.lucid(q, k, v)`: a mechanism is built from its options by keyword, and called at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, is_compiling
-from precondattn.execution.build import builder, options_of
+from precondattn.execution.build import build_and_call, options_of
 from precondattn.preconditioners import (
     CCQ,
     Differential,
@@ -30,9 +31,26 @@ from precondattn.spec.softmax import Softmax
 from precondattn.spec.ssd import SSD
 
 
-def _shorthand(cls: Any) -> Callable[..., Array]:
-    own, of_base = options_of(cls)
-    build_and_call = builder(cls)
+def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
+    """A function that builds a mechanism from keywords and calls it, such as `pa.lucid`.
+
+    Its keywords are the mechanism's options, inputs and masks; a preconditioner is built around
+    softmax, whose options it accepts too. An array for an optional input sets the option that
+    declares this input, where only one value of one option does.
+
+    Parameters
+    ----------
+    cls : type
+        The class of a mechanism that can be constructed without arguments.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> temperature = pa.shorthand(pa.Temperature)
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> temperature(q, k, v, tau=np.ones(2), window=3).shape  # per="head"
+    (1, 5, 2, 4)
+    """
 
     def call(*arrays: Array, **named: Any) -> Array:
         if is_compiling():
@@ -48,34 +66,35 @@ def _shorthand(cls: Any) -> Callable[..., Array]:
                 tuple(constants),
                 tuple(constants.values()),
             )
-        return build_and_call(*arrays, **named)
+        return build_and_call(cls, arrays, named)
 
-    around = " around softmax" if "base" in cls.__dataclass_fields__ else ""
+    own, of_base = options_of(cls)
+    around = " around softmax" if of_base else ""
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = (
-        f"`{cls.__name__}`{around}, called: inputs and masks as there, and as keywords the "
-        f"options {', '.join([*own, *of_base])}. An optional input switches its option on."
+        f"`{cls.__name__}`{around}, built and called: its inputs and masks, and as keywords the "
+        f"options {', '.join([*own, *of_base])}. An optional input sets its own option."
     )
     return call
 
 
-softmax = _shorthand(Softmax)
-path = _shorthand(Path)
-linear = _shorthand(Linear)
-retention = _shorthand(Retention)
-ssd = _shorthand(SSD)
-gla = _shorthand(GLA)
-delta = _shorthand(Delta)
-gated_delta = _shorthand(GatedDelta)
-gsa = _shorthand(GSA)
-lucid = _shorthand(Lucid)
-laser = _shorthand(Laser)
-ccq = _shorthand(CCQ)
-contraction_gate = _shorthand(ContractionGate)
-temperature = _shorthand(Temperature)
-per_dim_scale = _shorthand(PerDimScale)
-qk_norm = _shorthand(QKNorm)
-differential = _shorthand(Differential)
-row_normalized = _shorthand(RowNormalized)
-elu1 = _shorthand(Elu1)
-hedgehog = _shorthand(Hedgehog)
+softmax = shorthand(Softmax)
+path = shorthand(Path)
+linear = shorthand(Linear)
+retention = shorthand(Retention)
+ssd = shorthand(SSD)
+gla = shorthand(GLA)
+delta = shorthand(Delta)
+gated_delta = shorthand(GatedDelta)
+gsa = shorthand(GSA)
+lucid = shorthand(Lucid)
+laser = shorthand(Laser)
+ccq = shorthand(CCQ)
+contraction_gate = shorthand(ContractionGate)
+temperature = shorthand(Temperature)
+per_dim_scale = shorthand(PerDimScale)
+qk_norm = shorthand(QKNorm)
+differential = shorthand(Differential)
+row_normalized = shorthand(RowNormalized)
+elu1 = shorthand(Elu1)
+hedgehog = shorthand(Hedgehog)

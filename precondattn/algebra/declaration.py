@@ -137,6 +137,17 @@ class Pattern(NamedTuple):
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of features, or one for each head, without a time axis."""
+        features = [letter for letter in self.letters if letter in ("d", "e", "m", FIXED)]
+        return self.time_axis is None and len(features) > 1
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a buffer of this shape holds one entry for each cached token."""
+        return "c" in self.letters
+
+    @property
     def time_axis(self) -> int | None:
         """The index of the token axis (the queries' if there are two), or None without one."""
         axes = [self.letters.index(letter) for letter in "ts" if letter in self.letters]

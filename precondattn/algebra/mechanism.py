@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from precondattn.algebra import expression, registry
-from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs
+from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs, Pattern
+from precondattn.algebra.flops import Flops
 from precondattn.algebra.options import check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.unfolding import program_of
@@ -120,6 +122,13 @@ class Leaf(Mechanism):
     role: ClassVar[str] = "base"
     output: ClassVar[str]
 
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """FLOPs for one sequence, from the size of every letter of its patterns; None if unknown.
+
+        Benchmarks divide by it. A leaf that declares none is measured in seconds only.
+        """
+        return None
+
     def meaning(self, name: str) -> object:
         return "attention" if name in ATTENTION_INPUTS else self.name
 
@@ -167,6 +176,19 @@ class TokenWise(Leaf):
     """A leaf without a cache: it computes each token from that token alone (or is not causal)."""
 
     role: ClassVar[str] = "piece"
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """Three operations for each element of the output, as in a norm.
+
+        Unknown where an input is a matrix that multiplies the tokens.
+        """
+        if any(pattern.is_matrix for pattern in self.inputs.values()):
+            return None
+        pattern = Pattern.read(self.output)
+        elements = 3.0 * prod(pattern.shape(sizes)) / sizes.get("b", 1)
+        axis = pattern.time_axis
+        one_token = elements if axis is None else elements / pattern.axes[axis].size(sizes)
+        return Flops(elements, elements, one_token)
 
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame

@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     """Returns the setting in canonical form; raises ValueError for one that is not accepted."""
     read: Callable[[str], Any]
     """Parses the setting from the text of an expression."""
+    settings: tuple[Any, ...] = ()
+    """All accepted settings, where there are only a few."""
 
 
 def option(default: Any, kind: Kind) -> Any:
@@ -88,7 +90,7 @@ def _or_none(kind: Kind) -> Kind:
 
 def flag(default: bool) -> Any:
     """True or False."""
-    return option(default, Kind("true or false", _flag, _read_flag))
+    return option(default, Kind("true or false", _flag, _read_flag, (True, False)))
 
 
 def positive_or_none(default: float | None = None) -> Any:
@@ -125,7 +127,7 @@ def choice(default: str, *others: str) -> Any:
     def accept(value: Any) -> str:
         return value if isinstance(value, str) and value in words else str(_reject(value))
 
-    return option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str))
+    return option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str, words))
 
 
 def one_of(default: Any, *others: Any) -> Any:
@@ -137,7 +139,10 @@ def one_of(default: Any, *others: Any) -> Any:
         return value if value in objects.values() else _reject(value)
 
     expected = "one of " + ", ".join(objects)
-    return option(default, Kind(expected, accept, lambda text: objects.get(text, text)))
+    return option(
+        default,
+        Kind(expected, accept, lambda text: objects.get(text, text), tuple(objects.values())),
+    )
 
 
 def names(default: tuple[str, ...]) -> Any:

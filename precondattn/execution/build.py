@@ -1,70 +1,127 @@
-"""From a shorthand's keywords to a mechanism and its call: options and inputs are told apart."""
+"""From the keywords of a shorthand to a mechanism and its inputs."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
-from precondattn.algebra.options import fields_of
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.options import Kind, fields_of
 from precondattn.arrays import Array
 from precondattn.execution.arguments import CALL_OPTIONS
 from precondattn.spec.softmax import Softmax
 
-SWITCHES: dict[str, tuple[str, Callable[[Array], Any]]] = {
-    "bias": ("bias", lambda array: True),
-    "lucid_beta": ("beta", lambda array: True),
-    "q_gain": ("gain", lambda array: True),
-    "k_gain": ("gain", lambda array: True),
-    "lam": ("per", lambda array: {1: "head", 3: "token"}.get(array.ndim, "layer")),
-    "tau": ("per", lambda array: "head" if array.ndim == 1 else "layer"),
-}
-"""Optional inputs: the option that declares each, and its value for an array that is given."""
 
-BUILDERS: dict[str, Callable[..., Array]] = {}
-"""What each shorthand does, by the name of its mechanism."""
+class Switch(NamedTuple):
+    """One value of one option, with which an input exists."""
+
+    option: str
+    value: Any
 
 
-def options_of(cls: Any) -> tuple[list[str], list[str]]:
+Switches = Mapping[str, Mapping[int, tuple[Switch, ...]]]
+"""For each optional input, by its number of axes: the switches, any of which declares it."""
+
+
+@cache
+def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mechanism's own options, and those of the softmax that it is built around."""
-    own = [*fields_of(cls)]
+    own = tuple(fields_of(cls))
     has_base = "base" in cls.__dataclass_fields__
-    return own, [name for name in fields_of(Softmax) if name not in own] if has_base else []
+    return own, tuple(name for name in fields_of(Softmax) if name not in own and has_base)
 
 
-def builder(cls: Any) -> Callable[..., Array]:
-    """A function that builds the mechanism from its keywords and calls it."""
+def with_options(cls: Any, options: Mapping[str, Any]) -> Mechanism:
+    """The mechanism, with the options of softmax passed to its base."""
+    _, of_base = options_of(cls)
+    base = {name: value for name, value in options.items() if name in of_base}
+    rest = {name: value for name, value in options.items() if name not in of_base}
+    built: Mechanism = cls(**rest, base=Softmax(**base)) if base else cls(**rest)
+    return built
+
+
+@cache
+def switches_of(cls: Any) -> Switches:
+    """The inputs that an option adds or gives other axes, found by setting each option in turn."""
+    default = cls().inputs
+    switches: dict[str, dict[int, tuple[Switch, ...]]] = {}
+    for option, value in _values_of_options(cls):
+        try:
+            inputs = with_options(cls, {option: value}).inputs
+        except (TypeError, ValueError):  # The option does not go with the defaults of others.
+            continue
+        for name, pattern in inputs.items():
+            axes = len(pattern.axes)
+            if name not in default or len(default[name].axes) != axes:
+                known = switches.setdefault(name, {})
+                known[axes] = (*known.get(axes, ()), Switch(option, value))
+    return switches
+
+
+def _values_of_options(cls: Any) -> Iterator[tuple[str, Any]]:
     own, of_base = options_of(cls)
+    for owner, names in ((cls, own), (Softmax, of_base)):
+        for name in names:
+            kind: Kind = fields_of(owner)[name].metadata["kind"]
+            yield from ((name, value) for value in kind.settings)
 
-    def build_and_call(*arrays: Array, **named: Any) -> Array:
-        options: dict[str, Any] = {}
-        given = set(named)
-        for name in [*named]:
-            option, value = SWITCHES.get(name, (None, None))
-            is_array = hasattr(named[name], "shape")
-            if name == option and is_array and named[name].ndim == 0:
-                is_array = False  # NumPy's True.
-            if is_array and option in (*own, *of_base):
-                if value is not None and (option not in given or option == name):
-                    options[option] = value(named[name])
-            elif name in own or name in of_base:
-                options[name] = named.pop(name)
-        base = {name: options.pop(name) for name in of_base if name in options}
-        mechanism = cls(**options, base=Softmax(**base)) if base else cls(**options)
-        known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
-        for name in named:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                if name == "g" and "forget" in known:
-                    hint = " (it belongs to forget='unscaled' or forget='scaled')"
-                raise TypeError(
-                    f"{cls.name}: unknown keyword {name!r}{hint}; options are "
-                    f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
-                    f"{', '.join(CALL_OPTIONS)}"
-                )
-        out: Array = mechanism(*arrays, **named)
-        return out
 
-    BUILDERS[cls.name] = build_and_call
-    return build_and_call
+def build(cls: Any, named: Mapping[str, Any]) -> tuple[Mechanism, dict[str, Any]]:
+    """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
+
+    An array for an optional input switches on the option that declares it.
+
+    Raises
+    ------
+    TypeError
+        for a keyword that is neither option, input nor mask, naming the nearest one.
+    """
+    own, of_base = options_of(cls)
+    switches = switches_of(cls)
+    options: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in named.items():
+        is_option = name in own or name in of_base
+        # NumPy's True has a shape, but is the value of an option.
+        is_array = hasattr(value, "shape") and not (is_option and value.ndim == 0)
+        if is_array and name in switches:
+            rest[name] = value
+            found = switches[name].get(value.ndim, ())
+            if not found and name not in cls().inputs:  # The call then refuses its shape.
+                found = next(iter(switches[name].values()))
+            if len(found) == 1 and (found[0].option == name or found[0].option not in named):
+                options[found[0].option] = found[0].value
+        elif is_option:
+            options[name] = value
+        else:
+            rest[name] = value
+    mechanism = with_options(cls, options)
+    _check_keywords(cls, mechanism, rest)
+    return mechanism, rest
+
+
+def _check_keywords(cls: Any, mechanism: Mechanism, named: Mapping[str, Any]) -> None:
+    own, of_base = options_of(cls)
+    known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
+    for name in named:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        switches = [each for found in switches_of(cls).get(name, {}).values() for each in found]
+        if switches:
+            belongs = " or ".join(f"{option}={value!r}" for option, value in switches)
+            hint = f" (it belongs to {belongs})"
+        raise TypeError(
+            f"{cls.name}: unknown keyword {name!r}{hint}; options are "
+            f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
+            f"{', '.join(CALL_OPTIONS)}"
+        )
+
+
+def build_and_call(cls: Any, arrays: tuple[Array, ...], named: Mapping[str, Any]) -> Array:
+    """Build the mechanism from its keywords and call it."""
+    mechanism, rest = build(cls, named)
+    return mechanism(*arrays, **rest)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precondattn.algebra import registry
 from precondattn.algebra.group import read_mechanism
 from precondattn.cache import Cache
 from precondattn.execution import run
-from precondattn.execution.build import BUILDERS
+from precondattn.execution.build import build_and_call
 
 Names = tuple[str, ...]
 
@@ -66,5 +67,5 @@ def captured_shorthand(
 ) -> Tensor:
     """A shorthand such as `pa.lucid`, which builds its mechanism from options."""
     named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}
-    out: Tensor = BUILDERS[name](*arrays, **named)
+    out: Tensor = build_and_call(registry.find(name), arrays, named)
     return out

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import math
 
-from precondattn.arrays import Array, library_of, namespace, placement, stop_gradient
+from precondattn.arrays import (
+    Array,
+    library_of,
+    namespace,
+    placement,
+    stop_gradient,
+    zero_where_not,
+)
+from precondattn.frame import Frame
 
 
 def transpose(x: Array) -> Array:
@@ -93,6 +101,15 @@ def solve_lower(matrix: Array, right: Array) -> Array:
     xp = namespace(matrix, right)
     reversed_rows = solve_upper(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
     return xp.flip(reversed_rows, axis=-2)
+
+
+def where_valid(x: Array, frame: Frame) -> Array:
+    """x (b, heads, s, …), 0 at padding and at masked keys."""
+    valid = frame.among_keys(x.shape[2]).q_valid
+    if valid is None:
+        return x
+    shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
+    return zero_where_not(namespace(valid).reshape(valid, shape), x)
 
 
 def finite_or_zero(x: Array) -> Array:

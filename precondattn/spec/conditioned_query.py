@@ -34,14 +34,19 @@ from precondattn.algebra.options import choice, non_negative, text_of
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, swap_time_and_heads
+from precondattn.spec.array_functions import (
+    repeat_heads,
+    row_sum,
+    sum_heads,
+    swap_time_and_heads,
+    where_valid,
+)
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_rows,
     queries_of_states,
     rows_of_states,
-    where_valid,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import log_retention

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice, positive
 from precondattn.arrays import Array, Arrays, Residuals, namespace
@@ -52,6 +53,11 @@ class HedgehogMap(TokenWise):
     def inputs(self) -> Inputs:
         weight, bias = WEIGHT[self.per]
         return Inputs(x="b t h d", weight=weight, bias=bias)
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """One product with a d × d matrix for each row."""
+        row = 2.0 * sizes["d"] * sizes["d"] * sizes["h"]
+        return Flops(row * sizes["t"], 2 * row * sizes["t"], row)
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         xp = namespace(x["x"])

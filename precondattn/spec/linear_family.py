@@ -15,12 +15,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Offers
 from precondattn.algebra.options import positive_or_none
-from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
+from precondattn.spec.array_functions import (
+    repeat_heads,
+    sum_heads,
+    swap_time_and_heads,
+    where_valid,
+)
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
 
@@ -52,15 +58,6 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
     if d_q.shape[1] > h:
         return swap_time_and_heads(sum_heads(d_q[:, :, :, 0, :], h))
     return rows_of_states(d_q)
-
-
-def where_valid(x: Array, frame: Frame) -> Array:
-    """(b, m, s, …), 0 at tokens that count for nothing."""
-    valid = frame.among_keys(x.shape[2]).q_valid
-    if valid is None:
-        return x
-    shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
-    return zero_where_not(namespace(valid).reshape(valid, shape), x)
 
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
@@ -110,6 +107,11 @@ class LinearFamily(Stateful):
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
         return (Slot("state", f"{self.name}.state({written})", f"b {self.heads} d e", wide=True),)
 
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """Those of one d × e state for each head that reads one."""
+        each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=self.is_delta)
+        return each.times(state_heads(sizes))
+
     def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
 
@@ -126,6 +128,12 @@ class LinearFamily(Stateful):
             g = swap_time_and_heads(x["g"])
             g = g if self.gate == "channel" else g[..., None]
         return g[..., None]
+
+    def log_decay_vjp(self, x: Mapping[str, Array], d_g: Array, frame: Frame) -> Arrays:
+        """The gradients of the inputs of `log_decay`, from that of its result."""
+        if self.gate is None:
+            return {}
+        return {"g": swap_time_and_heads(d_g[..., 0] if self.gate == "channel" else d_g[..., 0, 0])}
 
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         """The recurrence's own view of the inputs."""
@@ -147,12 +155,9 @@ class LinearFamily(Stateful):
             "k": swap_time_and_heads(d_k),
             "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
         }
-        if self.gate is not None:
-            d_g = d.g[..., 0] if self.gate == "channel" else d.g[..., 0, 0]
-            found["g"] = swap_time_and_heads(d_g)
         if d.beta is not None:
             found["beta"] = swap_time_and_heads(d.beta)
-        return found
+        return found | self.log_decay_vjp(x, d.g, frame)
 
     def run(
         self,

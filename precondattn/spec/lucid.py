@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import (
     choice,
@@ -159,6 +160,14 @@ class LucidSolve(Leaf):
 
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """Those of attention of the keys to themselves, once for each key/value head."""
+        s, d, e = sizes["s"], sizes["d"], sizes["e"]
+        keys = visible_keys(s, self.window)
+        each = self.metric.flops(visible_pairs(s, s, window=self.window), keys, d, e)
+        # A cached key is transported once, for the base.
+        return each._replace(decode=2.0 * keys * (d + e)).times(sizes["n"])
 
     def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale

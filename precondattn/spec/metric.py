@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, pair_flops
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -57,6 +58,10 @@ class Metric(Protocol):
         """The update of every slot; here the heads are those of the keys."""
         ...
 
+    def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:
+        """Scores and reads of one head, for `visible_pairs` and `visible_keys`."""
+        ...
+
 
 def cached_keys(metric: Metric, past: Mapping[str, Array]) -> dict[str, Array]:
     """The buffers of a metric among those of its leaf, with heads before time."""
@@ -89,6 +94,9 @@ class Dot:
 
     def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
         return {"key": Append(swap_time_and_heads(k))}
+
+    def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:
+        return pair_flops(pairs, keys, d, e)
 
 
 DOT = Dot()

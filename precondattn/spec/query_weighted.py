@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, state_flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import non_negative, positive
 from precondattn.arrays import Array, Arrays, Residuals, namespace
@@ -89,6 +90,11 @@ class QueryWeightedQuery(Leaf):
 
     inputs = Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]")
     output = "b t h d"
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """Those of `ConditionedQuery`, which it is compared with."""
+        d = sizes["d"]
+        return state_flops(sizes["s"], d, d).times(sizes["h"])
 
     def _view(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _View:
         """Of the new queries and all `keys` (b, s, n, d)."""

@@ -16,8 +16,8 @@ from typing import ClassVar
 from precondattn.algebra.mechanism import Offers
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
-from precondattn.spec.linear_family import LinearFamily, where_valid
+from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads, where_valid
+from precondattn.spec.linear_family import LinearFamily
 
 
 def log_retention(heads: int, like: Array) -> Array:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf, Offers
 from precondattn.algebra.options import choice, count_or_none, flag, one_of, positive_or_none
 from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
@@ -87,6 +88,12 @@ class SoftmaxAttention(Leaf):
 
     def scale_for(self, d: int) -> float:
         return d**-0.5 if self.scale is None else self.scale
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        t, s = sizes["t"], sizes["s"]
+        pairs = visible_pairs(t, s, causal=self.causal, window=self.window)
+        keys = visible_keys(s, self.window)
+        return self.metric.flops(pairs, keys, sizes["d"], sizes["e"]).times(sizes["h"])
 
     def _extra(self, x: Mapping[str, Array], heads: int) -> Arrays:
         """The metric's own inputs, one for each of `heads`."""

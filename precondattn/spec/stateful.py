@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.declaration import Axis, Pattern
+from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Leaf
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Replace, Updates, new_buffer
@@ -41,6 +42,21 @@ class Stateful(Leaf):
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of the state, from those of output and new state."""
         raise NotImplementedError
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
+        """Each matrix of the state is written to and read from once per token, in chunks.
+
+        A leaf that computes more than that overrides it. Unknown where no slot is a matrix.
+        """
+        matrices = [axes[2:] for axes in self._state_axes() if len(axes) == 4]
+        if not matrices:
+            return None
+        tokens = sizes["s"] if "s" in sizes else sizes["t"]
+        per_head = [state_flops(tokens, *(axis.size(sizes) for axis in axes)) for axes in matrices]
+        return Flops(*map(sum, zip(*per_head, strict=True))).times(state_heads(sizes))
+
+    def _state_axes(self) -> list[tuple[Axis, ...]]:
+        return [Pattern.read(slot.pattern).axes for slot in self.slots()]
 
     def zero_state(self, x: Mapping[str, Array]) -> Arrays:
         """The state before the first token."""

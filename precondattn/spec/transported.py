@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import CHUNK, Flops
 from precondattn.algebra.options import Kind, option
 from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
@@ -172,6 +173,12 @@ class Transported:
             updates["pending_w"] = Replace(swap_time_and_heads(w))
             updates["pending_beta"] = Replace(swap_time_and_heads(beta)[..., 0])
         return updates
+
+    def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:
+        """Those of dot products, and a key's product with the reflections of a chunk."""
+        forward = pairs * (d + e + min(2 * d, d * d / CHUNK))
+        decode = 2.0 * keys * (d + e) + min(4.0 * keys * d, 2.0 * keys * d * d / CHUNK)
+        return Flops(forward, 2.75 * forward, decode)
 
     def _since_flush(self, past: Mapping[str, Array], extra: Extra, frame: Frame) -> Reflections:
         """The reflections that the cached keys have not seen: pending ones, then the new."""

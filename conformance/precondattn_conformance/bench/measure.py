@@ -36,7 +36,7 @@ from precondattn_conformance.bench.correct import (
     inputs_of,
     oracle,
 )
-from precondattn_conformance.bench.cost import flops, is_quadratic, moved_bytes
+from precondattn_conformance.bench.cost import flops, keeps_tokens, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread, timed
 from precondattn_conformance.bench.peers import lacks, peers_of
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
@@ -130,7 +130,7 @@ def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layo
     if names is not None and names[0] not in row.backends:
         raise UnsupportedError(f"{names[0]} takes nothing of this:\n{explanation}")
     slow = any(
-        call.backend.name == "reference" and any(map(is_quadratic, call.piece.program.leaves))
+        call.backend.name == "reference" and any(map(keeps_tokens, call.piece.program.leaves))
         for call in explanation.plan.calls
     )
     if slow and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
@@ -254,7 +254,8 @@ def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> N
     itemsize = {"float64": 8, "float32": 4}.get(case.dtype, 2)
     row.bytes = moved_bytes(m, sizes, case.work, itemsize)
     median = row.seconds["median"]
-    row.gemm_share = row.flops / median / own.flops_per_second
+    if row.flops is not None:
+        row.gemm_share = row.flops / median / own.flops_per_second
     row.copy_share = row.bytes / median / own.bytes_per_second
 
 
