@@ -25,9 +25,13 @@ Switches = Mapping[str, Mapping[int, tuple[Switch, ...]]]
 """For each optional input, by its number of axes: the switches, any of which declares it."""
 
 
-@cache
 def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mechanism's own options, and those of the softmax that it is built around."""
+    return _options_of(cls)
+
+
+@cache
+def _options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     own = tuple(fields_of(cls))
     has_base = "base" in cls.__dataclass_fields__
     return own, tuple(name for name in fields_of(Softmax) if name not in own and has_base)
