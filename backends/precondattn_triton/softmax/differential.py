@@ -65,7 +65,7 @@ class Differential:
         """The reason why the kernels do not support this call, or None."""
         wires = wiring(group.program)
         if wires is None:
-            return "supports the difference of two softmax attentions with equal options and values"
+            return "supports two softmax attentions with equal options and the same values only"
         if request.verb not in ("forward", "vjp"):
             return "has no kernel for differential attention that extends a cache"
         for option, is_used in (
