@@ -199,7 +199,7 @@ def _of_steps() -> list[Fault]:
             "in one go: the keys' own norms for those of the past",
             PastSystem,
             "__init__",
-            lambda true: changed_after(true, rms=lambda self: self.rms * 0 + self.own_rms.mean()),
+            lambda true: changed_after(true, rms=lambda self: self.rms * 0 + self.new_rms.mean()),
         ),
         blocked(
             "softmax",
