@@ -11,7 +11,8 @@ cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is w
 cuda_compiler       CUDA kernels for a GPU that is not there, as CuPy compiles them
 cuda_toolkit        where CUDA's headers and its compiler are
 nvrtc               that compiler, called as a library
-compiler_arguments  the command line of these compilers
+ahead_of_time       the command line of these compilers, their processes and reports
+triton_code         a Triton kernel's code as a text, by which a saved report is known to hold
 resources           what a compiled kernel takes of a multiprocessor, and whether it is too much
 
 None is imported before it is used, and what it needs is needed only then.

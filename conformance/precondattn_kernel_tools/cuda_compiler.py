@@ -10,24 +10,24 @@ failure.
 
 from __future__ import annotations
 
-import importlib
-import json
-import multiprocessing
-import platform
+import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from precondattn_kernel_tools import nvrtc
-from precondattn_kernel_tools.compiler_arguments import parsed
+from precondattn_kernel_tools.ahead_of_time import (
+    Task,
+    key_of,
+    parsed,
+    print_names,
+    run,
+    selected,
+)
 from precondattn_kernel_tools.cuda_toolkit import MissingToolError, include_folder
-from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, line
+from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge
 
 TARGETS = tuple(target for target in SHARED_LIMITS if target.startswith("sm_"))
 
@@ -93,79 +93,47 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     return found
 
 
-def variants_of(module: str, target: str) -> dict[str, Variant]:
-    """By name, as they are shipped for a target.
-
-    Raises
-    ------
-    ValueError
-        when two have the same.
-    """
-    variants = list(importlib.import_module(module).variants(target))
-    counts = Counter(variant.name for variant in variants)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
-    return {variant.name: variant for variant in variants}
+def key_of_variant(variant: Variant, target: str) -> str:
+    """The key of a variant (`ahead_of_time.py`)."""
+    code = variant.source
+    # What a file includes is not known here, so the key of a file would miss changes.
+    text = without_comments(code) if isinstance(code, str) and '#include "' not in code else ""
+    if not text:
+        return ""
+    sizes = (variant.dynamic_shared_bytes, variant.spill_limit, variant.threads)
+    return key_of(text, variant.name_expression, variant.options, sizes, target, nvrtc.version())
 
 
-def compile_all(asked: Sequence[tuple[Variant, str]], jobs: int) -> Iterator[Resources]:
-    """For each (variant, target), in that order, in as many processes as there are jobs."""
-    with _processes(min(jobs, len(asked))) as pool:
-        running = [pool.submit(compile_variant, *each) for each in asked]
-        for (variant, target), future in zip(asked, running, strict=True):
-            try:
-                yield future.result()
-            except BrokenProcessPool:  # This one, or one beside it, took the process down.
-                yield _compile_alone(variant, target)
+def without_comments(code: str) -> str:
+    """C++ without comments and blank lines, and without spaces at the ends of lines."""
 
+    def kept(match: re.Match[str]) -> str:
+        text = match[0]
+        return " " if text.startswith("/") else text
 
-def _compile_alone(variant: Variant, target: str) -> Resources:
-    with _processes(1) as pool:
-        try:
-            return pool.submit(compile_variant, variant, target).result()
-        except BrokenProcessPool:
-            return Resources(variant.name, target, failures=["the compiler's process died"])
-
-
-def _processes(count: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-
-
-def report(found: Sequence[Resources]) -> dict[str, object]:
-    """For a file: what was compiled with, and each variant's resources."""
-    return {
-        "nvrtc": nvrtc.version(),
-        "python": platform.python_version(),
-        "variants": [asdict(resources) for resources in found],
-    }
+    # A comment, or a string or character in which slashes are no comment.
+    pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'"
+    lines = re.sub(pattern, kept, code, flags=re.DOTALL).splitlines()
+    return "\n".join(line.strip() for line in lines if line.strip())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 when one of them fails."""
     parser, given = parsed("CUDA", TARGETS, "sm_80, sm_90", arguments)
+    pairs = selected(parser, given)
+    if given.list:
+        print_names(pairs)
+        return 0
     try:
-        asked = [
-            (variant, target)
-            for target in given.target
-            for variant in variants_of(given.module, target).values()
-            if given.match in variant.name
-        ]
-        if not asked:
-            parser.error(f"{given.module} has no variant with {given.match!r} in its name")
-        if given.list:
-            print("\n".join(dict.fromkeys(variant.name for variant, _ in asked)))
-            return 0
-        nvrtc.version()
+        version = nvrtc.version()
         include_folder()
-    except (ValueError, MissingToolError) as error:
+    except MissingToolError as error:
         parser.error(str(error))
-    found = []
-    for resources in compile_all(asked, given.jobs):
-        found.append(resources)
-        print(line(resources), flush=True)
-    if given.save:
-        given.save.write_text(json.dumps(report(found), indent=1) + "\n")
-    return int(any(resources.failures for resources in found))
+    tasks = [
+        Task(variant.name, target, key_of_variant(variant, target), (variant, target))
+        for variant, target in pairs
+    ]
+    return run(given, compile_variant, tasks, {"nvrtc": version})
 
 
 if __name__ == "__main__":

@@ -15,28 +15,23 @@ over machine code of the device that they find: this needs one that hands over T
 
 from __future__ import annotations
 
-import importlib
-import json
-import multiprocessing
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precondattn_kernel_tools.compiler_arguments import parsed
-from precondattn_kernel_tools.resources import (
-    SHARED_LIMITS,
-    Resources,
-    judge,
-    line,
-    of_a_thread,
-    report,
+from precondattn_kernel_tools.ahead_of_time import (
+    Task,
+    key_of,
+    parsed,
+    print_names,
+    run,
+    selected,
 )
+from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, of_a_thread
 
 TPU = "tpu"
 TARGETS = (*(target for target in SHARED_LIMITS if target.startswith("sm_")), TPU)
@@ -165,93 +160,47 @@ def _compiled(kernel: Kernel, target: str) -> Any:
         return triton.compile(str(path), target=machine, options=dict(kernel.options))
 
 
-def variants_of(module: str, target: str) -> dict[str, Variant]:
-    """By name, as they are shipped for a target.
+def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[Task | Resources]:
+    """Every kernel of each (variant, target), in that order.
 
-    Raises
-    ------
-    ValueError
-        when two have the same.
+    A kernel that variants of one target share is compiled once. For a TPU, lowering is all.
     """
-    variants = list(importlib.import_module(module).variants(target))
-    counts = Counter(variant.name for variant in variants)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
-    return {variant.name: variant for variant in variants}
+    import jax
+    import triton
 
-
-def compile_all(asked: Sequence[tuple[Variant, str]], jobs: int) -> Iterator[Resources]:
-    """Every kernel of each (variant, target), in that order, in as many processes as jobs.
-
-    A kernel that variants of one target share is compiled once.
-    """
-    context = multiprocessing.get_context("spawn")
-    running: list[tuple[Resources, Kernel | None, Future[Resources] | None]] = []
+    versions = jax.__version__, triton.__version__
     seen = set()
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for variant, target in asked:
-            name = variant.name
-            try:
-                kernels = kernels_of(variant, TPU if target == TPU else "cuda")
-            except Exception as error:  # What JAX refuses to lower is what is asked for here.
-                said = f"{type(error).__name__}: {error}"
-                running.append((Resources(name, target, failures=[said]), None, None))
-                continue
-            if not kernels:
-                said = "no kernel in it"
-                running.append((Resources(name, target, failures=[said]), None, None))
-            for kernel in kernels:
-                future = None
-                if target != TPU:
-                    cut = (target, kernel.code, kernel.options)
-                    if cut in seen:
-                        continue
-                    seen.add(cut)
-                    future = pool.submit(compile_kernel, kernel, target)
-                running.append((Resources(kernel.name, target), kernel, future))
-        for resources, kernel, future in running:
-            try:
-                yield resources if future is None else future.result()
-            except BrokenProcessPool:  # This one, or one beside it, took the process down.
-                assert kernel is not None
-                yield _compile_alone(kernel, resources.target)
-
-
-def _compile_alone(kernel: Kernel, target: str) -> Resources:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    for variant, target in pairs:
         try:
-            return pool.submit(compile_kernel, kernel, target).result()
-        except BrokenProcessPool:
-            return Resources(kernel.name, target, failures=["the compiler's process died"])
+            kernels = kernels_of(variant, TPU if target == TPU else "cuda")
+        except Exception as error:  # An error of the compiler's is a result, not a fault here.
+            failure = f"{type(error).__name__}: {error}"
+            yield Resources(variant.name, target, failures=[failure])
+            continue
+        if not kernels:
+            yield Resources(variant.name, target, failures=["no kernel in it"])
+        for kernel in kernels:
+            if target == TPU:
+                yield Resources(kernel.name, target)
+                continue
+            key = key_of(kernel.code, kernel.options, kernel.spill_limit, target, *versions)
+            if key not in seen:
+                seen.add(key)
+                yield Task(kernel.name, target, key, (kernel, target))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each kernel, and return 1 when one of them fails."""
-    parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
-    try:
-        asked = [
-            (variant, target)
-            for target in given.target
-            for variant in variants_of(given.module, target).values()
-            if given.match in variant.name
-        ]
-    except ValueError as error:
-        parser.error(str(error))
-    if not asked:
-        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
-    if given.list:
-        print("\n".join(dict.fromkeys(variant.name for variant, _ in asked)))
-        return 0
-    found = []
-    for resources in compile_all(asked, given.jobs):
-        found.append(resources)
-        print(line(resources), flush=True)
-    if given.save:
-        import jax
+    import jax
+    import triton
 
-        made = {"jax": jax.__version__, **report(found)}
-        given.save.write_text(json.dumps(made, indent=1) + "\n")
-    return int(any(resources.failures for resources in found))
+    parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
+    pairs = selected(parser, given)
+    if given.list:
+        print_names(pairs)
+        return 0
+    versions = {"jax": jax.__version__, "triton": triton.__version__}
+    return run(given, compile_kernel, tasks_of(pairs), versions)
 
 
 if __name__ == "__main__":

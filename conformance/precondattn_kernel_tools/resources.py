@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 SHARED_LIMITS = {
@@ -38,6 +37,8 @@ class Resources:
     spilt_bytes: int = 0
     shared_bytes: int = 0
     failures: list[str] = field(default_factory=list)
+    key: str = ""
+    """Of the code, configuration, target and compiler (`ahead_of_time.py`)."""
 
 
 def judge(found: Resources, spill_limit: int) -> None:
@@ -79,17 +80,6 @@ def _number(pattern: str, text: str) -> int:
     if found is None:
         raise ValueError(f"the assembler does not say {pattern!r}")
     return int(found[1])
-
-
-def report(found: Iterable[Resources]) -> dict[str, Any]:
-    """For a file: what was compiled with, and each variant's resources."""
-    import triton
-
-    return {
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "variants": [asdict(resources) for resources in found],
-    }
 
 
 def line(found: Resources) -> str:

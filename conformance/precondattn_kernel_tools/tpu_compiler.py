@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from precondattn_kernel_tools.pallas_compiler import TPU, Variant, variants_of
+from precondattn_kernel_tools.ahead_of_time import variants_of
+from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """The smallest of its machines, of which one chip is compiled for."""

@@ -13,26 +13,22 @@ It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared
 from __future__ import annotations
 
 import functools
-import importlib
-import json
-import multiprocessing
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from precondattn_kernel_tools.compiler_arguments import parsed
-from precondattn_kernel_tools.resources import (
-    SHARED_LIMITS,
-    Resources,
-    judge,
-    line,
-    of_a_thread,
-    report,
+from precondattn_kernel_tools.ahead_of_time import (
+    Task,
+    key_of,
+    parsed,
+    print_names,
+    run,
+    selected,
+    variants_of,
 )
+from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, of_a_thread
+from precondattn_kernel_tools.triton_code import code_of
 
 
 class Variant(NamedTuple):
@@ -112,48 +108,28 @@ def _compiled(variant: Variant, target: str) -> Any:
         return triton.compile(source, target=machine, options=dict(variant.options))
 
 
+def key_of_variant(variant: Variant, target: str) -> str:
+    """The key of a variant (`ahead_of_time.py`); empty where its code can not be read."""
+    import triton
+
+    try:
+        code = code_of(variant.function)
+    except (AttributeError, OSError, TypeError, ValueError):
+        return ""
+    mappings = (variant.signature, variant.constants, variant.options)
+    sorted_mappings = [sorted(mapping.items()) for mapping in mappings]
+    limits = (variant.spill_limit, sorted(variant.divisible), target, triton.__version__)
+    return key_of(code, *sorted_mappings, *limits)
+
+
 @functools.cache
-def variants_of(module: str, target: str) -> dict[str, Variant]:
-    """By name, as they are shipped for a target.
-
-    Raises
-    ------
-    ValueError
-        when two have the same.
-    """
-    variants = list(importlib.import_module(module).variants(target))
-    counts = Counter(variant.name for variant in variants)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{module} has more than one variant of the name {', '.join(twice)}")
-    return {variant.name: variant for variant in variants}
-
-
-def compile_all(module: str, asked: Sequence[tuple[str, str]], jobs: int) -> Iterator[Resources]:
-    """For each (name, target), in that order, in as many processes at a time as there are jobs."""
-    with _processes(min(jobs, len(asked))) as pool:
-        running = [pool.submit(_compile_named, module, *each) for each in asked]
-        for (name, target), future in zip(asked, running, strict=True):
-            try:
-                yield future.result()
-            except BrokenProcessPool:  # This one, or one beside it, took the process down.
-                yield _compile_alone(module, name, target)
-
-
-def _compile_alone(module: str, name: str, target: str) -> Resources:
-    with _processes(1) as pool:
-        try:
-            return pool.submit(_compile_named, module, name, target).result()
-        except BrokenProcessPool:
-            return Resources(name, target, failures=["the compiler's process died"])
+def _variants_of(module: str, target: str) -> dict[str, Variant]:
+    return variants_of(module, target)
 
 
 def _compile_named(module: str, name: str, target: str) -> Resources:
-    """In a process of a pool: kernels do not travel, their names do."""
-    return compile_variant(variants_of(module, target)[name], target)
-
-
-def _processes(count: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    """In another process: kernels can not be pickled, their names can."""
+    return compile_variant(_variants_of(module, target)[name], target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,27 +139,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
-    try:
-        asked = [
-            (name, target)
-            for target in given.target
-            for name in variants_of(given.module, target)
-            if given.match in name
-        ]
-    except ValueError as error:
-        parser.error(str(error))
-    if not asked:
-        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    pairs = selected(parser, given)
     if given.list:
-        print("\n".join(dict.fromkeys(name for name, _ in asked)))
+        print_names(pairs)
         return 0
-    found = []
-    for resources in compile_all(given.module, asked, given.jobs):
-        found.append(resources)
-        print(line(resources), flush=True)
-    if given.save:
-        given.save.write_text(json.dumps(report(found), indent=1) + "\n")
-    return int(any(resources.failures for resources in found))
+    tasks = [
+        Task(
+            variant.name,
+            target,
+            key_of_variant(variant, target),
+            (given.module, variant.name, target),
+        )
+        for variant, target in pairs
+    ]
+    return run(given, _compile_named, tasks, {"triton": triton.__version__})
 
 
 if __name__ == "__main__":

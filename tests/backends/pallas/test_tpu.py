@@ -18,7 +18,7 @@ import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
 from precondattn.frame import Frame
-from precondattn_kernel_tools import pallas_compiler, tpu_compiler
+from precondattn_kernel_tools import ahead_of_time, pallas_compiler, tpu_compiler
 from precondattn_kernel_tools.pallas_interpreter import RaceError, checked
 from precondattn_pallas import variants
 from precondattn_pallas.backend import TPU, kernels_of
@@ -242,7 +242,7 @@ def test_checking_nothing_is_an_error():
 def test_every_variant_for_a_tpu_can_be_lowered():
     """Under 64 bits by default too, as in all of these tests."""
     names = set()
-    for variant in pallas_compiler.variants_of(variants.__name__, TPU).values():
+    for variant in ahead_of_time.variants_of(variants.__name__, TPU).values():
         kernels = pallas_compiler.kernels_of(variant, TPU)
         assert kernels, variant.name
         names |= {kernel.name.removeprefix(f"{variant.name} ") for kernel in kernels}

@@ -1,0 +1,179 @@
+"""What the ahead-of-time compilers share: their command line, their processes, and their reports.
+
+A variant has a key: a hash of its code without comments, its configuration, its target and the
+version of the compiler. A report keeps the keys. With `--known REPORT` a variant whose key is in
+that report, and which compiled there, is not compiled again: its resources would be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.resources import Resources, line
+
+
+class Task(NamedTuple):
+    """A variant to compile for a target."""
+
+    name: str
+    target: str
+    key: str
+    arguments: tuple[Any, ...]
+    """Of the function that compiles it. They are pickled."""
+
+
+def key_of(*parts: object) -> str:
+    """The hash of all parts, whose texts say everything about them."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def parsed(
+    language: str, targets: Iterable[str], example: str, arguments: Sequence[str] | None
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, for later errors, and the arguments of a compiler of kernels in a language."""
+    parser = argparse.ArgumentParser(description=f"Compile a package's {language} kernels.")
+    parser.add_argument("module", help="the module whose variants(target) are compiled")
+    parser.add_argument("--target", action="append", default=[], choices=tuple(targets))
+    parser.add_argument("--match", default="", help="only variants whose name contains this")
+    parser.add_argument("--list", action="store_true", help="list the variants' names and stop")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="concurrent processes")
+    parser.add_argument("--save", type=Path, help="a JSON file for the report")
+    parser.add_argument(
+        "--known", type=Path, help="a saved report: variants that it has are not compiled again"
+    )
+    given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
+    if not given.target:
+        parser.error(f"--target is needed: {example} …")
+    if given.known and not given.known.is_file():
+        parser.error(f"--known: there is no file {given.known}")
+    return parser, given
+
+
+def variants_of(module: str, target: str) -> dict[str, Any]:
+    """The variants that a module ships for a target, by name.
+
+    Raises
+    ------
+    ValueError
+        when two have the same name.
+    """
+    variants = list(importlib.import_module(module).variants(target))
+    counts = Counter(variant.name for variant in variants)
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{module} has more than one variant of the name {', '.join(duplicates)}")
+    return {variant.name: variant for variant in variants}
+
+
+def selected(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[Any, str]]:
+    """The (variant, target) pairs that the command line selects; an error where there are none."""
+    try:
+        pairs = [
+            (variant, target)
+            for target in given.target
+            for variant in variants_of(given.module, target).values()
+            if given.match in variant.name
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if not pairs:
+        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+    return pairs
+
+
+def print_names(pairs: Iterable[tuple[Any, str]]) -> None:
+    """The names of the variants, each once."""
+    print("\n".join(dict.fromkeys(variant.name for variant, _ in pairs)))
+
+
+def compiled_in_processes(
+    compile_one: Callable[..., Resources],
+    tasks: Iterable[Task | Resources],
+    jobs: int,
+    known: Mapping[str, Resources],
+) -> Iterator[Resources]:
+    """The resources of every task, in order; `Resources` among the tasks are passed through.
+
+    Tasks are submitted as the iterable yields them. A process that dies is a failure of the
+    variant that killed it, and of no other.
+    """
+    running: list[tuple[Task | None, Resources | None, Future[Resources] | None]] = []
+    with _processes(jobs) as pool:
+        for task in tasks:
+            if isinstance(task, Resources):
+                running.append((None, task, None))
+            elif task.key in known:
+                same = known[task.key]
+                same.name = task.name
+                running.append((None, same, None))
+            else:
+                running.append((task, None, pool.submit(compile_one, *task.arguments)))
+        for submitted, resources, future in running:
+            if submitted is not None and future is not None:
+                try:
+                    resources = future.result()
+                except BrokenProcessPool:  # This task or one beside it killed the process.
+                    resources = _compiled_alone(compile_one, submitted)
+                resources.key = submitted.key
+            assert resources is not None
+            yield resources
+
+
+def _compiled_alone(compile_one: Callable[..., Resources], task: Task) -> Resources:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(compile_one, *task.arguments).result()
+        except BrokenProcessPool:
+            return Resources(task.name, task.target, failures=["the compiler's process died"])
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def known_resources(path: Path | None) -> dict[str, Resources]:
+    """By key, what a saved report has of variants that compiled; empty without a report."""
+    if path is None:
+        return {}
+    saved = json.loads(path.read_text(encoding="utf-8"))["variants"]
+    return {v["key"]: Resources(**v) for v in saved if v.get("key") and not v["failures"]}
+
+
+def run(
+    given: argparse.Namespace,
+    compile_one: Callable[..., Resources],
+    tasks: Iterable[Task | Resources],
+    versions: Mapping[str, str],
+) -> int:
+    """Compile, print a line for each variant, save the report; 1 when a variant failed."""
+    known = known_resources(given.known)
+    resources = []
+    for each in compiled_in_processes(compile_one, tasks, given.jobs, known):
+        resources.append(each)
+        if each.key not in known:
+            print(line(each), flush=True)
+    if given.known:
+        compiled = sum(each.key not in known for each in resources)
+        print(f"{compiled} compiled, {len(resources) - compiled} known from {given.known}")
+    if given.save:
+        report = {
+            **versions,
+            "python": platform.python_version(),
+            "variants": [asdict(each) for each in resources],
+        }
+        given.save.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(each.failures for each in resources))
