@@ -1,14 +1,15 @@
-"""The code of a Triton kernel as a text that changes whenever its meaning can.
+"""The code of a Triton kernel as a text that changes whenever its meaning can, and seldom else.
 
-The text is the syntax tree of the kernel and of every `triton.jit` function that it calls, without
-comments and docstrings, and the constants that they read. It does not depend on the module in which
-a function is defined. Triton's own functions are not part of it: the version of Triton is a part of
-the key beside it.
+The text is the kernel's syntax tree without comments and docstrings. In it, the name of a
+`triton.jit` function is replaced by the text of that function, a global by its value, and a local
+variable by a number. So neither names nor the module in which a function is defined matter.
+Triton's own functions keep their names: the version of Triton is a part of the key beside the text.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import textwrap
 from types import ModuleType
@@ -23,47 +24,56 @@ def code_of(function: Any) -> str:
     ValueError
         for a global that is neither a function of Triton's nor a constant.
     """
-    parts: set[str] = set()
-    _collect(function, parts, set())
-    return "\n".join(sorted(parts))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    definition.name = "kernel"
+    if ast.get_docstring(definition) is not None:
+        definition.body = definition.body[1:] or [ast.Pass()]
+    return ast.dump(_Canonical(function.fn, definition).visit(definition))
 
 
-def _collect(function: Any, parts: set[str], visited: set[int]) -> None:
-    if id(function) in visited:
-        return
-    visited.add(id(function))
-    python = function.fn
-    tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    name = python.__qualname__
-    parts.add(f"{name}: {ast.dump(tree)}")
-    arguments = inspect.signature(python).parameters
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in arguments:
-            value = python.__globals__.get(node.id)
-            _collect_global(f"{name}.{node.id}", value, parts, visited)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            module = python.__globals__.get(node.value.id)
+class _Canonical(ast.NodeTransformer):
+    """Names replaced by what they stand for."""
+
+    def __init__(self, python: Any, definition: ast.FunctionDef) -> None:
+        self.globals = python.__globals__
+        self.parameters = set(inspect.signature(python).parameters)
+        stored = (
+            node.id
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        )
+        local = [name for name in dict.fromkeys(stored) if name not in self.parameters]
+        self.local = {name: f"local {number}" for number, name in enumerate(local)}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.parameters:
+            return node
+        if node.id in self.local:
+            node.id = self.local[node.id]
+            return node
+        return self._replaced(node, node.id, self.globals.get(node.id))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name):
+            module = self.globals.get(node.value.id)
             if isinstance(module, ModuleType) and not _is_triton(module.__name__):
-                value = getattr(module, node.attr)
-                _collect_global(f"{name}.{node.value.id}.{node.attr}", value, parts, visited)
+                return self._replaced(node, node.attr, getattr(module, node.attr))
+        return self.generic_visit(node)
 
-
-def _collect_global(name: str, value: Any, parts: set[str], visited: set[int]) -> None:
-    """`value` is None for a local name, a builtin or the constant None."""
-    if value is None or isinstance(value, ModuleType):
-        return
-    if _is_triton(getattr(value, "__module__", None) or "") and not hasattr(value, "fn"):
+    def _replaced(self, node: ast.AST, name: str, value: Any) -> ast.AST:
+        """`value` is None for a builtin, and for the constant None."""
+        if value is None or isinstance(value, ModuleType):
+            return node
+        if hasattr(value, "fn") and not _is_triton(value.fn.__module__):
+            return ast.Name(hashlib.sha256(code_of(value).encode()).hexdigest())
         if type(value).__name__ == "constexpr":
-            parts.add(f"{name} = {value.value!r}")
-    elif hasattr(value, "fn"):
-        if not _is_triton(value.fn.__module__):
-            _collect(value, parts, visited)
-    elif isinstance(value, bool | int | float | str | tuple):
-        parts.add(f"{name} = {value!r}")
-    else:
+            return ast.Name(f"constant {value.value!r}")
+        if isinstance(value, bool | int | float | str | tuple):
+            return ast.Name(f"constant {value!r}")
+        if _is_triton(getattr(value, "__module__", None) or ""):
+            return node
         raise ValueError(f"{name} is a {type(value).__name__}, and no constant of a kernel")
 
 

@@ -105,7 +105,7 @@ def test_every_configuration_is_among_the_compiled(monkeypatch):
         compiled.add((kernel, half, cut))
         return cut
 
-    for module in ("attention", "chunk_arrays", "lucid_solve", "lucid_step"):
+    for module in ("softmax.attention", "recurrence.chunk_arrays", "lucid.solve", "lucid.step"):
         monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
     found = list(variants.variants("sm_90"))
     assert len({variant.name for variant in found}) == len(found)
