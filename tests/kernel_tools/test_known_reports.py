@@ -140,5 +140,5 @@ def test_a_variant_without_a_key_is_always_compiled():
 
 
 def test_comments_of_cuda_do_not_change_its_text():
-    code = 'int a; // one\n\n/* two\nlines */ const char *b = "// kept"; char c = \'/\';  \n'
-    assert without_comments(code) == 'int a;\nconst char *b = "// kept"; char c = \'/\';'
+    code = "int a; // one\n\n/* two\nlines */ const char *b = \"// kept\"; char c = '/';  \n"
+    assert without_comments(code) == "int a;\nconst char *b = \"// kept\"; char c = '/';"
