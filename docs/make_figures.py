@@ -35,9 +35,9 @@ STYLE = {
 }
 
 
-def panels(count: int, height: float = 2.5) -> tuple[Figure, list[Axes]]:
+def panels(count: int, height: float = 2.1) -> tuple[Figure, list[Axes]]:
     """A figure with `count` axes side by side."""
-    figure = Figure(figsize=(6.6, height), layout="constrained")
+    figure = Figure(figsize=(5.4, height), layout="constrained")
     figure.patch.set_alpha(0)
     axes = [figure.add_subplot(1, count, i + 1) for i in range(count)]
     for ax in axes:
@@ -140,7 +140,7 @@ def differential() -> Figure:
 
 
 def ccq() -> Figure:
-    figure, (ax,) = panels(1, height=2.9)
+    figure, (ax,) = panels(1, height=2.5)
     tokens = 240
     rng = np.random.default_rng(0)
     angle = np.pi / 5 + 0.35 * rng.normal(size=tokens) + np.pi * rng.integers(0, 2, size=tokens)
@@ -162,7 +162,7 @@ def ccq() -> Figure:
 
 
 def row_normalized() -> Figure:
-    figure, axes = panels(2, height=2.9)
+    figure, axes = panels(2, height=2.5)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 64, 1, 2))
     attns = {"softmax": pa.Softmax(), "row_normalized": pa.RowNormalized()}
     for ax, (title, attn) in zip(axes, attns.items(), strict=True):
@@ -236,7 +236,7 @@ def linear() -> Figure:
 
 
 def delta() -> Figure:
-    figure, (ax,) = panels(1, height=2.3)
+    figure, (ax,) = panels(1, height=2.0)
     written = np.asarray([1.0, 1.0, 3.0, 3.0, 3.0, 2.0, 2.0, -1.0, -1.0, 1.0])
     tokens = len(written)
     same = np.ones((1, tokens, 1, 1))
@@ -255,7 +255,7 @@ def delta() -> Figure:
 
 
 def gsa() -> Figure:
-    figure, (ax,) = panels(1, height=2.2)
+    figure, (ax,) = panels(1, height=1.9)
     tokens, slots = 32, 6
     rng = np.random.default_rng(0)
     logits = 4 * rng.normal(size=(1, tokens, 1, slots)) + 4
