@@ -18,7 +18,7 @@ from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import command, correct, plot
-from precondattn_conformance.bench.cases import DECLARED, chosen, layout
+from precondattn_conformance.bench.cases import COMPARED, chosen, declared, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
@@ -332,11 +332,21 @@ def test_peak_memory_is_that_of_the_call():
 
 
 def test_the_declared_cases_exist_and_have_names_of_their_own():
-    assert len({case.name for case in DECLARED}) == len(DECLARED)
-    for case in DECLARED:
+    assert len({case.name for case in COMPARED}) == len(COMPARED)
+    for case in COMPARED:
         pa.parse(case.mechanism)
         named = set(case.peers or ())
         assert {peer.name for peer in peers_of(case)} == named
+
+
+def test_every_mechanism_has_a_forward_and_a_memory_case():
+    cases = {case.name: case for case in declared()}
+    assert set(cases) >= {case.name for case in COMPARED}
+    for name in pa.mechanisms():
+        assert (cases[name].mechanism, cases[name].work) == (name, "forward")
+        assert cases[f"memory_{name}"].work == "memory"
+    assert [case.name for case in chosen(("gla", "memory_gla"))] == ["gla", "memory_gla"]
+    assert {case.name for case in chosen()} <= {case.name for case in COMPARED}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Cases: what is measured, each by a name.
+"""Benchmark cases: what is measured, each under a name.
 
-A case is a mechanism, its sizes and a kind of work, on one array library. There are no figures
-here to pass or fail: a case says what to do, and a record what came of it.
+A case is a mechanism, its sizes and a kind of work, on one array library. It has no threshold to
+pass or fail: a case declares a measurement, and a record holds its result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from precondattn_conformance import libraries
 from precondattn_conformance.inputs import Layout
 
 WORKS = ("forward", "forward_backward", "decode", "memory")
-"""`decode` is one token more, behind a cache of t tokens; `memory` the peak of a forward and a
-backward at t tokens and at its multiples, which is not timed."""
+"""`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
+backward pass at t tokens and at its multiples; it is not timed."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
-"""The sizes that can be chosen; there are as many keys as queries."""
+"""The sizes that can be set; there are as many keys as queries."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class BenchCase:
     library: str = "torch"
     dtype: str = "float32"
     peers: tuple[str, ...] | None = None
-    """Which peers to measure against; None is every one that fits."""
+    """The peers to measure beside; None is every one that fits."""
     multiples: tuple[int, ...] = (1, 2, 4)
-    """Of t, at which the peak memory is taken."""
+    """The multiples of t at which the peak memory is measured."""
 
     def text(self) -> str:
-        """What it is, in one line."""
+        """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
         return f"{self.mechanism} {self.work}, {sizes}, {self.library} {self.dtype}"
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> Layout:
-    """Sizes of one sequence: each query head has its own key/value head unless n says otherwise."""
+    """Sizes of one sequence: each query head has its own key/value head unless n is given."""
     return Layout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
 
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 
-DECLARED = (
+COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid_one_kv_head", "lucid", "forward", layout(n=1), peers=("sdpa",)),
@@ -105,6 +105,19 @@ DECLARED = (
 )  # fmt: skip
 
 
+def declared() -> tuple[BenchCase, ...]:
+    """Every case: those of `COMPARED`, and a forward and a memory case for each other mechanism.
+
+    A new base or preconditioner, also a third-party one, has cases as soon as it is registered.
+    """
+    cases = {case.name: case for case in COMPARED}
+    for name in pa.mechanisms():
+        cases.setdefault(name, BenchCase(name, name, "forward", layout()))
+        memory = BenchCase(f"memory_{name}", name, "memory", layout(h=2), peers=())
+        cases.setdefault(memory.name, memory)
+    return tuple(cases.values())
+
+
 def chosen(
     names: tuple[str, ...] = (),
     *,
@@ -117,23 +130,23 @@ def chosen(
     memory: bool = False,
     quick: bool = False,
 ) -> list[BenchCase]:
-    """The cases that were asked for.
+    """The requested cases.
 
-    By name (`*` stands for anything), or of any mechanism, with sizes of one's own; and where
-    neither is given all that are timed. Whatever else is given narrows or changes these.
+    They are selected by name (`*` matches any text) or by mechanism. Where neither is given, they
+    are the timed ones of `COMPARED`. The other arguments narrow or change the selection.
 
     Raises
     ------
     ValueError
-        for what does not exist, naming what does.
+        for a name that does not exist, listing those that do.
     """
     _check("work", works, WORKS)
     _check("array library", libraries_, tuple(cls.name for cls in libraries.ALL))
     _check("dtype", (dtype,) if dtype else (), libraries.WIDE + libraries.HALF)
     if mechanisms:
         if names:
-            raise ValueError("cases go by name or by mechanism, not by both")
-        found = [
+            raise ValueError("select cases by name or by mechanism, not by both")
+        cases = [
             BenchCase(f"{work}_{m}", str(pa.parse(m)), work, layout(), library)
             for m in mechanisms
             for work in works or ("forward", *(("memory",) if memory else ()))
@@ -141,26 +154,26 @@ def chosen(
         ]
     else:
         named = _named(names, memory or "memory" in works)
-        found = [case for case in named if not works or case.work in works]
-        found = [case for case in found if not libraries_ or case.library in libraries_]
-    if not found:
-        raise ValueError("no case is left of what was asked for; `--list` names them all")
+        cases = [case for case in named if not works or case.work in works]
+        cases = [case for case in cases if not libraries_ or case.library in libraries_]
+    if not cases:
+        raise ValueError("no case is left of those requested; `--list` names them all")
     if sizes:
-        found = [
-            replace(case, layout=with_sizes(case.layout, text)) for case in found for text in sizes
+        cases = [
+            replace(case, layout=with_sizes(case.layout, text)) for case in cases for text in sizes
         ]
     if quick:
-        found = [replace(case, layout=_small(case.layout)) for case in found]
+        cases = [replace(case, layout=_small(case.layout)) for case in cases]
     if dtype:
-        found = [replace(case, dtype=dtype) for case in found]
+        cases = [replace(case, dtype=dtype) for case in cases]
     if not peers:
-        found = [replace(case, peers=()) for case in found]
-    for case in found:
+        cases = [replace(case, peers=()) for case in cases]
+    for case in cases:
         if case.work == "decode":
             check_cacheable(pa.parse(case.mechanism))
         if case.dtype not in libraries.named(case.library).dtypes:
             raise ValueError(f"{case.library} is not measured in {case.dtype} ({case.name})")
-    return found
+    return cases
 
 
 def _check(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
@@ -173,18 +186,19 @@ def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
     if not names:
         return [
             case
-            for case in DECLARED
+            for case in COMPARED
             if case.work != "memory" or (memory and not case.name.startswith("long_"))
         ]
+    cases = declared()
     for name in names:
-        if not any(fnmatchcase(case.name, name) for case in DECLARED):
-            known = ", ".join(case.name for case in DECLARED)
+        if not any(fnmatchcase(case.name, name) for case in cases):
+            known = ", ".join(case.name for case in cases)
             raise ValueError(f"unknown case {name!r}; known are {known}")
-    return [case for case in DECLARED if any(fnmatchcase(case.name, name) for name in names)]
+    return [case for case in cases if any(fnmatchcase(case.name, name) for name in names)]
 
 
 def with_sizes(old: Layout, text: str) -> Layout:
-    """A layout with the sizes of `"t=1024,h=4"` in place of its own."""
+    """The layout with the sizes of `"t=1024,h=4"` replaced."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, size = (word.strip() for word in part.partition("="))
@@ -207,6 +221,6 @@ def with_sizes(old: Layout, text: str) -> Layout:
 
 
 def _small(old: Layout) -> Layout:
-    """The same shape of things, small enough for a test."""
+    """The same layout, small enough for a test."""
     n = 4 if old.n == old.h else 1
     return old._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)

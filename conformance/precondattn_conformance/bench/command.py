@@ -19,7 +19,7 @@ from rich.table import Table
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
-from precondattn_conformance.bench.cases import DECLARED, BenchCase, chosen
+from precondattn_conformance.bench.cases import BenchCase, chosen, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.table import duration, print_record
@@ -36,7 +36,7 @@ ISOLATED = {
 def list_cases(console: Console) -> None:
     """Every declared case, by name."""
     table = Table("case", "what", "peers", title="cases", title_justify="left")
-    for case in DECLARED:
+    for case in declared():
         table.add_row(case.name, escape(case.text()), ", ".join(case.peers or ()) or "–")
     console.print(table)
 
