@@ -49,29 +49,7 @@ from precondattn.preconditioners import (
     RowNormalized,
     Temperature,
 )
-from precondattn.shorthands import (
-    ccq,
-    contraction_gate,
-    delta,
-    differential,
-    elu1,
-    gated_delta,
-    gla,
-    gsa,
-    hedgehog,
-    laser,
-    linear,
-    lucid,
-    path,
-    per_dim_scale,
-    qk_norm,
-    retention,
-    row_normalized,
-    shorthand,
-    softmax,
-    ssd,
-    temperature,
-)
+from precondattn.shorthands import shorthand
 from precondattn.spec import array_functions
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
@@ -99,6 +77,27 @@ from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
 
 __version__ = "0.1.0"
+
+softmax = shorthand(Softmax)
+path = shorthand(Path)
+linear = shorthand(Linear)
+retention = shorthand(Retention)
+ssd = shorthand(SSD)
+gla = shorthand(GLA)
+delta = shorthand(Delta)
+gated_delta = shorthand(GatedDelta)
+gsa = shorthand(GSA)
+lucid = shorthand(Lucid)
+laser = shorthand(Laser)
+ccq = shorthand(CCQ)
+contraction_gate = shorthand(ContractionGate)
+temperature = shorthand(Temperature)
+per_dim_scale = shorthand(PerDimScale)
+qk_norm = shorthand(QKNorm)
+differential = shorthand(Differential)
+row_normalized = shorthand(RowNormalized)
+elu1 = shorthand(Elu1)
+hedgehog = shorthand(Hedgehog)
 
 __all__ = [
     "CCQ",

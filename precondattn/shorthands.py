@@ -8,27 +8,6 @@ from typing import Any
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, is_compiling
 from precondattn.execution.build import build_and_call, options_of
-from precondattn.preconditioners import (
-    CCQ,
-    Differential,
-    Elu1,
-    Hedgehog,
-    Laser,
-    Lucid,
-    PerDimScale,
-    QKNorm,
-    RowNormalized,
-    Temperature,
-)
-from precondattn.spec.contraction_gate import ContractionGate
-from precondattn.spec.delta import Delta, GatedDelta
-from precondattn.spec.gla import GLA
-from precondattn.spec.gsa import GSA
-from precondattn.spec.linear import Linear
-from precondattn.spec.path import Path
-from precondattn.spec.retention import Retention
-from precondattn.spec.softmax import Softmax
-from precondattn.spec.ssd import SSD
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
@@ -76,25 +55,3 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
         f"options {', '.join([*own, *of_base])}. An optional input sets its own option."
     )
     return call
-
-
-softmax = shorthand(Softmax)
-path = shorthand(Path)
-linear = shorthand(Linear)
-retention = shorthand(Retention)
-ssd = shorthand(SSD)
-gla = shorthand(GLA)
-delta = shorthand(Delta)
-gated_delta = shorthand(GatedDelta)
-gsa = shorthand(GSA)
-lucid = shorthand(Lucid)
-laser = shorthand(Laser)
-ccq = shorthand(CCQ)
-contraction_gate = shorthand(ContractionGate)
-temperature = shorthand(Temperature)
-per_dim_scale = shorthand(PerDimScale)
-qk_norm = shorthand(QKNorm)
-differential = shorthand(Differential)
-row_normalized = shorthand(RowNormalized)
-elu1 = shorthand(Elu1)
-hedgehog = shorthand(Hedgehog)
