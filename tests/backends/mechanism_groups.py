@@ -39,6 +39,11 @@ def is_plain(expression):
     return expression.isidentifier()
 
 
+def is_never(expression):
+    """For groups that are all slow."""
+    return False
+
+
 def is_declared_alone(expression):
     """No composition."""
     return "(" not in expression

@@ -93,7 +93,7 @@ def test_the_reference_has_forward_mode_and_second_derivatives():
     def loss(k):
         return jnp.sum(call(x["q"], k, x["v"]) ** 2)
 
-    hessian = jax.hessian(loss)(x["k"]).reshape(x["k"].size, -1)
+    hessian = jax.jit(jax.hessian(loss))(x["k"]).reshape(x["k"].size, -1)
     close(hessian, hessian.T)
 
 

@@ -22,7 +22,14 @@ def gradients(function, x, cotangent):
     return torch.autograd.grad(function(**x), list(x.values()), cotangent)
 
 
-@pytest.mark.parametrize("expression", sorted({*expressions()} - derived()))
+# Slow: options, which other tests run uncompiled; each mechanism is compiled by default.
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pytest.param(expression, marks=pytest.mark.slow) if "[" in expression else expression
+        for expression in sorted({*expressions()} - derived())
+    ],
+)
 def test_a_call_compiles_into_one_graph_with_its_gradient(expression):
     torch.compiler.reset()
     m, x = pa.parse(expression), tensors_of(expression)

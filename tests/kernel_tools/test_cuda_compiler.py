@@ -10,15 +10,10 @@ import pytest
 from precondattn_kernel_tools import cuda_toolkit, nvrtc
 from precondattn_kernel_tools.cuda_compiler import Variant, compile_variant
 from precondattn_kernel_tools.cuda_toolkit import MissingToolError
+from tests.kernel_tools.toolchain import needs_nvrtc
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = "tests.kernel_tools.cuda_examples.variants"
-
-try:
-    cuda_toolkit.nvrtc_library()
-    cuda_toolkit.include_folder()
-except MissingToolError as missing:
-    pytest.skip(str(missing), allow_module_level=True)
 
 
 def compiler(*arguments):
@@ -44,6 +39,7 @@ def everything(tmp_path_factory):
     return done, {(found["name"], found["target"]): found for found in report["variants"]}
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "float", "double"])
 @pytest.mark.parametrize("tile", [8, 16])
@@ -59,12 +55,14 @@ def test_what_compiles_and_fits_has_its_resources_in_the_report(everything, dtyp
     assert f"product<{dtype}, {tile}>" in done.stdout
 
 
+@needs_nvrtc
 def test_a_kernel_without_a_template_is_found_by_its_name(everything):
     found = everything[1]["grid total", "sm_90"]
     assert found["failures"] == []
     assert found["registers"] > 0
 
 
+@needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "failure"),
     [
@@ -85,6 +83,7 @@ def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     assert failure in done.stdout
 
 
+@needs_nvrtc
 def test_limits_are_those_of_the_variant_and_the_target(everything):
     variants = everything[1]
     assert variants["may spill", "sm_80"]["failures"] == []

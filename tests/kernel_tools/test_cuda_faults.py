@@ -5,8 +5,6 @@ import re
 import numpy as np
 import pytest
 
-pytest.importorskip("ml_dtypes")
-
 from precondattn_kernel_tools.cuda_simulator import (
     KernelError,
     OutOfBoundsError,
@@ -25,6 +23,9 @@ from tests.kernel_tools.cuda_examples.launches import (
     turns,
     unwritten,
 )
+from tests.kernel_tools.toolchain import compiler, missing, needs_simulator
+
+pytestmark = needs_simulator
 
 LINES = (EXAMPLES / "faults.cu").read_text().split("\n")
 
@@ -89,7 +90,7 @@ def test_a_planted_fault_is_found_at_its_line(name, kind, says, order):
     assert np.isnan(y).all()  # Nothing of a launch that failed is kept.
 
 
-@pytest.mark.skipif(not compilation._takes_pattern(), reason="g++ before 12 can not")
+@pytest.mark.skipif(not missing(compiler) and not compilation._takes_pattern(), reason="g++ < 12")
 def test_a_local_variable_that_no_one_has_written_shows():
     y = unwritten(4)
     faults().get_function("uninitialized_local")((1,), (4,), (normal(64), y, np.int32(64)))

@@ -5,8 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-pytest.importorskip("ml_dtypes")
-
 from precondattn_kernel_tools import cuda_toolkit
 from precondattn_kernel_tools.cuda_simulator import (
     CompilationError,
@@ -17,8 +15,10 @@ from precondattn_kernel_tools.cuda_simulator import (
     compilation,
 )
 from tests.kernel_tools.cuda_examples.launches import ORDERS, faults, kernels, normal, unwritten
+from tests.kernel_tools.toolchain import needs_simulator
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
@@ -46,6 +46,7 @@ def test_what_can_not_be_launched_is_named(change, kind, says):
         faults().get_function("asserts")(**launch)
 
 
+@needs_simulator
 def test_shared_memory_has_a_limit_that_can_be_raised():
     function = kernels().get_function("total<float>")
     args, large = (normal(64), unwritten(1), np.int32(64)), 100 << 10
@@ -62,6 +63,7 @@ def test_shared_memory_has_a_limit_that_can_be_raised():
         static.get_function("k")((1,), (1,), ())
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     ("source", "options", "kind", "says"),
     [
@@ -80,12 +82,22 @@ def test_shared_memory_has_a_limit_that_can_be_raised():
             "a declaration in shared memory is not understood: __shared__ float x = 1",
         ),
         ("", {"name_expressions": ["k<int>"]}, CompilationError, "k"),
+    ],
+)
+def test_what_can_not_be_built_is_refused(source, options, kind, says):
+    with pytest.raises(kind, match=says):
+        SimulatedModule(source, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "kind", "says"),
+    [
         ("", {"options": ["-O3"]}, ValueError, "options has '-O3'"),
         ("", {"name_expressions": "k"}, TypeError, "have to be sequences"),
         (b"", {}, TypeError, "source has to be text or a Path, not bytes"),
     ],
 )
-def test_what_can_not_be_built_is_refused(source, options, kind, says):
+def test_arguments_that_can_not_be_built_from_are_refused(source, options, kind, says):
     with pytest.raises(kind, match=says):
         SimulatedModule(source, **options)
 
@@ -132,6 +144,7 @@ template <class T, int N> __global__ void k(const T* x, double* y) {
 """
 
 
+@needs_simulator
 def test_declarations_of_shared_memory_are_understood():
     module = SimulatedModule(DECLARATIONS, ["k<float, 32>", "k<int, 64>"], ["-DNDEBUG"])
     for name, dtype, count in (("k<float, 32>", np.float32, 32), ("k<int, 64>", np.int32, 64)):

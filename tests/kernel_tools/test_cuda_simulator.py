@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("ml_dtypes")
-
 from precondattn_kernel_tools.cuda_simulator import OutOfBoundsError, checked
 from tests.kernel_tools.cuda_examples.launches import (
     ORDERS,
@@ -15,6 +13,9 @@ from tests.kernel_tools.cuda_examples.launches import (
     turns,
     unwritten,
 )
+from tests.kernel_tools.toolchain import needs_simulator
+
+pytestmark = needs_simulator
 
 
 def tiles(count):

@@ -1,7 +1,5 @@
 """What tests of the CuPy backend's attention share: calls of its kernels, and of the definition."""
 
-from tests.backends.cupy.simulated import DTYPES, TOLERANCES, error  # isort: skip  # It may skip.
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from precondattn_cupy.softmax import attention, laser
 from precondattn_cupy.softmax import leaf as softmax
 from precondattn_cupy.softmax import step as softmax_step
 from precondattn_kernel_tools.cuda_simulator import checked
+from tests.backends.cupy.simulated import DTYPES, TOLERANCES, error
 
 TILES = (
     *("softmax_forward", "softmax_query_gradient", "softmax_key_gradient"),

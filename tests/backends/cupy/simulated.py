@@ -1,26 +1,7 @@
-"""What tests of the CuPy backend share: kernels in the simulator, and NumPy's dtypes."""
-
-import os
-import shutil
-
-import pytest
-
-pytest.importorskip("ml_dtypes")
+"""Kernels of the CuPy backend in the simulator: dtypes, tolerances, orders of threads."""
 
 import ml_dtypes
 import numpy as np
-
-from precondattn_cupy.launch import SIMULATE
-from precondattn_kernel_tools import cuda_toolkit
-
-try:
-    cuda_toolkit.include_folder()
-except cuda_toolkit.MissingToolError as missing:
-    pytest.skip(str(missing), allow_module_level=True)
-if shutil.which("g++") is None:
-    pytest.skip("g++ is not installed", allow_module_level=True)
-
-os.environ[SIMULATE] = "1"
 
 DTYPES = {
     "float64": np.float64,
@@ -30,7 +11,7 @@ DTYPES = {
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 ORDERS = (None, "reverse", 0)
-"""In which blocks and threads run; 0 is the seed of another one."""
+"""Orders in which blocks and threads run; 0 is the seed of a random order."""
 
 
 def error(found, expected):

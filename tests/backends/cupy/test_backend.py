@@ -1,7 +1,5 @@
 """The CuPy backend in dispatch: what it takes, what it refuses, and that it conforms."""
 
-from tests.backends.cupy import simulated  # noqa: F401  # isort: skip
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from precondattn_cupy.configurations import Configuration, forced
 from tests.backends.cupy import attention as cupy_attention
 from tests.backends.cupy.simulated import DTYPES
 from tests.backends.mechanism_groups import fewer_queries, groups
+from tests.kernel_tools.toolchain import needs_simulator
 
 TAKEN = (
     *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
@@ -33,6 +32,7 @@ SMALL = {
 }
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     "group",
     [

@@ -1,7 +1,5 @@
 """LASER's CUDA kernels against the definition, in the simulator."""
 
-from tests.backends.cupy.simulated import DTYPES, ORDERS  # isort: skip  # It may skip.
-
 import numpy as np
 import pytest
 
@@ -10,11 +8,15 @@ from precondattn.backend import Request
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.softmax.laser import Laser
 from tests.backends.cupy.attention import check, found, problem, unwritten_is_nan, with_nan
+from tests.backends.cupy.simulated import DTYPES, ORDERS
+from tests.kernel_tools.toolchain import needs_simulator
 
 __all__ = ["unwritten_is_nan"]
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
-HALF = ("float16", "bfloat16")
+FLOAT16 = pytest.param("float16", marks=pytest.mark.slow)
+"""Slow: its kernels take 20 seconds to build; `test_attention_by_tensor_cores` runs them too."""
+HALF = (FLOAT16, "bfloat16")
 TYPES = ("float32", *HALF)
 
 
@@ -32,6 +34,7 @@ def is_close(ours):
 # ------------------------------------------------------------------------------- close heads
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("t", [1, 15, 16, 17, 33])
@@ -43,12 +46,14 @@ def test_output_and_gradients_of_every_length_and_dtype(t, dtype, leaf):
 GRADIENTS = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
 
 
+@needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 def test_in_any_order_of_blocks_and_threads(spread, order):
     check(*problem(19, h=4, n=2, spread=spread), leaf=laser(), order=order, gradient_bound=1e-4)
 
 
+@needs_simulator
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize("leaf", [*CAUSAL, laser(window=7)])
 @pytest.mark.parametrize("t", [1, 17])
@@ -56,6 +61,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(t, leaf, spread):
     check(*problem(t, 40, b=1, d=12, e=5, spread=spread), leaf=leaf, gradient_bound=1e-4)
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,6 +78,7 @@ def test_padding_may_hold_nan(dtype, spread, leaf):
     assert is_close(ours) == [[True], [spread == 1], [spread == 1]]
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 def test_segments_and_hidden_keys(spread, leaf):
@@ -87,6 +94,7 @@ def test_segments_and_hidden_keys(spread, leaf):
     assert all((ours[name][1] == 0).all() for name in x)
 
 
+@needs_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("height", [0.0, -3.0, 1e4])
 def test_constant_values_give_that_constant(dtype, height):
@@ -97,6 +105,7 @@ def test_constant_values_give_that_constant(dtype, height):
     assert (ours["q"] == 0).all()
 
 
+@needs_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 def test_values_near_the_limit_of_close_heads(dtype):
     x, d_out = problem(33, b=1, dtype=dtype)
@@ -107,6 +116,7 @@ def test_values_near_the_limit_of_close_heads(dtype):
     assert is_close(ours) == [[True]] or dtype == "bfloat16"
 
 
+@needs_simulator
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_values_have_small_errors(dtype):
     """Though e^v is next to 1, where numbers of half precision lie apart by as much as they."""
@@ -119,6 +129,7 @@ def test_small_values_have_small_errors(dtype):
 # ------------------------------------------------------------------------------- exact heads
 
 
+@needs_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("leaf", CAUSAL)
 def test_values_far_apart(dtype, leaf):
@@ -127,10 +138,12 @@ def test_values_far_apart(dtype, leaf):
     assert is_close(ours) == [[False]]
 
 
+@needs_simulator
 def test_values_far_apart_with_more_channels_than_are_taken_at_once():
     check(*problem(17, 20, b=1, h=2, e=72, spread=100.0), leaf=laser(), gradient_bound=1e-4)
 
 
+@needs_simulator
 def test_close_and_far_heads_in_one_call():
     x, d_out = problem(17, h=4, n=2)
     x["v"][:, :, 1] *= 100
@@ -139,6 +152,7 @@ def test_close_and_far_heads_in_one_call():
     assert is_close(ours) == [[True, False], [True, True]]
 
 
+@needs_simulator
 def test_a_padded_value_does_not_put_a_head_apart():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
@@ -146,6 +160,7 @@ def test_a_padded_value_does_not_put_a_head_apart():
     assert is_close(found(x, d_out, leaf=laser())) == [[False]]
 
 
+@needs_simulator
 @pytest.mark.parametrize("apart", [50.0, 130.0])
 @pytest.mark.parametrize("leaf", CAUSAL)
 def test_values_that_oppose_the_scores(apart, leaf):
@@ -159,6 +174,7 @@ def test_values_that_oppose_the_scores(apart, leaf):
     assert is_close(ours) == [[apart < 60]]
 
 
+@needs_simulator
 def test_no_later_value_has_a_part_in_an_output():
     x, d_out = problem(17, b=1, h=1, spread=100.0)
     later = {name: a.copy() for name, a in x.items()}
@@ -168,6 +184,7 @@ def test_no_later_value_has_a_part_in_an_output():
     np.testing.assert_array_equal(first, second)
 
 
+@needs_simulator
 def test_the_spread_of_many_tokens(monkeypatch):
     monkeypatch.setattr("precondattn_cupy.softmax.laser.SEGMENT", 8)
     x, d_out = problem(33, b=1)

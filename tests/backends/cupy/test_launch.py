@@ -1,7 +1,5 @@
 """From a kernel's file to a launch: sources, arguments, and what is refused."""
 
-from tests.backends.cupy import simulated  # noqa: F401  # isort: skip
-
 import re
 
 import numpy as np
@@ -12,6 +10,7 @@ from precondattn_cupy.configurations import Configuration, configuration, forced
 from precondattn_cupy.launch import recorded
 from precondattn_cupy.sources import FOLDER, source
 from precondattn_kernel_tools import cuda_compiler
+from tests.kernel_tools.toolchain import needs_nvrtc
 
 ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
 
@@ -78,6 +77,7 @@ def test_every_kernel_of_a_source_is_among_the_variants():
     assert listed == defined
 
 
+@needs_nvrtc
 def test_a_variant_compiles():
     variant = next(variants.variants("sm_80"))
     found = cuda_compiler.compile_variant(variant, "sm_80")

@@ -1,7 +1,5 @@
 """LUCID's CUDA kernels against the definition, in the simulator."""
 
-from tests.backends.cupy import simulated  # noqa: F401  # isort: skip
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,9 @@ from precondattn_cupy.lucid import solve as lucid_solve
 from precondattn_cupy.lucid import step as lucid_step
 from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.simulated import DTYPES, ORDERS
+from tests.kernel_tools.toolchain import needs_simulator
+
+pytestmark = needs_simulator
 
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 SMALL = {

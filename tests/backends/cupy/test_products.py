@@ -3,8 +3,6 @@
 What is proved of the latter is where their lanes point to, and which number lies in which lane.
 """
 
-from tests.backends.cupy import simulated  # isort: skip  # It skips where there is no simulator.
-
 import functools
 from itertools import product
 from pathlib import Path
@@ -16,7 +14,11 @@ import precondattn as pa
 from precondattn_cupy.launch import CPP_TYPES
 from precondattn_cupy.sources import FOLDER
 from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
+from tests.backends.cupy import simulated
 from tests.backends.cupy.attention import check, problem
+from tests.kernel_tools.toolchain import needs_simulator
+
+pytestmark = needs_simulator
 
 HERE = Path(__file__).with_name("cuda_tensors")
 HALF, WAYS = ("float16", "bfloat16"), tuple(product((False, True), repeat=2))

@@ -3,12 +3,8 @@
 from itertools import pairwise, product
 from pathlib import Path
 
-import pytest
-
-from tests.backends.cupy.simulated import DTYPES, ORDERS, error
-
-# isort: split
 import numpy as np
+import pytest
 
 import precondattn as pa
 from precondattn.backend import Request
@@ -17,6 +13,8 @@ from precondattn_cupy.configurations import Configuration, forced
 from precondattn_cupy.recurrence import chunk_arrays
 from precondattn_cupy.sources import FOLDER
 from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
+from tests.backends.cupy.simulated import DTYPES, ORDERS, error
+from tests.kernel_tools.toolchain import needs_simulator
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")
@@ -90,6 +88,7 @@ def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
         assert found[name].dtype == DTYPES[dtype]
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     ("t", "dtype", "d", "e"),
     [(33, "float32", 20, 40), (31, "bfloat16", 12, 20), (1, "float32", 5, 5)],
@@ -98,6 +97,7 @@ def test_tokens_one_off_a_chunk_blocks_of_channels_and_dtypes(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e, heads=(1, 1)), dtype)
 
 
+@needs_simulator
 def test_outputs_in_float16():
     x = problem(pa.GatedDelta(), 17)
     x = {name: array.astype(np.float16) for name, array in x.items()}
@@ -107,6 +107,7 @@ def test_outputs_in_float16():
     assert error(out, expected) < BOUNDS["float16"]
 
 
+@needs_simulator
 @pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("options", [("-DPRECONDATTN_EMULATED_TENSORS",), ()])
 def test_products_in_tf32_by_tensor_cores_and_without(options, in_two):
@@ -128,12 +129,14 @@ def test_products_in_tf32_by_tensor_cores_and_without(options, in_two):
         assert error(c, expected) < 1e-6
 
 
+@needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("t", [15, 32])
 def test_any_order_of_blocks_and_threads(t, order):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, heads=(1, 1)), order=order)
 
 
+@needs_simulator
 @pytest.mark.parametrize(("t", "d", "chunk"), [(65, 20, 64), (33, 256, 32)])
 def test_chunks_of_four_warps_and_the_widest_keys(t, d, chunk):
     x = problem(pa.GatedDelta(), t, d=d, heads=(1, 1))
@@ -143,11 +146,13 @@ def test_chunks_of_four_warps_and_the_widest_keys(t, d, chunk):
     assert error(out, expected) < BOUNDS["float32"]
 
 
+@needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_keys_that_coincide_or_nearly_do(keys):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
 
 
+@needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_what_such_keys_write_has_the_digits_of_float16(keys):
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
@@ -155,10 +160,12 @@ def test_what_such_keys_write_has_the_digits_of_float16(keys):
     check(pa.Delta(), x, "float16", bound=8e-4, cut=(32,))
 
 
+@needs_simulator
 def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 37, keys="zero", gates="extreme"))
 
 
+@needs_simulator
 def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
     x = problem(pa.GatedDelta(), 32, heads=(1, 1))
     x["g"] = 1e-3 * x["g"]
@@ -166,6 +173,7 @@ def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
     check(pa.GatedDelta(), x, bound=1e-6)
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     "layer", ["delta[scale=0.3]", "ssd", "retention", "linear", "linear[normalize=true]"]
 )
@@ -177,6 +185,7 @@ def test_special_cases_by_the_same_kernels(layer):
     check(layer, x)
 
 
+@needs_simulator
 def test_contracted_queries_by_the_same_kernels():
     x = problem(pa.GatedDelta(), 17, heads=(1, 1))
     x["contraction"] = np.random.default_rng(0).uniform(size=(1, 17, 1)).astype(np.float32)
@@ -185,6 +194,7 @@ def test_contracted_queries_by_the_same_kernels():
     check(layer, problem(layer, 17), "bfloat16", cut=(32, 16))
 
 
+@needs_simulator
 @pytest.mark.parametrize("layer", ["gated_delta", "retention", "linear"])
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     layer = pa.parse(layer)
@@ -192,6 +202,7 @@ def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     check(layer, x | {"q": x["q"][:, 19:]})
 
 
+@needs_simulator
 def test_four_heads_that_share_two_of_keys_with_strides_of_their_own():
     x = problem(pa.GatedDelta(), 19, heads=(2, 4))
     for name, array in x.items():
@@ -199,6 +210,7 @@ def test_four_heads_that_share_two_of_keys_with_strides_of_their_own():
     check(pa.GatedDelta(), x)
 
 
+@needs_simulator
 def test_padding_and_segments_are_not_looked_at():
     x = problem(pa.GatedDelta(), 20, b=2, heads=(1, 1))
     segments = np.array([[0] * 3 + [2] * 12 + [5] * 5, [1] * 20])
@@ -222,6 +234,7 @@ def states_of(layer, x):
     return cache._replace(store=store)
 
 
+@needs_simulator
 @pytest.mark.parametrize(
     ("layer", "cuts"),
     [
@@ -261,6 +274,7 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
         assert error(parts, gradient) < 4e-6, name
 
 
+@needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("layer", "dtype"),
@@ -286,6 +300,7 @@ def test_a_token_reads_and_writes_the_state_once(layer, dtype, order):
         assert new.store[name].dtype == np.float32
 
 
+@needs_simulator
 def test_an_extension_of_sequences_of_unequal_lengths():
     layer = pa.GatedDelta()
     x = problem(layer, 18, b=2, heads=(1, 1))

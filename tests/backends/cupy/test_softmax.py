@@ -1,7 +1,5 @@
 """Softmax attention's CUDA kernels against the definition, in the simulator."""
 
-from tests.backends.cupy.simulated import DTYPES, ORDERS, error  # isort: skip  # It may skip.
-
 import numpy as np
 import pytest
 
@@ -18,6 +16,8 @@ from tests.backends.cupy.attention import (
     unwritten_is_nan,
     with_nan,
 )
+from tests.backends.cupy.simulated import DTYPES, ORDERS, error
+from tests.kernel_tools.toolchain import needs_simulator
 
 __all__ = ["unwritten_is_nan"]
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 CAUSAL = (pa.Softmax(), pa.Softmax(causal=False))
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("t", [1, 15, 16, 17, 33])
@@ -32,11 +33,13 @@ def test_output_and_gradients_of_every_length_and_dtype(t, dtype, leaf):
     check(*problem(t, b=1, dtype=dtype), leaf=leaf)
 
 
+@needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_any_order_of_blocks_and_threads(order):
     check(*problem(33, h=4, n=2), order=order)
 
 
+@needs_simulator
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-4), ("float16", 4e-5)])
 def test_keys_that_are_alike(dtype, bound):
     """All that is left of the gradient of a query is what the rows of dS add up to."""
@@ -46,27 +49,32 @@ def test_keys_that_are_alike(dtype, bound):
     assert error(found(x, d_out)["q"], wanted) < bound
 
 
+@needs_simulator
 @pytest.mark.parametrize(("d", "e"), [(5, 12), (12, 5), (1, 1), (20, 24)])
 def test_any_width(d, e):
     check(*problem(19, d=d, e=e))
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize(("t", "s"), [(1, 40), (17, 40)])
 def test_fewer_queries_than_keys_are_the_last_ones(t, s, leaf):
     check(*problem(t, s, b=1, h=2, n=2), leaf=leaf)
 
 
+@needs_simulator
 def test_more_queries_than_keys():
     check(*problem(40, 17, b=1), leaf=pa.Softmax(causal=False))
 
 
+@needs_simulator
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 100])
 def test_windows(window, causal):
     check(*problem(20, 40, b=1), leaf=pa.Softmax(window=window, causal=causal, scale=0.7))
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_may_hold_nan(dtype, leaf):
@@ -78,6 +86,7 @@ def test_padding_may_hold_nan(dtype, leaf):
     assert all((ours[name][hidden] == 0).all() for name in ("out", *x))
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 def test_hidden_keys_may_hold_nan_and_queries_may_see_none(leaf):
     x, d_out = problem(33, h=1)
@@ -89,17 +98,20 @@ def test_hidden_keys_may_hold_nan_and_queries_may_see_none(leaf):
     assert (ours["q"][1] == 0).all()
 
 
+@needs_simulator
 @pytest.mark.parametrize("leaf", [*CAUSAL, pa.Softmax(window=7)])
 def test_queries_see_their_own_segment(leaf):
     ids = np.array([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 25, [7] * 43])
     check(*problem(43, h=1), leaf=leaf, segment_ids=ids)
 
 
+@needs_simulator
 def test_segments_of_fewer_queries_than_keys():
     ids = np.arange(51)[None] // np.array([[12], [17]])
     check(*problem(20, 51, h=2), segment_ids=ids, lengths=np.array([48, 51]))
 
 
+@needs_simulator
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_keys_that_are_alike_or_zero(dtype):
     x, d_out = problem(33, b=1, dtype=dtype)
@@ -113,6 +125,7 @@ def test_keys_that_are_alike_or_zero(dtype):
     check(x, d_out)
 
 
+@needs_simulator
 @pytest.mark.parametrize("size", [1e-4, 1e3])
 def test_logits_of_any_size(size):
     x, d_out = problem(33, b=1)
@@ -121,10 +134,12 @@ def test_logits_of_any_size(size):
     check(x, d_out, bound=1e-3 if size > 1 else 1e-5)
 
 
+@needs_simulator
 def test_shipped_tiles_compute_the_same():
     check(*problem(70, b=1, h=1, dtype="bfloat16"), tiles={})
 
 
+@needs_simulator
 def test_tiles_of_queries_and_keys_may_differ():
     high, wide = Configuration(32, 16), Configuration(16, 32)
     for leaf in (*CAUSAL, pa.Softmax(window=40)):
@@ -132,10 +147,12 @@ def test_tiles_of_queries_and_keys_may_differ():
         check(*problem(70, b=1, h=1), tiles=tiles, leaf=leaf)
 
 
+@needs_simulator
 def test_parts_of_channels():
     check(*problem(18, b=1, h=2, d=200, e=300))
 
 
+@needs_simulator
 def test_the_same_bits_every_time():
     x, d_out = problem(33, h=4, n=2)
     first, second = (found(x, d_out, order=order) for order in ("reverse", 3))
@@ -143,6 +160,7 @@ def test_the_same_bits_every_time():
         np.testing.assert_array_equal(first[name], second[name])
 
 
+@needs_simulator
 def test_inputs_of_any_strides():
     rng = np.random.default_rng(0)
     x = {

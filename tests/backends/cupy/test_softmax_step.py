@@ -1,7 +1,5 @@
 """Steps of softmax attention and LASER by one token, against the definition, in the simulator."""
 
-from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error  # isort: skip  # It may skip.
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,8 @@ from precondattn_cupy.softmax import step as softmax_step
 from precondattn_cupy.softmax.leaf import Softmax
 from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.attention import unwritten_is_nan
+from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error
+from tests.kernel_tools.toolchain import needs_simulator
 
 __all__ = ["unwritten_is_nan"]
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -66,6 +66,7 @@ def only_ours(monkeypatch):
     monkeypatch.setattr("precondattn_portable.backend.Portable.step", None)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("held", [0, 1, 63, 64, 65, 300])
@@ -73,33 +74,39 @@ def test_caches_of_every_length_and_dtype(held, dtype, name):
     check(name, inputs(held + 1, b=1, dtype=dtype), held)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_any_order_of_blocks_and_threads(order, name):
     check(name, inputs(131, h=4, n=2, d=12, e=5), 130, order=order)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("capacity", [136, 140])
 def test_a_cache_that_is_longer_than_what_it_holds(capacity, name):
     check(name, inputs(131), 130, capacity=capacity)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_more_query_heads_to_a_kv_head_than_a_tile_has_rows(name):
     check(name, inputs(40, b=1, h=38, n=2), 39)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_wide_rows(name):
     check(name, inputs(40, b=1, d=70, e=100), 39)
 
 
+@needs_simulator
 @pytest.mark.parametrize("spread", [1e-2, 100.0])
 def test_values_of_any_size(spread):
     check("laser", inputs(131, spread=spread), 130)
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_sequences_of_other_lengths(name):
     lengths = np.array([50, 0, 17]), np.array([1, 1, 0])
@@ -111,6 +118,7 @@ def test_sequences_of_other_lengths(name):
     assert (out[2] == 0).all()
 
 
+@needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_hidden_keys_may_hold_nan(name):
     x = inputs(51, b=3)

@@ -1,12 +1,12 @@
 """Rows of unit norm in CUDA: against the definition in float64, in every dtype."""
 
-from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error  # isort: skip
-
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn_kernel_tools.cuda_simulator import checked
+from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error
+from tests.kernel_tools.toolchain import needs_simulator
 
 BACKEND = ("cupy",)
 
@@ -19,6 +19,7 @@ def rows(*shape, dtype, seed=0):
     return o.astype(dtype)
 
 
+@needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,6 +37,7 @@ def test_rows_and_their_gradient(t, h, e, dtype, detach, order):
     assert error(found, pullback(d_y.astype(np.float64))["o"]) < scale * TOLERANCES[dtype]
 
 
+@needs_simulator
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20, 3e38])
 def test_rows_that_can_not_be_squared(size):
     o = (np.random.default_rng(0).uniform(-1, 1, size=(1, 4, 2, 8)) * size).astype(np.float32)
@@ -43,6 +45,7 @@ def test_rows_that_can_not_be_squared(size):
     np.testing.assert_allclose(np.linalg.norm(y, axis=-1), 1, rtol=1e-5)
 
 
+@needs_simulator
 def test_strides():
     o = rows(2, 6, 3, 16, dtype=np.float32)
     turned = np.ascontiguousarray(o.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)

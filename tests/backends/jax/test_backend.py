@@ -115,7 +115,17 @@ def test_the_inverse_of_a_matrix_of_keys_that_nearly_coincide(size):
     close(unit_lower_inverse(jnp.asarray(strict, "float32")), exact, 1e-4)
 
 
-@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path", "gated_delta", "gsa"])
+SLOW = pytest.mark.slow
+
+
+# Slow: `test_jax` has the same of LASER and of GSA, which take long to compile.
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("softmax", "lucid", "path", "gated_delta"),
+        *(pytest.param(expression, marks=SLOW) for expression in ("laser", "gsa")),
+    ],
+)
 def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
     m = pa.parse(expression)
     layout = Layout("transformed", b=1, t=21, s=21, h=2, n=1, d=4, e=4)
@@ -216,7 +226,8 @@ for expression in ("softmax", "lucid", "laser", "path", "gated_delta"):
         return jnp.sum(jnp.sin(sharded(x)))
 
     found = jax.jit(jax.value_and_grad(loss))(x)
-    expected = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(m(**x, backend="reference"))))(x)
+    reference = lambda x: jnp.sum(jnp.sin(m(**x, backend="reference")))
+    expected = jax.jit(jax.value_and_grad(reference))(x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 print("all of them agree")

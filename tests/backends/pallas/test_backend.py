@@ -18,12 +18,14 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_pallas import Pallas
 from precondattn_pallas.precision import products
-from tests.backends.mechanism_groups import fewer_queries, groups
+from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of, slow_unless
 from tests.backends.pallas.tiles import quick, small_tiles
 
 TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
 ALSO = ("laser", "gla", "gsa", "gated_delta", "conditioned_query")
 """Whose kernels take long to interpret: in one dtype, and not each check."""
+RUNS_BOTH = ("gsa",)
+"""Slow: its kernels are those of GLA, run twice."""
 GROUPS = (
     (TAKEN, ("float32", "bfloat16", "float16"), ()),
     (ALSO, ("float32",), ("outputs", "gradients", "caching")),
@@ -36,10 +38,16 @@ GROUPS = (
         *(
             group
             for names, dtypes, checks in GROUPS
-            for group in groups("smoke", "jax", dtypes, checks)
-            if group.id.removeprefix("jax-") in names
+            for group in slow_unless(
+                lambda mechanism: mechanism not in RUNS_BOTH,
+                groups("smoke", "jax", dtypes, checks),
+            )
+            if mechanism_of(group) in names
         ),
-        *fewer_queries("jax", "float32", (*TAKEN, *ALSO, "softmax", "lucid", "ssd")),
+        *slow_unless(
+            lambda mechanism: mechanism not in RUNS_BOTH,
+            fewer_queries("jax", "float32", (*TAKEN, *ALSO, "softmax", "lucid", "ssd")),
+        ),
     ],
 )
 def test_what_it_takes_conforms(group):

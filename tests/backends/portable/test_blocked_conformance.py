@@ -18,12 +18,16 @@ BACKENDS = {
 }
 
 
+# Slow: compositions in PyTorch; their wiring is the same in every library.
 @pytest.mark.parametrize(
     "group",
     [
         *groups("smoke", "numpy", ("float64", "float32")),
         *groups("smoke", "array_api_strict", ("float64",)),
-        *groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+        *slow_unless(
+            is_declared_alone,
+            groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+        ),
         *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
     ],
 )

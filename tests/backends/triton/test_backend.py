@@ -19,7 +19,7 @@ from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton
 from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
-from tests.backends.mechanism_groups import fewer_queries, groups
+from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of, slow_unless
 from tests.backends.triton.tiles import error, small_tiles
 
 TAKEN = (
@@ -41,6 +41,8 @@ TAKEN = (
     "gated_delta",
 )
 OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
+OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
+"""Slow in half precision, in which tests of their kernels run by default."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
@@ -49,7 +51,11 @@ INTERPRET = "TRITON_INTERPRET"
 @pytest.mark.parametrize(
     "group",
     [
-        *(g for g in groups("smoke", "torch", DTYPES) if g.id.removeprefix("torch-") in TAKEN),
+        *(g for g in groups("smoke", "torch", ("float32",)) if mechanism_of(g) in TAKEN),
+        *slow_unless(
+            lambda mechanism: mechanism not in OF_LONG_KERNELS,
+            (g for g in groups("smoke", "torch", DTYPES[1:]) if mechanism_of(g) in TAKEN),
+        ),
         *fewer_queries("torch", "float16", (*OF_ANY_WIDTH, *RECURRENCES)),
     ],
 )

@@ -1,29 +1,15 @@
 """What the tests of the simulator share: the examples, built once, and arrays for them."""
 
 import functools
-import shutil
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-pytest.importorskip("ml_dtypes")
-
 import ml_dtypes
+import numpy as np
 
-from precondattn_kernel_tools import cuda_toolkit
 from precondattn_kernel_tools.cuda_simulator import (
-    MissingToolError,
     SimulatedModule,
     checked,
 )
-
-try:
-    cuda_toolkit.include_folder()
-except MissingToolError as missing:
-    pytest.skip(str(missing), allow_module_level=True)
-if shutil.which("g++") is None:
-    pytest.skip("g++ is not installed", allow_module_level=True)
 
 EXAMPLES = Path(__file__).parent
 ORDERS = [None, "reverse", 0, 1]
