@@ -39,13 +39,14 @@ napoleon_custom_sections = ["Source"]
 
 
 def _as_restructured_text(app, what, name, obj, options, lines):
-    """Docstrings write `code` and |x|, which reStructuredText would read as something else."""
+    """Docstrings contain `code` and |x|, which have another meaning in reStructuredText."""
     if what in ("attribute", "property") and lines:
-        lines[0] = lines[0].replace(": ", " – ")  # Or napoleon takes what stands before for a type.
+        # Otherwise napoleon reads the text before the colon as a type.
+        lines[0] = lines[0].replace(": ", " – ")
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             code = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", r"``\1``", line)
-            spans = code.split("``")  # Text and code take turns.
+            spans = code.split("``")  # Text and code alternate.
             spans[::2] = [text.replace("|", r"\|") for text in spans[::2]]
             lines[i] = "``".join(spans)
 

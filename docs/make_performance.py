@@ -2,7 +2,7 @@
 
 python docs/make_performance.py
 
-Every number on the page is one of a file that `precondattn bench --save` wrote; none is typed.
+Every number on the page comes from a file that `precondattn bench --save` wrote.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ machine reached in one large matrix product and one large copy.
 """
 
 
-def records() -> dict[str, Record]:
+def load_records() -> dict[str, Record]:
     """The saved runs by the names of their files, in order."""
     return {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
 
 
-def page(found: dict[str, Record]) -> str:
+def page(records: dict[str, Record]) -> str:
     """The page, as Markdown."""
-    if not found:
+    if not records:
         return HEAD + NOTHING
-    sections = [section(name, record) for name, record in found.items()]
+    sections = [section(name, record) for name, record in records.items()]
     return HEAD + ABOUT + "\n" + "\n".join(sections)
 
 
@@ -93,7 +93,7 @@ def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def times(rows: list[Row]) -> str:
-    """What each case took, and beside whom."""
+    """The time of each case, and its ratios to peers."""
     headings = ("case", "what", "by", "time", "our time / peer's", "of GEMM", "of copy", "error")
     cells = []
     for row in rows:
@@ -139,19 +139,19 @@ def memory(rows: list[Row]) -> str:
 
 
 def without_time(rows: list[Row]) -> str:
-    """What was asked for and has no time."""
+    """Requested cases without a time."""
     lines = [f"* `{row.case}`, {row.status}: {row.reason.splitlines()[0]}" for row in rows]
     return "Without a time:\n\n" + "\n".join(lines) + "\n"
 
 
-def draw_figures(found: dict[str, Record]) -> None:
-    """A figure of ratios beside each file that has some."""
+def draw_figures(records: dict[str, Record]) -> None:
+    """One figure of ratios for each file that has some."""
     from precondattn_conformance.bench.plot import draw_ratios
 
-    for name, record in found.items():
+    for name, record in records.items():
         draw_ratios(record, MEASUREMENTS / f"{name}_ratios.svg")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(records()), encoding="utf-8")
-    draw_figures(records())
+    PAGE.write_text(page(load_records()), encoding="utf-8")
+    draw_figures(load_records())

@@ -397,7 +397,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extr
 def test_the_performance_page_is_made_of_the_saved_files():
     """It is what `docs/make_performance.py` makes of them, and nothing else."""
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](maker["records"]())
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](maker["load_records"]())
     assert "Nothing has been measured yet" in maker["page"]({})
     peer = {"median": 2.345, "q1": 2.3, "q3": 2.4, "rounds": 9, "seconds": 0.5, "error": 1e-7}
     row = a_row(0.0123, error=1e-6, bound=1e-4, backends=["torch"], ratios={"sdpa": peer})
