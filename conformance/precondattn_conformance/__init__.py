@@ -1,9 +1,9 @@
-"""The conformance suite: any backend, also a stranger's, held against the oracle.
+"""The conformance suite: it compares any backend, third-party ones included, with the oracle.
 
     precondattn conformance --backend NAME --level smoke
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
 
-Both run the same cases (`cases.py`), which come from the mechanisms' own declarations.
+Both run the same cases (`cases.py`), which are generated from the mechanisms' declarations.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import precondattn as pa
     from precondattn_conformance.checks import Backend
 
-# Every pytest run imports this package for its plugin: what it needs is imported when it is called.
+# Every pytest run imports this package for its plugin, so the functions import what they need.
 
 
 def replay(case: str, backend: Backend = None, device: str | None = None) -> str:
-    """What a case says, by its id, as text.
+    """Run a case by its id, and return its outcome as text.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def replay(case: str, backend: Backend = None, device: str | None = None) -> str
 
 
 def call_of(case: str, device: str | None = None) -> tuple[pa.Mechanism, dict[str, Any]]:
-    """The mechanism of a case by its id, and the inputs and masks of its call.
+    """The mechanism of a case, given by its id, and the inputs and masks of its call.
 
     Examples
     --------

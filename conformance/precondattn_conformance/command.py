@@ -1,4 +1,4 @@
-"""`precondattn conformance`: cases with live progress, a matrix, the failures, an exit code."""
+"""`precondattn conformance`: progress, a matrix of outcomes, the failures, an exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UN
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
-"""Failures with a map and a snippet."""
+"""The number of failures that are printed with an error map and a snippet."""
 
 
 def conformance(
@@ -34,10 +34,10 @@ def conformance(
     html: Path | None = None,
     junit: Path | None = None,
 ) -> int:
-    """Run the suite and print what came of it; the exit code is 0, or 1 for a failure.
+    """Run the suite and print the outcomes; the exit code is 0, or 1 for a failure.
 
-    A run in which nothing was compared has failed: a backend that refuses everything is not right.
-    Interrupted by Ctrl-C it reports what there is, and exits with 130.
+    A run in which nothing was compared has failed: a backend that declines everything is not
+    correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
     """
     todo = session.cases()
     expectations = session.expectations(todo)
@@ -98,7 +98,7 @@ def _run(
 
 def _print_failures(report: Report, console: Console) -> None:
     failures = [outcome for outcome in report.outcomes if outcome.status == FAILED]
-    # The first of each check and mechanism says most.
+    # Short sequences and simple mechanisms first: they are the easiest to debug.
     order = sorted(failures, key=lambda o: (o.case.layout.t, len(o.case.mechanism)))
     for number, outcome in enumerate(order[:SHOWN_FAILURES]):
         console.print(f"\n[red]failed[/red] {escape(outcome.case.id)}", soft_wrap=True)
@@ -116,17 +116,17 @@ def _indented(text: str) -> str:
 
 
 def _print_verdict(
-    report: Report, below: list[str], session: Session, asked: int, console: Console
+    report: Report, below: list[str], session: Session, requested: int, console: Console
 ) -> None:
     statuses = (PASSED, FAILED, UNSUPPORTED, XFAILED, SKIPPED)
     counts = [(status, report.count(status)) for status in statuses]
     shown = [f"{n} {s}" for s, n in counts if n or s in (PASSED, FAILED, UNSUPPORTED)]
-    who = ", ".join(session.backend) or "the backends chosen by default"
-    console.print(f"{who}: {', '.join(shown)}", markup=False, highlight=False)
+    names = ", ".join(session.backend) or "the backends chosen by default"
+    console.print(f"{names}: {', '.join(shown)}", markup=False, highlight=False)
     for line in below:
         console.print(f"[red]below its floor[/red]: {escape(line)}", soft_wrap=True)
-    if len(report.outcomes) < asked:
-        left = asked - len(report.outcomes)
-        console.print(f"[red]interrupted[/red]: {left} of {asked} cases were not run")
+    if len(report.outcomes) < requested:
+        missing = requested - len(report.outcomes)
+        console.print(f"[red]interrupted[/red]: {missing} of {requested} cases were not run")
     elif not any(report.count(status) for status in COMPARED):
         console.print("[red]nothing was compared, which counts as a failure[/red]")

@@ -1,7 +1,7 @@
-"""Cores shared by processes: each starts as many threads as leave room for the others.
+"""The CPU's cores, shared among processes: each process starts its share of threads.
 
-NumPy's and PyTorch's threads wait for each other by spinning, and twice as many of them as there
-are cores take several times as long for small arrays.
+NumPy's and PyTorch's threads wait for each other by spinning. With twice as many threads as cores,
+small arrays take several times as long.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THREADS = "OMP_NUM_THREADS"
-"""Read once, when the libraries are imported."""
+"""The libraries read it once, when they are imported."""
 
 
 @contextmanager
 def shared_by(processes: int) -> Iterator[None]:
-    """Processes that start within have their share of the cores, unless the environment says."""
+    """Processes started in this context use their share of the cores, unless `THREADS` is set."""
     if THREADS in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""What there is to check: every declared mechanism, its variants, and every composition."""
+"""What is checked: every declared mechanism, its variants, and every composition."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from precondattn.algebra import registry
 def compositions() -> dict[str, str | None]:
     """Every preconditioner around every other mechanism: the expression, and why it is refused.
 
-    The reason is None where the composition makes sense.
+    The reason is None if the composition is accepted.
     """
     classes = pa.mechanisms()
-    found: dict[str, str | None] = {}
+    refusals: dict[str, str | None] = {}
     for outer in classes.values():
         if outer.role != "preconditioner":
             continue
         for inner in classes.values():
             try:
-                found[str(outer(base=inner()))] = None
+                refusals[str(outer(base=inner()))] = None
             except TypeError as reason:
-                found[f"{outer.name}({inner.name})"] = str(reason)
-    return found
+                refusals[f"{outer.name}({inner.name})"] = str(reason)
+    return refusals
 
 
 def expressions(*, pieces: bool = True) -> list[str]:
     """Everything that can be called, as expressions, each once."""
-    found: list[str] = []
+    names: list[str] = []
     for cls in registry.registered().values():
         if pieces or cls.role != "piece":
-            found += [cls.name, *cls.variants]
-    found += [expression for expression, refused in compositions().items() if refused is None]
-    return list(dict.fromkeys(str(pa.parse(expression)) for expression in found))
+            names += [cls.name, *cls.variants]
+    names += [expression for expression, refusal in compositions().items() if refusal is None]
+    return list(dict.fromkeys(str(pa.parse(name)) for name in names))
 
 
 @cache
 def derived() -> frozenset[str]:
-    """Compositions that no class declares: they have steps, and no code of their own."""
+    """Compositions that no class declares: they have steps, but no code of their own."""
     declared = {
         str(pa.parse(expression))
         for cls in registry.registered().values()
@@ -48,10 +48,11 @@ def derived() -> frozenset[str]:
 
 
 def is_bounded(mechanism: pa.Mechanism) -> bool:
-    """Whether its preconditioner obeys a bound for any keys.
+    """Whether its preconditioner is bounded for any keys.
 
-    LUCID with normalize "rows" or "none" does not: on correlated keys its system can have any
-    condition, and then no two ways of computing it agree. Such a mechanism gets harmless keys.
+    LUCID with normalize "rows" or "none" is not: on correlated keys the condition number of its
+    system can be arbitrarily large, and then no two ways of computing it agree. Such a mechanism
+    is checked on harmless keys.
     """
     return all(
         leaf.has_unit_diagonal
@@ -62,15 +63,15 @@ def is_bounded(mechanism: pa.Mechanism) -> bool:
 
 @cache
 def mechanism_of(expression: str) -> pa.Mechanism:
-    """The mechanism that an expression means; cases ask for it often."""
+    """The mechanism of an expression, cached."""
     return pa.parse(expression)
 
 
 def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
-    """Whether the output of a single token does not depend on some input: its gradient is 0.
+    """Whether the output of a single token does not depend on some input, whose gradient is then 0.
 
-    A channel of one token has norm 1, one key has no covariance, a mean over one key is it, and a
-    key of length 1 has the product 1 with itself.
+    A normalised channel of one token is ±1, one key has no covariance, the mean over one key is
+    that key, and the inner product of a key of length 1 with itself is 1.
     """
     return any(
         getattr(leaf, "axis", "") == "channel"
@@ -82,17 +83,17 @@ def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
 
 
 def is_softmax(mechanism: pa.Mechanism) -> bool:
-    """Whether values are read with weights that sum to 1, so that a single key has all of it."""
+    """Whether values are read with weights that sum to 1, so that a single key has weight 1."""
     return any(isinstance(leaf, pa.Softmax | pa.Path) for leaf in mechanism.program.leaves)
 
 
 def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
-    """Whether central differences can show the gradient for keys of this kind.
+    """Whether central differences can verify the gradient for keys of this kind.
 
-    They can not where something is constant to the gradient by declaration, nor at a point where
-    the function has a kink, or bends within their step: two equal maxima, a zero key under a norm
-    without eps, under two norms in a row, or under a norm and elu, or a zero row (of β = 0) that is
-    brought to length 1.
+    They can not if the mechanism declares a quantity to be constant in the gradient. Nor can they
+    where the function is not differentiable, or too curved within the step: at two equal maxima, at
+    a zero key under a norm without eps, under two norms in a row, or under a norm and elu, or at a
+    zero row (β = 0) that is normalised to length 1.
     """
     leaves = mechanism.program.leaves
     norms = [leaf for leaf in leaves if isinstance(leaf, pa.RMSNorm | pa.LayerNorm | pa.L2Norm)]

@@ -1,8 +1,8 @@
-"""A result that is not the oracle's: by how much, where first, and where else.
+"""A result that differs from the oracle's: by how much, where first, and a map of the error.
 
 first wrong element: b=0, t=5, h=1, e=3: 0.318 found, 0.274 expected
 
-error over bound, the worst of each block; "." is within it, a digit the power of ten beyond
+error / bound, the largest in each block; "." is at most 1, a digit d at most 10^d
             t=0  8  16
 b=0 h=0     .  .  3
 b=0 h=1     .  .  4
@@ -15,16 +15,16 @@ import numpy as np
 from precondattn_conformance.tolerance import error
 
 COLUMNS = 32
-"""Blocks of an error map, at most."""
+"""The largest number of blocks in an error map."""
 ROWS = 24
 SMALLEST_BLOCK = 16
 SYMBOLS = ".123456789"
 
 
 class DisagreementError(AssertionError):
-    """A result that is not the oracle's; `details` say where.
+    """A result that differs from the oracle's; `details` say where.
 
-    `error` and `bound` are there where one was measured against the other.
+    `error` and `bound` are None unless one was measured against the other.
     """
 
     def __init__(
@@ -40,59 +40,59 @@ class DisagreementError(AssertionError):
 
 def agree(
     what: str,
-    found: np.ndarray,
+    result: np.ndarray,
     expected: np.ndarray,
     bound: float,
     *,
     terms: float = 0.0,
     axes: str = "",
 ) -> float:
-    """The error, or a DisagreementError with what is wrong.
+    """The error of a result. Raises DisagreementError if it is above the bound.
 
     Parameters
     ----------
     what
         The result's name in the message, such as "the output".
     terms
-        The size of what an element is the sum of, where that is larger than the result.
+        The size of the terms that an element is the sum of, if they are larger than the result.
     axes
-        The letters of its axes, such as "bthe", as far as they are known.
+        The letters of its axes, such as "bthe", or empty if they are unknown.
     """
-    if found.shape != expected.shape:
-        raise DisagreementError(f"{what} has the shape {found.shape}, not {expected.shape}")
-    seen = error(found, expected, terms)
-    if seen <= bound:
-        return seen
+    if result.shape != expected.shape:
+        raise DisagreementError(f"{what} has the shape {result.shape}, not {expected.shape}")
+    worst = error(result, expected, terms)
+    if worst <= bound:
+        return worst
     size = max(float(np.max(np.abs(expected))), terms) or 1.0
-    # Where nothing is off by much, but all by a little, the worst element is shown.
-    share = np.nan_to_num(np.abs(found - expected) / (size * bound), nan=np.inf)
+    # The error in norm can exceed the bound while no element does: then show the worst element.
+    share = np.nan_to_num(np.abs(result - expected) / (size * bound), nan=np.inf)
     share = share / min(1.0, float(np.max(share)))
     raise DisagreementError(
-        f"{what} is off by {seen:.3g} (bound {bound:.1g}); worst at "
-        + _place(np.unravel_index(np.argmax(share), share.shape), found, expected, axes),
-        "\n".join((_first_wrong(share, found, expected, axes), "", *_map(share, axes))),
-        seen,
+        f"{what} is off by {worst:.3g} (bound {bound:.1g}); worst at "
+        + _place(np.unravel_index(np.argmax(share), share.shape), result, expected, axes),
+        "\n".join((_first_wrong(share, result, expected, axes), "", *_map(share, axes))),
+        worst,
         bound,
     )
 
 
-def _place(index: tuple[np.intp, ...], found: np.ndarray, expected: np.ndarray, axes: str) -> str:
+def _place(index: tuple[np.intp, ...], result: np.ndarray, expected: np.ndarray, axes: str) -> str:
     numbers = tuple(map(int, index))
     where = str(numbers)
     if len(axes) == len(numbers):
         where = ", ".join(f"{axis}={i}" for axis, i in zip(axes, numbers, strict=True))
-    return f"{where}: {found[index]:.9g} found, {expected[index]:.9g} expected"
+    return f"{where}: {result[index]:.9g} found, {expected[index]:.9g} expected"
 
 
-def _first_wrong(share: np.ndarray, found: np.ndarray, expected: np.ndarray, axes: str) -> str:
-    """The first in time, where there is one."""
+def _first_wrong(share: np.ndarray, result: np.ndarray, expected: np.ndarray, axes: str) -> str:
+    """The first wrong element; the first in time, if there is a time axis."""
     wrong = np.argwhere(share >= 1)
     time = _time_axis(axes, share.ndim)
     if time is not None:
         wrong = wrong[np.argsort(wrong[:, time], kind="stable")]
     first = tuple(np.intp(i) for i in wrong[0])
     return (
-        f"first wrong element: {_place(first, found, expected, axes)}\n"
+        f"first wrong element: {_place(first, result, expected, axes)}\n"
         f"{len(wrong)} of {share.size} elements are wrong"
     )
 
@@ -104,7 +104,7 @@ def _time_axis(axes: str, ndim: int) -> int | None:
 
 
 def _map(share: np.ndarray, axes: str) -> list[str]:
-    """The worst of each block of tokens, for every sequence and head."""
+    """The largest error in each block of tokens, for every sequence and head."""
     time = _time_axis(axes, share.ndim)
     if time is None or share.size == 0:
         return []
@@ -117,7 +117,7 @@ def _map(share: np.ndarray, axes: str) -> list[str]:
     block = 1 if tokens <= COLUMNS else max(SMALLEST_BLOCK, -(-tokens // COLUMNS))
     starts = range(0, tokens, block)
     lines = [
-        'error over bound, the worst of each block; "." is within it, a digit how many times ten:',
+        'error / bound, the largest in each block; "." is at most 1, a digit d at most 10^d:',
         f"columns: {axes[time]} in blocks of {block}" if block > 1 else f"columns: {axes[time]}",
     ]
     for row, index in zip(rows[:ROWS], np.ndindex(*kept), strict=False):

@@ -1,11 +1,11 @@
-"""What an adopter expects to fail, or does not want to run: files that they keep, with reasons.
+"""Expected failures and skipped cases: two files that an adopter keeps, with a reason per line.
 
-    # One pattern of case ids on a line (`*` for any text), and after two spaces and # why.
+    # One pattern of case ids per line (`*` for any text), then # and the reason.
     gradients-*-lucid_solve*      # the backward kernel is not written yet
     outputs-torch-float16-*       # issue 12: overflow of the norms
 
-Both are strict. A line that matches no case of the run's level is an error, whatever else is
-chosen; an expected failure that passes is a failure, since the line is no longer true.
+Both are strict. A line that matches no case is an error, whatever cases are chosen. An expected
+failure that passes is a failure, because its line is no longer true.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from precondattn_conformance.status import FAILED, PASSED, SKIPPED, XFAILED
 
 
 class ExpectationError(ValueError):
-    """A file of expectations that says nothing, or nothing that is true."""
+    """A file of expectations with a line that has no reason, or matches no case."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One expectation."""
+    """One line of such a file."""
 
     pattern: str
     reason: str
@@ -41,34 +41,34 @@ class Line:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is expected to fail, and what is not run."""
+    """The cases that are expected to fail, and those that are not run."""
 
     xfail: tuple[Line, ...] = ()
     skip: tuple[Line, ...] = ()
 
     @classmethod
     def read(cls, xfail: str | Path | None, skip: str | Path | None) -> Expectations:
-        """From the two files, of which either may be missing."""
+        """Read the two files; either may be None."""
         return cls(_read(xfail), _read(skip))
 
     def require_true(self, level_cases: Iterable[Case]) -> None:
-        """Raise an ExpectationError for lines that match no case of the level."""
-        left = list(self.xfail + self.skip)
+        """Raise an ExpectationError for lines that match no case."""
+        false = list(self.xfail + self.skip)
         for case in level_cases:
-            if not left:
+            if not false:
                 return
-            left = [line for line in left if not line.matches(case)]
-        if left:
-            listed = "\n".join(f"{line.place}: {line.pattern} matches no case" for line in left)
-            raise ExpectationError(listed)
+            false = [line for line in false if not line.matches(case)]
+        if false:
+            text = "\n".join(f"{line.place}: {line.pattern} matches no case" for line in false)
+            raise ExpectationError(text)
 
     def skipped(self, case: Case) -> Outcome | None:
-        """The outcome of a case that is not to be run, or None."""
+        """The outcome of a case that is skipped, or None."""
         line = _first(self.skip, case)
         return None if line is None else Outcome(case, SKIPPED, reason=line.reason)
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """An outcome in the light of what was expected."""
+        """The outcome after comparison with what was expected."""
         line = _first(self.xfail, outcome.case)
         if line is None or outcome.status not in (PASSED, FAILED):
             return outcome
@@ -92,9 +92,9 @@ def _read(path: str | Path | None) -> tuple[Line, ...]:
             continue
         pattern, _, reason = text.partition("#")
         if not reason.strip():
-            raise ExpectationError(f"{place}: no reason given; write it behind a #")
-        # An expression's brackets are no character class.
+            raise ExpectationError(f"{place}: no reason given; write it after a #")
+        # Brackets in an expression are literal, not a character class.
         escaped = pattern.strip().replace("[", "[[]")
-        found = re.compile(translate(escaped))
-        lines.append(Line(pattern.strip(), reason.strip(), place, found))
+        compiled = re.compile(translate(escaped))
+        lines.append(Line(pattern.strip(), reason.strip(), place, compiled))
     return tuple(lines)

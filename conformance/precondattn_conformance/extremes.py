@@ -1,16 +1,16 @@
-"""Inputs at which a formula that is right on paper overflows, underflows, or loses all its digits.
+"""Inputs at which a formula that is right on paper overflows, underflows, or loses all digits.
 
 =============  ==================================================================================
 huge_logits    queries and keys so long that e^⟨q, k⟩ overflows: softmax has to subtract a maximum
-tied_logits    the same with three distinct keys: weights are equal, and as good as 0 elsewhere
-tiny_logits    queries and keys as good as 0: attention is a mean; a norm divides by almost nothing
+tied_logits    the same with three distinct keys: several weights are equal, all others nearly 0
+tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
 extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each other; β at its ends
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
-hidden_by_bias  biases of −∞, in one row everywhere: that row sees nothing
-overwritten    a large value is written to a state, and taken back, before anything is read
+hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key
+overwritten    a large value is written to a state and removed again, before anything is read
 =============  ==================================================================================
 
-Each leaves the answer well defined: a correct computation is as accurate as on harmless inputs.
+The result stays well conditioned: a correct computation is as accurate as on harmless inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXTREMES = (
 )
 
 HUGE = {"float64": 2000.0}
-"""The size of the logits: e^710 overflows in float64, e^89 in float32."""
+"""The size of the logits, by dtype: e^710 overflows in float64, e^89 in float32."""
 HUGE_ELSEWHERE = 60.0
 TINY = {"float64": 1e-8, "float32": 1e-6}
 TINY_ELSEWHERE = 2.0**-5
@@ -36,11 +36,11 @@ GATES = np.asarray([0.0, -1e-4, -20.0, -0.5, -1e4, 0.0, -3.0])
 FAR = 50.0
 LARGE = 256.0
 KEEP_A_SUM = ("linear", "delta", "gated_delta", "gla")
-"""Mechanisms whose state is a sum, from which what was written can be taken away."""
+"""Mechanisms whose state is a sum, so that what was written can be subtracted again."""
 
 
 def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
-    """Whether this extreme is one for the mechanism, and its answer is still well conditioned."""
+    """Whether the mechanism has such inputs, and its result is still well conditioned."""
     inputs = mechanism.inputs
     leaves = mechanism.program.leaves
     if kind == "extreme_gates":
@@ -58,59 +58,60 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
 
 
 def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str) -> Arrays:
-    """The inputs of a mechanism at one of the extremes."""
-    made = make_inputs(mechanism, layout, "duplicate" if kind == "tied_logits" else "random")
+    """The inputs of a mechanism at one of these extremes."""
+    arrays = make_inputs(mechanism, layout, "duplicate" if kind == "tied_logits" else "random")
     if kind in ("huge_logits", "tied_logits", "tiny_logits"):
         factor = HUGE.get(dtype, HUGE_ELSEWHERE) ** 0.5
         if kind == "tiny_logits":
             factor = TINY.get(dtype, TINY_ELSEWHERE)
         for name in ("q", "k", "q2", "k2"):
-            if name in made and not mechanism.inputs[name].unit:
-                made[name] = factor * made[name]
+            if name in arrays and not mechanism.inputs[name].unit:
+                arrays[name] = factor * arrays[name]
     if kind == "extreme_gates":
-        for name, array in made.items():
+        for name, array in arrays.items():
             if _is_gate(mechanism, name):
-                made[name] = np.resize(GATES, array.size).reshape(array.shape)
+                arrays[name] = np.resize(GATES, array.size).reshape(array.shape)
             elif name in ("beta", "lucid_beta"):
                 ends = (mechanism.inputs[name].low, mechanism.inputs[name].high)
-                made[name].flat[::3], made[name].flat[1::3] = ends
+                arrays[name].flat[::3], arrays[name].flat[1::3] = ends
     if kind == "hidden_by_bias":
-        hidden = np.random.default_rng(6).random(made["bias"].shape) < 0.3
+        hidden = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3
         hidden[..., -1, :] = True
-        made["bias"] = np.where(hidden, -np.inf, made["bias"])
+        arrays["bias"] = np.where(hidden, -np.inf, arrays["bias"])
     if kind == "overwritten":
-        _write_twice(made)
-    if kind == "far_values" and "v" in made:
-        made["v"] = made["v"] + FAR * np.sign(np.random.default_rng(5).normal(size=made["v"].shape))
-    return made
+        _write_twice(arrays)
+    if kind == "far_values" and "v" in arrays:
+        signs = np.sign(np.random.default_rng(5).normal(size=arrays["v"].shape))
+        arrays["v"] = arrays["v"] + FAR * signs
+    return arrays
 
 
-def _write_twice(made: Arrays) -> None:
-    """256 times a value under a key, and then what takes it away; queries are 0 until then.
+def _write_twice(arrays: Arrays) -> None:
+    """Write 256 times a value under a key, and later remove it; queries are 0 until then.
 
-    A state that is kept in half precision has by then forgotten what else was written. Keys are
-    rows of a Hadamard matrix, whose products are exact.
+    By then a state in half precision has lost everything else that was written. Keys are rows of a
+    Hadamard matrix, whose products are exact.
     """
-    b, tokens, n, d = made["k"].shape
+    b, tokens, n, d = arrays["k"].shape
     rows = np.asarray([[1.0]])
     while len(rows) < d:
         rows = np.block([[rows, rows], [rows, -rows]])
     again = tokens // 2
     keys = (rows / d**0.5)[np.arange(tokens) % d]
-    made["k"] = np.broadcast_to(keys[None, :, None], (b, tokens, n, d)).copy()
-    made["k"][:, again] = made["k"][:, 0]
-    made["v"][:, 0] *= LARGE
-    made["q"][:, : again + 1] = 0
-    if "g" in made:
-        made["g"] = np.zeros_like(made["g"])
-    if "beta" in made:
-        made["beta"][:, [0, again]] = 1.0
+    arrays["k"] = np.broadcast_to(keys[None, :, None], (b, tokens, n, d)).copy()
+    arrays["k"][:, again] = arrays["k"][:, 0]
+    arrays["v"][:, 0] *= LARGE
+    arrays["q"][:, : again + 1] = 0
+    if "g" in arrays:
+        arrays["g"] = np.zeros_like(arrays["g"])
+    if "beta" in arrays:
+        arrays["beta"][:, [0, again]] = 1.0
     else:
-        made["v"][:, again] = -made["v"][:, 0]
+        arrays["v"][:, again] = -arrays["v"][:, 0]
 
 
 def _is_not_tiny(leaf: pa.Mechanism) -> bool:
-    """Whether it makes features of what is as good as 0, or a constant of what is all alike."""
+    """Whether the leaf maps inputs that are nearly 0 to features, or equal inputs to a constant."""
     is_by_channel = getattr(leaf, "axis", "") == "channel"
     return is_by_channel or isinstance(leaf, pa.EluPlusOne | pa.HedgehogMap)
 

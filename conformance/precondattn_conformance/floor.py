@@ -1,10 +1,10 @@
-"""The coverage floor: what a backend promises to take.
+"""The coverage floor: what a backend promises to support.
 
     class Trsm(pa.Backend):
         covers = frozenset({"lucid_solve", "lucid_solve[beta=true]"})
 
-A promised expression of which no output was compared in a run that asked for it is a failure: one
-that quietly refuses what it took last week is no better than one that is wrong.
+A run fails if it requests a promised expression and none of its outputs is compared. A backend that
+silently declines what it supported last week is no better than one that is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from precondattn_conformance.status import COMPARED
 
 
 def promised(backend: str | None) -> frozenset[str]:
-    """The expressions that a backend promises to take."""
+    """The expressions that a backend promises to support."""
     if backend is None:
         return frozenset()
     return frozenset(str(pa.parse(text)) for text in discover().named(backend).covers)
@@ -28,17 +28,17 @@ def promised(backend: str | None) -> frozenset[str]:
 def below_floor(
     backend: str | None, cases: Iterable[Case], outcomes: Iterable[Outcome]
 ) -> list[str]:
-    """What the backend promised, was asked for, and did not take: a line each, with its reason."""
-    asked = {case.mechanism for case in cases if case.check == "outputs"}
-    wanted = promised(backend) & asked
+    """Expressions promised and requested, but never compared: a line each, with the reason."""
+    requested = {case.mechanism for case in cases if case.check == "outputs"}
+    missing = promised(backend) & requested
     reasons: dict[str, str] = {}
     for outcome in outcomes:
-        if outcome.case.check == "outputs" and outcome.case.mechanism in wanted:
+        if outcome.case.check == "outputs" and outcome.case.mechanism in missing:
             if outcome.status in COMPARED:
-                wanted = wanted - {outcome.case.mechanism}
+                missing = missing - {outcome.case.mechanism}
             else:
                 reasons.setdefault(outcome.case.mechanism, outcome.reason)
     return [
-        f"{backend} promises {name}, and took nothing of it: {reasons.get(name, 'not run')}"
-        for name in sorted(wanted)
+        f"{backend} promises {name}, and supports none of it: {reasons.get(name, 'not run')}"
+        for name in sorted(missing)
     ]

@@ -1,11 +1,10 @@
-"""Which data each check is tried on, at each level.
+"""The data of each check, at each level.
 
-smoke    under a minute for a backend of one library: every mechanism in every check that can tell
-         something of it, on the data that shows most; of compositions that are nothing but steps,
-         the wiring
+smoke    under a minute for a backend of one library: every mechanism in every check that applies,
+         on the data that finds most faults; for compositions without code of their own, the wiring
 full     every check of every mechanism, on every library and dtype: all masks, kinds of keys,
-         extremes, widths and lengths around a block's edge
-stress   full, and random sizes beside, lengths around larger blocks, and memory
+         extremes, widths, and lengths around the end of a block
+stress   full, plus random sizes, lengths around larger blocks, and memory
 """
 
 from __future__ import annotations
@@ -96,23 +95,23 @@ SPECIAL: dict[str, Data] = {
     "leaks": ((LEAK, "random"),),
     "memory": ((LONG, "random"),),
 }
-"""For checks that look at something else than numbers at every size."""
+"""For checks that do not compare numbers at every size."""
 
 STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
 DRAWN = 12
-"""Random layouts for a mechanism and a check of numbers."""
+"""The number of random layouts, for each mechanism and check of numbers."""
 
 
 def data(
     level: str, check: str, library: str, dtype: str, mechanism: str, is_alone: bool = False
 ) -> Data:
-    """Layouts and kinds of keys; of a library alone, where no other was asked for."""
+    """Layouts and kinds of keys. `is_alone`: no other library is checked in this run."""
     if level == "smoke":
         if library == "jax" and is_alone:
             return _smoke_of_jax(check, dtype, mechanism in derived())
         return _smoke(check, library, dtype, mechanism in derived())
     if check in ("leaks", "memory"):
-        # They are about a process, not about arithmetic.
+        # They measure a process, not arithmetic.
         once = dtype == "float32" and library in ("numpy", "torch", "cupy")
         wanted = once and mechanism not in derived() and (check == "leaks" or level == "stress")
         return SPECIAL[check] if wanted else ()
@@ -133,7 +132,7 @@ def _drawn(check: str) -> Data:
 
 
 def _smoke_of_jax(check: str, dtype: str, is_derived: bool) -> Data:
-    """Another mask in each check, since each case has to be compiled."""
+    """One mask for each check, each time a different one, since every case has to be compiled."""
     if is_derived or check not in ("outputs", "gradients", "caching"):
         return ()
     if dtype != "float32":
@@ -142,11 +141,11 @@ def _smoke_of_jax(check: str, dtype: str, is_derived: bool) -> Data:
 
 
 def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
-    """In float64, where nothing blurs them, the masks; in other dtypes one case of each check.
+    """All masks in float64, where the bounds are tightest; in other dtypes one case of each check.
 
-    array_api_strict shows that only the standard's functions are used, and JAX, which compiles
-    every operation for every shape and dtype, that its arrays are taken: outputs, and of each
-    mechanism that a class declares one gradient on array_api_strict.
+    array_api_strict shows that only functions of the standard are used: outputs, and one gradient
+    of each mechanism that a class declares. JAX compiles every operation for every shape and
+    dtype, so there only the outputs are checked.
     """
     is_main = library in ("numpy", "torch", "cupy")
     if check in SPECIAL:
@@ -155,7 +154,7 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
         if check == "transforms":
             return ()
         if check == "stability":
-            return tuple(found for found in SPECIAL[check] if found[0] is not AND_ONE)
+            return tuple(entry for entry in SPECIAL[check] if entry[0] is not AND_ONE)
         return SPECIAL[check][:1]
     if library == "jax":
         return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()
@@ -167,9 +166,9 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
             return ()
         return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
     if dtype == "float64":
-        # What is long takes its time: its outputs are seen in float32 and beside the gradients.
+        # Long sequences are slow: their outputs are compared in float32, and with the gradients.
         is_long = check in ("outputs", "states")
-        return tuple(found for found in SMOKE if not (is_long and found[0] is REAL_SHORT))
+        return tuple(entry for entry in SMOKE if not (is_long and entry[0] is REAL_SHORT))
     if dtype == "float32" and check == "outputs":
         return SMOKE[0], (REAL_SHORT, "real")
     return SMOKE[:1]

@@ -1,14 +1,14 @@
-"""Inputs for a case, from the declarations: NumPy arrays in float64.
+"""The inputs of a case, generated from the declarations: NumPy arrays in float64.
 
-On i.i.d. random keys LUCID is nearly softmax, and every bug hides; so keys come in kinds:
+On i.i.d. random keys LUCID is nearly softmax, which hides most bugs. So there are kinds of keys:
 
-===========  ====================================================================
+===========  ========================================================================
 random       i.i.d. normal
-clustered    a few directions, with a little noise: cosines of 0.99 within one
+clustered    a few directions, with a little noise: cosines of 0.99 within a cluster
 duplicate    three distinct keys, repeated
 zero         every third key is zero
 real         a trained model's queries, keys and values on English text
-===========  ====================================================================
+===========  ========================================================================
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Layout(NamedTuple):
     e: int = 6
     m: int = 5
     values_per_head: int = 2
-    """Value heads for each query head, where there may be more of them."""
+    """Value heads per query head, for mechanisms that allow more value heads."""
     mask: str | None = None
     """`"lengths"`, `"key_mask"` or `"segment_ids"`."""
     broadcast: bool = False
-    """Whether the axes that may be 1 (those of an additive bias) are."""
+    """Whether axes that may have size 1 (those of an additive bias) have size 1."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        own = {name: getattr(self, name) for name in "btshndem"}
-        return {**own, "u": self.h * self.values_per_head}
+        sizes = {name: getattr(self, name) for name in "btshndem"}
+        return {**sizes, "u": self.h * self.values_per_head}
 
     def masks(self) -> Arrays:
         """The masks of the call, by name."""
@@ -65,27 +65,28 @@ class Layout(NamedTuple):
 
 
 def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 0) -> Arrays:
-    """The declared inputs of a mechanism, with keys of a kind."""
+    """The declared inputs of a mechanism, with one kind of keys."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
-    made: Arrays = {}
+    arrays: Arrays = {}
     for name, pattern in mechanism.inputs.items():
         shape = tuple(
             1 if axis.broadcasts and layout.broadcast else size
             for axis, size in zip(pattern.axes, pattern.shape(layout.sizes), strict=True)
         )
-        made[name] = values_in_range(rng, pattern, shape)
+        arrays[name] = numbers_in_range(rng, pattern, shape)
     if kind == "real":
-        made |= {n: real_heads(n, made[n].shape, layout) for n in ("q", "k", "v") if n in made}
+        names = [name for name in ("q", "k", "v") if name in arrays]
+        arrays |= {name: real_heads(name, arrays[name].shape, layout) for name in names}
     for q, k in (("q", "k"), ("q2", "k2")):
-        if k not in made or (kind == "real" and k == "k"):
+        if k not in arrays or (kind == "real" and k == "k"):
             continue
-        made[k] = _keys(rng, made[k].shape, kind)
-        if kind == "clustered" and q in made:
-            made[q] = _queries_near(rng, made[q], made[k])
-    for name, array in made.items():
+        arrays[k] = _keys(rng, arrays[k].shape, kind)
+        if kind == "clustered" and q in arrays:
+            arrays[q] = _queries_near(rng, arrays[q], arrays[k])
+    for name, array in arrays.items():
         if mechanism.inputs[name].unit:
-            made[name] = _unit_or_zero(array)
-    return made
+            arrays[name] = _unit_or_zero(array)
+    return arrays
 
 
 def _unit_or_zero(rows: np.ndarray) -> np.ndarray:
@@ -94,45 +95,45 @@ def _unit_or_zero(rows: np.ndarray) -> np.ndarray:
     return rows / np.where(length > 0, length, 1.0)
 
 
-def values_in_range(
+def numbers_in_range(
     rng: np.random.Generator, pattern: Pattern, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Values of a declared range, both ends among them where they are inside."""
+    """Random numbers in a declared range, including both ends where the range is closed."""
     low, high = pattern.low, pattern.high
-    values = np.asarray(rng.normal(size=shape))
+    numbers = np.asarray(rng.normal(size=shape))
     if pattern.unit:
-        return _unit_or_zero(values)
+        return _unit_or_zero(numbers)
     if low is None or high is None or (np.isinf(low) and np.isinf(high)):
-        return values
+        return numbers
     if np.isfinite(low) and np.isfinite(high):
-        values = np.asarray(rng.uniform(low, high, size=shape))
+        numbers = np.asarray(rng.uniform(low, high, size=shape))
     else:
-        distance = np.exp(0.7 * values)
-        values = np.asarray(low + distance if np.isfinite(low) else high - distance)
-    # The ends of a range are where a formula divides by zero, or a state stops decaying.
+        distance = np.exp(0.7 * numbers)
+        numbers = np.asarray(low + distance if np.isfinite(low) else high - distance)
+    # At the ends of a range a formula divides by zero, or a state stops decaying.
     if not pattern.open_low:
-        values.flat[::5] = low
+        numbers.flat[::5] = low
     if not pattern.open_high:
-        values.flat[3::7] = high
-    return values
+        numbers.flat[3::7] = high
+    return numbers
 
 
 def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
     b, s, n, d = shape
     keys = rng.normal(size=shape)
-    few = rng.normal(size=(b, 3, n, d))
-    which = rng.permutation(np.arange(s) % 3)
+    centres = rng.normal(size=(b, 3, n, d))
+    cluster = rng.permutation(np.arange(s) % 3)
     if kind == "clustered":
-        return few[:, which] + 0.1 * keys
+        return centres[:, cluster] + 0.1 * keys
     if kind == "duplicate":
-        return few[:, which]
+        return centres[:, cluster]
     if kind == "zero":
         keys[:, ::3] = 0
     return keys
 
 
 def _queries_near(rng: np.random.Generator, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Queries close to keys, as trained ones are."""
+    """Queries close to keys, as in trained models."""
     t, h = q.shape[1:3]
     near = np.repeat(k, h // k.shape[2], axis=2)[:, rng.integers(k.shape[1], size=t)]
     return near + 0.3 * q
@@ -146,16 +147,17 @@ def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 REAL = Layout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
-"""Nine heads of a trained model: three each of layers 0, 2 and 5, on 252 tokens."""
+"""Nine heads of a trained model, three of each of the layers 0, 2 and 5, on 252 tokens."""
 
 REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
-"""The same with grouped queries: each layer's three query heads read its first key/value head."""
+"""The same with grouped queries: a layer's three query heads share its first key/value head."""
 
 
 def real_heads(name: str, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
-    """q, k or v of the trained model, cut to a shape (b, time, heads, width).
+    """q, k or v of the trained model, sliced to a shape (b, time, heads, width).
 
-    There are nine heads; of three, each is the first of its layer; of more, they come again.
+    The model has nine heads. If three are requested, they are the first of each layer; if more
+    than nine, heads are repeated.
     """
     array = _minilm()["qkv".index(name)].transpose(1, 0, 2, 3)  # time, layer, head, width
     b, time, heads, width = shape

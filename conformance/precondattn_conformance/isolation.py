@@ -1,9 +1,9 @@
-"""Cases in processes of their own, so that a hang or a crash is one failure, and the rest runs.
+"""Cases in separate processes, so that a hang or a crash is one failure and the others still run.
 
     for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
 
-A process gets all cases of one mechanism, one at a time, since they share the oracle's answers. One
-that dies, or says nothing for too long, is replaced, and the case that it had is a failure.
+A process runs all cases of one mechanism, one at a time, since they share the oracle's results. A
+process that dies or hangs is replaced, and the case that it was running has failed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED
 
 TIMEOUT = 300.0
-"""Seconds for one case; a kernel's first compilation is part of it."""
+"""Seconds for one case, including a kernel's first compilation."""
 BEFORE_KILLING = 2.0
-"""How long before it is killed a process writes down where it hangs."""
+"""Seconds before the timeout, at which a hanging process writes its traceback."""
 
 
 class Worker:
-    """A process that runs cases, and what it is doing."""
+    """A process that runs cases, and its state."""
 
     def __init__(
         self, backend: Backend, device: str | None, timeout: float, beside: int = 1
     ) -> None:
-        """One of `beside` processes."""
+        """`beside` is the number of processes that share the cores."""
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.todo: deque[Case] = deque()
         self.running: Case | None = None
@@ -56,7 +56,7 @@ class Worker:
         theirs.close()
 
     def begin(self) -> Case | None:
-        """Hand out the next case."""
+        """Send the next case to the process."""
         self.running = self.todo.popleft() if self.todo else None
         if self.running is not None:
             self.since = time.monotonic()
@@ -64,7 +64,7 @@ class Worker:
         return self.running
 
     def run(self, case: Case) -> Outcome:
-        """One case, until there is an outcome."""
+        """Run one case and wait for its outcome."""
         self.todo.append(case)
         self.begin()
         outcome = self.receive() if self.connection.poll(self.timeout) else self.hung()
@@ -76,7 +76,7 @@ class Worker:
         return self.since + self.timeout
 
     def receive(self) -> Outcome:
-        """What came of the running case, also where the process is no longer there."""
+        """The outcome of the running case, even if the process has died."""
         case = self.running
         assert case is not None
         try:
@@ -87,17 +87,17 @@ class Worker:
         return outcome
 
     def hung(self) -> Outcome:
-        """The running case took too long."""
+        """The outcome of a case that ran into the timeout."""
         assert self.running is not None
-        return self._lost(self.running, f"it hung: nothing came of it in {self.timeout:g} s")
+        return self._lost(self.running, f"it hung: no result after {self.timeout:g} s")
 
     def _lost(self, case: Case, reason: str) -> Outcome:
         trace = self.traces.read().decode(errors="replace").strip()
         seconds = time.monotonic() - self.since
         self.stop()
         self._start()
-        shown = snippet(case, self.backend, self.device)
-        return Outcome(case, FAILED, None, reason, trace, shown, seconds)
+        text = snippet(case, self.backend, self.device)
+        return Outcome(case, FAILED, None, reason, trace, text, seconds)
 
     def stop(self) -> None:
         """Kill the process."""
@@ -116,7 +116,7 @@ def _cause(exitcode: int | None) -> str:
 def _serve(
     connection: Connection, backend: Backend, device: str | None, timeout: float, traces: str
 ) -> None:
-    """In the process: one outcome for each case that comes."""
+    """The loop of the process: receive a case, send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(traces, "w") as file:
         faulthandler.enable(file)
@@ -132,7 +132,7 @@ def _serve(
 
 
 def _picklable(outcome: Outcome) -> Outcome:
-    """Numbers as Python has them, texts as texts."""
+    """The outcome with its texts as plain strings: a reason may be of a subclass of str."""
     return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))
 
 
@@ -145,12 +145,12 @@ def run_isolated(
     jobs: int = 1,
     started: Callable[[Case], Any] = lambda case: None,
 ) -> Iterator[Outcome]:
-    """The outcomes as they come; of several jobs, not in order."""
-    groups = deque(list(found) for _, found in groupby(cases, key=lambda case: case.mechanism))
+    """The outcomes, as soon as each is known; with several jobs, not in the order of the cases."""
+    groups = deque(list(group) for _, group in groupby(cases, key=lambda case: case.mechanism))
     count = min(jobs, len(groups))
     workers = [Worker(backend, device, timeout, count) for _ in range(count)]
 
-    def hand_out(worker: Worker) -> None:
+    def begin_next(worker: Worker) -> None:
         if not worker.todo and groups:
             worker.todo.extend(groups.popleft())
         case = worker.begin()
@@ -159,18 +159,18 @@ def run_isolated(
 
     try:
         for worker in workers:
-            hand_out(worker)
+            begin_next(worker)
         while busy := {w.connection: w for w in workers if w.running is not None}:
             until = min(worker.deadline for worker in busy.values())
             ready = wait(list(busy), max(until - time.monotonic(), 0))
             for connection in ready:
                 worker = busy[connection]  # type: ignore[index]
                 yield worker.receive()
-                hand_out(worker)
+                begin_next(worker)
             for worker in busy.values():
                 if worker.connection not in ready and time.monotonic() > worker.deadline:
                     yield worker.hung()
-                    hand_out(worker)
+                    begin_next(worker)
     finally:
         for worker in workers:
             worker.stop()

@@ -1,4 +1,4 @@
-"""The array libraries as the suite sees them: to and from NumPy, and their own gradients."""
+"""The array libraries: conversion to and from NumPy, views, and their own differentiation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]
 
 
 MOST_REGIONS = 20_000
-"""Of memory. Linux ends a process with more than 65,530, and JAX on a CPU maps a few for every
-operation that it compiles, which it does for every shape."""
+"""Memory regions of a process. Linux kills a process with more than 65,530, and JAX on a CPU maps a
+few for every operation and shape that it compiles."""
 
 
 class Library:
@@ -36,23 +36,23 @@ class Library:
         return find_spec(cls.module) is not None
 
     def precision(self, dtype: str) -> AbstractContextManager[Any]:
-        """What has to be switched on for this dtype."""
+        """A context that enables this dtype."""
         return nullcontext()
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
-        """A copy of a NumPy array, floating ones in `dtype`."""
+        """A copy of a NumPy array, in `dtype` if it is floating."""
         return values.astype(dtype) if dtype and values.dtype.kind == "f" else values.copy()
 
     def numpy(self, array: Any) -> np.ndarray:
-        """Back, in float64 where it is floating."""
+        """The array as a NumPy array in float64."""
         return np.asarray(array, dtype=np.float64)
 
     def dtype_name(self, array: Any) -> str:
-        """Such as "float32"."""
+        """The name of the dtype, such as "float32"."""
         return str(array.dtype).rpartition(".")[2]
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """An array of NaN to be filled."""
+        """An array of NaN, to be written to."""
         return np.full(shape, np.nan, dtype=like.dtype)
 
     def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
@@ -60,7 +60,7 @@ class Library:
         return array.transpose(axes)
 
     def view(self, array: Any, order: str) -> Any:
-        """The same values, lying otherwise in memory."""
+        """A view with the same elements, stored in another order in memory."""
         rank = array.ndim
         if rank == 0:
             return array
@@ -68,20 +68,20 @@ class Library:
             axes = (0, 2, 1, 3) if rank == 4 else tuple(reversed(range(rank)))
             inverse = tuple(sorted(range(rank), key=lambda axis: axes[axis]))
             shape = tuple(array.shape[axis] for axis in axes)
-            found = self.permuted(self.empty(shape, array), inverse)
+            view = self.permuted(self.empty(shape, array), inverse)
         elif order == "every other element":
             larger = self.empty((*array.shape[:-1], 2 * array.shape[-1] + 1), array)
-            found = larger[..., 1::2]
+            view = larger[..., 1::2]
         else:
             larger = self.empty(tuple(size + 2 for size in array.shape), array)
-            found = larger[(slice(1, -1),) * rank]
-        found[...] = array
-        return found
+            view = larger[(slice(1, -1),) * rank]
+        view[...] = array
+        return view
 
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays | None:
-        """The gradients by the library's own automatic differentiation, if it has one."""
+        """The gradients by the library's own automatic differentiation; None if it has none."""
         return None
 
     def transforms(self) -> dict[str, Transform]:
@@ -89,7 +89,7 @@ class Library:
         return {}
 
     def forget(self) -> None:
-        """Between two cases: let go of what it keeps of former ones, if that becomes too much."""
+        """Called between two cases: empty the library's caches if they have become too large."""
 
 
 class Strict(Library):
@@ -148,12 +148,12 @@ class Torch(Library):
         import torch
 
         leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
-        found = torch.autograd.grad(function(leaves), list(leaves.values()), cotangent)
-        return dict(zip(leaves, found, strict=True))
+        gradients = torch.autograd.grad(function(leaves), list(leaves.values()), cotangent)
+        return dict(zip(leaves, gradients, strict=True))
 
 
 def _compiled(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-    """By `torch.compile`, which gives up after a few functions unless it forgets them."""
+    """Compiled by `torch.compile`, after a reset: its cache holds only a few functions."""
     import torch
 
     torch.compiler.reset()
@@ -204,7 +204,7 @@ class Jax(Library):
 
 
 def mapped_regions() -> int:
-    """Of this process; 0 where it can not be told."""
+    """The number of memory regions of this process; 0 if unknown."""
     regions = Path("/proc/self/maps")
     return regions.read_bytes().count(b"\n") if regions.exists() else 0
 

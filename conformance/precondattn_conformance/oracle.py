@@ -1,6 +1,6 @@
-"""What the oracle says of a case: the reference in float64, on inputs rounded to the case's dtype.
+"""The oracle: the reference in float64, on inputs rounded to the case's dtype.
 
-Its gradient is held against central differences wherever these can show it.
+Its gradient is checked by central differences wherever they are accurate enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 
 @dataclass(frozen=True)
 class Oracle:
-    """The oracle's answer: inputs as rounded, output, a cotangent, and gradients."""
+    """The oracle's result: the rounded inputs, the output, a cotangent, and the gradients."""
 
     inputs: Arrays
     masks: Arrays
@@ -28,12 +28,12 @@ class Oracle:
     cotangent: np.ndarray
     gradients: Arrays
     terms: dict[str, float]
-    """The size of what is summed, of gradients that are sums whose terms cancel."""
+    """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
 @lru_cache(maxsize=256)
 def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
-    """The reference in float64 on NumPy, its gradient held against central differences."""
+    """The reference in float64 on NumPy; its gradient is checked by central differences."""
     m = mechanism_of(mechanism)
     inputs = inputs_of(mechanism, layout, kind, dtype)
     masks = layout.masks()
@@ -54,7 +54,7 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
 
 @lru_cache(maxsize=256)
 def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
-    """The inputs of a case: values that the dtype has, in float64."""
+    """The inputs of a case, rounded to the dtype, in float64."""
     m = mechanism_of(mechanism)
     if kind in EXTREMES:
         inputs = at_an_extreme(m, layout, kind, dtype)
@@ -66,9 +66,9 @@ def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest values that the dtype has, in float64."""
+    """The array rounded to the dtype, in float64."""
     if dtype == "bfloat16":
-        # Eight bits of mantissa: add half of the last kept bit (ties to even), cut the others.
+        # Eight bits of mantissa: add half of the last kept bit (ties to even), truncate the rest.
         bits = array.astype(np.float32).view(np.uint32)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
@@ -84,7 +84,10 @@ def check_direction(
     g: np.ndarray,
     rounding: float,
 ) -> None:
-    """One central difference along a random direction of one input; `rounding` is its terms'."""
+    """Compare one central difference along a random direction of one input with the gradient.
+
+    `rounding` is the rounding error of the two sums that are subtracted.
+    """
     direction = np.random.default_rng(2).normal(size=x[name].shape)
     if masks.keys() & {"lengths"}:
         direction = np.where(g == 0, 0.0, direction)
@@ -94,10 +97,10 @@ def check_direction(
         moved = {**x, name: x[name] + sign * h * direction}
         return float(np.sum(m(**moved, **masks, backend="reference") * cotangent))
 
-    found, expected = (value(1) - value(-1)) / (2 * h), float(np.sum(g * direction))
+    difference, expected = (value(1) - value(-1)) / (2 * h), float(np.sum(g * direction))
     size = float(np.sqrt(np.sum(g**2) * np.sum(direction**2)))
-    if not abs(found - expected) <= 1e-6 * size + rounding / h:
+    if not abs(difference - expected) <= 1e-6 * size + rounding / h:
         raise DisagreementError(
             f"the oracle's own gradient of {name} is {expected:.9g} along a direction, "
-            f"and {found:.9g} by central differences"
+            f"and {difference:.9g} by central differences"
         )

@@ -2,8 +2,8 @@
 
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
 
-Its flags are those of `precondattn conformance`. Without one of them it does nothing, and imports
-the standard library only: every pytest run of an environment that has precondattn loads it.
+Its flags are those of `precondattn conformance`. Without any of them it does nothing, and imports
+the standard library only, because every pytest run in an environment with precondattn loads it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 MANY = {
-    "backend": "hold this backend to the oracle (repeat for helpers, in order of preference)",
+    "backend": "compare this backend with the oracle (repeat for helpers, in order of preference)",
     "library": "only this array library (repeat for several)",
     "mechanism": "only this mechanism or piece, an expression (repeat for several)",
     "check": "only this check, such as outputs or gradients (repeat for several)",
@@ -21,11 +21,11 @@ MANY = {
 ONE = {
     "level": "how much to run: smoke (the default), full or stress",
     "device": "the device of the arrays, as the array library names it",
-    "xfail": "a file of cases that are expected to fail: a pattern of ids, #, and why",
-    "skip": "a file of cases that are not to be run: a pattern of ids, #, and why",
-    "timeout": "seconds after which a case has hung (300)",
+    "xfail": "a file of cases that are expected to fail: a pattern of ids, #, and the reason",
+    "skip": "a file of cases that are not run: a pattern of ids, #, and the reason",
+    "timeout": "seconds after which a case counts as hanging (300)",
     "record": "write a JSON record of the run to this file",
-    "html": "write a page about the run to this file",
+    "html": "write an HTML page of the run to this file",
 }
 HERE = "in_process"
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
@@ -58,13 +58,13 @@ def pytest_configure(config: Any) -> None:
 
 
 def _run_of(config: Any) -> Any:
-    """What is done once a flag is given; it imports the suite."""
+    """The plugin of a run with flags. It imports the suite."""
     from precondattn_conformance.pytest_run import PytestRun
     from precondattn_conformance.session import Session
 
     many = {NAMES.get(name, name): tuple(_given(config, name)) for name in MANY}
     session = Session(
-        **{"ids" if name == "case" else name: found for name, found in many.items()},
+        **{"ids" if name == "case" else name: chosen for name, chosen in many.items()},
         level=_given(config, "level") or "smoke",
         device=_given(config, "device"),
         xfail=_given(config, "xfail"),
@@ -76,6 +76,6 @@ def _run_of(config: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Without a flag the suite's one test has no cases."""
+    """Without a flag the suite's test has no cases."""
     if "precondattn_case" in metafunc.fixturenames and not _is_active(metafunc.config):
         metafunc.parametrize("precondattn_case", [])

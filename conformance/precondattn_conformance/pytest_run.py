@@ -1,7 +1,7 @@
-"""The suite as pytest runs it: a test for each case, in a process of its own beside pytest's.
+"""The suite in pytest: a test for each case, which runs in a separate process.
 
-Loaded by `plugin.py` once a flag asks for it. Under pytest-xdist each of its workers has such a
-process, and the outcomes come together in the one that reports.
+`plugin.py` loads this module if a flag is given. Under pytest-xdist each worker has such a process,
+and the main process collects the outcomes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PytestRun:
 
     @contextmanager
     def runner(self) -> Iterator[Callable[[Case], Outcome]]:
-        """What runs a case."""
+        """A function that runs a case, while its process exists."""
         session, backend = self.session, self.session.backend or None
         beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
         worker = None
@@ -78,7 +78,7 @@ class PytestRun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-        """Send the outcome with the report of its test."""
+        """Attach the outcome to the report of its test."""
         report = yield
         outcome = getattr(item, OUTCOME, None)
         if call.when == "call" and outcome is not None:
@@ -105,7 +105,7 @@ class PytestRun:
             self.recording.add(outcome)
 
     def pytest_sessionfinish(self, session: Any) -> None:
-        """A named backend of which nothing was compared has failed, whatever the tests say."""
+        """Fail the run of a named backend of which nothing was compared."""
         config = session.config
         if _is_worker(config) or config.option.collectonly:
             return
@@ -134,7 +134,7 @@ def _is_worker(config: Any) -> bool:
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:
-    """What goes from one process of pytest to another."""
+    """The outcome as plain data, which pytest-xdist sends between processes."""
     measured = outcome.measured
     return {
         "case": outcome.case.id,

@@ -1,4 +1,4 @@
-"""Running a case in this process, and what comes of it."""
+"""Running cases in this process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     status: str
@@ -28,13 +28,13 @@ class Outcome:
     details: str = ""
     """Of a failure: the first wrong element, a map of the error, a traceback."""
     snippet: str = ""
-    """Python that shows it."""
+    """Python code that reproduces a failure."""
     seconds: float = 0.0
 
     @property
     def text(self) -> str:
-        """All that is known of a failure."""
-        parts = (self.reason, self.details, self.snippet and f"To see it again:\n\n{self.snippet}")
+        """Everything that is known about a failure."""
+        parts = (self.reason, self.details, self.snippet and f"To reproduce it:\n\n{self.snippet}")
         return "\n\n".join(part for part in parts if part)
 
 
@@ -49,19 +49,19 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Something was compared, and nothing disagreed."""
+        """Whether something was compared, and nothing failed."""
         return self.count(PASSED) > 0 and self.count(FAILED) == 0
 
 
 def run_case(case: Case, backend: Backend = None, device: str | None = None) -> Outcome:
-    """One case. Claiming support and then raising is a failure."""
+    """Run one case. A backend that claims support and then raises has failed."""
     start = time.perf_counter()
 
     def outcome(status: str, measured: Measured | None = None, *texts: str) -> Outcome:
         reason, details = (*texts, "", "")[:2]
-        shown = snippet(case, backend, device) if status == FAILED else ""
+        code = snippet(case, backend, device) if status == FAILED else ""
         seconds = time.perf_counter() - start
-        return Outcome(case, status, measured, reason, details, shown, seconds)
+        return Outcome(case, status, measured, reason, details, code, seconds)
 
     try:
         return outcome(PASSED, run(case, backend, device))
@@ -73,8 +73,8 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
             measured = Measured(disagreement.error, disagreement.bound)
         return outcome(FAILED, measured, str(disagreement), disagreement.details)
     except Exception as error:
-        said = f"it raised {type(error).__name__}: {error}"
-        return outcome(FAILED, None, said, traceback.format_exc(limit=-4))
+        reason = f"it raised {type(error).__name__}: {error}"
+        return outcome(FAILED, None, reason, traceback.format_exc(limit=-4))
 
 
 def run_cases(
@@ -83,7 +83,7 @@ def run_cases(
     device: str | None = None,
     progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """All cases, in this process, telling `progress` of each."""
+    """Run all cases in this process, and call `progress` with each outcome."""
     report = Report()
     for case in cases:
         outcome = run_case(case, backend, device)

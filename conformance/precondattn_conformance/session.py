@@ -1,4 +1,4 @@
-"""A run: which cases, of which backend, what is expected of them, and what comes of them."""
+"""A run: its backends, its cases, the expectations, and the outcomes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from precondattn_conformance.runner import Outcome, run_case
 
 @dataclass(frozen=True)
 class Session:
-    """What was asked for."""
+    """What the user requested."""
 
     backend: tuple[str, ...] = ()
-    """Those named, the one under test first; none means whatever is chosen by default."""
+    """The named backends, the one under test first; if empty, the default choice is tested."""
     level: str = "smoke"
     device: str | None = None
     libraries: tuple[str, ...] = ()
@@ -29,12 +29,13 @@ class Session:
     checks: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
-    """These cases alone."""
+    """Only these cases."""
     xfail: str | Path | None = None
     skip: str | Path | None = None
     timeout: float = TIMEOUT
     jobs: int | None = None
-    """Processes; None is one for each core, and one on a device. 0 runs all in this process."""
+    """The number of processes. None: one per core, or a single one if a device is given. 0: run
+    the cases in this process."""
 
     @property
     def under_test(self) -> str | None:
@@ -42,7 +43,7 @@ class Session:
 
     @property
     def filters(self) -> dict[str, tuple[str, ...]]:
-        """What was chosen of the level's cases."""
+        """The filters on the level's cases, by the name of the option."""
         return {
             "library": self.libraries,
             "mechanism": self.mechanisms,
@@ -52,12 +53,12 @@ class Session:
         }
 
     def cases(self) -> list[Case]:
-        """Those to run.
+        """The cases to run.
 
         Raises
         ------
         ValueError
-            for a backend, a filter or a case that does not exist.
+            if a backend, a filter or a case does not exist.
         """
         for name in self.backend:
             discover().named(name)
@@ -73,10 +74,10 @@ class Session:
         return list(chosen)
 
     def expectations(self, todo: list[Case]) -> Expectations:
-        """From the files, once each of their lines has been seen to mean something."""
-        found = Expectations.read(self.xfail, self.skip)
-        found.require_true(_one_after_the_other(todo, known_cases))
-        return found
+        """The expectations of both files. Raises an error if a line matches no case."""
+        expectations = Expectations.read(self.xfail, self.skip)
+        expectations.require_true(_chained(todo, known_cases))
+        return expectations
 
     def run(
         self,
@@ -84,27 +85,28 @@ class Session:
         expectations: Expectations,
         started: Callable[[Case], Any] = lambda case: None,
     ) -> Iterator[Outcome]:
-        """The outcomes as they come."""
-        left = []
+        """The outcomes, as soon as each is known."""
+        not_skipped = []
         for case in todo:
             skipped = expectations.skipped(case)
             if skipped is None:
-                left.append(case)
+                not_skipped.append(case)
             else:
                 yield skipped
         backend = self.backend or None
         if self.jobs == 0:
-            for case in left:
+            for case in not_skipped:
                 started(case)
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
         for outcome in run_isolated(
-            left, backend, self.device, timeout=self.timeout, jobs=jobs, started=started
+            not_skipped, backend, self.device, timeout=self.timeout, jobs=jobs, started=started
         ):
             yield expectations.judged(outcome)
 
 
-def _one_after_the_other(first: list[Case], then: Callable[[], Iterator[Case]]) -> Iterator[Case]:
+def _chained(first: list[Case], others: Callable[[], Iterator[Case]]) -> Iterator[Case]:
+    """`first`, then `others`, which are generated only if they are needed."""
     yield from first
-    yield from then()
+    yield from others()

@@ -1,4 +1,4 @@
-"""Python that shows a failure again, for a kernel author to paste."""
+"""Python code that reproduces a failure, for a kernel author to paste."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from precondattn_conformance.oracle import inputs_of
 
 
 def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[str, Any]]:
-    """The mechanism of a case by its id, and the inputs and masks of its call."""
+    """The mechanism of a case, given by its id, and the inputs and masks of its call."""
     case = case_of(text)
     library = libraries.named(case.library, device)
     mechanism = mechanism_of(case.mechanism)
     with library.precision(case.dtype):
-        made = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
-        inputs = {name: library.array(array, case.dtype) for name, array in made.items()}
+        arrays = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
+        inputs = {name: library.array(array, case.dtype) for name, array in arrays.items()}
     masks = {name: library.array(array) for name, array in case.layout.masks().items()}
     return mechanism, inputs | masks
 
 
 def snippet(case: Case, backend: Backend, device: str | None = None) -> str:
-    """What to run: the case as a whole, or its call by itself."""
+    """Code that runs the case, and code that runs only its call."""
     where = f", device={device!r}" if device else ""
     named = backend if isinstance(backend, str) or backend is None else tuple(backend)
     if isinstance(named, tuple) and len(named) == 1:
@@ -35,8 +35,8 @@ def snippet(case: Case, backend: Backend, device: str | None = None) -> str:
     return (
         f"from precondattn_conformance import call_of, replay\n\n"
         f"case = {case.id!r}\n"
-        f"print(replay(case, backend={named!r}{where}))  # The check as a whole.\n\n"
-        f"mechanism, inputs = call_of(case{where})  # Its call alone.\n"
+        f"print(replay(case, backend={named!r}{where}))  # The whole check.\n\n"
+        f"mechanism, inputs = call_of(case{where})  # Only its call.\n"
         f"{call}\n"
         f'expected = mechanism(**inputs, backend="reference")\n'
     )

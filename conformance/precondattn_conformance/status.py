@@ -1,10 +1,10 @@
-"""What can come of a case."""
+"""The possible outcomes of a case."""
 
 PASSED, FAILED = "passed", "failed"
 XFAILED = "xfailed"
-"""It failed, as was expected."""
+"""It failed, as expected."""
 UNSUPPORTED = "unsupported"
-"""The backend declined it, and said why."""
+"""The backend declined it, with a reason."""
 SKIPPED = "skipped"
 
 STATUSES = (PASSED, FAILED, XFAILED, UNSUPPORTED, SKIPPED)

@@ -1,4 +1,4 @@
-"""The cases as tests. See `plugin.py` for the flags that choose them."""
+"""The cases as tests. `plugin.py` has the flags that choose them."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,7 @@
-"""How far a result may be from the oracle.
+"""Error measures and bounds.
 
-The oracle is computed in float64 on inputs rounded to the case's dtype, so what is left is the
-error of the computation. It is measured over the whole array and at the worst element, each
+The oracle is computed in float64 on inputs rounded to the case's dtype, so the difference is the
+error of the computation alone. It is measured over the whole array and at the worst element, each
 relative to the size of the result.
 """
 
@@ -11,22 +11,22 @@ import numpy as np
 
 BOUND = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 CORRELATED_BOUND = BOUND | {"float32": 1e-4}
-"""For keys of which some nearly or exactly coincide: a triangular solve amplifies rounding."""
+"""For kinds with keys that are nearly or exactly equal: a triangular solve amplifies rounding."""
 
 
 def bound(dtype: str, kind: str) -> float:
-    """The largest admissible error."""
+    """The largest allowed error."""
     return (BOUND if kind == "random" else CORRELATED_BOUND)[dtype]
 
 
-def error(found: np.ndarray, expected: np.ndarray, terms: float = 0.0) -> float:
-    """The larger of the relative error in norm and of the worst element; NaN where any is.
+def error(result: np.ndarray, expected: np.ndarray, terms: float = 0.0) -> float:
+    """The relative error in norm or of the worst element, whichever is larger; NaN if any is NaN.
 
-    Where an element is a sum whose terms cancel, `terms` is their size (`cancellation.py`).
+    If an element is a sum whose terms cancel, `terms` is their size (`cancellation.py`).
     """
-    if found.shape != expected.shape:
-        raise AssertionError(f"shape {found.shape} found, {expected.shape} expected")
-    difference = np.abs(found - expected)
+    if result.shape != expected.shape:
+        raise AssertionError(f"shape {result.shape} found, {expected.shape} expected")
+    difference = np.abs(result - expected)
     if not difference.size:
         return 0.0
     size = max(float(np.max(np.abs(expected))), terms)

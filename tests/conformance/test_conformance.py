@@ -214,7 +214,7 @@ def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_part
     helped = ("third_party", "reference")
     found = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
     assert found.status == UNSUPPORTED
-    assert "third_party takes nothing of this" in found.reason
+    assert "third_party supports none of this" in found.reason
     found = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
     assert found.status == "passed"
 

@@ -25,7 +25,7 @@ from precondattn.algebra import registry
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import library_of
 from precondattn.cache import Cache
-from precondattn_conformance.inputs import values_in_range
+from precondattn_conformance.inputs import numbers_in_range
 from precondattn_portable.arithmetic import IN_PLACE, Arithmetic
 from precondattn_portable.backend import Portable
 from tests.core import cupy_stand_in
@@ -113,7 +113,7 @@ def make_inputs(mechanism: Mechanism, dtype: str = "float64", **sizes: int) -> A
     rng = np.random.default_rng(0)
     sizes = SIZES | sizes
     return {
-        name: values_in_range(rng, pattern, pattern.shape(sizes)).astype(dtype)
+        name: numbers_in_range(rng, pattern, pattern.shape(sizes)).astype(dtype)
         for name, pattern in mechanism.inputs.items()
     }
 

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are reported: each a class in a file of its name."""
+"""The checks, in the order in which they are reported. Each is a class in a file of its name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHECKS = tuple(CHECK)
 
 
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:
-    """One case, on one backend (or whatever is chosen for it)."""
+    """Run one case on one backend, or on the backends chosen by default."""
     library = libraries.named(case.library, device)
     library.forget()
     with library.precision(case.dtype):

@@ -1,4 +1,4 @@
-"""A cache, however the tokens come: in one prefill, one by one, in blocks, by several backends."""
+"""Caches, however the tokens arrive: in one prefill, one by one, in blocks, by several backends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ out, cache = mechanism.extend(cache, **inputs, backend={backend})"""
 class Caching(Check):
     """A prefill, then single tokens, then a block, equal the full call.
 
-    Mostly with room to spare in the cache; ragged and masked too. From the third call on the cache
-    is donated, so that buffers are written in place.
+    The cache usually has spare capacity; ragged and masked sequences are included. From the third
+    call on the cache is donated, so that buffers are written in place.
     """
 
     name = "caching"
@@ -42,9 +42,9 @@ class Caching(Check):
 
 
 class Splits(Caching):
-    """Wherever the tokens are split in two, and one by one, the output is that of the full call.
+    """The output equals that of the full call for every split of the tokens in two, and one by one.
 
-    Nothing is donated. A backend may take some of the ways only, such as one token after another.
+    Nothing is donated. A backend may support only some of the splits, such as one by one.
     """
 
     name = "splits"
@@ -66,7 +66,7 @@ class Splits(Caching):
 
 
 class Alternation(Caching):
-    """A cache that one backend began, another one goes on with: buffers mean the same to all.
+    """One backend continues from another's cache: buffers mean the same to all backends.
 
     Calls alternate between the backend under test and the reference, in both orders.
     """
@@ -78,8 +78,8 @@ class Alternation(Caching):
         pairs = {}
         for first, second in ((trial.backend, "reference"), ("reference", trial.backend)):
             out = extended(trial, _ends(time), cycle([first, second]), donates=False)
-            who = "the reference first" if first == "reference" else "the reference second"
-            pairs[f"the output extended with {who}"] = (out, trial.expected.out)
+            order = "the reference first" if first == "reference" else "the reference second"
+            pairs[f"the output extended with {order}"] = (out, trial.expected.out)
         return trial.agree(pairs)
 
 
@@ -91,15 +91,15 @@ def extended(
     donates: bool = True,
     order: str | None = None,
 ) -> np.ndarray:
-    """The outputs of `extend`, whose calls go to these ends, by these backends in turn.
+    """The outputs of successive `extend` calls, which end at these tokens, by backends in turn.
 
-    New tokens are views of an order, if one is given, and are not written to. An UnsupportedError
-    is raised where the backend under test takes none of the calls.
+    With an `order`, new tokens are views (`Library.view`). They may not be written to. Raises an
+    UnsupportedError if the backend under test runs no part of any call.
     """
     m, layout = trial.mechanism, trial.case.layout
-    library, values, masks = trial.library, trial.values, layout.masks()
+    library, inputs, masks = trial.library, trial.numpy_inputs, layout.masks()
     capacity = layout.t if layout.mask == "key_mask" else layout.t + 3
-    arrays = {name: _with_capacity(m, name, array, capacity) for name, array in values.items()}
+    arrays = {name: _with_capacity(m, name, array, capacity) for name, array in inputs.items()}
     has_key_mask = layout.mask == "key_mask"
     cache = m.init_cache(**trial.inputs, capacity=capacity, key_mask=has_key_mask)
     outs, start = [], 0
@@ -124,21 +124,21 @@ def extended(
                 raise DisagreementError(f"the new tokens of {name} were written to")
         outs.append(trial.numpy(out))
         start = stop
-    if not any(map(trial.takes, explained)):
-        trial.require_work(explained[-1])
+    if not any(map(trial.is_used, explained)):
+        trial.require_used(explained[-1])
     return np.concatenate(outs, axis=1)
 
 
 def _ends(time: int) -> list[int]:
-    """Where the calls end: a prefill and single tokens; short sequences also begin with one."""
+    """Where the calls end: a prefill and single tokens; short sequences also start with one."""
     if time > 16:
         return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})
 
 
 def _with_capacity(m: pa.Mechanism, name: str, array: np.ndarray, capacity: int) -> np.ndarray:
-    """Pairs of query and key, with as many key columns as the cache has slots."""
+    """An input of pairs of query and key, padded to as many key columns as the cache has slots."""
     if not m.inputs[name].is_pairwise:
         return array
-    more = capacity - array.shape[-1]
-    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)], constant_values=7.0)
+    padding = capacity - array.shape[-1]
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)], constant_values=7.0)

@@ -1,4 +1,4 @@
-"""What a check is: a name, what it holds a backend to, and how closely."""
+"""The base class of the checks, and the trial that each check gets: a case, ready to run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Measured:
-    """How far a result was from the oracle, and how far it may be."""
+    """The largest error of a result, and its bound."""
 
     error: float
     bound: float
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """A case with what a check needs to run it."""
+    """A case, with its arrays, its mechanism and the backend under test."""
 
     case: Case
     library: Library
@@ -49,24 +49,24 @@ class Trial:
         return oracle(case.mechanism, case.layout, case.kind, case.dtype)
 
     @property
-    def values(self) -> dict[str, np.ndarray]:
-        """The inputs; without asking the oracle, which is in vain for what a backend declines."""
+    def numpy_inputs(self) -> dict[str, np.ndarray]:
+        """The inputs in NumPy. They do not need the oracle, which a declined case never runs."""
         case = self.case
         return inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
 
     @property
-    def opposite(self) -> dict[str, np.ndarray]:
-        """Other values, as valid as these: the sequences in the opposite order."""
-        return {name: a[::-1] if a.ndim else a for name, a in self.values.items()}
+    def reversed_inputs(self) -> dict[str, np.ndarray]:
+        """Different inputs of the same shapes: the sequences of the batch in reversed order."""
+        return {name: a[::-1] if a.ndim else a for name, a in self.numpy_inputs.items()}
 
     @property
     def bound(self) -> float:
-        """The largest error that is admissible."""
+        """The largest allowed error."""
         return bound(self.case.dtype, self.case.kind)
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        return self.arrays(self.values)
+        return self.arrays(self.numpy_inputs)
 
     @cached_property
     def masks(self) -> dict[str, Any]:
@@ -74,32 +74,32 @@ class Trial:
 
     @property
     def under_test(self) -> str | None:
-        """The first backend named; the others may help it, not replace it."""
+        """The first backend named. The others may help it, but not replace it."""
         return self.backend[0] if isinstance(self.backend, tuple) else self.backend
 
-    def arrays(self, values: Mapping[str, np.ndarray], dtype: str | None = None) -> dict[str, Any]:
-        """In the library under test and the case's dtype."""
-        chosen = dtype or self.case.dtype
-        return {name: self.library.array(array, chosen) for name, array in values.items()}
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> dict[str, Any]:
+        """NumPy arrays as arrays of the case's library and dtype."""
+        dtype = dtype or self.case.dtype
+        return {name: self.library.array(array, dtype) for name, array in arrays.items()}
 
     def numpy(self, array: Any) -> np.ndarray:
         return self.library.numpy(array)
 
-    def takes(self, explanation: Explanation) -> bool:
-        """Whether the backend under test takes some of the work."""
+    def is_used(self, explanation: Explanation) -> bool:
+        """Whether the backend under test runs some part of a call."""
         return self.under_test is None or self.under_test in explanation.backends
 
-    def require_work(self, explanation: Explanation) -> None:
-        """Raise an UnsupportedError where the backend under test takes nothing."""
-        if not self.takes(explanation):
-            raise pa.UnsupportedError(f"{self.under_test} takes nothing of this:\n{explanation}")
+    def require_used(self, explanation: Explanation) -> None:
+        """Raise an UnsupportedError if the backend under test runs no part of a call."""
+        if not self.is_used(explanation):
+            raise pa.UnsupportedError(f"{self.under_test} supports none of this:\n{explanation}")
 
-    def explain(self, verb: str = "forward", **named: Any) -> None:
-        """Refuse a full call, or its gradient, of which the backend takes nothing."""
+    def require_support(self, verb: str = "forward", **named: Any) -> None:
+        """Raise an UnsupportedError if the backend runs no part of a full call, or of its vjp."""
         explanation = self.mechanism.explain(
             **self.inputs, **self.masks, backend=self.backend, verb=verb, **named
         )
-        self.require_work(explanation)
+        self.require_used(explanation)
 
     def call(self, inputs: Mapping[str, Any] | None = None) -> Any:
         """The output."""
@@ -112,9 +112,9 @@ class Trial:
         order: str | None = None,
         twice: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
-        """The output, and the gradients at the oracle's cotangent, which is not written to.
+        """The output, and the gradients at the oracle's cotangent, which may not be written to.
 
-        The cotangent is a view of an order, if one is given; `twice` asks for them a second time.
+        With an `order`, the cotangent is a view (`Library.view`). `twice` calls the pullback twice.
         """
         out, pullback = self.mechanism.vjp(
             **(inputs or self.inputs), **self.masks, backend=self.backend
@@ -130,29 +130,29 @@ class Trial:
         return out, gradients
 
     def require_purity(self) -> None:
-        """Inputs are never written to."""
+        """Raise a DisagreementError if an input was written to."""
         for name, array in self.inputs.items():
             if not np.array_equal(self.numpy(array), self.expected.inputs[name]):
                 raise DisagreementError(f"the input {name} was written to")
 
     def agree(self, pairs: Pairs, terms: Mapping[str, float] | None = None) -> Measured:
-        """The worst error of results by what they are, each with what the oracle says."""
+        """The worst error among results and the oracle's, given by name as (result, expected)."""
         limit = self.bound
         worst = 0.0
-        for what, (found, expected) in pairs.items():
+        for what, (result, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)
             axes = self._axes(what)
-            found = _as_far_as_it_goes(found, expected, self.case.dtype)
-            worst = max(worst, agree(what, found, expected, limit, terms=size, axes=axes))
+            result = _without_overflow(result, expected, self.case.dtype)
+            worst = max(worst, agree(what, result, expected, limit, terms=size, axes=axes))
         return Measured(worst, limit)
 
     def pairs_of_gradients(self, gradients: Mapping[str, Any], by: str = "vjp") -> Pairs:
-        """Gradients by "vjp of q", each with the oracle's."""
+        """Gradients and the oracle's, by names such as "vjp of q"."""
         expected = self.expected.gradients
         return {f"{by} of {n}": (self.numpy(g), expected[n]) for n, g in gradients.items()}
 
     def terms_of_gradients(self) -> dict[str, float]:
-        """The sizes of gradients that are sums whose terms cancel."""
+        """The sizes of the terms of gradients whose terms cancel, by the same names."""
         terms = self.expected.terms
         return {f"{by} of {name}": terms[name] for by in ("vjp", "autograd") for name in terms}
 
@@ -163,30 +163,30 @@ class Trial:
         return "bthe" if "output" in what else ""
 
 
-def _as_far_as_it_goes(found: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
-    """What was found, with the expected value where float16 can only say that it is infinite."""
-    if dtype != "float16" or found.shape != expected.shape:
-        return found
-    is_beyond = (np.abs(expected) > FLOAT16_MAX) & (found == np.copysign(np.inf, expected))
-    return np.where(is_beyond, expected, found)
+def _without_overflow(result: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
+    """The result, with the expected element where it is infinite because float16 overflows."""
+    if dtype != "float16" or result.shape != expected.shape:
+        return result
+    is_beyond = (np.abs(expected) > FLOAT16_MAX) & (result == np.copysign(np.inf, expected))
+    return np.where(is_beyond, expected, result)
 
 
 class Check:
-    """One thing that a backend is held to.
+    """One property that a backend must have.
 
-    Subclasses have a docstring that says what and why, which the documentation shows.
+    The documentation shows the docstrings of the subclasses.
     """
 
     name: ClassVar[str]
     snippet: ClassVar[str] = "out = mechanism(**inputs, backend={backend})"
-    """How a reader calls it, once `mechanism` and `inputs` are there."""
+    """Code that makes the call, given `mechanism` and `inputs`."""
 
     def applies(self, case: Case) -> bool:
-        """Whether it has a meaning for this mechanism and this data."""
+        """Whether the check is meaningful for this mechanism and this data."""
         return True
 
     def run(self, trial: Trial) -> Measured:
-        """The worst error, or a DisagreementError, or the backend's UnsupportedError."""
+        """The worst error. Raises DisagreementError, or the backend's UnsupportedError."""
         raise NotImplementedError
 
     @property

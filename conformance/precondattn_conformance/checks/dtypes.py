@@ -1,4 +1,4 @@
-"""The dtypes of what comes back."""
+"""The dtypes of outputs and gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from precondattn_conformance.disagreement import DisagreementError
 
 
 class Dtypes(Check):
-    """An output has v's dtype, a gradient that of its input, and both are where the inputs are.
+    """An output has v's dtype, a gradient that of its input; both are on the inputs' device.
 
-    How accurate they are in each dtype, the other checks show: what computes in float32 and calls
-    it float64 is off by 1e-7 where 1e-10 is allowed.
+    The other checks measure the accuracy in each dtype: a float64 result that was computed in
+    float32 is off by 1e-7, where 1e-10 is allowed.
     """
 
     name = "dtypes"
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         out, gradients = trial.vjp()
         _require_alike("the output", out, next(iter(trial.inputs.values())), trial)
         for name, gradient in gradients.items():
@@ -31,13 +31,13 @@ class Dtypes(Check):
         return trial.agree({"the output": (trial.numpy(out), trial.expected.out)})
 
 
-def _require_alike(what: str, found: object, like: object, trial: Trial) -> None:
-    dtype = trial.library.dtype_name(found)
+def _require_alike(what: str, result: object, like: object, trial: Trial) -> None:
+    dtype = trial.library.dtype_name(result)
     if dtype != trial.case.dtype:
         raise DisagreementError(f"{what} is of {dtype}, not of {trial.case.dtype}")
     # A NumPy array without axes often is one of NumPy's scalars.
-    if type(found) is not type(like) and not isinstance(found, np.generic):
-        raise DisagreementError(f"{what} is a {type(found).__name__}, not a {type(like).__name__}")
-    places = [str(getattr(array, "device", "")) for array in (found, like)]
-    if places[0] != places[1]:
-        raise DisagreementError(f"{what} is on {places[0]}, not on {places[1]}")
+    if type(result) is not type(like) and not isinstance(result, np.generic):
+        raise DisagreementError(f"{what} is a {type(result).__name__}, not a {type(like).__name__}")
+    devices = [str(getattr(array, "device", "")) for array in (result, like)]
+    if devices[0] != devices[1]:
+        raise DisagreementError(f"{what} is on {devices[0]}, not on {devices[1]}")

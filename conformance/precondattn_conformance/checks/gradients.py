@@ -1,4 +1,4 @@
-"""The gradient of every input, asked for explicitly and by the library's own differentiation."""
+"""The gradient of every input, by `vjp` and by the library's own differentiation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from precondattn_conformance.disagreement import DisagreementError
 class Gradients(Check):
     """The gradients of all inputs are the oracle's, by `vjp` and by PyTorch's and JAX's autograd.
 
-    The oracle's own are held against central differences. A gradient that is one number for all
-    tokens, and whose terms cancel, is measured against its terms.
+    The oracle's own gradients are checked by central differences. The error of a gradient whose
+    terms cancel, such as that of a temperature, is relative to the size of the terms.
     """
 
     name = "gradients"
@@ -22,12 +22,11 @@ class Gradients(Check):
 gradients = pullback(out)"""
 
     def applies(self, case: Case) -> bool:
-
-        # What is 0 has no size to compare with.
+        # An error relative to a gradient of 0 is meaningless.
         return case.layout.t > 1 or not is_constant_in_one_token(mechanism_of(case.mechanism))
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         out, explicit = trial.vjp()
         pairs = {"the output of vjp": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(explicit)

@@ -1,4 +1,4 @@
-"""Memory that does not come back."""
+"""Memory that is not released after a call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from precondattn_conformance.memory import held_bytes
 
 WARM, CALLS = 4, 8
 SHARE = 0.5
-"""Of an output's size, in each call; a leak keeps at least one whole array."""
+"""The allowed growth per call, as a share of the output's size: a leak keeps a whole array."""
 
 
 class Leaks(Check):
-    """Calls leave nothing behind: after a few, memory no longer grows with their number.
+    """After a few calls, memory no longer grows with the number of calls.
 
-    The process's resident memory on a CPU, the allocator's on a GPU, over twice 8 calls with a
-    gradient, against the size of the output. Where the system does not tell, it is not checked.
+    Measured over twice 8 calls with gradients, relative to the size of the output: the process's
+    resident memory on a CPU, the allocator's on a GPU. If the system reports neither, nothing is
+    checked.
     """
 
     name = "leaks"
@@ -27,7 +28,7 @@ class Leaks(Check):
         return case.library != "jax" and case.layout.name == "leak"
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         for _ in range(WARM):
             trial.vjp()
         held = [held_bytes(trial.library)]
@@ -36,11 +37,10 @@ class Leaks(Check):
                 out, _ = trial.vjp()
             held.append(held_bytes(trial.library))
         output = 4 * int(trial.expected.out.size)
-        # An allocator that takes more for once is no leak.
+        # An allocator that grows once is no leak, so the smaller growth counts.
         grown = min(after - before for before, after in pairwise(held)) / CALLS
         if grown > SHARE * output:
             raise DisagreementError(
-                f"each call leaves {grown / 2**20:.1f} MiB behind; its output has "
-                f"{output / 2**20:.1f} MiB"
+                f"each call keeps {grown / 2**20:.1f} MiB; its output has {output / 2**20:.1f} MiB"
             )
         return trial.agree({"the output": (trial.numpy(out), trial.expected.out)})

@@ -12,7 +12,7 @@ from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
 GROWTH = {"linear": 2.2, "quadratic": 4.4}
-"""When the number of tokens doubles, at most."""
+"""The largest allowed growth when the number of tokens doubles."""
 
 
 class Memory(Check):
@@ -32,7 +32,7 @@ class Memory(Check):
         declared = discover().named(trial.under_test).memory if trial.under_test else ""
         if not declared:
             raise pa.UnsupportedError(f"{trial.under_test} declares no memory class")
-        trial.explain("vjp")
+        trial.require_support("vjp")
         call = MeasuredCall(
             case.mechanism,
             case.layout,

@@ -1,4 +1,4 @@
-"""Packed sequences, each against a call of its own."""
+"""Packed sequences, each compared with a separate call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from precondattn_conformance.oracle import Oracle
 class Packing(Check):
     """Segments of a packed call equal calls on each segment alone, and so do their gradients.
 
-    The oracle is asked of each segment without a mask, so that not even its own idea of a segment
-    is taken for granted. The gradient of an input without tokens is the sum over all segments.
+    The oracle computes each segment without a mask, so that its own handling of segments is not
+    assumed to be right. The gradient of an input without tokens is the sum over all segments.
     """
 
     name = "packing"
@@ -24,7 +24,7 @@ class Packing(Check):
         return case.layout.mask == "segment_ids"
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         out, gradients = trial.vjp()
         trial.require_purity()
         expected_out, expected = _one_by_one(trial)
@@ -34,7 +34,7 @@ class Packing(Check):
 
 
 def _one_by_one(trial: Trial) -> tuple[np.ndarray, Arrays]:
-    """The output, and the gradients, of a call for each segment."""
+    """The output and the gradients, from one call per segment."""
     expected: Oracle = trial.expected
     m, segments = trial.mechanism, expected.masks["segment_ids"]
     out = np.zeros_like(expected.out)
@@ -42,18 +42,18 @@ def _one_by_one(trial: Trial) -> tuple[np.ndarray, Arrays]:
     for b in range(segments.shape[0]):
         for segment in np.unique(segments[b]):
             tokens = np.flatnonzero(segments[b] == segment)
-            where = {name: _index(trial, name, b, tokens) for name in expected.inputs}
-            alone = {name: expected.inputs[name][index] for name, index in where.items()}
-            found, pullback = m.vjp(**alone, backend="reference")
+            indices = {name: _index(trial, name, b, tokens) for name in expected.inputs}
+            alone = {name: expected.inputs[name][index] for name, index in indices.items()}
+            out_of_segment, pullback = m.vjp(**alone, backend="reference")
             rows = np.ix_([b], tokens)
-            out[rows] = found
+            out[rows] = out_of_segment
             for name, gradient in pullback(expected.cotangent[rows]).items():
-                gradients[name][where[name]] += gradient
+                gradients[name][indices[name]] += gradient
     return out, gradients
 
 
 def _index(trial: Trial, name: str, b: int, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Where an input has one sequence's tokens."""
+    """The index of some tokens of one sequence in an input."""
     shape = trial.expected.inputs[name].shape
     axes = trial.mechanism.inputs[name].axes
     indices = []

@@ -1,4 +1,4 @@
-"""What stands in padding."""
+"""The contents of padding."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from precondattn_conformance.inputs import Arrays
 
 
 class Padding(Check):
-    """What stands behind a sequence's length may be NaN: no output and no gradient has any of it.
+    """Padding after a sequence's length may contain NaN, which reaches no output and no gradient.
 
     Outputs and gradients of padding are 0.
     """
 
     name = "padding"
-    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN behind inputs['lengths']."
+    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN after inputs['lengths']."
 
     def applies(self, case: Case) -> bool:
         return case.layout.mask == "lengths"
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
-        padded, behind = _with_nan(trial)
+        trial.require_support("vjp")
+        padded, is_padding = _with_nan(trial)
         out, gradients = trial.vjp(trial.arrays(padded))
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(gradients)
         measured = trial.agree(pairs, trial.terms_of_gradients())
-        for name, where in behind.items():
-            if np.any(trial.numpy(gradients[name])[where]):
+        for name, mask in is_padding.items():
+            if np.any(trial.numpy(gradients[name])[mask]):
                 raise DisagreementError(f"the gradient of {name} is not 0 at its padding")
         return measured
 
 
 def _with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
-    """The inputs with NaN in padding, and where that is."""
+    """The inputs with NaN in padding, and masks that are true at padding."""
     layout = trial.case.layout
     lengths = layout.masks()["lengths"]
-    padded, behind = {}, {}
-    for name, array in trial.values.items():
+    padded, is_padding = {}, {}
+    for name, array in trial.numpy_inputs.items():
         pattern = trial.mechanism.inputs[name]
         letters = "".join(axis.letter for axis in pattern.axes)
         time = pattern.time_axis
@@ -50,6 +50,6 @@ def _with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
         after = np.arange(layout.t) >= lengths[:, None]
         shape = [1] * array.ndim
         shape[0], shape[time] = layout.b, layout.t
-        behind[name] = np.broadcast_to(after.reshape(shape), array.shape)
-        padded[name] = np.where(behind[name], np.nan, array)
-    return padded, behind
+        is_padding[name] = np.broadcast_to(after.reshape(shape), array.shape)
+        padded[name] = np.where(is_padding[name], np.nan, array)
+    return padded, is_padding

@@ -1,4 +1,4 @@
-"""What a call leaves alone."""
+"""Caches that a call must not change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from precondattn_conformance.inputs import slice_tokens
 
 
 class Purity(Caching):
-    """A cache that was not donated is as good as new: another branch goes on from it.
+    """A cache that was not donated is unchanged by a call, so that it can be extended again.
 
-    Every check looks whether inputs were written to. This one extends one cache twice, with
-    different tokens and then with the same, as a search over continuations does.
+    Every check verifies that inputs were not written to. This one extends one cache twice with
+    different tokens, as a search over continuations does.
     """
 
     name = "purity"
@@ -25,13 +25,13 @@ class Purity(Caching):
 
     def run(self, trial: Trial) -> Measured:
         m, time = trial.mechanism, trial.case.layout.t
-        arrays = trial.values
+        arrays = trial.numpy_inputs
         first = trial.arrays(slice_tokens(m, arrays, 0, time - 1))
         last = trial.arrays(slice_tokens(m, arrays, time - 1, time))
-        # Other tokens for the same place.
-        others = trial.arrays(slice_tokens(m, trial.opposite, time - 1, time))
+        # Other tokens at the same position.
+        others = trial.arrays(slice_tokens(m, trial.reversed_inputs, time - 1, time))
         cache = m.init_cache(**trial.inputs, capacity=time)
-        trial.require_work(m.explain(**last, cache=cache, backend=trial.backend))
+        trial.require_used(m.explain(**last, cache=cache, backend=trial.backend))
         _, cache = m.extend(cache, **first, backend=trial.backend)
         before = {name: trial.numpy(a).copy() for name, a in cache.store.items()}
         m.extend(cache, **others, backend=trial.backend)

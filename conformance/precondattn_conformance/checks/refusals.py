@@ -1,4 +1,4 @@
-"""What a backend says of work that it does not take."""
+"""How a backend declines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from precondattn_conformance.disagreement import DisagreementError
 
 
 class Refusals(Check):
-    """A refusal gives its reason, and nothing is claimed that a backend can not know.
+    """A refusal has a reason, and a backend claims no leaf that it can not know.
 
-    It is offered a leaf of the same options whose mathematics is another, of a class derived from
-    the one it knows: the output is twice as large. A backend that goes by `isinstance`, by name or
-    by options claims it and gives the wrong answer. One that runs a leaf's own code is right.
+    The backend is offered a leaf with the same options but different mathematics, of a class
+    derived from the one it knows: the output is twice as large. A backend that decides by
+    `isinstance`, by name or by options claims the leaf and returns a wrong output. A backend that
+    runs a leaf's own code is right.
     """
 
     name = "refusals"
@@ -33,7 +34,7 @@ class Refusals(Check):
         if trial.under_test is None:
             raise pa.UnsupportedError("no backend was named")
         explanation = trial.mechanism.explain(**trial.inputs, **trial.masks, backend=trial.backend)
-        trial.require_work(explanation)
+        trial.require_used(explanation)
         for considered in explanation.plan.considered:
             if considered.backend == trial.under_test:
                 _require_reason(trial.under_test, considered.support)
@@ -53,7 +54,7 @@ def _require_reason(name: str, support: Support) -> None:
 
 @cache
 def _class_twice_as_large(cls: type[pa.Mechanism]) -> type[pa.Mechanism]:
-    """A subclass without a name of its own, which no registry has."""
+    """A subclass that is not registered, with its base's name."""
 
     def forward(self: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, Any]:
         out, residuals = cls.forward(self, x, frame)  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ from precondattn_conformance.extremes import EXTREMES, makes_sense
 class Stability(Check):
     """Huge, tied and tiny logits, extreme gates and values far apart: as accurate as elsewhere.
 
-    Every extreme leaves the answer well conditioned, so it is held to the same bounds; nothing may
-    become infinite or NaN, in the output or in a gradient.
+    At every extreme the result is well conditioned, so the bounds are the same. No output and no
+    gradient may be infinite or NaN.
     """
 
     name = "stability"
@@ -21,7 +21,7 @@ class Stability(Check):
         return case.kind in EXTREMES and makes_sense(mechanism_of(case.mechanism), case.kind)
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         out, gradients = trial.vjp()
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(gradients)

@@ -1,4 +1,4 @@
-"""A state that other tokens left, through to the gradients of it and of the last one."""
+"""Calls that start from a state, and the gradients through the first and the last state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from precondattn_conformance.oracle import rounded
 
 
 class States(Caching):
-    """From a state that is not empty: the output, the last state, and gradients through both.
+    """From a non-empty state: the output, the last state, and the gradients through both.
 
     For mechanisms whose cache is a state and not a history of tokens. The cotangent is a view.
     """
@@ -36,17 +36,17 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         case, library, backend = trial.case, trial.library, trial.backend
         m, inputs, masks = trial.mechanism, trial.inputs, trial.masks
         cache = m.init_cache(**inputs)
-        trial.require_work(m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
+        trial.require_used(m.explain(**inputs, **masks, cache=cache, verb="vjp", backend=backend))
         expected = trial.expected
-        before = make_inputs(m, case.layout, "random", seed=1)
-        left = m.extend(m.init_cache(**before), **before, backend="reference")[1]
-        start = {name: rounded(state, case.dtype) for name, state in left.store.items()}
+        earlier = make_inputs(m, case.layout, "random", seed=1)
+        filled = m.extend(m.init_cache(**earlier), **earlier, backend="reference")[1]
+        start = {name: rounded(state, case.dtype) for name, state in filled.store.items()}
         rng = np.random.default_rng(3)
         d_last = {name: rounded(rng.normal(size=s.shape), case.dtype) for name, s in start.items()}
-        oracle_of = (expected.inputs, start, expected.masks, expected.cotangent, d_last)
-        wanted = _through_states(m, *oracle_of, "reference")
+        arguments = (expected.inputs, start, expected.masks, expected.cotangent, d_last)
+        oracle = _through_states(m, *arguments, "reference")
         if case.dtype == "float64" and is_smooth(m, case.kind):
-            _check_direction_of_states(m, *oracle_of, wanted)
+            _check_direction_of_states(m, *arguments, oracle)
 
         state_dtype = "float64" if case.dtype == "float64" else "float32"
         start, d_last = (
@@ -54,27 +54,27 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             for arrays in (start, d_last)
         )
         cotangent = library.array(expected.cotangent, case.dtype)
-        if case.library != "jax":  # As where the output was transposed afterwards.
+        if case.library != "jax":  # The cotangent of an output that was transposed is a view.
             cotangent = library.view(cotangent, "heads first")
         cache = cache._replace(store=start)
-        handed = {**start, **{f"d {name}": d for name, d in d_last.items()}, "cotangent": cotangent}
-        before = {name: library.numpy(array).copy() for name, array in handed.items()}
-        found = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
-        for name, array in handed.items():
+        given = {**start, **{f"d {name}": d for name, d in d_last.items()}, "cotangent": cotangent}
+        before = {name: library.numpy(array).copy() for name, array in given.items()}
+        results = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
+        for name, array in given.items():
             if not np.array_equal(library.numpy(array), before[name]):
                 raise DisagreementError(f"{name} was written to")
 
         def total(x: Arrays) -> Any:
-            own = {name: x[name] for name in inputs}
+            tokens = {name: x[name] for name in inputs}
             store = {name: x[name] for name in start}
-            out, last = m.extend(cache._replace(store=store), **own, **masks, backend=backend)
+            out, last = m.extend(cache._replace(store=store), **tokens, **masks, backend=backend)
             return (out * cotangent).sum() + sum((last.store[n] * d_last[n]).sum() for n in start)
 
-        pairs = {what: (library.numpy(array), wanted[what]) for what, array in found.items()}
-        one = library.array(np.asarray(1.0), state_dtype)  # That of the sum.
+        pairs = {what: (library.numpy(array), oracle[what]) for what, array in results.items()}
+        one = library.array(np.asarray(1.0), state_dtype)  # The cotangent of `total`.
         automatic = library.gradients(total, {**inputs, **start}, one)
         for name, gradient in (automatic or {}).items():
-            pairs[f"autograd of {name}"] = library.numpy(gradient), wanted[f"vjp of {name}"]
+            pairs[f"autograd of {name}"] = library.numpy(gradient), oracle[f"vjp of {name}"]
         trial.require_purity()
         return trial.agree(pairs)
 
@@ -88,7 +88,7 @@ def _through_states(
     d_last: Arrays,
     backend: Backend,
 ) -> Arrays:
-    """Output, last state, and the gradients of inputs and first state, by what they are."""
+    """Output, last state, and the gradients of the inputs and the first state, by name."""
     cache = m.init_cache(**x)._replace(store=start)
     out, last, pullback = m.extend_vjp(cache, **x, **masks, backend=backend)
     gradients, d_start = pullback(cotangent, d_last)
@@ -106,25 +106,25 @@ def _check_direction_of_states(
     masks: Arrays,
     cotangent: np.ndarray,
     d_last: Arrays,
-    wanted: Arrays,
+    oracle: Arrays,
 ) -> None:
-    """One central difference of the oracle along a random direction of its first state."""
+    """Compare one central difference along a random direction of the first state with the vjp."""
     rng, h = np.random.default_rng(4), 1e-6
-    along = {name: rng.normal(size=state.shape) for name, state in start.items()}
+    direction = {name: rng.normal(size=state.shape) for name, state in start.items()}
 
     def value(sign: float) -> float:
-        moved = {name: state + sign * h * along[name] for name, state in start.items()}
+        moved = {name: state + sign * h * direction[name] for name, state in start.items()}
         cache = m.init_cache(**x)._replace(store=moved)
         out, last = m.extend(cache, **x, **masks, backend="reference")
-        ends = sum(np.sum(last.store[name] * d_last[name]) for name in start)
-        return float(np.sum(out * cotangent) + ends)
+        last_states = sum(np.sum(last.store[name] * d_last[name]) for name in start)
+        return float(np.sum(out * cotangent) + last_states)
 
-    found = (value(1) - value(-1)) / (2 * h)
-    terms = [wanted[f"vjp of {name}"] * along[name] for name in start]
+    difference = (value(1) - value(-1)) / (2 * h)
+    terms = [oracle[f"vjp of {name}"] * direction[name] for name in start]
     expected = float(sum(np.sum(term) for term in terms))
     size = float(sum(np.sum(np.abs(term)) for term in terms))
-    if not abs(found - expected) <= 1e-6 * max(size, 1.0):
+    if not abs(difference - expected) <= 1e-6 * max(size, 1.0):
         raise DisagreementError(
             f"the oracle's own gradient of its first state is {expected:.9g} along a direction, "
-            f"and {found:.9g} by central differences"
+            f"and {difference:.9g} by central differences"
         )

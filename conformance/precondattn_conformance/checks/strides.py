@@ -1,4 +1,4 @@
-"""Arrays whose elements lie otherwise in memory."""
+"""Arrays that are not contiguous in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ORDERS = ("heads first", "every other element", "a window of a larger array")
 class Strides(Check):
     """Inputs and cotangents may be views: transposed, of every other element, a window.
 
-    The output and the gradients are what they are for contiguous inputs, and nothing around a view
-    is read or written to. JAX has no views.
+    The output and the gradients are those of contiguous inputs, and no memory around a view is
+    read or written. JAX has no views.
     """
 
     name = "strides"
@@ -26,7 +26,7 @@ class Strides(Check):
         return case.library != "jax"
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain("vjp")
+        trial.require_support("vjp")
         worst = 0.0
         for order in ORDERS:
             views = {n: trial.library.view(array, order) for n, array in trial.inputs.items()}
@@ -40,13 +40,13 @@ class Strides(Check):
             worst = max(worst, trial.agree(pairs, terms).error)
         trial.require_purity()
         if CHECK_OF_STEPS.applies(trial.case):
-            with suppress(UnsupportedError):  # It may take full calls only.
+            with suppress(UnsupportedError):  # A backend may support full calls only.
                 worst = max(worst, _extended(trial))
         return Measured(worst, trial.bound)
 
 
 def _extended(trial: Trial) -> float:
-    """The error of an extension by views."""
+    """The error of an extension whose new tokens are views."""
     time = trial.case.layout.t
     out = extended(trial, [time - 2, time], [trial.backend], order=ORDERS[0])
     what = f"from {ORDERS[0]}, the extended output"

@@ -9,10 +9,10 @@ from precondattn_conformance.checks.check import Check, Measured, Trial
 
 
 class Transforms(Check):
-    """A mapped or compiled call, and its gradient, are those of the plain one.
+    """A mapped or compiled call, and its gradient, equal those of the plain call.
 
     PyTorch: `torch.vmap`, `torch.compile`. JAX: `jax.vmap`, `jax.jit`. The mapped call has two
-    batches of different values; the gradient is that of the compiled function.
+    different batches; the gradient is that of the compiled function.
     """
 
     name = "transforms"
@@ -21,7 +21,7 @@ class Transforms(Check):
         return case.library in ("torch", "jax") and case.layout.mask is None
 
     def run(self, trial: Trial) -> Measured:
-        trial.explain()
+        trial.require_support()
         pairs = {}
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
         for name, transform in trial.library.transforms().items():
@@ -31,8 +31,8 @@ class Transforms(Check):
                 continue
             out = trial.numpy(function(trial.inputs))
             pairs[f"the output under {name}"] = (out, trial.expected.out)
-            found = trial.library.gradients(function, trial.inputs, cotangent) or {}
-            pairs |= trial.pairs_of_gradients(found, f"the gradient under {name}")
+            gradients = trial.library.gradients(function, trial.inputs, cotangent) or {}
+            pairs |= trial.pairs_of_gradients(gradients, f"the gradient under {name}")
         trial.require_purity()
         terms = {
             what: size
@@ -45,8 +45,8 @@ class Transforms(Check):
 
 def _mapped(trial: Trial, function: object) -> tuple[np.ndarray, np.ndarray]:
     """The output of two calls in one, and the oracle's."""
-    first, second = trial.values, trial.opposite
+    first, second = trial.numpy_inputs, trial.reversed_inputs
     both = {name: np.stack([first[name], second[name]]) for name in first}
-    found = trial.numpy(function(trial.arrays(both)))  # type: ignore[operator]
+    out = trial.numpy(function(trial.arrays(both)))  # type: ignore[operator]
     other = trial.mechanism(**second, backend="reference")
-    return found, np.stack([trial.expected.out, other])
+    return out, np.stack([trial.expected.out, other])
