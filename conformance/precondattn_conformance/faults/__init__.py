@@ -1,12 +1,13 @@
 """Planted faults: the suite is tested by backends that are wrong in one place.
 
-fault.py            what a fault is: a change of what a backend's method is given, does, or gives
-carriers.py         the backends that carry them, right in everything else
-…                   the operators, a family a file: what can go wrong everywhere
+fault.py            a fault: a change of the arguments, code, or result of a backend's method
+carriers.py         the backends that carry faults; everything else in them is right
+small_blocks.py     blocks of a few tokens, for the blocked carrier
+…                   the operators, one family per file: faults that apply to many mechanisms
 written_by_hand/    faults of one piece of mathematics, or of one algorithm
-catalogue.py        all of them, and how many there have to be of each mechanism
-selftest.py         runs the suite on each: a fault that survives is a fault of the suite
+catalogue.py        all faults, and the smallest number for each mechanism
+selftest.py         runs the suite on each fault: one that survives is an error in the suite
 
-A fault is planted in this process, while a method of its carrier runs, and in nothing else: the
-oracle that the suite compares with is computed outside.
+A fault is planted only while a method of its carrier runs. The oracle that the suite compares with
+is computed outside of it.
 """

@@ -1,6 +1,6 @@
-"""What can go wrong with any result and any memory, whatever the mechanism.
+"""Faults that apply to any mechanism: wrong results, and wrong use of memory.
 
-A wider dtype than the call's is no fault: a caller gets what it asked for, since the core casts it.
+A dtype wider than the call's is no fault, because the core casts the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _through_float32(x: Array) -> Array:
 
 
 def _one_wrong(x: Array) -> Array:
-    """The last element, off by a thousandth of the largest."""
+    """x with its last element off by a thousandth of the largest."""
     x = x.copy()
     x[(-1,) * x.ndim] += 1e-3 * max(float(np.max(np.abs(x))), 1.0)
     return x
@@ -52,7 +52,7 @@ _calls = count()
 
 
 def _with_noise(x: Array) -> Array:
-    """Never the same twice."""
+    """x with noise that differs in every call."""
     noise = np.random.default_rng(next(_calls)).normal(size=x.shape)
     return (x + 1e-4 * noise).astype(x.dtype)
 
@@ -61,35 +61,36 @@ def _of_first_sequence(x: Array) -> Array:
     return namespace(x).broadcast_to(x[:1], x.shape) + 0
 
 
-SPOILED: tuple[tuple[str, Callable[[Array], Array]], ...] = (
+INVALID: tuple[tuple[str, Callable[[Array], Array]], ...] = (
     ("rounded to bfloat16", to_bfloat16),
     ("one element a thousandth off", _one_wrong),
-    ("that of the first sequence for all", _of_first_sequence),
+    ("that of the first sequence for all sequences", _of_first_sequence),
     ("with noise", _with_noise),
     ("rounded to float32 in a float64 call", _through_float32),
     ("zero", lambda x: 0 * x),
     ("one element NaN", _one_nan),
     ("that of the next sequence", lambda x: namespace(x).roll(x, 1, axis=0)),
-    ("as of the heads reversed", lambda x: namespace(x).flip(x, axis=2)),
+    ("with the heads reversed", lambda x: namespace(x).flip(x, axis=2)),
     ("2 % too large", lambda x: 1.02 * x),
 )
 
 
 def result(m: pa.Mechanism, stage: str) -> Named:
-    """The output, or in a gradient that of the first input."""
-    for name, change in SPOILED:
-        yield name, given_back(partial(_spoiled, change))
+    """A wrong output, or a wrong gradient of the first input."""
+    for name, change in INVALID:
+        yield name, given_back(partial(_changed, change))
 
 
-def _spoiled(change: Callable[[Array], Array], found: Result) -> Result:
-    if found.out is not None:
-        return replace(found, out=change(found.out))
-    first = next(iter(found.gradients))
-    return replace(found, gradients={**found.gradients, first: change(found.gradients[first])})
+def _changed(change: Callable[[Array], Array], correct: Result) -> Result:
+    if correct.out is not None:
+        return replace(correct, out=change(correct.out))
+    first = next(iter(correct.gradients))
+    gradients = {**correct.gradients, first: change(correct.gradients[first])}
+    return replace(correct, gradients=gradients)
 
 
 def memory(m: pa.Mechanism, stage: str) -> Named:
-    """Memory of the caller's that is written to, and memory that is given back twice."""
+    """The caller's memory is written to, strides are ignored, or results share memory."""
     name = next(iter(m.inputs))
     yield f"the input {name} written to", partial(_written, lambda call: call.inputs[name])
     if stage in (BACKWARD, STEP_BACKWARD):
@@ -101,11 +102,11 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
         for slot in list(slots_of(m))[-1:]:
             yield f"the buffer {slot} written to", partial(_written, partial(_buffer, slot))
     if stage in (FORWARD, BACKWARD):
-        yield "that of a result used again", _used_again()
-    if stage in (FORWARD, STEP):  # Not every gradient reads it.
+        yield "the memory of a result reused", _reused()
+    if stage in (FORWARD, STEP):  # Not every gradient reads this input.
         yield f"the strides of {name} ignored", handed(partial(_dense_input, name))
     if stage == FORWARD:
-        yield "a result kept for the arrays that it was made of", _kept_by_identity()
+        yield "a result cached by the identity of the inputs", _cached_by_identity()
 
 
 def _buffer(name: str, call: Call) -> Array:
@@ -119,35 +120,35 @@ def _written(which: Callable[[Call], Array], truth: Truth, call: Call) -> Result
 
 
 def _copied(result: Result) -> Result:
-    """What does not share its memory with anything."""
+    """A copy of a result, which shares no memory."""
     return Result(
         None if result.out is None else np.array(result.out),
         tuple(map(np.array, result.residuals)),
-        {name: type(made)(*map(np.array, made)) for name, made in result.updates.items()},
+        {name: type(update)(*map(np.array, update)) for name, update in result.updates.items()},
         {name: np.array(d) for name, d in result.gradients.items()},
         {name: np.array(d) for name, d in result.d_past.items()},
     )
 
 
-def _used_again() -> Change:
-    """The next call of the same shape writes its result over that of this one."""
-    rooms: dict[tuple[int, ...], Array] = {}
+def _reused() -> Change:
+    """A call writes its result over that of the previous call of the same shape."""
+    buffers: dict[tuple[int, ...], Array] = {}
 
     def planted(truth: Truth, call: Call) -> Result:
         result = truth(call)
         name = next(iter(result.gradients), None)
-        made = result.out if name is None else result.gradients[name]
-        room = rooms.setdefault((*made.shape, made.dtype.itemsize), made.copy())
-        room[...] = made
+        array = result.out if name is None else result.gradients[name]
+        buffer = buffers.setdefault((*array.shape, array.dtype.itemsize), array.copy())
+        buffer[...] = array
         if name is None:
-            return replace(result, out=room)
-        return replace(result, gradients={**result.gradients, name: room})
+            return replace(result, out=buffer)
+        return replace(result, gradients={**result.gradients, name: buffer})
 
     return planted
 
 
 def _dense(x: Array) -> Array:
-    """The elements in the order in which they stand in memory."""
+    """The elements in the order in which they are stored in memory."""
     return x if x.flags.c_contiguous else np.ravel(x, order="K").reshape(x.shape)
 
 
@@ -159,8 +160,8 @@ def _of_dense_cotangent(call: Call) -> Call:
     return replace(call, cotangent=_dense(call.cotangent))
 
 
-def _kept_by_identity() -> Change:
-    """The last result, as long as the arrays are the same ones, whatever stands in them now."""
+def _cached_by_identity() -> Change:
+    """Returns the last result if the input arrays are the same objects, whatever they contain."""
     last: list[tuple[list[Array], Result]] = []
 
     def planted(truth: Truth, call: Call) -> Result:
@@ -173,6 +174,6 @@ def _kept_by_identity() -> Change:
 
 
 def anywhere(m: pa.Mechanism, stage: str) -> Named:
-    """What can be wrong with any result, and with any memory."""
+    """Wrong results, and wrong use of memory."""
     yield from result(m, stage)
     yield from memory(m, stage)

@@ -1,4 +1,4 @@
-"""Where a kind of fault can change a result: what a mechanism looks at, from its leaves."""
+"""Where a kind of fault can change a result, decided from a mechanism's leaves."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from precondattn_conformance.faults.fault import (
 )
 
 Named = Iterable[tuple[str, Change]]
-"""Changes, and what each does."""
+"""Changes, each with a short description."""
 
 
 def stages_of(m: pa.Mechanism) -> tuple[str, ...]:
-    """The methods that a backend needs for it.
+    """The methods that a backend needs for a mechanism.
 
-    What looks into the future has no cache, and only states are differentiated.
+    A mechanism that is not causal has no cache, and only states have gradients.
     """
     has_states = bool(m.program.slots) and not keeps_tokens(m)
-    found = {FORWARD, BACKWARD}
+    needed = {FORWARD, BACKWARD}
     if m.offers.causal:
-        found |= {STEP, STEP_BACKWARD} if has_states else {STEP}
-    return tuple(stage for stage in STAGES if stage in found)
+        needed |= {STEP, STEP_BACKWARD} if has_states else {STEP}
+    return tuple(stage for stage in STAGES if stage in needed)
 
 
 def leaves(m: pa.Mechanism, *kinds: Any) -> list[Any]:
-    """Its leaves, of some classes where any are given."""
+    """Its leaves, or those of the given classes."""
     return [leaf for leaf in m.program.leaves if not kinds or isinstance(leaf, kinds)]
 
 
 def attends(m: pa.Mechanism) -> bool:
-    """Whether pairs of a query and a key are hidden by their positions.
+    """Whether pairs of a query and a key are masked by their positions.
 
-    A recurrence has no positions: its order is the tokens'. Neither have leaves that treat each
-    token alone, or all of them alike.
+    A recurrence uses the order of the tokens, not positions. Leaves that treat each token alone, or
+    all tokens alike, use no positions either.
     """
     return bool(leaves(m, pa.Softmax, pa.Path, pa.QueryWeightedQuery))
 
@@ -54,12 +54,11 @@ def looks_at_other_tokens(m: pa.Mechanism) -> bool:
     )
 
 
-def knows_validity(m: pa.Mechanism) -> bool:
-    """Whether a hidden token would be noticed, though its inputs come as zeros.
+def depends_on_validity(m: pa.Mechanism) -> bool:
+    """Whether an invalid token changes the result although its inputs are zeros.
 
-    A zero key has a weight, a reflection by β = 0 has none; retention fades with every token and
-    CCQ counts it. For the other recurrences a token of zeros is nothing, unless a feature map in
-    front of them makes something of it.
+    In softmax a zero key has a weight; retention decays with every token, and CCQ counts it. For
+    the other recurrences a token of zeros has no effect, unless a feature map precedes them.
     """
     kinds = (pa.Softmax, pa.Path, pa.QueryWeightedQuery, pa.LucidSolve)
     if leaves(m, *kinds, pa.Retention, pa.ConditionedQuery):
@@ -69,10 +68,9 @@ def knows_validity(m: pa.Mechanism) -> bool:
 
 
 def reads_its_output(m: pa.Mechanism) -> bool:
-    """Whether the gradient is written in terms of the output.
+    """Whether the gradient is computed from the output.
 
-    The recurrences run again, and the norms are made again from their inputs: there a wrong output
-    would change nothing.
+    Recurrences and norms are recomputed from their inputs; there a wrong output changes nothing.
     """
     kinds = (pa.Softmax, pa.Path, pa.LucidSolve, pa.EluPlusOne, pa.HedgehogMap, pa.Tempered)
     of_norm = (leaf for leaf in leaves(m, pa.UnitRows) if not leaf.detach)

@@ -1,11 +1,11 @@
-"""The backends that carry a fault, and are right in everything else.
+"""The backends that carry a fault; everything else in them is right.
 
 ==========  ==============================================================================
 leaves      the reference's leaves, one at a time
-whole       the reference's leaves, all of a composition in one go (`whole.py`)
+whole       the reference's leaves, all of a composition as one call (`whole.py`)
 blocks      the blocked algorithms of `precondattn_portable`, with blocks of a few tokens,
-            so that short sequences have several and a shorter last one
-autograd    the leaves, their gradient left to the framework's automatic differentiation
+            so that short sequences have several blocks and a shorter last one
+autograd    the leaves, differentiated by the framework's automatic differentiation
 ==========  ==============================================================================
 """
 
@@ -32,37 +32,31 @@ from precondattn_conformance.faults.fault import (
     Fault,
     Result,
 )
+from precondattn_conformance.faults.small_blocks import small_blocks
 from precondattn_conformance.faults.whole import whole
-from precondattn_portable import (
-    Portable,
-    chunkwise,
-    extension,
-    layout,
-    read_log_mean_exp,
-    triangular_inverse,
-)
+from precondattn_portable import Portable
 
 
 class Carrier(pa.Backend):
-    """A backend whose methods are right but for the fault that it carries."""
+    """A backend whose methods are right except for the fault that it carries."""
 
     only_by_name = True
     wide_values = True
     fault: Fault | None = None
     reached = 0
-    """How many calls were planted."""
+    """The number of calls in which the fault was planted."""
     changed = 0
-    """How many of them gave something else than the truth; counted where it is `watched`."""
+    """The number of those calls whose result was wrong; counted only if `watched`."""
     watched = False
     broken = ""
-    """What a planted call raised: then the fault is not the fault that it says."""
+    """The traceback of a planted call that raised, so that the fault is not the intended one."""
 
     def carry(self, fault: Fault | None) -> None:
-        """From now on."""
+        """Carry this fault from now on."""
         self.fault, self.reached, self.changed, self.broken = fault, 0, 0, ""
 
     def truth(self, call: Call) -> Result:
-        """The method as it should be."""
+        """The correct result of a method."""
         raise NotImplementedError
 
     def _run(self, call: Call) -> Result:
@@ -71,19 +65,19 @@ class Carrier(pa.Backend):
         self.reached += 1
         true = self.truth(call) if self.watched else None
         try:
-            found = self.fault.change(self.truth, call)
+            result = self.fault.change(self.truth, call)
         except Exception:
             self.broken = traceback.format_exc(limit=-3)
             raise
-        self.changed += true is not None and not _is_same(found, true)
-        return found
+        self.changed += true is not None and not _is_same(result, true)
+        return result
 
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
         call = Call(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
-        found = self._run(call)
-        return found.out, found.residuals
+        result = self._run(call)
+        return result.out, result.residuals
 
     def backward(
         self,
@@ -113,19 +107,19 @@ class Carrier(pa.Backend):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, dict[str, Any]]:
-        names = _own_names(mechanism)
-        found = self._run(
+        names = _names_in_call(mechanism)
+        result = self._run(
             Call(
                 STEP,
                 mechanism,
                 upcast_all(inputs),
                 frame,
-                {own: upcast(past[key]) for key, own in names.items()},
+                {name: upcast(past[key]) for key, name in names.items()},
                 {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
                 dtype=_dtype(inputs),
             )
         )
-        return found.out, {key: found.updates[own] for key, own in names.items()}
+        return result.out, {key: result.updates[name] for key, name in names.items()}
 
     def step_backward(
         self,
@@ -136,45 +130,45 @@ class Carrier(pa.Backend):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        names = _own_names(mechanism)
-        found = self._run(
+        names = _names_in_call(mechanism)
+        result = self._run(
             Call(
                 STEP_BACKWARD,
                 mechanism,
                 upcast_all(inputs),
                 frame,
-                {own: upcast(past[key]) for key, own in names.items()},
+                {name: upcast(past[key]) for key, name in names.items()},
                 {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
                 cotangent=upcast(cotangent),
-                d_buffers={own: upcast(d_buffers[key]) for key, own in names.items()},
+                d_buffers={name: upcast(d_buffers[key]) for key, name in names.items()},
                 dtype=_dtype(inputs),
             )
         )
-        return found.gradients, {key: found.d_past[own] for key, own in names.items()}
+        return result.gradients, {key: result.d_past[name] for key, name in names.items()}
 
 
 def _dtype(inputs: Mapping[str, Array]) -> str:
     return dtype_name(next(iter(inputs.values())))
 
 
-def _own_names(mechanism: Any) -> dict[str, str]:
-    """Of every buffer's key, what the mechanism itself calls it: a leaf's slot, a group's key."""
+def _names_in_call(mechanism: Any) -> dict[str, str]:
+    """By key of each buffer, its name in a `Call`: a leaf's slot, or a group's key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
     return {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
 
 
-def _is_same(found: Result, true: Result) -> bool:
-    pairs = zip(_arrays(found), _arrays(true), strict=True)
+def _is_same(result: Result, true: Result) -> bool:
+    pairs = zip(_arrays(result), _arrays(true), strict=True)
     return all(a.shape == b.shape and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
 def _arrays(result: Result) -> list[np.ndarray]:
-    found = [] if result.out is None else [result.out]
+    arrays = [] if result.out is None else [result.out]
     for update in result.updates.values():
-        found += [*update]
-    found += [*result.residuals, *result.gradients.values(), *result.d_past.values()]
-    return [np.asarray(a.detach() if hasattr(a, "detach") else a) for a in found]
+        arrays += [*update]
+    arrays += [*result.residuals, *result.gradients.values(), *result.d_past.values()]
+    return [np.asarray(a.detach() if hasattr(a, "detach") else a) for a in arrays]
 
 
 class Leaves(Carrier):
@@ -184,7 +178,7 @@ class Leaves(Carrier):
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
-            return Support.no("takes one leaf at a time")
+            return Support.no("runs one leaf at a time")
         return Support.yes()
 
     def truth(self, call: Call) -> Result:
@@ -213,13 +207,13 @@ class Autograd(Leaves):
 
 
 class Whole(Carrier):
-    """Compositions in one go."""
+    """Compositions as one call."""
 
     name = "faulty-whole"
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) == 1:
-            return Support.no("takes all of a composition")
+            return Support.no("runs compositions only")
         return Support.yes()
 
     def truth(self, call: Call) -> Result:
@@ -244,55 +238,26 @@ class Blocks(Carrier):
             return self._truth(call)
 
     def _run(self, call: Call) -> Result:
-        with small_blocks():  # What a fault looks up of them is as small.
+        with small_blocks():  # A fault's change may read the block sizes too.
             return super()._run(call)
 
     def _truth(self, call: Call) -> Result:
-        own, x, frame = self.portable, call.inputs, call.frame
+        portable, x, frame = self.portable, call.inputs, call.frame
         if call.stage == FORWARD:
-            return Result(*own.forward(call.mechanism, x, frame))
+            return Result(*portable.forward(call.mechanism, x, frame))
         if call.stage == BACKWARD:
             given = (call.out, call.residuals, call.cotangent)
-            return Result(gradients=own.backward(call.mechanism, x, frame, *given))
-        keys = {name: key for key, name in _own_names(call.mechanism).items()}
+            return Result(gradients=portable.backward(call.mechanism, x, frame, *given))
+        keys = {name: key for key, name in _names_in_call(call.mechanism).items()}
         past = {keys[name]: buffer for name, buffer in call.past.items()}
         if call.stage == STEP:
-            out, updates = own.step(call.mechanism, past, x, frame)
+            out, updates = portable.step(call.mechanism, past, x, frame)
             return Result(out, updates={name: updates[key] for name, key in keys.items()})
         d_buffers = {keys[name]: buffer for name, buffer in call.d_buffers.items()}
-        gradients, d_past = own.step_backward(
+        gradients, d_past = portable.step_backward(
             call.mechanism, past, x, frame, call.cotangent, d_buffers
         )
         return Result(gradients=gradients, d_past={n: d_past[key] for n, key in keys.items()})
-
-
-BLOCK = 4
-"""Tokens of a block, where one size is spoken of."""
-
-SMALL = (
-    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "ROW_BLOCK_ENTRIES": 64}),
-    (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
-    (extension, {"TOKENS": 3}),
-    (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
-    (triangular_inverse, {"LEAF": 2}),
-)
-
-
-@contextmanager
-def small_blocks() -> Iterator[None]:
-    """The blocked algorithms have blocks of a few tokens."""
-    known = [(module, {name: getattr(module, name) for name in sizes}) for module, sizes in SMALL]
-    _set(SMALL)
-    try:
-        yield
-    finally:
-        _set(known)
-
-
-def _set(sizes: Any) -> None:
-    for module, values in sizes:
-        for name, value in values.items():
-            setattr(module, name, value)
 
 
 CARRIERS: dict[str, type[Carrier]] = {
@@ -305,17 +270,17 @@ CARRIERS: dict[str, type[Carrier]] = {
 
 @contextmanager
 def registered() -> Iterator[dict[str, Carrier]]:
-    """The carriers by their short names, known as backends for a while."""
-    made = {name: cls() for name, cls in CARRIERS.items()}
-    for carrier in made.values():
+    """The carriers by their short names, registered as backends in this context."""
+    carriers = {name: cls() for name, cls in CARRIERS.items()}
+    for carrier in carriers.values():
         pa.register_backend(carrier)
     try:
-        yield made
+        yield carriers
     finally:
-        for carrier in made.values():
+        for carrier in carriers.values():
             pa.unregister_backend(carrier.name)
 
 
 def helped(carrier: Carrier) -> tuple[str, ...]:
-    """The names to ask for: the carrier, and the reference for what it leaves."""
+    """The backends to request: the carrier, and the reference for what it does not support."""
     return (carrier.name, "reference") if isinstance(carrier, Blocks) else (carrier.name,)

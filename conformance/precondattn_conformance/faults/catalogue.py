@@ -1,7 +1,7 @@
-"""All faults: every operator on everything that it applies to, and those written by hand.
+"""All faults: every operator on every mechanism that it applies to, and those written by hand.
 
-An operator is tried on a leaf, and on its variants for what the leaf's own defaults do not have: a
-window, a bias, a gate. What all leaves of a mechanism do together is tried on compositions.
+An operator is applied to a leaf, and to its variants for what the leaf's defaults lack: a window, a
+bias, a gate. Faults between leaves are applied to compositions.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ IN_TURN: dict[str, dict[str, int]] = {
         "anywhere": 3,
     },
 }
-"""Operators of which each method of a mechanism has so many, the next in turn: what they do does
-not differ from one mechanism to the other. Of the others each has all."""
+"""The number of faults per method of a mechanism, for operators that act the same on all of them.
+The faults are taken in turn. Of the other operators every method has all faults."""
 
 AROUND = {
     "tempered": "temperature(linear)",
@@ -91,33 +91,33 @@ AROUND = {
     "unit_rows": "row_normalized(linear)",
     "difference": "differential(linear)",
 }
-"""A leaf that treats each token alone has no state, and takes part in the gradient of one only
-where another has: in these."""
+"""Leaves that treat each token alone have no state. They contribute to a state's gradient only in
+compositions with a stateful leaf: these."""
 
 MINIMUM = 120
-"""Faults in all."""
+"""The smallest number of faults in all."""
 
 OF_EACH_STAGE = 3
-"""Faults of each mechanism in each method that it has."""
+"""The smallest number of faults of each mechanism in each of its methods."""
 
 
 @cache
 def faults() -> tuple[Fault, ...]:
-    """All of them, under names that are all different."""
-    found = [*_systematic(), *written_by_hand.faults()]
-    names = Counter(fault.name for fault in found)
+    """All faults; their names are unique."""
+    every = (*_systematic(), *written_by_hand.faults())
+    names = Counter(fault.name for fault in every)
     assert max(names.values()) == 1, names.most_common(3)
-    return tuple(found)
+    return every
 
 
 def subjects() -> dict[str, tuple[str, ...]]:
-    """What has to be tested: every registered class, and the methods that it has."""
+    """The subjects of faults: every registered class, and its methods."""
     return {name: _stages(pa.parse(name)) for name in registry.registered()}
 
 
 def _stages(m: pa.Mechanism) -> tuple[str, ...]:
-    found = stages_of(m)
-    return (*found, STEP_BACKWARD) if m.name in AROUND else found
+    stages = stages_of(m)
+    return (*stages, STEP_BACKWARD) if m.name in AROUND else stages
 
 
 def _systematic() -> Iterator[Fault]:
@@ -129,7 +129,7 @@ def _systematic() -> Iterator[Fault]:
             for carrier, operators in _operators(m).items():
                 for stage in _stages(m):
                     if stage == STEP_BACKWARD and cls.name in AROUND and text != cls.name:
-                        continue  # The compositions have the defaults in them.
+                        continue  # The compositions contain the leaf with its defaults.
                     yield from _of_one(m, cls.name, carrier, stage, operators, known, turns)
 
 
@@ -151,21 +151,22 @@ def _of_one(
 ) -> Iterator[Fault]:
     mechanism = AROUND[subject] if stage == STEP_BACKWARD and subject in AROUND else str(m)
     if mechanism != str(m) and "anywhere" in operators:
-        # What is between the leaves of a composition belongs to the core, which has done with it.
+        # Memory between the leaves of a composition belongs to the core, which no longer needs it.
         operators = {**operators, "anywhere": result}
-    # A group's values have names of their own, whatever they were called in the composition.
-    own = m if carrier != "whole" else Group(m.program.part(range(len(m.program.calls)))[0])
+    # The arrays of a group have other names than those of the composition.
+    planted = m if carrier != "whole" else Group(m.program.part(range(len(m.program.calls)))[0])
     for operator, make in operators.items():
-        found = [*make(own, stage)]
+        changes = [*make(planted, stage)]
         count = IN_TURN[carrier].get(operator)
-        if count is not None and found:
+        if count is not None and changes:
             if (carrier, stage, operator) in known:
                 continue
             known.add((carrier, stage, operator))
             first = turns[operator]
             turns[operator] += count
-            found = [found[i % len(found)] for i in range(first, first + min(count, len(found)))]
-        for detail, change in found:
+            chosen = range(first, first + min(count, len(changes)))
+            changes = [changes[i % len(changes)] for i in chosen]
+        for detail, change in changes:
             key = (carrier, stage, operator, detail)
             if key not in known:
                 known.add(key)

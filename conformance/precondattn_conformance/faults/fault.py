@@ -1,9 +1,9 @@
-"""What a fault is: a change of one method of a backend.
+"""A fault: a change of one method of a backend.
 
     planted(truth, call) ≠ truth(call)
 
-`truth` is the method as it should be. A change hands it another call, alters its result, or runs it
-while a function inside is another.
+`truth` is the correct method. A change passes it another call, alters its result, or runs it while
+a function inside it is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
 
 @dataclass(frozen=True)
 class Call:
-    """What one of the methods is given; what it is not given is empty."""
+    """The arguments of a method; those that it does not have are empty."""
 
     stage: str
     mechanism: Any
@@ -35,7 +35,7 @@ class Call:
     inputs: Arrays
     frame: Frame
     past: Arrays = field(default_factory=dict)
-    """Buffers, of a leaf by the name of the slot, of a group by that of the value."""
+    """Buffers: of a leaf by the name of the slot, of a group by the key in the program."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """The declarations of `past`."""
     out: Array = None
@@ -43,9 +43,9 @@ class Call:
     cotangent: Array = None
     d_buffers: Arrays = field(default_factory=dict)
     dtype: str = ""
-    """That of the inputs as they came; half precision is in float32 here."""
+    """The dtype of the caller's inputs; `inputs` in half precision have been cast to float32."""
     wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
-    """What a group's leaf reads as one of its inputs, by the leaf's number, if not its own."""
+    """By number of a leaf in a group and name of its input: another array to read."""
 
     def given(self, **inputs: Array) -> Call:
         """The call with other inputs."""
@@ -67,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What one of the methods gives; what it does not give is empty."""
+    """The result of a method; the parts that it does not have are empty."""
 
     out: Array = None
     residuals: tuple[Array, ...] = ()
@@ -82,17 +82,17 @@ Change = Callable[[Truth, Call], Result]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: in what, where, of which kind, and the change itself."""
+    """One fault: the subject, the methods, the carrier, the kind, and the change."""
 
     subject: str
     """The registered name of the leaf or preconditioner that is wrong."""
     mechanism: str
-    """The expression whose cases are to catch it: the subject itself, or something with it."""
+    """The expression whose cases must catch it: the subject, or a composition with it."""
     stages: tuple[str, ...]
     """The methods in which it is planted."""
     carrier: str
     operator: str
-    """What kind of fault it is."""
+    """The kind of fault."""
     detail: str
     change: Change
     library: str = "numpy"
@@ -106,7 +106,7 @@ class Fault:
         return f"{self.mechanism}{inside}, {where} of {self.carrier}: {about}"
 
     def concerns(self, call: Call) -> bool:
-        """Whether this call is to go wrong."""
+        """Whether the fault is planted in this call."""
         if call.stage not in self.stages:
             return False
         is_all = len(call.mechanism.program.calls) == len(parse(self.mechanism).program.calls)
@@ -114,22 +114,22 @@ class Fault:
 
 
 def handed(change: Callable[[Call], Call]) -> Change:
-    """The truth, of another call."""
+    """The correct method, with another call."""
     return lambda truth, call: truth(change(call))
 
 
 def given_back(change: Callable[[Result], Result]) -> Change:
-    """Another result than the truth's."""
+    """The correct method, with a changed result."""
     return lambda truth, call: change(truth(call))
 
 
 def out_of(change: Callable[[Array], Array]) -> Change:
-    """Another output than the truth's."""
+    """The correct method, with a changed output."""
     return given_back(lambda result: replace(result, out=change(result.out)))
 
 
 def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:
-    """The truth, while `owner.name` (of a class or a module) is `change` of what it was."""
+    """The method, run while `owner.name` (of a class or a module) is replaced by `change` of it."""
 
     def planted(truth: Truth, call: Call) -> Result:
         original = vars(owner)[name]

@@ -1,4 +1,4 @@
-"""A gradient that lacks a term, or a factor, or its sign.
+"""Faults of gradients: one that is left out, halved, or negated.
 
     dx = 0,    dx / 2,    −dx
 
@@ -31,10 +31,7 @@ KINDS: tuple[tuple[str, Callable[[Array], Array]], ...] = (
 
 
 def gradient(m: pa.Mechanism, stage: str) -> Named:
-    """One kind for each input, in turn.
-
-    An input on which the output does not depend has the gradient 0 in any case; there is none.
-    """
+    """One kind for each input, in turn. Every input has a gradient that is not 0."""
     if stage not in (BACKWARD, STEP_BACKWARD):
         return
     for i, name in enumerate(m.inputs):
@@ -43,12 +40,12 @@ def gradient(m: pa.Mechanism, stage: str) -> Named:
 
 
 def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
-    """What goes out to the state in front of the call, and what comes in from that behind it."""
+    """The gradient of the state before the call, and that of the state after it."""
     if stage != STEP_BACKWARD:
         return
     for name in _buffers(m):
         yield f"of the first {name} left out", given_back(partial(_of_state, name))
-        yield f"of the last {name} not taken on", partial(_without_last, name)
+        yield f"of the last {name} ignored", partial(_without_last, name)
 
 
 def _buffers(m: pa.Mechanism) -> list[str]:

@@ -1,8 +1,6 @@
-"""Which key/value head a query head reads.
+"""Faults of the head map: which key/value head a query head reads.
 
-    head i reads ⌊i n / h⌋,    not i mod n,    nor that of its neighbour
-
-With one head, or as many of both, there is nothing to take for something else.
+head i reads ⌊i n / h⌋,    not i mod n,    nor that of its neighbour
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from precondattn_conformance.faults.fault import (
 )
 
 GROUPED = (("h", "n"), ("u", "h"))
-"""Heads, and the fewer ones that they share."""
+"""Axes of heads, each with the axis of the fewer heads that they share."""
 
 
 def head_map(m: pa.Mechanism, stage: str) -> Named:
-    """Heads that read, and write, others' keys and values.
+    """Heads that read the wrong keys and values.
 
-    What a leaf has for every head alone, as a norm or a temperature does, is not shared.
+    Only for mechanisms whose heads share something: a norm or a temperature has its own per head.
     """
     for many, few in GROUPED:
         letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
@@ -54,22 +52,22 @@ def _size(call: Call, letter: str) -> int:
 
 
 def _taken(x: Array, pattern: Pattern, letter: str, order: Any) -> Array:
-    """Heads in another order, where x has them."""
+    """x with its heads in another order, if it has that axis."""
     if x is None or letter not in pattern.letters:
         return x
     axis = pattern.letters.index(letter)
     if x.shape[axis] != len(order):
-        return x  # One for all.
+        return x  # Shared by all heads.
     return namespace(x).take(x, namespace(x).asarray(order), axis=axis)
 
 
 def _modulo(many: str, few: str, truth: Truth, call: Call) -> Result:
-    """Head i is put where the heads of i mod n stand, and its results are put back."""
+    """Reorder heads so that head i reads key/value head i mod n, and undo it in the results."""
     count, shared = _size(call, many), _size(call, few)
     group = count // shared
-    place = np.asarray([i % shared * group + i // shared for i in range(count)])
-    there = _reordered(call, many, np.argsort(place))
-    return _put_back(truth(there), call, many, place)
+    position = np.asarray([i % shared * group + i // shared for i in range(count)])
+    reordered = _reordered(call, many, np.argsort(position))
+    return _put_back(truth(reordered), call, many, position)
 
 
 def _reordered(call: Call, letter: str, order: Any) -> Call:
@@ -118,21 +116,21 @@ def _neighbours(few: str, truth: Truth, call: Call) -> Result:
 
 
 def _one_of(many: str, few: str, truth: Truth, call: Call) -> Result:
-    """Only the first head of each group adds to what they share."""
+    """Only the first head of each group contributes to the gradient of what they share."""
     count, group = _size(call, many), _size(call, many) // _size(call, few)
     axis = call.output.letters.index(many)
     shape = [1] * call.cotangent.ndim
     shape[axis] = count
     first = (np.arange(count) % group == 0).reshape(shape)
     xp = namespace(call.cotangent)
-    alone = truth(replace(call, cotangent=xp.where(xp.asarray(first), call.cotangent, 0.0)))
-    whole = truth(call)
+    of_first = truth(replace(call, cotangent=xp.where(xp.asarray(first), call.cotangent, 0.0)))
+    true = truth(call)
     shared = {
-        name: alone.gradients[name]
+        name: of_first.gradients[name]
         for name, pattern in call.declared.items()
         if few in pattern.letters and name in ("k", "v", "q") and many not in pattern.letters
     }
-    return replace(whole, gradients={**whole.gradients, **shared})
+    return replace(true, gradients={**true.gradients, **shared})
 
 
 OPERATORS = {"head map": head_map}

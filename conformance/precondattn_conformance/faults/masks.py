@@ -1,8 +1,8 @@
-"""Who sees whom: positions, windows, segments and padding taken for others.
+"""Faults of the attention mask: wrong positions, windows, segments and validity.
 
     visible(i, j)  ≠  j ≤ i,  |i − j| < w,  same segment,  j valid
 
-The backend is told it by a frame, and gets another one.
+The backend gets a frame that has been changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn.frame import Frame
 from precondattn_conformance.faults.applicable import (
     Named,
     attends,
-    knows_validity,
+    depends_on_validity,
     leaves,
     looks_at_other_tokens,
 )
@@ -29,25 +29,25 @@ def _in_frame(change: Any) -> Change:
 
 
 def mask_offset(m: pa.Mechanism, stage: str) -> Named:
-    """Queries believe to stand a token further on, or back.
+    """Query positions that are one too large or too small.
 
-    All of a call that is not causal and has no window are visible wherever it stands.
+    Positions have no effect in a call that is not causal and has no window.
     """
     if not attends(m) or not (m.offers.causal or m.offers.window):
         return
-    yield "a query sees one key too far", _in_frame(lambda frame: _moved(frame, 1))
-    yield "a query does not see its own key", _in_frame(lambda frame: _moved(frame, -1))
+    yield "a query attends to the next key too", _in_frame(lambda frame: _moved(frame, 1))
+    yield "a query does not attend to its own key", _in_frame(lambda frame: _moved(frame, -1))
 
 
 def _moved(frame: Frame, by: int) -> Frame:
     xp = namespace(frame.q_position)
-    # Before the first token stands nothing, not even a slot of a cache.
+    # A cache has no slot before the first token.
     low = 0 if frame.k_position.shape[1] > frame.q_position.shape[1] else -1
     return frame.replaced(q_position=xp.clip(frame.q_position + by, min=low))
 
 
 def window_edge(m: pa.Mechanism, stage: str) -> Named:
-    """A window of w tokens that has one more, or one fewer."""
+    """A window of w tokens that is one token wider or narrower, or ignored."""
     for leaf in leaves(m)[:1]:
         if getattr(leaf, "window", None) is not None:
             yield "one token wider", with_option("window", lambda w: w + 1)
@@ -56,24 +56,24 @@ def window_edge(m: pa.Mechanism, stage: str) -> Named:
 
 
 def causality(m: pa.Mechanism, stage: str) -> Named:
-    """The future is seen, or hidden where it should not be."""
+    """`causal` inverted: attention to the future, or none where it should be."""
     for leaf in leaves(m, pa.Softmax):
         if leaf.forget == "none" and leaf.window is None:
-            yield "taken for its opposite", with_option("causal", lambda causal: not causal)
+            yield "inverted", with_option("causal", lambda causal: not causal)
 
 
 def segments(m: pa.Mechanism, stage: str) -> Named:
-    """The borders of packed sequences. A cache has one sequence, and no borders."""
+    """Wrong segment boundaries. A cache holds one segment, so steps have none."""
     if stage in (STEP, STEP_BACKWARD) or not looks_at_other_tokens(m):
         return
     ignored = {"q_segment": None, "k_segment": None}
     yield "ignored", _in_frame(lambda frame: frame.replaced(**ignored))
-    yield "each begins a token late", _in_frame(_later_segments)
+    yield "each begins one token late", _in_frame(_later_segments)
     yield "those of an earlier call of the same shapes", _of_earlier_call()
 
 
 def _of_earlier_call() -> Change:
-    """A mask that is made once for all calls of one shape."""
+    """A mask that is computed once for all calls of one shape."""
     known: dict[tuple[Any, ...], Frame] = {}
 
     def other(call: Call) -> Call:
@@ -92,17 +92,17 @@ def _later_segments(frame: Frame) -> Frame:
 
 
 def _rolled(x: Array, *, keep_first: bool) -> Array:
-    """Every token's number is that of the token before."""
+    """x moved by one token: every token gets the entry of the token before."""
     first = x[:, :1] if keep_first else x[:, -1:]
     return namespace(x).concat([first, x[:, :-1]], axis=1)
 
 
 def validity(m: pa.Mechanism, stage: str) -> Named:
-    """Padding and hidden keys. See `knows_validity` for where it makes a difference."""
-    if not knows_validity(m):
+    """Wrong validity of keys, for mechanisms where `depends_on_validity`."""
+    if not depends_on_validity(m):
         return
-    yield "every key counts", _in_frame(_all_valid)
-    yield "each key's is that of the key before", _in_frame(_late_validity)
+    yield "every key valid", _in_frame(_all_valid)
+    yield "that of the key before", _in_frame(_late_validity)
 
 
 def _all_valid(frame: Frame) -> Frame:

@@ -1,6 +1,6 @@
-"""An option with another value: a scale, an ε, a window, a norm left out.
+"""Faults of options: another scale, ε or window, a norm left out.
 
-The arrays stay what they were: what has no such input or buffer with the other value is not tried.
+The arrays are unchanged, so options that change which inputs or buffers exist are not tried.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from precondattn_conformance.faults.fault import (
 
 
 def with_option(name: str, change: Callable[[Any], Any]) -> Change:
-    """The truth of the leaf with another value of one option."""
+    """The method of the leaf, with one option changed."""
 
     def other(call: Call) -> Call:
         leaf = call.mechanism
@@ -34,13 +34,13 @@ def with_option(name: str, change: Callable[[Any], Any]) -> Change:
 
 
 def scale(m: pa.Mechanism, stage: str) -> Named:
-    """The scale s of scores and readings. The last state has none in it."""
+    """A wrong scale of the scores. The last state does not contain the scale."""
     for leaf in leaves(m)[:1]:
         if not hasattr(leaf, "_scale"):
             continue
         yield "2 % too large", _with_scale(lambda s, d: 1.02 * s)
         if leaf.scale is None:
-            yield "1/d for its root", _with_scale(lambda s, d: 1 / d)
+            yield "1/d for 1/√d", _with_scale(lambda s, d: 1 / d)
 
 
 def _with_scale(change: Callable[[float, int], float]) -> Change:
@@ -58,7 +58,7 @@ BOTH = (FORWARD, BACKWARD, STEP)
 ALL = (*BOTH, STEP_BACKWARD)
 
 CHANGES: tuple[tuple[Any, str, str, Callable[[Any], Any], tuple[str, ...]], ...] = (
-    # What the norm is added to: 1e-5 for 1e-6 is in public code.
+    # 1e-5 in place of 1e-6 occurs in public code.
     (pa.RMSNorm, "eps", "ten times larger", lambda eps: 10 * eps, BOTH),
     (pa.L2Norm, "eps", "ten times larger", lambda eps: 10 * eps, BOTH),
     (pa.LayerNorm, "eps", "ten times larger", lambda eps: 10 * eps, BOTH),
@@ -68,7 +68,7 @@ CHANGES: tuple[tuple[Any, str, str, Callable[[Any], Any], tuple[str, ...]], ...]
     (pa.QueryWeightedQuery, "tau", "2 % too large", lambda tau: 1.02 * tau, BOTH),
     (pa.ScaledDims, "normalize", "the ln 2 forgotten", lambda each: not each, ALL),
     (pa.HedgehogMap, "factor", "2 % too large", lambda factor: 1.02 * factor, ALL),
-    # The same output either way; it is the gradient that differs.
+    # The output is the same either way; only the gradient differs.
     (pa.UnitRows, "detach", "its norm differentiated", lambda detach: not detach, (BACKWARD,)),
     (pa.UnitRows, "axis", "rows taken for channels", lambda axis: "channel", (FORWARD, BACKWARD)),
 )
@@ -77,7 +77,7 @@ OTHER_SIDE = {"scaled": "unscaled", "unscaled": "scaled"}
 
 
 def option(m: pa.Mechanism, stage: str) -> Named:
-    """Any other option that a leaf has."""
+    """Another value of any other option of a leaf."""
     for leaf in leaves(m)[:1]:
         for kind, name, detail, change, stages in CHANGES:
             if (
@@ -96,7 +96,7 @@ def option(m: pa.Mechanism, stage: str) -> Named:
 
 
 def _of_the_solve(leaf: Any, stage: str) -> Named:
-    """Of a solve whose cache is not asked: with another norm it has other buffers."""
+    """Options of the solve, in full calls: with another norm its cache has other buffers."""
     if leaf.normalize == "keys":
         yield "eps ten times larger", with_option("eps", lambda eps: 10 * eps)
         yield "the norm of the keys forgotten", with_option("normalize", lambda _: "given")

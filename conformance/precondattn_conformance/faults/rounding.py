@@ -1,4 +1,4 @@
-"""Values of fewer bits, in the dtype that they had."""
+"""Rounding to fewer bits, in the same dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from precondattn.arrays import Array
 
 
 def to_bfloat16(x: Array) -> Array:
-    """The nearest values of eight bits, in the dtype of x."""
+    """x rounded to bfloat16, in the dtype of x."""
     bits = np.asarray(x).astype(np.float32).view(np.uint32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return bits.view(np.float32).astype(x.dtype)

@@ -1,8 +1,8 @@
-"""What the gradient is told of the forward pass, and is not what that made.
+"""Faults in residuals: backward receives arrays that forward did not produce.
 
     backward(x, out′, residuals′, cotangent),    out′ ≠ out  or  residuals′ ≠ residuals
 
-A gradient that makes all of it again from the inputs can not be told anything wrong.
+A backward that recomputes everything from the inputs can not have such a fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precondattn_conformance.faults.tokens import rolled
 
 
 def saved_output(m: pa.Mechanism, stage: str) -> Named:
-    """See `reads_its_output`: elsewhere the output is made again, or not needed."""
+    """A wrong output, for mechanisms where backward `reads_its_output`."""
     if stage != BACKWARD or not reads_its_output(m):
         return
     yield "kept in bfloat16", handed(lambda call: replace(call, out=to_bfloat16(call.out)))
@@ -28,13 +28,13 @@ def saved_output(m: pa.Mechanism, stage: str) -> Named:
 
 
 def residual(m: pa.Mechanism, stage: str) -> Named:
-    """The sums of each row's weights, which the blocked attention keeps as logarithms."""
+    """Wrong row sums of the weights, which blocked attention keeps as logarithms."""
     if stage != BACKWARD or not leaves(m, pa.Softmax, pa.Path):
         return
     yield "with base 2 for base e", _of_residuals(lambda x: x / 0.6931471805599453)
     yield "of the row before", _of_residuals(lambda x: rolled(x, 1))
     yield "left out", _of_residuals(lambda x: 0 * x)
-    yield "spent by the first gradient", _spent
+    yield "overwritten by the first gradient", _overwritten
 
 
 def _of_residuals(change: Callable[[Array], Array]) -> Change:
@@ -44,7 +44,7 @@ def _of_residuals(change: Callable[[Array], Array]) -> Change:
     return handed(changed)
 
 
-def _spent(truth: Truth, call: Call) -> Result:
+def _overwritten(truth: Truth, call: Call) -> Result:
     result = truth(call)
     for x in call.residuals:
         x[...] = 0
@@ -52,7 +52,7 @@ def _spent(truth: Truth, call: Call) -> Result:
 
 
 def value_between(m: pa.Mechanism, stage: str) -> Named:
-    """What a mechanism done in one go keeps of the values between its leaves."""
+    """Wrong intermediate results, which a mechanism that runs in one call keeps as residuals."""
     program = m.program
     if stage != BACKWARD:
         return
@@ -60,7 +60,7 @@ def value_between(m: pa.Mechanism, stage: str) -> Named:
     for i, name in enumerate(kept):
         yield f"{name} kept in bfloat16", handed(partial(_changed, i))
     if kept:
-        yield "spent by the first gradient", _spent
+        yield "overwritten by the first gradient", _overwritten
 
 
 def _changed(number: int, call: Call) -> Call:

@@ -1,9 +1,8 @@
-"""The suite, tested: every fault has to be caught, and what carries them has to pass without one.
+"""The suite's own test: it must catch every fault, and the carriers must pass without one.
 
-A fault meets the smoke cases of its mechanism first, those most likely to show it in front, and the
-rest of the full level only if none of them did; the first case that fails is enough. What is still
-not caught is a fault of the suite, or makes no difference: the report says whether any result that
-the suite asked for was another than the truth.
+A fault first runs on the smoke cases of its mechanism, the case most likely to catch it first, and
+then on the full level if none fails. It is caught by the first case that fails. A fault that
+survives is an error in the suite, or changes no result: the report has the number of wrong results.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from precondattn_conformance.status import FAILED, PASSED
 SMOKE, FULL = "smoke", "full"
 
 SMOKE_SHARE = 0.9
-"""The part of all faults that smoke alone has to catch."""
+"""The share of all faults that smoke alone must catch."""
 
 FIRST_CHECK = {
     FORWARD: "outputs",
@@ -49,12 +48,12 @@ FIRST_CHECK = {
     STEP: "caching",
     STEP_BACKWARD: "states",
 }
-"""The check that is most likely to see what is wrong in a method."""
+"""The check that is most likely to catch a fault of a method."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one fault."""
+    """The result for one fault."""
 
     fault: str
     caught_at: str | None
@@ -62,9 +61,9 @@ class Verdict:
     case: str = ""
     reason: str = ""
     changed: int = 0
-    """Of one that was not caught: how many planted calls gave something else than the truth."""
+    """For a survivor: the number of planted calls whose result was wrong."""
     broken: str = ""
-    """What the planted change itself raised: it is not the fault that it says."""
+    """The traceback if the planted change itself raised, so that it is not the intended fault."""
     seconds: float = 0.0
 
     @property
@@ -74,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plain:
-    """What came of a carrier without a fault, on one mechanism."""
+    """The result of a carrier without a fault, on one mechanism."""
 
     carrier: str
     mechanism: str
@@ -84,7 +83,7 @@ class Plain:
 
 @dataclass
 class SelfTest:
-    """What came of all."""
+    """The results of all faults and carriers."""
 
     level: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -93,23 +92,23 @@ class SelfTest:
 
     @property
     def survivors(self) -> list[Verdict]:
-        """The faults that nothing caught, and those that broke down by themselves."""
+        """The faults that were not caught, and those whose change raised."""
         return [verdict for verdict in self.verdicts if not verdict.is_caught]
 
     @property
     def smoke_share(self) -> float:
-        """The part of the faults that smoke caught."""
+        """The share of the faults that smoke caught."""
         caught = sum(v.is_caught and v.caught_at == SMOKE for v in self.verdicts)
         return caught / max(len(self.verdicts), 1)
 
     @property
     def failing_carriers(self) -> list[Plain]:
-        """Carriers that fail without a fault, or that nothing was asked of."""
+        """Carriers that fail without a fault, or that no case ran on."""
         return [plain for plain in self.plain if plain.failures or not plain.passed]
 
     @property
     def is_good(self) -> bool:
-        """All caught, most of them by smoke, and nothing else wrong."""
+        """Whether all faults were caught, most of them by smoke, and nothing else is wrong."""
         return (
             not self.survivors
             and self.smoke_share >= SMOKE_SHARE
@@ -122,15 +121,17 @@ Progressed = Callable[[Verdict | Plain], None]
 
 
 def missing_faults() -> list[str]:
-    """Mechanisms and methods with fewer faults than they have to have."""
+    """Mechanisms and methods that have too few faults."""
     count = Counter((f.subject, stage) for f in faults() for stage in f.stages)
-    found = [
+    missing = [
         f"{name}, {stage}: {count[name, stage]} of {OF_EACH_STAGE}"
         for name, stages in subjects().items()
         for stage in stages
         if count[name, stage] < OF_EACH_STAGE
     ]
-    return found if len(faults()) >= MINIMUM else [*found, f"{len(faults())} of {MINIMUM} in all"]
+    return (
+        missing if len(faults()) >= MINIMUM else [*missing, f"{len(faults())} of {MINIMUM} in all"]
+    )
 
 
 def run_self_test(
@@ -140,24 +141,24 @@ def run_self_test(
     workers: int | None = None,
     only: Iterable[Fault] | None = None,
 ) -> SelfTest:
-    """Every fault (or `only` some) through the suite, in some processes of their own.
+    """Run the suite on every fault (or `only` some), in `workers` processes.
 
-    With the level "smoke" what smoke does not catch is not tried any further.
+    At the level "smoke", a fault that smoke does not catch survives.
     """
     start = time.perf_counter()
-    found = SelfTest(level)
+    results = SelfTest(level)
     for done in _results(list(faults() if only is None else only), level, workers):
         if isinstance(done, Verdict):
-            found.verdicts.append(done)
+            results.verdicts.append(done)
         else:
-            found.plain.append(done)
+            results.plain.append(done)
         progress(done)
-    found.seconds = time.perf_counter() - start
-    return found
+    results.seconds = time.perf_counter() - start
+    return results
 
 
 class Task(NamedTuple):
-    """What a process does at once: some faults, and carriers to try without any."""
+    """The work of one process: some faults, and carriers to run without a fault."""
 
     names: tuple[str, ...]
     plain: tuple[tuple[str, str, str], ...]
@@ -165,7 +166,7 @@ class Task(NamedTuple):
 
 
 AT_ONCE = 25
-"""Faults of a task, all of one mechanism: they share what the oracle says."""
+"""The number of faults in a task. All are of one mechanism, and share the oracle's results."""
 
 
 def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[Verdict | Plain]:
@@ -195,27 +196,27 @@ def _tasks(chosen: Iterable[Fault]) -> list[Task]:
 
 
 def run_task(task: Task, level: str = FULL) -> list[Verdict | Plain]:
-    """What came of its faults and carriers, in this process."""
+    """The results of a task, computed in this process."""
     known = {fault.name: fault for fault in faults()}
-    found: list[Verdict | Plain] = []
+    results: list[Verdict | Plain] = []
     with planting() as carriers:
         for name, mechanism, library in task.plain:
-            found.append(run_plain(carriers[name], name, mechanism, library))
+            results.append(run_plain(carriers[name], name, mechanism, library))
         for fault in (known[name] for name in task.names):
-            found.append(run_fault(carriers[fault.carrier], fault, level))
-    return found
+            results.append(run_fault(carriers[fault.carrier], fault, level))
+    return results
 
 
 @contextmanager
 def planting() -> Iterator[dict[str, Carrier]]:
-    """The carriers, while nothing is said of what comes of a wrong result, as NaN."""
+    """The carriers, registered, with warnings off: wrong results cause many, such as for NaN."""
     with registered() as carriers, warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield carriers
 
 
 def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy") -> Plain:
-    """Smoke's cases of a carrier as it should be."""
+    """Run the smoke cases on a carrier without a fault."""
     carrier.carry(None)
     outcomes = [run_case(case, helped(carrier)) for case in _cases(SMOKE, mechanism, library)]
     failures = tuple(f"{o.case.id}: {o.reason}" for o in outcomes if o.status == FAILED)
@@ -223,7 +224,7 @@ def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy
 
 
 def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
-    """One fault, to the first case that fails."""
+    """Run cases on one fault, until one fails."""
     start = time.perf_counter()
     carrier.carry(fault)
     tried: set[str] = set()
@@ -245,7 +246,7 @@ def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
 
 
 def _changed(carrier: Carrier, fault: Fault) -> int:
-    """In how many calls of smoke the planted result is another than the truth."""
+    """The number of calls in smoke whose planted result is wrong."""
     carrier.carry(fault)
     carrier.watched = True
     try:
@@ -261,7 +262,7 @@ def _cases(level: str, mechanism: str, library: str) -> list[Case]:
 
 
 def _in_order(chosen: list[Case], fault: Fault) -> list[Case]:
-    """The check that is to see it first, in full precision, on short sequences."""
+    """The most likely check first, then float64, then short sequences."""
     first = {FIRST_CHECK[stage] for stage in fault.stages}
 
     def late(case: Case) -> tuple[bool, bool, int]:
@@ -290,28 +291,28 @@ def self_test(console: Console, level: str = FULL) -> int:
                 survived += not done.is_caught
                 progress.update(task, advance=1, survived=survived)
 
-        found = run_self_test(advance, level=level)
-    return show(found, console)
+        results = run_self_test(advance, level=level)
+    return show(results, console)
 
 
-def show(found: SelfTest, console: Console) -> int:
-    """What came of it, in a few lines, and the exit code."""
-    caught = len(found.verdicts) - len(found.survivors)
-    console.print(f"{len(found.verdicts)} faults, {caught} caught")
-    for verdict in found.survivors:
+def show(results: SelfTest, console: Console) -> int:
+    """Print the results in a few lines, and return the exit code."""
+    caught = len(results.verdicts) - len(results.survivors)
+    console.print(f"{len(results.verdicts)} faults, {caught} caught")
+    for verdict in results.survivors:
         why = verdict.broken.strip().splitlines()[-1:] or [
-            f"{verdict.changed} results of smoke were others than the truth"
+            f"{verdict.changed} results of smoke were wrong"
         ]
         console.print(f"[red]survived[/red] {escape(verdict.fault)}", soft_wrap=True)
         console.print(f"  {escape(why[0])}", soft_wrap=True)
-    console.print(f"smoke caught {100 * found.smoke_share:.1f} %")
-    for plain in found.failing_carriers:
+    console.print(f"smoke caught {100 * results.smoke_share:.1f} %")
+    for plain in results.failing_carriers:
         where = f"{plain.carrier} without a fault on {plain.mechanism}"
-        said = plain.failures[0] if plain.failures else "nothing was compared"
-        console.print(f"[red]failed[/red] {escape(f'{where}: {said}')}", soft_wrap=True)
-    if not found.failing_carriers:
+        text = plain.failures[0] if plain.failures else "nothing was compared"
+        console.print(f"[red]failed[/red] {escape(f'{where}: {text}')}", soft_wrap=True)
+    if not results.failing_carriers:
         console.print(f"the carriers without a fault pass ({', '.join(CARRIERS)})")
     for line in missing_faults():
         console.print(f"[red]too few faults[/red] {escape(line)}")
-    console.print(f"{found.seconds:.0f} s")
-    return 0 if found.is_good else 1
+    console.print(f"{results.seconds:.0f} s")
+    return 0 if results.is_good else 1

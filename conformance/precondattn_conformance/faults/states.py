@@ -1,8 +1,8 @@
-"""Caches and states: what a step remembers and forgets.
+"""Faults of caches and states: wrong updates, and wrong use of the buffers.
 
-    update ≠ Append(tokens), Replace(state), …    or    past ≠ what the last update made
+    update ≠ Append(tokens), Replace(state), …    or    past ≠ the result of the last update
 
-A buffer may also be right in itself, and mean something else than it does to other backends.
+A buffer may also be consistent, but have another meaning than it has for other backends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precondattn_conformance.faults.tokens import rolled
 
 
 def slots_of(m: pa.Mechanism) -> dict[str, Slot]:
-    """Its buffers, by the names that a call has them under."""
+    """The slots of its buffers, by their names in a call."""
     if len(m.program.calls) > 1:
         return {key: slot for key, (slot, _) in m.program.slots.items()}
     return {slot.name: slot for slot in m.program.calls[0].leaf.slots()}
@@ -39,7 +39,7 @@ def _keeps_tokens(slot: Slot) -> bool:
 
 
 def update(m: pa.Mechanism, stage: str) -> Named:
-    """Of each buffer: it is not updated, or wrongly."""
+    """Each buffer: not updated, or updated wrongly."""
     if stage != STEP:
         return
     for i, (name, slot) in enumerate(slots_of(m).items()):
@@ -59,27 +59,27 @@ def _updated(
     )
 
 
-def _dropped(call: Call, name: str, made: Any) -> Any:
-    if isinstance(made, Replace):
+def _dropped(call: Call, name: str, correct: Any) -> Any:
+    if isinstance(correct, Replace):
         return Replace(call.past[name])
-    return type(made)(*(0 * array for array in made))
+    return type(correct)(*(0 * array for array in correct))
 
 
-def _rounded(call: Call, name: str, made: Any) -> Any:
-    return type(made)(*map(to_bfloat16, made))
+def _rounded(call: Call, name: str, correct: Any) -> Any:
+    return type(correct)(*map(to_bfloat16, correct))
 
 
-def _in_wrong_order(call: Call, name: str, made: Any) -> Any:
-    """The new tokens, rolled by one: only a step of several shows it."""
-    if isinstance(made, Replace):  # A buffer that was made of several steps.
-        return Replace(rolled(made.value, 1))
-    return made._replace(tokens=rolled(made.tokens, 1))
+def _in_wrong_order(call: Call, name: str, correct: Any) -> Any:
+    """The new tokens, rolled by one: only a step of several tokens shows it."""
+    if isinstance(correct, Replace):  # A buffer that several steps have updated.
+        return Replace(rolled(correct.value, 1))
+    return correct._replace(tokens=rolled(correct.tokens, 1))
 
 
 def past(m: pa.Mechanism, stage: str) -> Named:
-    """What a step reads of the past.
+    """A step that reads the buffers wrongly.
 
-    The last token has not decayed yet, and a buffer of decays has 0 for it in any case.
+    A buffer of decays is exempt from losing its last token: the entry of that token is 0 anyway.
     """
     if stage != STEP:
         return
@@ -87,15 +87,15 @@ def past(m: pa.Mechanism, stage: str) -> Named:
         if _keeps_tokens(slot) and name != "decay":
             yield f"{name} without the last token", handed(partial(_without_last, name))
         if not _keeps_tokens(slot) or i == 0 or name == "decay":
-            yield f"{name} forgotten", handed(partial(_forgotten, name))
+            yield f"{name} read as zeros", handed(partial(_zeroed, name))
 
 
-def _forgotten(name: str, call: Call) -> Call:
+def _zeroed(name: str, call: Call) -> Call:
     return replace(call, past={**call.past, name: 0 * call.past[name]})
 
 
 def _without_last(name: str, call: Call) -> Call:
-    """0 in place of the last token that each sequence holds."""
+    """The buffer with 0 for the last token of each sequence."""
     buffer = call.past[name].copy()
     for sequence, position in enumerate(call.frame.q_position[:, 0]):
         if position > 0:
@@ -104,25 +104,25 @@ def _without_last(name: str, call: Call) -> Call:
 
 
 def meaning(m: pa.Mechanism, stage: str) -> Named:
-    """A buffer with a meaning of its own, to which the backend keeps, and no other."""
+    """A buffer with another meaning, which this backend writes and reads consistently."""
     if stage == STEP:
         for name in slots_of(m):
-            yield f"{name} kept twice as large, and read so", partial(_doubled, name)
+            yield f"{name} stored twice as large, and halved when read", partial(_doubled, name)
 
 
 def _doubled(name: str, truth: Truth, call: Call) -> Result:
     result = truth(replace(call, past={**call.past, name: 0.5 * call.past[name]}))
-    made = result.updates[name]
-    doubled = type(made)(*(2 * array for array in made))
+    correct = result.updates[name]
+    doubled = type(correct)(*(2 * array for array in correct))
     return replace(result, updates={**result.updates, name: doubled})
 
 
 def first_state(m: pa.Mechanism, stage: str) -> Named:
-    """The gradient as if the state in front of the call were another."""
+    """The gradient computed from another state before the call."""
     if stage != STEP_BACKWARD:
         return
     for name in slots_of(m):
-        yield f"{name} taken for zeros", handed(partial(_forgotten, name))
+        yield f"{name} taken for zeros", handed(partial(_zeroed, name))
 
 
 OPERATORS = {"update": update, "meaning": meaning, "past": past, "first state": first_state}

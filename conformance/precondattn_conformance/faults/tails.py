@@ -1,4 +1,4 @@
-"""Blocks: the last one is shorter, and the one before it is near.
+"""Faults of the last block, which is shorter than the others.
 
     rows B ⌊T / B⌋ … T − 1 are not written, or are those of the block before
 
@@ -15,12 +15,12 @@ from typing import Any
 import precondattn as pa
 from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.carriers import BLOCK
 from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Result, Truth
+from precondattn_conformance.faults.small_blocks import BLOCK
 
 
 def block_tail(m: pa.Mechanism, stage: str) -> Named:
-    """Of leaves that have blocks; what treats each token alone has none."""
+    """Only for leaves with blocks; a leaf that treats each token alone has none."""
     if all(isinstance(leaf, pa.TokenWise) for leaf in m.program.leaves):
         return
     if stage in (STEP, STEP_BACKWARD):
@@ -44,7 +44,7 @@ def _with_tail(change: Callable[[Array, int], None], truth: Truth, call: Call) -
 
 
 def _changed(change: Callable[[Array, int], None], x: Array) -> Array:
-    """Of results (b, t, …) whose last block is not whole."""
+    """Change the last block of an array (b, t, …), if it is shorter than the others."""
     start = x.shape[1] - x.shape[1] % BLOCK
     if not 0 < start < x.shape[1]:
         return x

@@ -1,8 +1,8 @@
-"""What is said beside the rows, unheard or misplaced: gates, write strengths, directions.
+"""Faults of gates, write strengths and directions: misplaced by one token, or ignored.
 
     e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t,    λ = 0
 
-The rows themselves are what masks and heads are about.
+`masks.py` and `heads.py` cover queries, keys and values.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from precondattn_conformance.faults.fault import FORWARD, Call, handed
 
 
 def placement(m: pa.Mechanism, stage: str) -> Named:
-    """Inputs that say what is done to the rows, a token late or early.
-
-    Rows themselves are what `head map` and the masks are about.
-    """
+    """Inputs other than rows, one token late or early."""
     if not looks_at_other_tokens(m) and len(m.program.calls) == 1:
         return
     for name, pattern in m.inputs.items():
         if pattern.time_axis is None or pattern.is_rows or pattern.is_pairwise:
             continue
-        for detail, by in (("before", 1), ("behind", -1)):
+        for detail, by in (("before", 1), ("after", -1)):
             yield f"{name} of the token {detail}", handed(partial(_moved, name, by))
 
 
 def left_out(m: pa.Mechanism, stage: str) -> Named:
-    """Inputs beside the rows, taken for what makes no difference, or for 0."""
+    """Inputs other than rows, replaced by 1 where 0 is out of range, else by 0."""
     if stage != FORWARD:
         return
     for name, pattern in m.inputs.items():
@@ -47,7 +44,7 @@ def _moved(name: str, by: int, call: Call) -> Call:
 
 
 def rolled(x: Array, by: int, axis: int = 1) -> Array:
-    """x with its tokens moved on, the last in place of the first."""
+    """x with its tokens moved by `by`; the last become the first."""
     return namespace(x).roll(x, by, axis=axis)
 
 

@@ -1,8 +1,8 @@
-"""A mechanism done in one go, as a fused kernel does it: all its leaves, one after the other.
+"""A mechanism that runs as one call, as in a fused kernel: all its leaves, one after the other.
 
-forward     every value of the program; those between input and output are the residuals
-backward    in reverse, the gradients of what several leaves read summed
-step        every leaf's step; of leaves that share a buffer the first updates it
+forward     every intermediate result of the program; they are the residuals
+backward    in reverse; the gradients of what several leaves read are summed
+step        every leaf's step; if leaves share a buffer, the first updates it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from precondattn_conformance.faults.fault import (
 
 
 def whole(call: Call) -> Result:
-    """Any of the methods, of a group of leaves."""
+    """Run a method of a group of leaves."""
     if call.stage == FORWARD:
         return _forward(call)
     if call.stage == BACKWARD:
@@ -31,48 +31,52 @@ def whole(call: Call) -> Result:
 
 
 def read(call: Call, number: int) -> dict[str, str]:
-    """The value that each input of a leaf is, by the leaf's name of the input."""
-    own = dict(call.mechanism.program.calls[number].arguments)
-    return own | {formal: v for (i, formal), v in call.wiring.items() if i == number}
+    """The name of the array that each input of a leaf reads, by the leaf's name of the input."""
+    declared = dict(call.mechanism.program.calls[number].arguments)
+    return declared | {formal: v for (i, formal), v in call.wiring.items() if i == number}
 
 
-def _inputs(call: Call, number: int, values: Mapping[str, Array]) -> Arrays:
-    return {formal: values[value] for formal, value in read(call, number).items()}
+def _inputs(call: Call, number: int, arrays: Mapping[str, Array]) -> Arrays:
+    return {formal: arrays[name] for formal, name in read(call, number).items()}
 
 
 def _forward(call: Call) -> Result:
-    values = dict(call.inputs)
+    arrays = dict(call.inputs)
     calls = call.mechanism.program.calls
     for i, leaf_call in enumerate(calls):
-        inputs = _inputs(call, i, values)
-        values[leaf_call.out] = leaf_call.leaf.forward(inputs, call.frame)[0]
+        inputs = _inputs(call, i, arrays)
+        arrays[leaf_call.out] = leaf_call.leaf.forward(inputs, call.frame)[0]
     out = call.mechanism.program.out
-    return Result(values[out], tuple(values[c.out] for c in calls if c.out != out))
+    return Result(arrays[out], tuple(arrays[c.out] for c in calls if c.out != out))
 
 
 def _backward(call: Call) -> Result:
     program = call.mechanism.program
-    made = [c.out for c in program.calls if c.out != program.out]
-    values = {**call.inputs, **dict(zip(made, call.residuals, strict=True)), program.out: call.out}
+    intermediate = [c.out for c in program.calls if c.out != program.out]
+    arrays = {
+        **call.inputs,
+        **dict(zip(intermediate, call.residuals, strict=True)),
+        program.out: call.out,
+    }
     cotangents = {program.out: call.cotangent}
     for i, leaf_call in reversed([*enumerate(program.calls)]):
         if leaf_call.out not in cotangents:
             continue
         gradients = leaf_call.leaf.backward(
-            _inputs(call, i, values),
+            _inputs(call, i, arrays),
             call.frame,
-            values[leaf_call.out],
+            arrays[leaf_call.out],
             (),
             cotangents[leaf_call.out],
         )
-        for formal, value in read(call, i).items():
-            accumulate(cotangents, value, gradients[formal])
+        for formal, name in read(call, i).items():
+            accumulate(cotangents, name, gradients[formal])
     return Result(gradients=_of_inputs(call, cotangents))
 
 
-def accumulate(cotangents: Arrays, value: str, gradient: Array) -> None:
-    """Add to the gradient of a value."""
-    cotangents[value] = cotangents[value] + gradient if value in cotangents else gradient
+def accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
+    """Add to the gradient of an array of the program."""
+    cotangents[name] = cotangents[name] + gradient if name in cotangents else gradient
 
 
 def _of_inputs(call: Call, cotangents: Arrays) -> Arrays:
@@ -83,44 +87,44 @@ def _of_inputs(call: Call, cotangents: Arrays) -> Arrays:
 
 
 def _steps(call: Call) -> tuple[Arrays, dict[str, Any]]:
-    """Every value, and the updates."""
-    values, updates = dict(call.inputs), dict[str, Any]()
+    """Every array of the program, and the updates."""
+    arrays, updates = dict(call.inputs), dict[str, Any]()
     for i, leaf_call in enumerate(call.mechanism.program.calls):
         keys = leaf_call.slot_keys()
         past = {slot: call.past[key] for slot, key in keys.items()}
-        inputs = _inputs(call, i, values)
-        values[leaf_call.out], found = leaf_call.leaf.step(past, inputs, call.frame)
-        updates = {keys[slot]: update for slot, update in found.items()} | updates
-    return values, updates
+        inputs = _inputs(call, i, arrays)
+        arrays[leaf_call.out], of_leaf = leaf_call.leaf.step(past, inputs, call.frame)
+        updates = {keys[slot]: update for slot, update in of_leaf.items()} | updates
+    return arrays, updates
 
 
 def _step(call: Call) -> Result:
-    values, updates = _steps(call)
-    return Result(values[call.mechanism.program.out], updates=updates)
+    arrays, updates = _steps(call)
+    return Result(arrays[call.mechanism.program.out], updates=updates)
 
 
 def _step_backward(call: Call) -> Result:
     program = call.mechanism.program
-    values, _ = _steps(call)
+    arrays, _ = _steps(call)
     cotangents, d_past = {program.out: call.cotangent}, Arrays()
     for i, leaf_call in reversed([*enumerate(program.calls)]):
         keys = leaf_call.slot_keys()
         before = {key for other in program.calls[:i] for key in other.slot_keys().values()}
         zero = namespace(call.cotangent).zeros_like
-        made = values[leaf_call.out]
+        out = arrays[leaf_call.out]
         d_buffers = {
             slot: zero(call.past[key]) if key in before else call.d_buffers[key]
             for slot, key in keys.items()
         }
-        gradients, d_own = leaf_call.leaf.step_backward(
+        gradients, d_slots = leaf_call.leaf.step_backward(
             {slot: call.past[key] for slot, key in keys.items()},
-            _inputs(call, i, values),
+            _inputs(call, i, arrays),
             call.frame,
-            cotangents[leaf_call.out] if leaf_call.out in cotangents else zero(made),
+            cotangents[leaf_call.out] if leaf_call.out in cotangents else zero(out),
             d_buffers,
         )
-        for formal, value in read(call, i).items():
-            accumulate(cotangents, value, gradients[formal])
-        for slot, d_buffer in d_own.items():
+        for formal, name in read(call, i).items():
+            accumulate(cotangents, name, gradients[formal])
+        for slot, d_buffer in d_slots.items():
             accumulate(d_past, keys[slot], d_buffer)
     return Result(gradients=_of_inputs(call, cotangents), d_past=d_past)

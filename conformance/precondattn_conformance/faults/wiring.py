@@ -1,8 +1,8 @@
-"""How a composition's leaves are put together: who reads what, and whose gradients are summed.
+"""Faults of wiring: leaves of a composition that read the wrong array, or gradients not summed.
 
     y = lucid_solve(k, v);  o = softmax(q, k, v := v)      and not  v := y
 
-For the carrier that does all of a composition in one go.
+For the carrier that runs a composition as one call.
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ from precondattn_conformance.faults.fault import (
 
 
 def wiring(m: pa.Mechanism, stage: str) -> Named:
-    """A leaf reads what went into the leaf before it, in place of what came out.
+    """A leaf reads an input of the leaf before it, in place of that leaf's output.
 
-    Only where the two have the same shape. In the gradient the forward pass was right.
+    Only if the two have the same shape. In a backward call, the forward call was right.
     """
     program = m.program
-    made = {call.out: call for call in program.calls}
-    patterns = {value: _pattern(m, value) for value in (*program.inputs, *made)}
+    calls_by_output = {call.out: call for call in program.calls}
+    patterns = {name: _pattern(m, name) for name in (*program.inputs, *calls_by_output)}
     for i, call in enumerate(program.calls):
-        for formal, value in call.arguments:
-            source = made.get(value)
+        for formal, name in call.arguments:
+            source = calls_by_output.get(name)
             if source is None:
                 continue
             for _, other in source.arguments:
-                if other != value and patterns[other] == patterns[value]:
+                if other != name and patterns[other] == patterns[name]:
                     yield (
-                        f"{call.leaf.name} reads {other} for {value}",
+                        f"{call.leaf.name} reads {other} for {name}",
                         handed(partial(_rewired, (i, formal), other)),
                     )
                     break
 
 
-def _pattern(m: pa.Mechanism, value: str) -> str:
-    """The shape of a value in the letters of the program, keys and queries alike."""
+def _pattern(m: pa.Mechanism, name: str) -> str:
+    """The shape of an array of the program, in the program's letters."""
     program = m.program
-    if value in program.inputs:
-        return str(program.inputs[value])
-    index = next(i for i, call in enumerate(program.calls) if call.out == value)
-    own = Pattern.read(program.calls[index].leaf.output)
-    return str(own.substituted(program.axes[index]))
+    if name in program.inputs:
+        return str(program.inputs[name])
+    index = next(i for i, call in enumerate(program.calls) if call.out == name)
+    pattern = Pattern.read(program.calls[index].leaf.output)
+    return str(pattern.substituted(program.axes[index]))
 
 
-def _rewired(place: tuple[int, str], value: str, call: Call) -> Call:
-    return replace(call, wiring={place: value})
+def _rewired(key: tuple[int, str], name: str, call: Call) -> Call:
+    return replace(call, wiring={key: name})
 
 
 def shared(m: pa.Mechanism, stage: str) -> Named:
-    """The gradient of what several leaves read is that of one of them."""
-    read = [value for call in m.program.calls for _, value in call.arguments]
+    """The gradient of an array that several leaves read, from only one of them."""
+    read = [name for call in m.program.calls for _, name in call.arguments]
     if stage in (BACKWARD, STEP_BACKWARD) and len(set(read)) < len(read):
         yield "gradient of the last reader only", inside(whole, "accumulate", _first_only)
         yield "gradient of the first reader only", inside(whole, "accumulate", _last_only)
 
 
 def _first_only(accumulate: Any) -> Any:
-    def changed(cotangents: Arrays, value: str, gradient: Array) -> None:
-        cotangents.setdefault(value, gradient)
+    def changed(cotangents: Arrays, name: str, gradient: Array) -> None:
+        cotangents.setdefault(name, gradient)
 
     return changed
 
 
 def _last_only(accumulate: Any) -> Any:
-    def changed(cotangents: Arrays, value: str, gradient: Array) -> None:
-        cotangents[value] = gradient
+    def changed(cotangents: Arrays, name: str, gradient: Array) -> None:
+        cotangents[name] = gradient
 
     return changed
 

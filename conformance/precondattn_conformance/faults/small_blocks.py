@@ -1,0 +1,44 @@
+"""Blocks of a few tokens, so that short sequences have several blocks and a shorter last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from precondattn_portable import (
+    chunkwise,
+    extension,
+    layout,
+    read_log_mean_exp,
+    triangular_inverse,
+)
+
+BLOCK = 4
+"""Tokens of a block of most algorithms."""
+
+SMALL = (
+    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "ROW_BLOCK_ENTRIES": 64}),
+    (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
+    (extension, {"TOKENS": 3}),
+    (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
+    (triangular_inverse, {"LEAF": 2}),
+)
+"""The block sizes of each module of the blocked algorithms."""
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """The blocked algorithms use blocks of a few tokens in this context."""
+    known = [(module, {name: getattr(module, name) for name in sizes}) for module, sizes in SMALL]
+    _set(SMALL)
+    try:
+        yield
+    finally:
+        _set(known)
+
+
+def _set(sizes: Any) -> None:
+    for module, numbers in sizes:
+        for name, number in numbers.items():
+            setattr(module, name, number)
