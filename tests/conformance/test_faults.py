@@ -74,7 +74,7 @@ def test_a_fault_that_makes_no_difference_is_reported_as_one_that_survived():
     said = console.file.getvalue()
     assert "1 faults, 0 caught" in said
     assert "survived softmax, forward of leaves: tried" in said
-    assert "0 results of smoke were others than the truth" in said
+    assert "0 results of smoke were wrong" in said
 
 
 def test_a_change_that_no_case_sees_is_told_from_one_that_is_none():

@@ -24,9 +24,10 @@ from precondattn_conformance.bench.record import Record as BenchRecord
 from precondattn_conformance.cases import cases
 from precondattn_conformance.report import command, environment
 from precondattn_conformance.report.compare import compare_records, print_comparison
+from precondattn_conformance.report.failures import IN_FULL
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
-from precondattn_conformance.report.page import IN_FULL, page, write_page
+from precondattn_conformance.report.page import page, write_page
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import Recording, is_record, load
 from precondattn_conformance.report.refusal import in_few_words
@@ -595,8 +596,8 @@ REFUSED, LEFT = an_outcome("unsupported", None, reason="no"), an_outcome("skippe
         (REFUSED, BAD, "began_to_fail", True),
         (KNOWN, BAD, "began_to_fail", True),
         (None, BAD, "began_to_fail", True),
-        (BAD, GOOD, "mended", False),
-        (KNOWN, GOOD, "mended", False),
+        (BAD, GOOD, "fixed", False),
+        (KNOWN, GOOD, "fixed", False),
         (GOOD, REFUSED, "lost", True),
         (BAD, REFUSED, "lost", True),
         (GOOD, LEFT, "lost", True),
@@ -677,7 +678,7 @@ def test_compare_on_the_command_line(tmp_path):
     assert "1 began to fail" in done.stdout
     done = compare(good, timed)
     assert done.returncode == 2
-    assert "two of the same kind can be compared" in done.stderr
+    assert "only two of the same kind can be compared" in done.stderr
 
 
 def test_the_schema_knows_every_status():

@@ -1,5 +1,5 @@
-"""What is kept and shown of a run: the record, the matrix, JUnit, the page, comparisons.
+"""Reports of a run: the JSON record, the matrix, JUnit XML, the HTML page, comparisons.
 
-Every report is made from results, which are plain data, so that a record from a file and a run that
-has just ended look the same. Nothing is imported here: a record needs no Rich and no Jinja.
+Every report is generated from results, which are plain data, so a record from a file and a run that
+has just ended look the same. Nothing is imported here: a record needs neither Rich nor Jinja.
 """

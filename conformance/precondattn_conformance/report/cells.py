@@ -1,6 +1,6 @@
-"""Results in cells and mechanisms in families: what the matrix and the page are made of.
+"""Cells of results and families of mechanisms, for the matrix and the page.
 
-A family is a mechanism with its variants, or a preconditioner with all that it is put around.
+A family is a mechanism with its variants, or a preconditioner with all its compositions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEADING = (FAILED, PASSED, XFAILED, UNSUPPORTED, SKIPPED)
 
 
 class Cell:
-    """The results that a cell stands for."""
+    """The results of one cell."""
 
     def __init__(self, results: Iterable[Result] = ()) -> None:
         self.results = list(results)
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def status(self) -> str:
-        """The one that counts most; empty where there are no results."""
+        """The first of `LEADING` that occurs; empty if there are no results."""
         return next((status for status in LEADING if self.counts[status]), "")
 
     @property
@@ -46,13 +46,13 @@ class Cell:
 
     @property
     def share(self) -> str:
-        """The same in a few characters; nothing where nothing was measured."""
-        found = self.worst
-        return "" if found is None or found.share is None else share_text(found.share)
+        """The same in a few characters; empty if nothing was measured."""
+        result = self.worst
+        return "" if result is None or result.share is None else share_text(result.share)
 
     @property
     def text(self) -> str:
-        """`12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; ok where nothing is measured."""
+        """`12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; `ok` if nothing was measured."""
         if not self.results:
             return ""
         if self.status == PASSED:
@@ -60,8 +60,8 @@ class Cell:
             return " ".join(
                 [self.share or "ok", *(f"{SYMBOLS[s]}{self.counts[s]}" for s in beside)]
             )
-        found = f"{SYMBOLS[self.status]}{self.counts[self.status]}"
-        return f"{found} {self.share}" if self.status == FAILED and self.share else found
+        count = f"{SYMBOLS[self.status]}{self.counts[self.status]}"
+        return f"{count} {self.share}" if self.status == FAILED and self.share else count
 
     @property
     def brief(self) -> str:
@@ -74,14 +74,14 @@ class Cell:
     @property
     def in_words(self) -> str:
         """`3 passed, 1 unsupported; worst error 3.2e-06 of 2e-05 allowed (16%)`."""
-        told = [f"{self.counts[s]} {WORDS[s]}" for s in STATUSES if self.counts[s]]
-        found = self.worst
-        measured = "" if found is None else error_text(found)
-        return ", ".join(told) + (f"; worst {measured}" if measured else "")
+        counts = [f"{self.counts[s]} {WORDS[s]}" for s in STATUSES if self.counts[s]]
+        result = self.worst
+        measured = "" if result is None else error_text(result)
+        return ", ".join(counts) + (f"; worst {measured}" if measured else "")
 
 
 def by(results: Iterable[Result], key: Callable[[Result], Key]) -> dict[Key, list[Result]]:
-    """Results in groups, in the order in which these were met."""
+    """Results in groups, in the order of the first result of each group."""
     groups: dict[Key, list[Result]] = {}
     for result in results:
         groups.setdefault(key(result), []).append(result)
@@ -89,17 +89,17 @@ def by(results: Iterable[Result], key: Callable[[Result], Key]) -> dict[Key, lis
 
 
 def family(mechanism: str) -> str:
-    """The name that an expression begins with."""
-    found = re.match(r"\w+", mechanism)
-    return found[0] if found else mechanism
+    """The name at the beginning of an expression."""
+    match = re.match(r"\w+", mechanism)
+    return match[0] if match else mechanism
 
 
 def by_family(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Results by family, and in it by mechanism."""
+    """Results by family, and within a family by mechanism."""
     groups = by(results, lambda result: family(result.mechanism))
-    return {name: by(found, lambda result: result.mechanism) for name, found in groups.items()}
+    return {name: by(group, lambda result: result.mechanism) for name, group in groups.items()}
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each once, in the order in which they were met."""
+    """Each name once, in the order of first occurrence."""
     return list(dict.fromkeys(names))

@@ -11,12 +11,12 @@ from precondattn_conformance.report.record import is_record, load
 
 
 def compare(old: Path, new: Path, *, threshold: float, growth: float, console: Console) -> int:
-    """Print what changed between two records; 1 where something is worse.
+    """Print what changed between two records; the exit code is 1 if something is worse.
 
     Raises
     ------
     ValueError
-        where one of them is no record, or they are records of different things.
+        if one of them is no record, or they are records of different kinds.
     """
     if growth < 1:
         raise ValueError(f"growth must be 1 or above; found {growth}")
@@ -30,7 +30,7 @@ def compare(old: Path, new: Path, *, threshold: float, growth: float, console: C
         if not is_one and path.exists():
             raise ValueError(
                 f"{other} is a record of a conformance run and {path} is not; "
-                "two of the same kind can be compared"
+                "only two of the same kind can be compared"
             )
     comparison = compare_records(load(old), load(new), growth)
     print_comparison(comparison, console)

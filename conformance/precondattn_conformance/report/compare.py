@@ -1,4 +1,4 @@
-"""Two records: what began to fail, what was mended, what is covered now, which errors grew."""
+"""Comparison of two records: new failures, fixed failures, changed coverage, larger errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.status import FAILED, PASSED, XFAILED
 
 FACTOR = 3.0
-"""An error that has grown by less is noise: another device, another order of sums."""
+"""An error that grows by a smaller factor is noise: another device, another order of sums."""
 
 NOTEWORTHY = 0.1
-"""As a share of its bound: a smaller error may grow as it likes."""
+"""Growth of errors below this share of their bound is ignored."""
 
 SHOWN = 20
 
 
 class Difference(NamedTuple):
-    """A case, and what came of it before and now; None where a record does not have it."""
+    """A case and its results in both records; None if a record does not have the case."""
 
     id: str
     old: Result | None
@@ -34,35 +34,35 @@ class Comparison:
     """The cases in which two records differ, by kind. A case is in one list only."""
 
     began_to_fail: list[Difference] = field(default_factory=list)
-    """It fails now, and did not fail or was not there."""
+    """It fails now, and did not fail or did not exist before."""
     lost: list[Difference] = field(default_factory=list)
-    """It was compared and is not any more, whatever came of it."""
+    """It was compared before and is not any more."""
     grew: list[Difference] = field(default_factory=list)
     """It passes, but its error is larger by more than the factor."""
     excused: list[Difference] = field(default_factory=list)
     """It is an expected failure now."""
-    mended: list[Difference] = field(default_factory=list)
-    """It failed, expectedly or not, and passes."""
+    fixed: list[Difference] = field(default_factory=list)
+    """It failed before, expectedly or not, and passes now."""
     gained: list[Difference] = field(default_factory=list)
-    """It is compared now."""
+    """It is compared now, and was not before."""
     only_old: list[Difference] = field(default_factory=list)
     only_new: list[Difference] = field(default_factory=list)
-    """And it does not fail."""
+    """It is only in the new record, and does not fail."""
     same: int = 0
-    surroundings: list[str] = field(default_factory=list)
+    environment: list[str] = field(default_factory=list)
     """What else differs: versions, devices, filters."""
 
     @property
     def is_worse(self) -> bool:
-        """Whether something fails, is lost, or is less exact."""
+        """Whether a case began to fail, is no longer compared, or has a larger error."""
         return bool(self.began_to_fail or self.lost or self.grew)
 
 
 def compare_records(old: Record, new: Record, factor: float = FACTOR) -> Comparison:
-    """What has become of every case of either record."""
+    """The differences between two records, for every case of either."""
     before = {result.id: result for result in old.outcomes}
     after = {result.id: result for result in new.outcomes}
-    comparison = Comparison(surroundings=_surroundings(old, new))
+    comparison = Comparison(environment=_environment(old, new))
     for name in {**before, **after}:
         difference = Difference(name, before.get(name), after.get(name))
         kind = _kind(difference, factor)
@@ -89,7 +89,7 @@ def _kind(difference: Difference, factor: float) -> str:
     if new.is_compared and not old.is_compared:
         return "gained"
     if new.status == PASSED and old.status in (FAILED, XFAILED):
-        return "mended"
+        return "fixed"
     return "grew" if _grew(old, new, factor) else "same"
 
 
@@ -99,19 +99,19 @@ def _grew(old: Result, new: Result, factor: float) -> bool:
     return new.share > NOTEWORTHY and (new.error or 0.0) > factor * old.error
 
 
-def _surroundings(old: Record, new: Record) -> list[str]:
-    """In what two runs differ, other than in what came of their cases."""
-    told = []
+def _environment(old: Record, new: Record) -> list[str]:
+    """The differences between two runs other than their results."""
+    lines = []
     for what, record in (("old", old), ("new", new)):
         if not record.complete:
             where = f"; it was running {record.running}" if record.running else ""
-            told.append(f"the {what} record is not complete{where}")
+            lines.append(f"the {what} record is not complete{where}")
     before, after = _described(old), _described(new)
     for name in {**before, **after}:
         was, now = before.get(name, "none"), after.get(name, "none")
         if was != now:
-            told.append(f"{name}: {was} before, {now} now")
-    return told
+            lines.append(f"{name}: {was} before, {now} now")
+    return lines
 
 
 def _described(record: Record) -> dict[str, str]:
@@ -142,7 +142,7 @@ HEADINGS = {
     "lost": ("are not compared any more", "red"),
     "grew": ("have a larger error", "yellow"),
     "excused": ("are expected to fail now", "yellow"),
-    "mended": ("were mended", "green"),
+    "fixed": ("were fixed", "green"),
     "gained": ("are compared now", "green"),
     "only_old": ("are only in the old record", "default"),
     "only_new": ("are only in the new record", "default"),
@@ -150,37 +150,37 @@ HEADINGS = {
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """What differs, the bad first."""
-    for text in comparison.surroundings:
-        _say(console, text, "dim")
+    """Print the differences, the worst kinds first."""
+    for text in comparison.environment:
+        _print(console, text, "dim")
     for name, (heading, style) in HEADINGS.items():
         differences = getattr(comparison, name)
         if not differences:
             continue
-        _say(console, f"{len(differences)} {heading}", style)
+        _print(console, f"{len(differences)} {heading}", style)
         for difference in differences[:SHOWN]:
-            _say(console, f"  {difference.id}")
+            _print(console, f"  {difference.id}")
             about = _about(name, difference)
             if about:
-                _say(console, f"    {about}", "dim")
+                _print(console, f"    {about}", "dim")
         if len(differences) > SHOWN:
-            _say(console, f"  and {len(differences) - SHOWN} more", "dim")
-    _say(console, f"{comparison.same} as before")
+            _print(console, f"  and {len(differences) - SHOWN} more", "dim")
+    _print(console, f"{comparison.same} as before")
 
 
 def _about(kind: str, difference: Difference) -> str:
-    """What is worth a line more."""
+    """Further information on a difference, or nothing."""
     old, new = difference.old, difference.new
     if kind == "grew" and old is not None and new is not None:
         factor = new.error / old.error if new.error and old.error else float("inf")
         change = f"{old.error:.2g} before, {new.error:.2g} now ({factor:.3g}×)"
         share = f"{share_text(new.share or 0.0)} of its bound {new.bound:.2g}"
-        moved = f", which was {old.bound:.2g}" if old.bound != new.bound else ""
-        return f"{change}, {share}{moved}"
+        changed_bound = f", which was {old.bound:.2g}" if old.bound != new.bound else ""
+        return f"{change}, {share}{changed_bound}"
     if kind in ("began_to_fail", "lost", "excused") and new is not None:
         return f"{new.status}: {new.headline}" if new.headline else new.status
     return ""
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
+def _print(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What was compared and what was not, by mechanism and check."""
+"""Coverage: how many cases were compared, by mechanism and check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precondattn_conformance.status import SKIPPED, UNSUPPORTED
 
 @dataclass
 class Coverage:
-    """How many cases of one mechanism and check were compared; of the others, why not."""
+    """How many cases of one mechanism and check were compared, and why others were not."""
 
     mechanism: str
     check: str
@@ -29,21 +29,21 @@ class Coverage:
         return self.compared + self.unsupported.total() + self.skipped.total()
 
     def to_json(self) -> dict[str, Any]:
-        """What is not empty."""
-        whole = {"unsupported": dict(self.unsupported), "skipped": dict(self.skipped)}
-        own = {"mechanism": self.mechanism, "check": self.check, "compared": self.compared}
-        return {**own, **{name: reasons for name, reasons in whole.items() if reasons}}
+        """The entry in a record, without empty fields."""
+        reasons = {"unsupported": dict(self.unsupported), "skipped": dict(self.skipped)}
+        entry = {"mechanism": self.mechanism, "check": self.check, "compared": self.compared}
+        return {**entry, **{name: counts for name, counts in reasons.items() if counts}}
 
 
 def coverage(results: Iterable[Result], backends: tuple[str, ...] = ()) -> list[Coverage]:
-    """In the order in which mechanisms and checks were met."""
-    found: dict[tuple[str, str], Coverage] = {}
+    """The coverage of results, in the order of their mechanisms and checks."""
+    rows: dict[tuple[str, str], Coverage] = {}
     for result in results:
         key = result.mechanism, result.check
-        row = found.setdefault(key, Coverage(*key))
+        row = rows.setdefault(key, Coverage(*key))
         row.compared += result.is_compared
         if result.status == UNSUPPORTED:
             row.unsupported[in_few_words(result.reason, backends)] += 1
         if result.status == SKIPPED:
             row.skipped[result.headline or "no reason given"] += 1
-    return list(found.values())
+    return list(rows.values())

@@ -1,6 +1,6 @@
-"""Where a run took place: versions, device, driver, and the revision of the adopter's own code.
+"""The environment of a run: versions, device, driver, and the revision of the adopter's own code.
 
-It holds no name of a host, a user or a folder.
+It contains no name of a host, a user or a folder.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SETTINGS = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "CUPY_TF32",
 )
-"""Variables of the environment that change what is computed, or by whom."""
+"""Environment variables that change what is computed, or on which device."""
 
 DRIVERS = {"nvidia": "/sys/module/nvidia/version", "amdgpu": "/sys/module/amdgpu/version"}
 
 
 def describe() -> dict[str, Any]:
-    """What is known before anything runs."""
+    """Everything that is known before the first case runs."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     return {
         "python": platform.python_version(),
@@ -63,16 +63,16 @@ def processor() -> str:
 
 
 def accelerators() -> dict[str, str]:
-    """By library, the model of the accelerator it has used. No library is imported or started."""
-    found: dict[str, str] = {}
-    for library, ask in (("torch", _of_torch), ("jax", _of_jax), ("cupy", _of_cupy)):
+    """The model of the accelerator that each library has used. Imports and starts no library."""
+    names: dict[str, str] = {}
+    for library, query in (("torch", _of_torch), ("jax", _of_jax), ("cupy", _of_cupy)):
         try:
-            name = ask()
-        except Exception:  # A device that can not be asked for its name costs no record.
+            name = query()
+        except Exception:  # A device whose name is unavailable must not cost the record.
             continue
         if name:
-            found[library] = name
-    return found
+            names[library] = name
+    return names
 
 
 def _of_torch() -> str:
@@ -99,16 +99,16 @@ def _of_cupy() -> str:
 
 
 def backends(names: tuple[str, ...]) -> list[dict[str, str]]:
-    """The backends under test, with the package that each was installed by, if it was."""
+    """The backends under test, each with its package, if it was installed by one."""
     installed = {entry.name: entry for entry in metadata.entry_points(group="precondattn.backends")}
-    found = []
+    described = []
     for name in names:
-        about = {"name": name}
+        entry_of_backend = {"name": name}
         entry = installed.get(name)
         if entry is not None and entry.dist is not None:
-            about |= {"package": entry.dist.name, "version": entry.dist.version}
-        found.append(about)
-    return found
+            entry_of_backend |= {"package": entry.dist.name, "version": entry.dist.version}
+        described.append(entry_of_backend)
+    return described
 
 
 def revision(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""JUnit XML, as CI systems read it: a test for each case, mechanisms as classes."""
+"""JUnit XML for CI systems: a test for each case, with mechanisms as classes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TYPES = {
     SKIPPED: "pytest.skip",
     XFAILED: "pytest.xfail",
 }
-"""What pytest calls them too, where it has a name."""
+"""The types of skipped tests: pytest's own, where it has one."""
 
 
 def write_junit(record: Record, path: Path | str) -> None:
-    """Write the outcomes of a record."""
+    """Write the outcomes of a record as JUnit XML."""
     counts = {
         "tests": str(len(record.outcomes)),
         "failures": str(record.count(FAILED)),
@@ -55,7 +55,7 @@ def _of_the_run(record: Record) -> dict[str, str]:
 
 
 def _add_case(suite: Element, result: Result) -> None:
-    # A dot would be read as the end of a package's name.
+    # CI systems take a dot for the end of a package's name.
     classname = f"conformance.{result.mechanism.replace('.', '_')}"
     case = SubElement(
         suite,

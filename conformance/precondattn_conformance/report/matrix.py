@@ -1,8 +1,8 @@
-"""The matrix in the terminal: mechanisms × checks, a cell the worst error as a share of its bound.
+"""The matrix in the terminal: mechanisms × checks; a cell is the worst error / bound.
 
-What is fine takes one line for a family; a mechanism that fails has lines of its own, one for each
-library and dtype in which it does. Where the checks do not fit side by side, their names and cells
-are shortened, and what still does not fit goes on below.
+Mechanisms of one family that pass share a line; a mechanism that fails has its own lines, one for
+each library and dtype in which it fails. If the checks do not fit side by side, their names and
+cells are shortened, and the remaining checks follow below.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LINES_OF_A_MECHANISM = 6
 MOST_NAMES = 40
 
 Rows = list[tuple[str, list[Result]]]
-"""What a line stands for: its name and its results."""
+"""Lines: the name of each, and its results."""
 
 
 class Band:
-    """Checks that stand side by side, and their rows."""
+    """Checks that are printed side by side, and their rows."""
 
     def __init__(self, what: str, checks: dict[str, str], rows: Rows, *, brief: bool) -> None:
         self.rows, self.headings = rows, list(checks.values())
@@ -55,16 +55,16 @@ class Band:
 
 
 def matrix(outcomes: Iterable[Result | Outcome], console: Console) -> None:
-    """Print what came of a run."""
+    """Print the outcomes of a run."""
     results = [Result.of(outcome) for outcome in outcomes]
     if not results:
         console.print("no cases were run")
         return
-    places = by(results, _place)
-    splits = len(places) > 1
-    if splits:
+    datasets = by(results, _place)
+    is_split = len(datasets) > 1
+    if is_split:
         _print("library, dtype", results, lambda some: list(by(some, _place).items()), console)
-    _print("mechanism", results, partial(_by_mechanism, splits=splits), console)
+    _print("mechanism", results, partial(_by_mechanism, splits=is_split), console)
     refused = _refused(results)
     if refused:
         shown = refused[:MOST_NAMES]
@@ -75,7 +75,7 @@ def matrix(outcomes: Iterable[Result | Outcome], console: Console) -> None:
 
 
 def _by_mechanism(results: list[Result], *, splits: bool) -> Rows:
-    """A line for what is fine of a family, and lines for each mechanism that fails."""
+    """A line for the mechanisms of a family that pass, and lines for each one that fails."""
     rows: Rows = []
     for name, mechanisms in by_family(results).items():
         bad = {m: found for m, found in mechanisms.items() if Cell(found).status == FAILED}
@@ -90,7 +90,7 @@ def _by_mechanism(results: list[Result], *, splits: bool) -> Rows:
 
 
 def _named(name: str, mechanisms: dict[str, list[Result]], *, alone: bool) -> str:
-    """`softmax`, `lucid and 20 more`, or `20 more of lucid` beside those that fail."""
+    """`softmax`, `lucid and 20 more`, or `20 more of lucid` if others of the family fail."""
     if len(mechanisms) == 1:
         return next(iter(mechanisms))
     if name in mechanisms:
@@ -110,7 +110,7 @@ def _where_it_fails(results: list[Result]) -> Rows:
 
 
 def _refused(results: list[Result]) -> list[str]:
-    """The families of which nothing was compared, and single mechanisms of the others."""
+    """Families of which nothing was compared, and such mechanisms of the other families."""
     names: list[str] = []
     for name, mechanisms in by_family(results).items():
         none = [m for m, found in mechanisms.items() if not any(r.is_compared for r in found)]
@@ -146,31 +146,31 @@ def _print(
 
 
 def _bands(
-    what: str, results: list[Result], rows_of: Callable[[list[Result]], Rows], room: int
+    what: str, results: list[Result], rows_of: Callable[[list[Result]], Rows], width: int
 ) -> list[Band]:
-    """All checks side by side, or else, in short, as many as there is room for; and so on."""
-    of = by(results, lambda result: result.check)
+    """All checks side by side, or shortened and in several bands if the width is too small."""
+    by_check = by(results, lambda result: result.check)
 
     def band(checks: dict[str, str], *, brief: bool) -> Band:
-        rows = rows_of([result for check in checks for result in of[check]])
+        rows = rows_of([result for check in checks for result in by_check[check]])
         return Band(what, checks, rows, brief=brief)
 
-    whole = band({check: check for check in of}, brief=False)
-    if whole.width <= room:
-        return [whole]
-    checks, bands = list(_in_short(list(of)).items()), []
+    all_checks = band({check: check for check in by_check}, brief=False)
+    if all_checks.width <= width:
+        return [all_checks]
+    checks, bands = list(_in_short(list(by_check)).items()), []
     while checks:
         for count in range(len(checks), 0, -1):
-            made = band(dict(checks[:count]), brief=True)
-            if made.width <= room or count == 1:
+            next_band = band(dict(checks[:count]), brief=True)
+            if next_band.width <= width or count == 1:
                 break
-        bands.append(made)
+        bands.append(next_band)
         checks = checks[count:]
     return bands
 
 
 def _in_short(checks: list[str]) -> dict[str, str]:
-    """The beginnings of names, long enough to tell them apart."""
+    """Prefixes of the names, long enough to be unique."""
     short = {}
     for check in checks:
         others = [other for other in checks if other != check]
@@ -182,11 +182,11 @@ def _in_short(checks: list[str]) -> dict[str, str]:
 
 
 def _print_legend(results: list[Result], console: Console) -> None:
-    """What the symbols that were used mean."""
-    whole = Cell(results)
+    """Explain the symbols that were used."""
+    cell = Cell(results)
     is_measured = any(result.share is not None for result in results)
-    told = ["12% or 4×: the worst error as a share of its bound"] if is_measured else []
+    texts = ["12% or 4×: the worst error as a share of its bound"] if is_measured else []
     for status, symbol in SYMBOLS.items():
-        if whole.counts[status]:
-            told.append(f"{symbol}2 {WORDS[status]}")
-    console.print(Text("; ".join(told), style="dim"))
+        if cell.counts[status]:
+            texts.append(f"{symbol}2 {WORDS[status]}")
+    console.print(Text("; ".join(texts), style="dim"))

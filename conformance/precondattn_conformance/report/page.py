@@ -1,45 +1,28 @@
-"""One self-contained HTML page of a run. Its form is `page.html.j2`; here is what it shows."""
+"""One self-contained HTML page of a run: the contents. The template is `page.html.j2`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.report.cells import SYMBOLS, WORDS, Cell, by, by_family, in_order
+from precondattn_conformance.report.cells import SYMBOLS, WORDS, by, in_order
+from precondattn_conformance.report.failures import Failures, in_one_line
+from precondattn_conformance.report.grids import DTYPES, grids
 from precondattn_conformance.report.record import Record
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.report.result import Result, error_text, share_text
+from precondattn_conformance.report.result import Result, error_text
 from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UNSUPPORTED, XFAILED
 
-IN_FULL = 150
-"""So many failures are shown with everything; of more, the record knows the rest."""
-
-LISTED = 2000
-"""So many more by their names."""
-
-KINDS = 12
-"""So many kinds of failures are told first: reasons that differ in their numbers only."""
-
-NUMBER = re.compile(r"(?<![\w])-?\d[\d.]*(?:e[+-]?\d+)?")
-
-NEAR = 0.5
-"""A cell is marked where its error is a larger share of the bound."""
-
-DTYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
 BREAKS = re.compile(r"(?<=[_,])|(?=[\[(])")
-"""Where an expression may go on in the next line."""
-
-LONGEST = 300
+"""Where a line may break within an expression."""
 
 DocsLink = Callable[[str], str | None]
-"""From the name of a check to the address of its documentation, or None."""
+"""A function from the name of a check to the URL of its documentation, or None."""
 
 
 def write_page(
@@ -50,7 +33,7 @@ def write_page(
     Raises
     ------
     ImportError
-        where Jinja2 is not installed.
+        if Jinja2 is not installed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,14 +52,14 @@ def page(record: Record, docs_link: DocsLink = lambda check: None) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"error": error_text, "short": _in_one_line, "parts": BREAKS.split}
+    environment.filters |= {"error": error_text, "short": in_one_line, "parts": BREAKS.split}
     source = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     failures = Failures([result for result in record.outcomes if result.status == FAILED])
     return environment.from_string(source).render(
         record=record,
         verdict=verdict(record),
         counts=[(s, WORDS[s], SYMBOLS.get(s, "✓"), record.count(s)) for s in STATUSES],
-        surroundings=surroundings(record),
+        environment=environment_of(record),
         grids=grids(record, failures),
         checks={c: docs_link(c) for c in in_order(r.check for r in record.outcomes)},
         failures=failures,
@@ -88,17 +71,9 @@ def page(record: Record, docs_link: DocsLink = lambda check: None) -> str:
     )
 
 
-def _in_one_line(result: Result, *, share: bool = True) -> str:
-    """Why it failed, and by how much."""
-    told = result.headline or "no reason was given"
-    told = told if len(told) <= LONGEST else f"{told[:LONGEST]}…"
-    factor = "" if result.share is None or not share else share_text(result.share)
-    return f"{told} ({factor} its bound)" if factor.endswith("×") else told
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """What came of the run in one sentence, and whether that is good."""
+    """The result of the run in one sentence, and whether it is good."""
 
     is_good: bool
     headline: str
@@ -106,30 +81,32 @@ class Verdict:
 
 
 def verdict(record: Record) -> Verdict:
-    """A run is good where something was compared, nothing failed, and it came to its end."""
-    who = ", ".join(record.names) or "the default backends"
+    """A run is good if something was compared, nothing failed, and it was completed."""
+    names = ", ".join(record.names) or "the default backends"
     compared = sum(result.is_compared for result in record.outcomes)
     failed = record.count(FAILED)
     mechanisms = len({r.mechanism for r in record.outcomes if r.status == FAILED})
     if not record.complete:
         where = f" while it ran {record.running}" if record.running else ""
         sentence = (
-            f"{who}: the run stopped{where}. Until then {_many(compared, 'case')} had been "
+            f"{names}: the run stopped{where}. Until then {_many(compared, 'case')} had been "
             f"compared with the oracle, and {failed} had failed."
         )
         return Verdict(False, "Not complete", sentence)
     if failed:
         sentence = (
-            f"{who}: {failed} of {_many(compared, 'case')} that were compared with the oracle "
+            f"{names}: {failed} of {_many(compared, 'case')} that were compared with the oracle "
             f"failed, in {_many(mechanisms, 'mechanism')}."
         )
         return Verdict(False, "Failed", sentence)
     if not record.count(PASSED):
-        return Verdict(False, "Nothing was compared", f"{who}: no case passed, and none failed.")
+        return Verdict(False, "Nothing was compared", f"{names}: no case passed, and none failed.")
     excused = record.count(XFAILED)
-    fine = f"{compared - excused} of the" if excused else "All"
-    also = f"; {excused} were expected to fail" if excused else ""
-    sentence = f"{who}: {fine} {_many(compared, 'compared case')} agree with the oracle{also}."
+    agreeing = f"{compared - excused} of the" if excused else "All"
+    expected = f"; {excused} were expected to fail" if excused else ""
+    sentence = (
+        f"{names}: {agreeing} {_many(compared, 'compared case')} agree with the oracle{expected}."
+    )
     return Verdict(True, "Passed", sentence)
 
 
@@ -137,11 +114,11 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def surroundings(record: Record) -> list[tuple[str, str]]:
-    """Where, when and of what the run was, as pairs of a heading and a text."""
-    about = record.environment
-    named = {name: about.get(name) or {} for name in ("accelerators", "drivers", "settings")}
-    revision = about.get("revision")
+def environment_of(record: Record) -> list[tuple[str, str]]:
+    """The environment of the run, as pairs of a heading and a text."""
+    environment = record.environment
+    named = {name: environment.get(name) or {} for name in ("accelerators", "drivers", "settings")}
+    revision = environment.get("revision")
     pairs = [
         ("Backends", ", ".join(map(_backend, record.backends)) or "those chosen by default"),
         ("Suite", f"precondattn {record.suite}, level {record.level}"),
@@ -152,9 +129,9 @@ def surroundings(record: Record) -> list[tuple[str, str]]:
         ("Device", record.device or "default"),
         ("Accelerator", _pairs(named["accelerators"], "{1} ({0})")),
         ("Driver", _pairs(named["drivers"], "{0} {1}")),
-        ("Processor", str(about.get("processor", ""))),
-        ("System", f"{about.get('platform', '')}, Python {about.get('python', '')}"),
-        ("Packages", _pairs(about.get("versions") or {}, "{0} {1}")),
+        ("Processor", str(environment.get("processor", ""))),
+        ("System", f"{environment.get('platform', '')}, Python {environment.get('python', '')}"),
+        ("Packages", _pairs(environment.get("versions") or {}, "{0} {1}")),
         ("Settings", _pairs(named["settings"], "{0}={1}")),
     ]
     return [(heading, text) for heading, text in pairs if text]
@@ -181,119 +158,9 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
 
 
-class Failures:
-    """The failing cases: those shown with everything, and the names of the others.
-
-    Where there are too many, every mechanism and check comes first with its first, and so on.
-    """
-
-    def __init__(self, results: list[Result]) -> None:
-        groups = by(results, lambda result: (result.mechanism, result.check)).values()
-        turns = chain.from_iterable(zip_longest(*groups))
-        in_turn = [result for result in turns if result is not None]
-        shown = {result.id for result in in_turn[:IN_FULL]}
-        self.total = len(results)
-        self.in_full = [result for result in results if result.id in shown]
-        others = [result for result in results if result.id not in shown]
-        self.listed, self.left_out = others[:LISTED], max(len(others) - LISTED, 0)
-        self.number = {result.id: i for i, result in enumerate(self.in_full)}
-        alike = by(results, lambda result: NUMBER.sub("…", _in_one_line(result, share=False)))
-        kinds = sorted(alike.items(), key=lambda kind: -len(kind[1]))
-        self.kinds = [(text, len(found), self.link(found)) for text, found in kinds[:KINDS]]
-        self.more_kinds = len(kinds) - len(self.kinds)
-
-    def link(self, results: list[Result]) -> str:
-        """To the first of these that is shown."""
-        for result in results:
-            if result.id in self.number:
-                return f"#failure-{self.number[result.id]}"
-        return "#failures" if any(result.status == FAILED for result in results) else ""
-
-
-@dataclass
-class Line:
-    """A row of a grid. In a family of several, the first row stands for all."""
-
-    name: str
-    cells: list[dict[str, str]]
-
-
-@dataclass
-class Group:
-    """A family: a row for all of it, and rows for its mechanisms where there are several."""
-
-    name: str
-    head: Line
-    members: list[Line] = field(default_factory=list)
-    fails: bool = False
-
-
-@dataclass
-class Grid:
-    """Mechanisms × checks × dtypes, of one array library or of all."""
-
-    library: str
-    columns: dict[str, list[str]]
-    """The dtypes of each check."""
-    groups: list[Group] = field(default_factory=list)
-
-
-def grids(record: Record, failures: Failures) -> list[Grid]:
-    """One of all libraries together, and one of each."""
-    libraries = by(record.outcomes, lambda result: result.library)
-    made = [_grid(name, results, failures) for name, results in libraries.items()]
-    if len(made) > 1:
-        made.insert(0, _grid("all", record.outcomes, failures))
-    return made
-
-
-def _grid(library: str, results: list[Result], failures: Failures) -> Grid:
-    order = in_order([*DTYPES, *(result.dtype for result in results)])
-    columns = {
-        check: sorted({result.dtype for result in found}, key=order.index)
-        for check, found in by(results, lambda result: result.check).items()
-    }
-    grid = Grid(library, columns)
-
-    def line(name: str, of: list[Result], told: str) -> Line:
-        found = by(of, lambda result: (result.check, result.dtype))
-        cells = [
-            _cell(Cell(found.get((check, dtype), ())), f"{told}, {check}, {dtype}", failures)
-            for check, dtypes in columns.items()
-            for dtype in dtypes
-        ]
-        return Line(name, cells)
-
-    for name, mechanisms in by_family(results).items():
-        together = [result for found in mechanisms.values() for result in found]
-        fails = any(result.status == FAILED for result in together)
-        if len(mechanisms) == 1:
-            (only,) = mechanisms
-            grid.groups.append(Group(only, line(only, together, only), fails=fails))
-            continue
-        members = [line(each, found, each) for each, found in mechanisms.items()]
-        told = f"{name}, {len(mechanisms)} mechanisms"
-        grid.groups.append(Group(name, line(name, together, told), members, fails))
-    return grid
-
-
-def _cell(cell: Cell, told: str, failures: Failures) -> dict[str, str]:
-    """The text of a cell, what is told of it, its class, and where it leads."""
-    if not cell.results:
-        return {"status": "", "text": "", "told": "", "link": ""}
-    worst = cell.worst
-    near = cell.status == PASSED and worst is not None and (worst.share or 0.0) > NEAR
-    return {
-        "status": "near" if near else cell.status,
-        "text": cell.brief,
-        "told": f"{told}: {cell.in_words}",
-        "link": failures.link(cell.results) if cell.status == FAILED else "",
-    }
-
-
 @dataclass
 class Refusal:
-    """A reason of the backend, and what it was given for."""
+    """A reason of the backend, and the cases that it declined for this reason."""
 
     reason: str
     total: int
@@ -301,14 +168,14 @@ class Refusal:
     checks: list[str]
     places: list[str]
     example: str
-    """In full, where it says more."""
+    """The full reason of one case, if it is longer."""
 
 
 def refusals(record: Record) -> list[Refusal]:
-    """What is unsupported, by reason, the most frequent first."""
+    """The unsupported cases by reason, the most frequent first."""
     refused = [result for result in record.outcomes if result.status == UNSUPPORTED]
     groups = by(refused, lambda result: in_few_words(result.reason, record.names))
-    found = [
+    reasons = [
         Refusal(
             reason,
             len(results),
@@ -319,12 +186,12 @@ def refusals(record: Record) -> list[Refusal]:
         )
         for reason, results in groups.items()
     ]
-    return sorted(found, key=lambda refusal: -refusal.total)
+    return sorted(reasons, key=lambda refusal: -refusal.total)
 
 
 @dataclass
 class Covered:
-    """How much was compared: by check, by library and dtype, by mechanism and check."""
+    """Numbers of compared cases: by check, by library and dtype, by mechanism and check."""
 
     checks: list[tuple[str, Counter[str]]]
     places: list[tuple[str, Counter[str]]]
@@ -341,8 +208,8 @@ def covered(record: Record) -> Covered:
 
     def counts(key: Callable[[Result], str]) -> list[tuple[str, Counter[str]]]:
         return [
-            (name, Counter("compared" if r.is_compared else r.status for r in found))
-            for name, found in by(results, key).items()
+            (name, Counter("compared" if r.is_compared else r.status for r in group))
+            for name, group in by(results, key).items()
         ]
 
     columns = in_order(result.check for result in results)

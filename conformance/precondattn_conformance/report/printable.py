@@ -1,4 +1,4 @@
-"""Text from elsewhere, without what a terminal, a browser or an XML parser would act upon."""
+"""Text from other programs, without characters that a terminal, browser or XML parser acts on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import re
 from typing import Any
 
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""The escape sequences of a terminal: colours, and movements of its cursor."""
+"""Escape sequences of a terminal: colours, and movements of the cursor."""
 
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
 )
-"""Control characters other than tab and newline, changes of direction, and what XML forbids."""
+"""Control characters other than tab and newline, text direction, and what XML forbids."""
 
 
 def printable(text: str) -> str:
-    """The text, colours removed, control characters written out as Python writes them."""
+    """The text without colours, with control characters as Python's escapes."""
     text = COLOURS.sub("", text).replace("\r\n", "\n")
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def all_printable(value: Any) -> Any:
-    """The same of every text in lists and dicts."""
+    """The same for every string in lists and dicts."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

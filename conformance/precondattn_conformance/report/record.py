@@ -1,9 +1,8 @@
 """The JSON record of a run (its schema is `schema.json`), readable at any moment of the run.
 
-While a run goes on, the file is replaced about once a second, never written over, so that whatever
-kills the run leaves a whole record, of which `complete` is false. Only the case that is being run
-is written in place, into room kept for it near the beginning of the file: a case that takes the
-process down with it is named, however short it was.
+During a run the file is replaced about once a second, so a run that is killed leaves a valid record
+in which `complete` is false. Only the id of the running case is written in place, into space
+reserved near the beginning of the file, so a case that kills the process is always named.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ if TYPE_CHECKING:
 
 SCHEMA = "precondattn-conformance/1"
 SECONDS = 1.0
-"""Between two replacements of the file of a run that goes on."""
+"""The shortest time between two replacements of the file."""
 
 PATIENCE = 20
-"""Nor is it replaced before so many times as long as writing it took."""
+"""The time between two replacements is at least this many times the time that writing took."""
 
-ROOM = 512
-"""Bytes for the name of the case that is being run."""
+RESERVED = 512
+"""Bytes for the id of the running case."""
 
 
 @dataclass
 class Record:
-    """A run: what came of its cases, and where, when and of what."""
+    """A run: the results of its cases, its backends and its environment."""
 
     date: str
     """When it began, in UTC."""
     suite: str
-    """The version of precondattn that held the backends to its oracle."""
+    """The version of precondattn that contains the suite and the oracle."""
     backends: list[dict[str, str]]
-    """Those under test, in order of preference: name, package, version. None: the defaults."""
+    """Those under test, in order of preference: name, package, version. Empty: the defaults."""
     level: str
     device: str | None = None
-    """As it was asked for."""
+    """As it was requested."""
     filters: dict[str, list[str]] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     outcomes: list[Result] = field(default_factory=list)
@@ -61,7 +60,7 @@ class Record:
     seconds: float = 0.0
     complete: bool = False
     running: str | None = None
-    """The case that was being run when the record was last written."""
+    """The case that was running when the record was last written."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +75,7 @@ class Record:
         return sum(result.status == status for result in self.outcomes)
 
     def head(self) -> dict[str, Any]:
-        """What comes before coverage and outcomes."""
+        """The fields before coverage and outcomes."""
         return {
             "date": self.date,
             "seconds": round(self.seconds, 3),
@@ -96,7 +95,7 @@ def load(path: Path | str) -> Record:
     Raises
     ------
     ValueError
-        where there is none, or it is none, or one of another version of the schema.
+        if the file does not exist, is no record, or has another version of the schema.
     """
     path = Path(path)
     try:
@@ -105,14 +104,14 @@ def load(path: Path | str) -> Record:
         raise ValueError(f"there is no file {path}") from None
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no record of a conformance run: {error}") from None
-    found = content.get("schema") if isinstance(content, dict) else None
-    if found != SCHEMA:
-        own, _, version = SCHEMA.partition("/")
-        if isinstance(found, str) and found.startswith(f"{own}/"):
-            other = found.removeprefix(f"{own}/")
+    declared = content.get("schema") if isinstance(content, dict) else None
+    if declared != SCHEMA:
+        schema, _, version = SCHEMA.partition("/")
+        if isinstance(declared, str) and declared.startswith(f"{schema}/"):
+            declared_version = declared.removeprefix(f"{schema}/")
             raise ValueError(
-                f"{path} is a record of version {other} of the schema; this is precondattn "
-                f"{precondattn.__version__}, which reads version {version}"
+                f"{path} is a record of version {declared_version} of the schema; this is "
+                f"precondattn {precondattn.__version__}, which reads version {version}"
             )
         raise ValueError(f"{path} is no record of a conformance run: its schema is not {SCHEMA!r}")
     content = all_printable(content)
@@ -131,19 +130,19 @@ def load(path: Path | str) -> Record:
 
 
 def is_record(path: Path | str) -> bool:
-    """Whether a file says that it is a record of a conformance run, of whatever version."""
+    """Whether a file declares itself a record of a conformance run, of any version."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    found = content.get("schema") if isinstance(content, dict) else None
-    return isinstance(found, str) and found.startswith(SCHEMA.partition("/")[0])
+    declared = content.get("schema") if isinstance(content, dict) else None
+    return isinstance(declared, str) and declared.startswith(SCHEMA.partition("/")[0])
 
 
 class Recording:
-    """A record in the making, which is readable on disk whenever it ends, and however.
+    """Writes the record of a run. The file is readable whenever and however the run ends.
 
-    `path` may be None: then the record is kept in memory only. `record` is what there is so far.
+    If `path` is None, the record is kept in memory only. `record` is the record so far.
 
     with Recording(path, backends=("mine",), level="smoke", device=None, filters={}) as recording:
         for case in cases:
@@ -178,12 +177,12 @@ class Recording:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Recording:
-        """Write the record once, so that a place where it can not be kept is known at once.
+        """Write the record once, so that a path that can not be written fails at once.
 
         Raises
         ------
         ValueError
-            where it can not be written.
+            if it can not be written.
         """
         try:
             self._write()
@@ -200,14 +199,14 @@ class Recording:
         self.close(complete=kind is None)
 
     def started(self, case: Case) -> None:
-        """Tell which case is run now."""
+        """Write which case is running."""
         self.record.running = printable(case.id)
         if self._file is not None:
             self._file.seek(len(_opening(complete=False)))
-            self._file.write(_in_its_room(self.record.running))
+            self._file.write(_padded(self.record.running))
 
     def add(self, outcome: Outcome | Result) -> None:
-        """Keep what came of a case."""
+        """Add the outcome of a case."""
         result = Result.of(outcome)
         self.record.outcomes.append(result)
         self._lines.append(_text(result.to_json()))
@@ -227,29 +226,29 @@ class Recording:
         self._leave_file()
 
     def _write(self) -> None:
-        """Replace the file by what there is now."""
-        begun = self._clock()
-        self.record.seconds = begun - self._began
+        """Replace the file by the record so far."""
+        start = self._clock()
+        self.record.seconds = start - self._began
         self.record.environment["accelerators"] = environment.accelerators()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             try:
-                beside.write_bytes(self._bytes())
+                temporary.write_bytes(self._bytes())
                 self._leave_file()
-                os.replace(beside, self.path)
+                os.replace(temporary, self.path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             self._file = self.path.open("r+b", buffering=0)
         now = self._clock()
-        self._due = now + max(SECONDS, PATIENCE * (now - begun))
+        self._due = now + max(SECONDS, PATIENCE * (now - start))
 
     def _bytes(self) -> bytes:
-        running = b"null" if self.record.complete else _in_its_room(self.record.running)
+        running = b"null" if self.record.complete else _padded(self.record.running)
         head = _text(self.record.head(), indent=1).removeprefix("{").removesuffix("\n}")
         rows = [_text(row.to_json()) for row in self.record.coverage]
         lists = f'"coverage": {_one_a_line(rows)},\n "outcomes": {_one_a_line(self._lines)}'
-        # Where a text has what UTF-8 can not write, the escape is JSON's own.
+        # Characters that UTF-8 can not encode become JSON escapes.
         rest = f"{head},\n {lists}\n}}\n".encode("utf-8", "backslashreplace")
         return _opening(complete=self.record.complete) + running + b"," + rest
 
@@ -261,9 +260,9 @@ class Recording:
 
 
 def _opening(*, complete: bool) -> bytes:
-    """All that comes before the case that is being run."""
-    told = json.dumps(complete)
-    return f'{{\n "schema": "{SCHEMA}",\n "complete": {told},\n "running": '.encode()
+    """Everything before the running case."""
+    value = json.dumps(complete)
+    return f'{{\n "schema": "{SCHEMA}",\n "complete": {value},\n "running": '.encode()
 
 
 def _text(value: Any, indent: int | None = None) -> str:
@@ -274,10 +273,10 @@ def _one_a_line(items: list[str]) -> str:
     return "[\n  " + ",\n  ".join(items) + "\n ]" if items else "[]"
 
 
-def _in_its_room(case: str | None) -> bytes:
-    """The name of a case, or null, and blanks to fill its room."""
+def _padded(case: str | None) -> bytes:
+    """The id of a case, or null, padded with blanks to the reserved space."""
     text = json.dumps(case)
-    while case and len(text) > ROOM:
+    while case and len(text) > RESERVED:
         case = case[: 3 * len(case) // 4]
         text = json.dumps(f"{case}…")
-    return text.encode("ascii").ljust(ROOM)
+    return text.encode("ascii").ljust(RESERVED)

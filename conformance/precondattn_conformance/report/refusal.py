@@ -1,19 +1,19 @@
-"""The few words of a refusal. In full it names every piece of a mechanism, so no two are alike."""
+"""Short reasons of refusals. In full they name every piece of a mechanism, so all are different."""
 
 from __future__ import annotations
 
 import re
 
 ANSWER = re.compile(r"^\s+(?P<backend>[\w.-]+)(?: for .+?)?: (?P<why>.+)$", re.MULTILINE)
-"""A line of an explanation: a backend, perhaps a piece, and why not."""
+"""A line of an explanation: a backend, possibly a piece, and the reason."""
 
 
 def in_few_words(reason: str, backends: tuple[str, ...] = ()) -> str:
-    """What the backends said of the pieces, each answer once; else the first line of the reason."""
+    """The backends' reasons for the pieces, each once; without any, the first line of the text."""
     answers = [
-        found["why"].strip()
-        for found in ANSWER.finditer(reason)
-        if not backends or found["backend"] in backends
+        match["why"].strip()
+        for match in ANSWER.finditer(reason)
+        if not backends or match["backend"] in backends
     ]
     if answers:
         return "; ".join(dict.fromkeys(answers))

@@ -1,4 +1,4 @@
-"""What came of a case, as plain data: the outcome of a run, or the same from a file."""
+"""The result of a case as plain data: from a run, or from a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from precondattn_conformance.runner import Outcome
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
-"""Errors that JSON has no number for."""
+"""Errors for which JSON has no number."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case. `error` and `bound` are None where nothing was measured."""
+    """The result of one case. `error` and `bound` are None if nothing was measured."""
 
     id: str
     check: str
@@ -38,7 +38,7 @@ class Result:
 
     @classmethod
     def of(cls, outcome: Outcome | Result) -> Result:
-        """An outcome of the runner as plain data."""
+        """The result of an outcome of the runner."""
         if isinstance(outcome, Result):
             return outcome
         case, measured = outcome.case, outcome.measured
@@ -61,12 +61,12 @@ class Result:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Result:
-        """A result from its entry in a record. What this version does not know is passed over.
+        """A result from its entry in a record. Unknown fields are ignored.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            where the entry is none.
+            if the entry is invalid.
         """
         known: dict[str, Any] = {}
         for field in fields(cls):
@@ -84,7 +84,7 @@ class Result:
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry in a record: whatever is not empty."""
+        """The entry in a record, without empty fields."""
         entry: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """The error as a share of its bound: at most 1 where it passed."""
+        """The error as a share of its bound: at most 1 if the case passed."""
         if self.error is None or self.bound is None:
             return None
         if self.bound == 0:
@@ -107,18 +107,18 @@ class Result:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the backend gave an answer that was held to the oracle."""
+        """Whether the backend gave a result that was compared with the oracle."""
         return self.status in COMPARED
 
     @property
     def headline(self) -> str:
-        """The first line of the reason; of a traceback the last, which has the exception."""
+        """The first line of the reason; for a traceback the last line, which has the exception."""
         lines = self.reason.strip().splitlines() or [""]
         return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
 
 
 def worst(results: Iterable[Result]) -> Result | None:
-    """The one whose error is the largest share of its bound; NaN is larger than all."""
+    """The result whose error is the largest share of its bound; NaN counts as the largest."""
     measured = [(share, result) for result in results if (share := result.share) is not None]
     if not measured:
         return None
@@ -148,7 +148,7 @@ def share_text(share: float) -> str:
 
 
 def error_text(result: Result) -> str:
-    """`error 3.2e-06 of 2e-05 allowed (16%)`, or nothing."""
+    """`error 3.2e-06 of 2e-05 allowed (16%)`, or empty."""
     if result.error is None or result.bound is None or result.share is None:
         return ""
     error = f"{result.error:.2g}".replace("nan", "NaN").replace("inf", "∞")

@@ -1,0 +1,97 @@
+"""The grids of a run: mechanisms × checks × dtypes, of one array library or of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from precondattn_conformance.report.cells import Cell, by, by_family, in_order
+from precondattn_conformance.report.failures import Failures
+from precondattn_conformance.report.record import Record
+from precondattn_conformance.report.result import Result
+from precondattn_conformance.status import FAILED, PASSED
+
+NEAR = 0.5
+"""A cell is marked if its error is above this share of the bound."""
+
+DTYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass
+class Line:
+    """A row of a grid."""
+
+    name: str
+    cells: list[dict[str, str]]
+
+
+@dataclass
+class Group:
+    """A family: a row for the whole family, and one per mechanism if there are several."""
+
+    name: str
+    head: Line
+    members: list[Line] = field(default_factory=list)
+    fails: bool = False
+
+
+@dataclass
+class Grid:
+    """Mechanisms × checks × dtypes, of one array library or of all."""
+
+    library: str
+    columns: dict[str, list[str]]
+    """The dtypes of each check."""
+    groups: list[Group] = field(default_factory=list)
+
+
+def grids(record: Record, failures: Failures) -> list[Grid]:
+    """One grid for each library; with several libraries, first one for all together."""
+    libraries = by(record.outcomes, lambda result: result.library)
+    grids = [_grid(name, results, failures) for name, results in libraries.items()]
+    if len(grids) > 1:
+        grids.insert(0, _grid("all", record.outcomes, failures))
+    return grids
+
+
+def _grid(library: str, results: list[Result], failures: Failures) -> Grid:
+    order = in_order([*DTYPES, *(result.dtype for result in results)])
+    columns = {
+        check: sorted({result.dtype for result in found}, key=order.index)
+        for check, found in by(results, lambda result: result.check).items()
+    }
+    grid = Grid(library, columns)
+
+    def line(name: str, results: list[Result], label: str) -> Line:
+        cells_of = by(results, lambda result: (result.check, result.dtype))
+        cells = [
+            _cell(Cell(cells_of.get((check, dtype), ())), f"{label}, {check}, {dtype}", failures)
+            for check, dtypes in columns.items()
+            for dtype in dtypes
+        ]
+        return Line(name, cells)
+
+    for name, mechanisms in by_family(results).items():
+        together = [result for found in mechanisms.values() for result in found]
+        fails = any(result.status == FAILED for result in together)
+        if len(mechanisms) == 1:
+            (only,) = mechanisms
+            grid.groups.append(Group(only, line(only, together, only), fails=fails))
+            continue
+        members = [line(each, found, each) for each, found in mechanisms.items()]
+        label = f"{name}, {len(mechanisms)} mechanisms"
+        grid.groups.append(Group(name, line(name, together, label), members, fails))
+    return grid
+
+
+def _cell(cell: Cell, label: str, failures: Failures) -> dict[str, str]:
+    """The text of a cell, its label, its class, and its link."""
+    if not cell.results:
+        return {"status": "", "text": "", "label": "", "link": ""}
+    worst = cell.worst
+    near = cell.status == PASSED and worst is not None and (worst.share or 0.0) > NEAR
+    return {
+        "status": "near" if near else cell.status,
+        "text": cell.brief,
+        "label": f"{label}: {cell.in_words}",
+        "link": failures.link(cell.results) if cell.status == FAILED else "",
+    }
