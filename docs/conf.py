@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import ClassVar
+
+from docutils.parsers.rst import directives
+from sphinx.util.docutils import SphinxDirective
 
 import precondattn
 
@@ -58,6 +62,22 @@ def _without_forward_references(app, what, name, obj, options, signature, annota
     return plain(signature), plain(annotation)
 
 
+class Mechanisms(SphinxDirective):
+    """`.. mechanisms::` documents every base and preconditioner, or their shorthands."""
+
+    option_spec: ClassVar = {"shorthands": directives.flag}
+
+    def run(self):
+        classes = sorted(precondattn.mechanisms().items(), key=lambda item: item[1].role)
+        ours = {n: c for n, c in classes if c.__module__.startswith("precondattn.")}
+        if "shorthands" in self.options:
+            lines = [f".. autofunction:: precondattn.{name}" for name in ours]
+        else:
+            lines = [f".. autoclass:: precondattn.{cls.__name__}" for cls in ours.values()]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def setup(app):
+    app.add_directive("mechanisms", Mechanisms)
     app.connect("autodoc-process-signature", _without_forward_references)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

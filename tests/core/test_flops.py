@@ -73,8 +73,9 @@ def test_the_flops_of_every_mechanism_stay_what_they_were(expression):
 
 
 def test_every_mechanism_of_ours_declares_its_flops():
-    ours = {n for n, c in registry.registered().items() if c.__module__.startswith("precondattn.")}
-    assert ours == {expression for expression in EXPECTED if expression.isidentifier()}
+    for name, cls in registry.registered().items():
+        if cls.__module__.startswith("precondattn."):
+            assert None not in leaf_flops(cls().program, sizes_of(cls())), name
 
 
 @pytest.fixture
