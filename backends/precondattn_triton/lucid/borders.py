@@ -74,7 +74,7 @@ def borders_of(
     cut = plan.reflections._replace(rows=plan.path_chunk)
     chunks = path_chunks(
         k, x["w"].to(unit.dtype), x["beta"], masks,
-        with_inverse=with_inverse, cut=cut, tokens=plan.tokens,
+        with_inverse=with_inverse, configuration=cut, tokens=plan.tokens,
     )  # fmt: skip
     w, u, zr = (_stack(a, chunks) for a in (chunks.w, chunks.u, chunks.zr))
     its = _stack(unit, chunks)

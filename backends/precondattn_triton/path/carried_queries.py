@@ -1,19 +1,20 @@
-"""Queries of PaTH on their way, and what the gradients of earlier scores make of them.
+"""PaTH backward: queries as they enter each chunk, and their gradients.
 
-For a group of queries, with x_c the query as chunk c, in front of its own, sees it
-(`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of what chunk c hands on to the
-chunks in front of it:
+For a group of queries, let x_c be the query as it enters chunk c, before its own chunk
+(`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x_{c−1}, which chunk c passes to
+the chunks before it:
 
-    carry        X[c] = x_c                                          c = last … 0
-    come back    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last
+    carry             X[c] = x_c                                          c = last … 0
+    query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last
 
 with dS = s A ∘ (do vᵀ − D). The last y is the gradient of the query as it leaves its own chunk
-(`own_chunk.py`). y follows x the other way round, and reflections are not inverted: they may be
-projections. So X is kept, for a group of a few chunks of queries at a time, and Y beside it, which
-the gradient of the reflections needs. Both are (b, h, chunks, rows of the group, D).
+(`own_chunk.py`). y needs the x in reverse order, and x cannot be recomputed backward, since
+reflections may be projections and have no inverse. So X is stored, for a group of a few chunks of
+queries at a time, and Y too, for the gradient of the reflections. Both are (b, h, chunks, rows of
+the group, D).
 
-Products a head, in units of t² / 2: carry 2 d; come back 4 d + e.
-Grid: tiles of queries × heads × sequences, for each group.
+Products per head, in units of t² / 2: carry 2 d; query gradient 4 d + e.
+Grid: one program per tile of queries, head and sequence, for each group.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.path.chunks import rows_of
-from precondattn_triton.path.forward import path_visible
+from precondattn_triton.path.forward import path_may_attend
 from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
 from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
 
@@ -36,7 +37,7 @@ def carry(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(group_rows, ROWS), h)
-    own = batch * n + head // (h // n)
+    kv_index = batch * n + head // (h // n)
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = group_start + local
     is_row = is_token(q_valid, batch, rows, t) & (rows < group_end)
@@ -56,17 +57,17 @@ def carry(
             x_out + (base + chunk) * group_rows * PADDED_D,
             local, local < group_rows, PADDED_D, factor, PADDED_D,
         )  # fmt: skip
-        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
         b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION)
         columns = start + tl.arange(0, CHUNK)
         b = tl.where(columns[None, :] <= position[:, None], b, 0.0)
-        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b.to(FACTOR), u_tile, input_precision=PRECISION)
 
 
 @triton.jit
-def come_back(
-    x_in, v, w, keys, u, d_out, log_total, d_sum, y_out, own_y,
+def query_gradient(
+    x_in, v, w, keys, u, d_out, log_total, d_sum, y_out, chunk_y,
     q_valid, k_valid, q_segment, k_segment,
     scale, window, group_start, group_end, group_rows, t, s, h, n, tokens, chunks,
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
@@ -76,7 +77,7 @@ def come_back(
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(group_end - group_start, ROWS), h)
     kv = head // (h // n)
-    own = batch * n + kv
+    kv_index = batch * n + kv
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = group_start + local
     is_row = is_token(q_valid, batch, rows, t) & (rows < group_end)
@@ -96,33 +97,33 @@ def come_back(
         start = chunk * CHUNK
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
-        is_behind = (position >= start + CHUNK) & (rows < group_end)
-        skip = (base + chunk) * group_rows * PADDED_D
+        is_after = (position >= start + CHUNK) & (rows < group_end)
+        offset = (base + chunk) * group_rows * PADDED_D
         factor = y.to(FACTOR)
-        store_tile(y_out + skip, local, local < group_rows, PADDED_D, factor, PADDED_D)
-        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        store_tile(y_out + offset, local, local < group_rows, PADDED_D, factor, PADDED_D)
+        u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
-        d_b = tl.where(is_behind[:, None], d_b, 0.0).to(FACTOR)
-        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        d_b = tl.where(is_after[:, None], d_b, 0.0).to(FACTOR)
+        w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
         y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        # Read every time, rather than kept in registers.
+        # Loaded in every iteration, which costs fewer registers than keeping it.
         d_o = load_tile(d_out, rows, is_row, g_token, g_channel, E, PADDED_E).to(FACTOR)
         d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-        x = load_tile(x_in + skip, local, is_behind, PADDED_D, 1, PADDED_D, PADDED_D)
-        carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
+        x = load_tile(x_in + offset, local, is_after, PADDED_D, 1, PADDED_D, PADDED_D)
+        carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
         scores = tl.dot(x, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
         if HAS_WINDOW or k_valid is not None or k_segment is not None:
-            seen = path_visible(
+            mask = path_may_attend(
                 rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
                 q_segment, k_segment, window, HAS_WINDOW,
             )  # fmt: skip
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(mask, scores, float("-inf"))
         a = tl.exp2(scores - logs[:, None])
         d_scores = a * (d_a - sums[:, None]) * scale
-        d_scores = tl.where(is_behind[:, None], d_scores, 0.0)
-        # Read again, rather than kept in registers in between.
-        carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
+        d_scores = tl.where(is_after[:, None], d_scores, 0.0)
+        # Loaded again, which costs fewer registers than keeping it.
+        carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
         y = in_two_parts(d_scores, carried, y, PRECISION)
-    is_there = (rows < t) & (rows < group_end)
-    store_tile(own_y + at * PADDED_D, rows, is_there, PADDED_D, y, PADDED_D)
+    is_present = (rows < t) & (rows < group_end)
+    store_tile(chunk_y + at * PADDED_D, rows, is_present, PADDED_D, y, PADDED_D)

@@ -1,4 +1,4 @@
-"""PaTH's chunks backward: what queries left at a chunk goes on to what the chunk is made of.
+"""PaTH's chunks backward: from gradients of the chunks' results to those of k, w and β.
 
 With the factors of `chunks.py`, and F the gradient of P,
 
@@ -10,7 +10,7 @@ With the factors of `chunks.py`, and F the gradient of P,
     M = (I + diag(β) G)⁻¹:     dX = −Mᵀ dM Mᵀ,    dβ_i += Σ_j dX_ij G_ij
     G = stril(w wᵀ):           dG = stril(diag(β) dX),    dw += (dG + dGᵀ) w
 
-by PyTorch's products of stacks of matrices: those are C × d, one for each chunk.
+with PyTorch's batched products of matrices C × d, one per chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from precondattn_triton.path.chunks import Chunks
 from precondattn_triton.tiles import Masks
 
 
-class OfChunks(NamedTuple):
-    """What all queries have left at the chunks."""
+class ChunkGradients(NamedTuple):
+    """The gradients of the chunks' results, from all queries."""
 
     k: Tensor
     w: Tensor
@@ -38,7 +38,7 @@ class OfChunks(NamedTuple):
 
 
 def through_chunks(
-    k: Tensor, beta: Tensor, chunks: Chunks, masks: Masks, left: OfChunks
+    k: Tensor, beta: Tensor, chunks: Chunks, masks: Masks, d_chunks: ChunkGradients
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dk and dw (b n, T, D), dβ (b n, T), of k (b, s, n, d) and β (b, s, n)."""
     size = chunks.size
@@ -50,29 +50,29 @@ def through_chunks(
     w, u, zr, m = (each(a) for a in (chunks.w, chunks.u, chunks.zr, chunks.inverse))
     k, beta = (each(_rows(a, chunks, masks)) for a in (k, beta[..., None]))
     k = torch.nn.functional.pad(k, (0, w.shape[2] - k.shape[2]))
-    d_k, d_w, d_u, d_zr, d_keys = (each(a) for a in left[:5])
+    d_k, d_w, d_u, d_zr, d_keys = (each(a) for a in d_chunks[:5])
 
     d_k = d_k + d_keys
     d_zr = d_zr.baddbmm(w, d_keys.mT, alpha=-1)
-    d_u = d_u.baddbmm(w, left.whole, alpha=-1)
-    d_w = d_w.baddbmm(zr, d_keys, alpha=-1).baddbmm(u, left.whole.mT, alpha=-1)
-    behind = (w @ k.mT).tril(-1)
-    d_z = (d_zr @ behind.mT).baddbmm(d_u, w.mT)
+    d_u = d_u.baddbmm(w, d_chunks.whole, alpha=-1)
+    d_w = d_w.baddbmm(zr, d_keys, alpha=-1).baddbmm(u, d_chunks.whole.mT, alpha=-1)
+    right = (w @ k.mT).tril(-1)
+    d_z = (d_zr @ right.mT).baddbmm(d_u, w.mT)
     z = m * beta.mT
-    d_behind = (z.mT @ d_zr).tril(-1)
-    d_k = d_k.baddbmm(d_behind.mT, w)
-    d_w = d_w.baddbmm(d_behind, k).baddbmm(z.mT, d_u)
+    d_right = (z.mT @ d_zr).tril(-1)
+    d_k = d_k.baddbmm(d_right.mT, w)
+    d_w = d_w.baddbmm(d_right, k).baddbmm(z.mT, d_u)
     d_system = -(m.mT @ (d_z * beta.mT) @ m.mT)
     overlap = (w @ w.mT).tril(-1)
     d_beta = (m * d_z).sum(-2) + (d_system * overlap).sum(-1)
     d_overlap = (beta * d_system).tril(-1)
     d_w = d_w.baddbmm(d_overlap + d_overlap.mT, w)
-    shape = left.k.shape
+    shape = d_chunks.k.shape
     return d_k.view(shape), d_w.view(shape), d_beta.view(shape[:2])
 
 
 def _rows(a: Tensor, chunks: Chunks, masks: Masks) -> Tensor:
-    """Tokens (b, s, n, …) as a chunk has them (b n, T, …): 0 where one does not count."""
+    """Tokens (b, s, n, …) in the layout of chunks (b n, T, …); 0 for invalid tokens."""
     b, s, n, c = a.shape
     if masks.k_valid is not None:
         a = a.where(masks.k_valid.bool()[:, :, None, None], 0)
@@ -80,8 +80,8 @@ def _rows(a: Tensor, chunks: Chunks, masks: Masks) -> Tensor:
     return a.reshape(b * n, -1, c)
 
 
-def tokens_of(found: Tensor, like: Tensor) -> Tensor:
-    """The shape (b, s, n, …) and dtype of an input, from whole chunks (b n, T, …) of it."""
+def tokens_of(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows in the layout of chunks (b n, T, …) as an array (b, s, n, …) like an input."""
     b, s, n = like.shape[:3]
-    each = found.unflatten(0, (b, n))[:, :, :s].transpose(1, 2)
+    each = rows.unflatten(0, (b, n))[:, :, :s].transpose(1, 2)
     return (each[..., : like.shape[3]] if like.ndim == 4 else each).to(like.dtype)

@@ -4,15 +4,15 @@ Within a chunk, with G = stril(w wᵀ) and R = stril(w kᵀ),
 
     M = (I + diag(β) G)⁻¹,    Z = M diag(β),    U = Z w,    K̃ = k − (Z R)ᵀ w.
 
-A query x that comes from behind the chunk scores its keys by x K̃ᵀ, and goes on to what is in front
-of it as x − (x wᵀ) U: all of the chunk's reflections, one after the other. A query within the chunk
-has B = tril(x wᵀ) in place of x wᵀ, the scores x kᵀ − B Z R, and goes on as x − B U. Segments need
-no mask here: of two tokens of one, all that stand between belong to it, too.
+A query x after the chunk has the scores x K̃ᵀ with its keys, and enters the preceding chunk as
+x − (x wᵀ) U, which applies all reflections of the chunk in order. A query within the chunk has
+B = tril(x wᵀ) instead of x wᵀ, the scores x kᵀ − B Z R, and leaves the chunk as x − B U. Segments
+need no mask here: all tokens between two tokens of a segment belong to that segment.
 
-One program makes a chunk of a key/value head: 2 C² d products for each of G, R, U and K̃, and
-(4/3) C³ log C for M, whose entries are at most 2 in size for unit w and β in [0, 2]. Everything is
-kept by rows, (b n, T, ·), with T the tokens filled up to whole chunks: tokens that are not there,
-or do not count, have w = 0 and β = 0, and reflect nothing.
+Grid: one program per chunk and key/value head. 2 C² d products for each of G, R, U and K̃, and
+(4/3) C³ log C for M, whose entries have magnitude at most 2 for unit w and β in [0, 2]. All results
+are stored as rows (b n, T, ·), with T the tokens padded to whole chunks; padding and invalid tokens
+have w = 0 and β = 0, so that they reflect nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
 class Chunks(NamedTuple):
-    """Of all chunks; w, K̃ and U padded to a tile's width, all but M as factors of products."""
+    """The results of all chunks: w, K̃ and U padded to the tile width; all but M in factor dtype."""
 
     w: torch.Tensor
     """(b n, T, D)"""
@@ -48,7 +48,7 @@ class Chunks(NamedTuple):
     zr: torch.Tensor
     """Z R (b n, T, C)"""
     inverse: torch.Tensor | None
-    """M (b n, T, C), float32, where it is asked for"""
+    """M (b n, T, C), float32, if requested"""
 
     @property
     def size(self) -> int:
@@ -62,14 +62,14 @@ class Chunks(NamedTuple):
 
 @triton.jit
 def rows_of(array, head, tokens, start, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `start` … of a head of (heads, tokens, WIDTH), which are all there."""
+    """Load rows `start` … of a head of (heads, tokens, WIDTH), without bounds."""
     rows = head * tokens + start + tl.arange(0, COUNT)
     return tl.load(array + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
 
 
 @triton.jit
-def keep_rows(array, head, tokens, start, tile):
-    """A tile into rows `start` … of a head of (heads, tokens, its width)."""
+def store_rows(array, head, tokens, start, tile):
+    """Store a tile as rows `start` … of a head of (heads, tokens, width of the tile)."""
     WIDTH: tl.constexpr = tile.shape[1]
     rows = head * tokens + start + tl.arange(0, tile.shape[0])
     at = array + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -89,43 +89,43 @@ def _chunks(
     chunk, batch, head = tile_of_program(chunks, n)
     start = chunk * CHUNK
     tokens = start + tl.arange(0, CHUNK)
-    is_there = is_token(k_valid, batch, tokens, s)
+    is_present = is_token(k_valid, batch, tokens, s)
     k += batch * k_batch + head * k_head
     w += batch * w_batch + head * w_head
     at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
-    strength = tl.load(at, mask=is_there, other=0.0).to(tl.float32)[:, None]
+    strength = tl.load(at, mask=is_present, other=0.0).to(tl.float32)[:, None]
 
-    # A few channels at a time, read anew where they are needed again.
+    # A block of channels at a time; blocks are loaded again when they are needed again.
     overlap = tl.zeros((CHUNK, CHUNK), tl.float32)
-    behind = tl.zeros((CHUNK, CHUNK), tl.float32)
+    right = tl.zeros((CHUNK, CHUNK), tl.float32)
     for first in range(0, PADDED_D, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
-        mask = is_there[:, None] & (channels < D)[None, :]
+        mask = is_present[:, None] & (channels < D)[None, :]
         w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
         k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
         overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
-        behind = tl.dot(w_part, tl.trans(k_part), behind, input_precision=PRECISION)
-    found = unit_lower_inverse(strength * overlap, CHUNK, LEVELS, EXACT)
+        right = tl.dot(w_part, tl.trans(k_part), right, input_precision=PRECISION)
+    inverse_tile = unit_lower_inverse(strength * overlap, CHUNK, LEVELS, EXACT)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    behind = tl.where(j < i, strength * behind, 0.0)
-    through = tl.dot(found, behind, input_precision=PRECISION)
+    right = tl.where(j < i, strength * right, 0.0)
+    through = tl.dot(inverse_tile, right, input_precision=PRECISION)
 
-    own, count = batch * n + head, chunks * CHUNK
-    keep_rows(zr, own, count, start, through)
+    head_index, count = batch * n + head, chunks * CHUNK
+    store_rows(zr, head_index, count, start, through)
     if inverse is not None:
-        keep_rows(inverse, own, count, start, found)
+        store_rows(inverse, head_index, count, start, inverse_tile)
     for first in range(0, PADDED_D, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
-        mask = is_there[:, None] & (channels < D)[None, :]
+        mask = is_present[:, None] & (channels < D)[None, :]
         w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
         k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
-        its = (own * count + tokens)[:, None] * PADDED_D + channels[None, :]
-        tl.store(w_out + its, w_part.to(w_out.dtype.element_ty))
+        at_part = (head_index * count + tokens)[:, None] * PADDED_D + channels[None, :]
+        tl.store(w_out + at_part, w_part.to(w_out.dtype.element_ty))
         directions = w_part.to(tl.float32)
-        moved = tl.dot(found, strength * directions, input_precision=PRECISION)
-        tl.store(u + its, moved.to(u.dtype.element_ty))
+        moved = tl.dot(inverse_tile, strength * directions, input_precision=PRECISION)
+        tl.store(u + at_part, moved.to(u.dtype.element_ty))
         carried = tl.dot(tl.trans(through), directions, input_precision=PRECISION)
-        tl.store(keys + its, (k_part.to(tl.float32) - carried).to(keys.dtype.element_ty))
+        tl.store(keys + at_part, (k_part.to(tl.float32) - carried).to(keys.dtype.element_ty))
 
 
 def path_chunks(
@@ -135,12 +135,12 @@ def path_chunks(
     masks: Masks,
     *,
     with_inverse: bool,
-    cut: Configuration | None = None,
+    configuration: Configuration | None = None,
     tokens: int | None = None,
 ) -> Chunks:
-    """Of k and w (b, s, n, d) and β (b, s, n); filled up to `tokens`, whole chunks, if given."""
+    """The chunks of k and w (b, s, n, d) and β (b, s, n), padded to `tokens` if not None."""
     b, s, n, d = k.shape
-    tuned = cut or chunking(k)
+    tuned = configuration or chunking(k)
     size, width = tuned.rows, padded_width(d)
     count = triton.cdiv(tokens or s, size)
     shape = b * n, count * size
@@ -148,17 +148,17 @@ def path_chunks(
     w_out, keys, u = (k.new_empty((*shape, width), dtype=dtype) for _ in range(3))
     zr = k.new_empty((*shape, size), dtype=dtype)
     inverse = torch.empty_like(zr, dtype=torch.float32) if with_inverse else None
-    found = Chunks(w_out, keys, u, zr, inverse)
+    result = Chunks(w_out, keys, u, zr, inverse)
     _chunks[(count * b * n,)](
-        k, w, beta, masks.k_valid, *found, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
+        k, w, beta, masks.k_valid, *result, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
         D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
         CHUNK=size, LEVELS=size.bit_length() - 1,
         PRECISION=product_precision(k.dtype), EXACT=exact(),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
-    return found
+    return result
 
 
 def chunking(k: torch.Tensor) -> Configuration:
-    """How keys like these are cut into chunks of `rows`, `columns` channels at a time."""
+    """The configuration of chunks: `rows` tokens, `columns` channels at a time."""
     return configured("path_chunks", k, k)

@@ -1,18 +1,22 @@
-"""PaTH one token at a time: cached keys are read once, and rewritten only when they are flushed.
+"""A step of PaTH by one token: cached keys are read once, and rewritten only when flushed.
 
-The cache holds keys as transported to the last multiple of `flush`, and the reflections since, w_m
-and β_m. For the queries of a key/value head, x ← q, and back from the new token over those since,
+The cache holds the keys transported to the last multiple of `flush`, and the later (pending)
+reflections w_m and β_m. For the queries of a key/value head, x ← q, and from the new token backward
+over the tokens since the last flush,
 
-    S_m = x k_mᵀ,    x ← x − β_m (x w_mᵀ) w_m                               (`recent`, by heads)
-    S = x Kᵀ                                                                (`flushed`, by splits)
+    S_m = x k_mᵀ,    x ← x − β_m (x w_mᵀ) w_m                               (`recent`)
+    S = x Kᵀ                                                                (`flushed`)
 
-with softmax over all of them as in `softmax/score_tiles.py`, the parts merged by
+with softmax over all of them as in `softmax/score_tiles.py`. The parts are merged by
 
-    o = Σ_p 2^{m_p − m} acc_p / Σ_p 2^{m_p − m} l_p,    m = max_p m_p       (`merge`, by heads).
+    o = Σ_p 2^{m_p − m} acc_p / Σ_p 2^{m_p − m} l_p,    m = max_p m_p       (`merge`).
 
-When the length becomes a multiple of `flush`, every key goes on by the reflections that came after
-it, k ← k − β_m (k w_mᵀ) w_m in order of time (`flush`, by tiles of keys and heads). Products are of
-float32 (tf32 for half precision), because a step waits for memory and not for products.
+When the length becomes a multiple of `flush`, every key is transported by the reflections after it,
+k ← k − β_m (k w_mᵀ) w_m, in order of time (`flush_keys`). Products are in float32 (tf32 for half
+precision), because memory limits a step, not products.
+
+Grids: one program per key/value head (`recent`, `merge`); one per part of the keys and key/value
+head (`flushed`); one per tile of keys and key/value head (`flush_keys`).
 """
 
 from __future__ import annotations
@@ -25,16 +29,16 @@ from precondattn_triton.softmax.score_tiles import mean_and_log
 
 
 @triton.jit
-def row_of(start, width, stride, is_there, WIDTH: tl.constexpr):
-    """One token's channels (WIDTH), float32; 0 where it is not there."""
+def row_of(start, width, stride, is_present, WIDTH: tl.constexpr):
+    """The channels (WIDTH) of one token, float32; 0 if it is not present."""
     channel = tl.arange(0, WIDTH)
-    mask = (channel < width) & is_there
+    mask = (channel < width) & is_present
     return tl.load(start + channel.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def reflected(x, direction, strength):
-    """x − β (x wᵀ) w, of rows x."""
+    """x − β (x wᵀ) w, for rows x."""
     along = tl.sum(x * direction[None, :], 1) * strength
     return x - along[:, None] * direction[None, :]
 
@@ -50,46 +54,46 @@ def recent(
     HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The new token's key, and those since the last flush, in front of all other parts."""
+    """The keys since the last flush, with the new one; stored as the first part."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     length = tl.load(lengths + b)
-    waiting = length % flush
+    pending = length % flush
     x = query_rows(q, head, heads, group, d, q_b, q_h, q_d, ROWS, KEY_WIDTH)
-    seen = length >= 0
+    is_read = length >= 0
     if HAS_VALID:
-        seen = tl.load(new_valid + b * new_b) != 0
-    own = row_of(k + b * k_b + n * k_n, d, k_d, seen, KEY_WIDTH)
-    largest = tl.where(seen, tl.sum(x * own[None, :], 1) * scale, float("-inf"))
-    total = tl.zeros((ROWS,), tl.float32) + tl.where(seen, 1.0, 0.0)
-    value = row_of(v + b * v_b + n * v_n, e, v_e, seen, WIDTH)
+        is_read = tl.load(new_valid + b * new_b) != 0
+    key = row_of(k + b * k_b + n * k_n, d, k_d, is_read, KEY_WIDTH)
+    largest = tl.where(is_read, tl.sum(x * key[None, :], 1) * scale, float("-inf"))
+    total = tl.zeros((ROWS,), tl.float32) + tl.where(is_read, 1.0, 0.0)
+    value = row_of(v + b * v_b + n * v_n, e, v_e, is_read, WIDTH)
     acc = tl.zeros((ROWS, WIDTH), tl.float32) + value[None, :]
     direction = row_of(w + b * w_b + n * w_n, d, w_d, True, KEY_WIDTH)
     strength = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
     x = reflected(x, direction, strength)
-    for back in range(0, waiting):
-        place = waiting - 1 - back
+    for back in range(0, pending):
+        index = pending - 1 - back
         slot = length - 1 - back
-        seen = slot >= 0
+        is_read = slot >= 0
         if HAS_VALID:
-            seen = tl.load(valid + b * valid_b + slot) != 0
+            is_read = tl.load(valid + b * valid_b + slot) != 0
         if HAS_WINDOW:
-            seen = seen & (back + 1 < window)
+            is_read = is_read & (back + 1 < window)
         start = keys + b * key_b + n * key_n + slot * key_c
-        own = row_of(start, d, key_d, seen, KEY_WIDTH)
-        score = tl.where(seen, tl.sum(x * own[None, :], 1) * scale, float("-inf"))
+        key = row_of(start, d, key_d, is_read, KEY_WIDTH)
+        score = tl.where(is_read, tl.sum(x * key[None, :], 1) * scale, float("-inf"))
         higher = tl.maximum(largest, score)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink, p = tl.exp2(largest - base), tl.exp2(score - base)
         start = values + b * value_b + n * value_n + slot * value_c
-        value = row_of(start, e, value_e, seen, WIDTH)
+        value = row_of(start, e, value_e, is_read, WIDTH)
         acc = acc * shrink[:, None] + p[:, None] * value[None, :]
         total = total * shrink + p
         largest = higher
-        start = pending_w + b * pw_b + n * pw_n + place * pw_m
+        start = pending_w + b * pw_b + n * pw_n + index * pw_m
         direction = row_of(start, d, pw_d, True, KEY_WIDTH)
-        strength = tl.load(pending_beta + b * pb_b + n * pb_n + place * pb_m).to(tl.float32)
+        strength = tl.load(pending_beta + b * pb_b + n * pb_n + index * pb_m).to(tl.float32)
         x = reflected(x, direction, strength)
     at = head * ROWS + row
     tl.store(x_out + at[:, None] * KEY_WIDTH + tl.arange(0, KEY_WIDTH)[None, :], x)
@@ -108,7 +112,7 @@ def flushed(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys in front of the last flush, of one key/value head."""
+    """One part of the keys before the last flush, of one key/value head."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     row = tl.arange(0, ROWS)
@@ -122,23 +126,23 @@ def flushed(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for low in range(part * per_part, tl.minimum((part + 1) * per_part, count), TOKENS):
         token = (low + tl.arange(0, TOKENS)).to(tl.int64)
-        seen = (token < count) & (token < end)
+        is_read = (token < count) & (token < end)
         if HAS_VALID:
-            seen = seen & (tl.load(valid + b * valid_b + token, mask=seen, other=0) != 0)
+            is_read = is_read & (tl.load(valid + b * valid_b + token, mask=is_read, other=0) != 0)
         if HAS_WINDOW:
-            seen = seen & (length - token < window)
+            is_read = is_read & (length - token < window)
         at = keys + b * key_b + n * key_n + token[:, None] * key_c
-        inside = seen[:, None] & (key_channel < d)[None, :]
-        own = tl.load(at + key_channel.to(tl.int64)[None, :] * key_d, mask=inside, other=0.0)
-        scores = tl.dot(x, tl.trans(own.to(tl.float32)), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        inside = is_read[:, None] & (key_channel < d)[None, :]
+        key_tile = tl.load(at + key_channel.to(tl.int64)[None, :] * key_d, mask=inside, other=0.0)
+        scores = tl.dot(x, tl.trans(key_tile.to(tl.float32)), input_precision=PRECISION) * scale
+        scores = tl.where(is_read[None, :], scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink, p = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
         at = values + b * value_b + n * value_n + token[:, None] * value_c
-        inside = seen[:, None] & (channel < e)[None, :]
-        its = tl.load(at + channel.to(tl.int64)[None, :] * value_e, mask=inside, other=0.0)
-        acc = tl.dot(p, its.to(tl.float32), acc * shrink[:, None], input_precision=PRECISION)
+        inside = is_read[:, None] & (channel < e)[None, :]
+        value_tile = tl.load(at + channel.to(tl.int64)[None, :] * value_e, mask=inside, other=0.0)
+        acc = tl.dot(p, value_tile.to(tl.float32), acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         largest = higher
     at = (head * parts + 1 + part) * ROWS + row
@@ -153,7 +157,7 @@ def merge(
     parts, heads, group, e, token_b,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`out` (b, h, e), from the parts of a head."""
+    """Write `out` (b, h, e) from the parts of a head."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -162,13 +166,13 @@ def merge(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for part in range(0, parts):
         at = (head * parts + part) * ROWS + row
-        here = tl.load(maxima + at)
-        higher = tl.maximum(largest, here)
+        part_largest = tl.load(maxima + at)
+        higher = tl.maximum(largest, part_largest)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, added = tl.exp2(largest - base), tl.exp2(here - base)
-        found = tl.load(totals + at[:, None] * WIDTH + channel[None, :])
-        acc = acc * kept[:, None] + found * added[:, None]
-        total = total * kept + tl.load(sums + at) * added
+        shrink, part_weight = tl.exp2(largest - base), tl.exp2(part_largest - base)
+        part_acc = tl.load(totals + at[:, None] * WIDTH + channel[None, :])
+        acc = acc * shrink[:, None] + part_acc * part_weight[:, None]
+        total = total * shrink + tl.load(sums + at) * part_weight
         largest = higher
     is_row = row < group
     if is_token is not None:
@@ -186,29 +190,33 @@ def flush_keys(
     pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, token_b, out_b, out_c, out_n, out_d,
     TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All cached keys, those of sequences that are flushed now by the reflections behind them."""
+    """Copy all cached keys; in sequences that are flushed now, transport them."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
     inside = (token < capacity)[:, None] & (channel < d)[None, :]
     at = keys + b * key_b + n * key_n + token[:, None] * key_c + channel[None, :] * key_d
-    own = tl.load(at, mask=inside, other=0.0)
+    key_tile = tl.load(at, mask=inside, other=0.0)
     length = tl.load(lengths + b)
     is_flushed = (length + 1) % flush == 0
     if is_token is not None:
         is_flushed = is_flushed & (tl.load(is_token + b * token_b) != 0)
     if is_flushed:
-        waiting = length % flush
-        for place in range(0, waiting):
-            start = pending_w + b * pw_b + n * pw_n + place * pw_m
+        pending = length % flush
+        for index in range(0, pending):
+            start = pending_w + b * pw_b + n * pw_n + index * pw_m
             direction = row_of(start, d, pw_d, True, KEY_WIDTH)
-            strength = tl.load(pending_beta + b * pb_b + n * pb_n + place * pb_m).to(tl.float32)
-            # Of keys since the last flush, those in front of this reflection.
-            is_before = token < length - waiting + place
-            own = tl.where(is_before[:, None], reflected(own, direction, strength), own)
+            strength = tl.load(pending_beta + b * pb_b + n * pb_n + index * pb_m).to(tl.float32)
+            # Among keys since the last flush, only those before this reflection.
+            is_before = token < length - pending + index
+            key_tile = tl.where(
+                is_before[:, None], reflected(key_tile, direction, strength), key_tile
+            )
         direction = row_of(w + b * w_b + n * w_n, d, w_d, True, KEY_WIDTH)
         strength = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
-        own = tl.where((token < length)[:, None], reflected(own, direction, strength), own)
+        key_tile = tl.where(
+            (token < length)[:, None], reflected(key_tile, direction, strength), key_tile
+        )
     at = out + b * out_b + n * out_n + token[:, None] * out_c + channel[None, :] * out_d
-    tl.store(at, own, mask=inside)
+    tl.store(at, key_tile, mask=inside)

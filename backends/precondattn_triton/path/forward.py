@@ -1,19 +1,18 @@
 """PaTH forward: o = softmax(s A + mask) v,  A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j.
 
-A program has a tile of queries x and goes over chunks of keys (`chunks.py`) from the last that
-it sees to the first. Chunks that some of the queries stand in, with B = tril(x wᵀ):
+Grid: one program per tile of queries x, head and sequence. It loops over chunks of keys
+(`chunks.py`) from the last that it attends to, to the first. In chunks that contain some of the
+queries, with B = tril(x wᵀ):
 
     S = x kᵀ − B Z R,    x ← x − B U,
 
-and all that stand in front of the tile:
+and in all chunks before the tile:
 
     S = x K̃ᵀ,    x ← x − (x wᵀ) U,
 
-with softmax over the tiles S as in `score_tiles.py`. x is carried along in float32. In units of
-t² / 2 products a head: d for the scores, 2 d for the reflections, e for the values. Registers hold
-x and the accumulator; k, v, w, K̃, U are read once for every tile of queries.
-
-Grid: tiles of queries × heads × sequences.
+with softmax over the tiles S as in `score_tiles.py`. x is kept in float32. In units of t² / 2
+products per head: d for the scores, 2 d for the reflections, e for the values. Registers hold x and
+the accumulator; k, v, w, K̃, U are read once per tile of queries.
 """
 
 from __future__ import annotations
@@ -40,34 +39,34 @@ from precondattn_triton.tiles import (
 
 
 class Read(NamedTuple):
-    """What the forward kernel found."""
+    """The results of the forward kernel."""
 
     out: torch.Tensor
-    """o (b, t, h, e), in the dtype of the values"""
+    """o (b, t, h, e), in the dtype of v"""
     full: torch.Tensor
-    """o in float32: `out` itself where that is float32"""
+    """o in float32: `out` itself if that is float32"""
     log_total: torch.Tensor
     """λ (b, h, t), float32"""
 
 
 @triton.jit
-def own_scores(x, k_tile, w_tile, zr, is_behind, PRECISION: tl.constexpr):
-    """x kᵀ − B Z R and B, of queries of which some stand in the chunk."""
+def scores_within_chunk(x, k_tile, w_tile, zr, is_before, PRECISION: tl.constexpr):
+    """x kᵀ − B Z R and B, for queries of which some are in the chunk."""
     b = tl.dot(x, tl.trans(w_tile), input_precision=PRECISION)
-    b = tl.where(is_behind, b, 0.0).to(x.dtype)
+    b = tl.where(is_before, b, 0.0).to(x.dtype)
     scores = tl.dot(x, tl.trans(k_tile), input_precision=PRECISION)
     return scores - tl.dot(b, zr, input_precision=PRECISION), b
 
 
 @triton.jit
-def path_visible(
+def path_may_attend(
     row, column, is_key, batch, t, s, q_segment, k_segment, window, HAS_WINDOW: tl.constexpr
 ):
-    """May query `row` of t look at key `column` of s?"""
-    seen = may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, True)
+    """The attention mask: query `row` of t may attend to key `column` of s."""
+    mask = may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, True)
     if HAS_WINDOW:
-        seen = seen & (column > row + (s - t) - window)
-    return seen
+        mask = mask & (column > row + (s - t) - window)
+    return mask
 
 
 @triton.jit
@@ -83,7 +82,7 @@ def _forward(
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
-    own = batch * n + kv
+    kv_index = batch * n + kv
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
     x = load_tile(
@@ -98,7 +97,7 @@ def _forward(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     past = s - t
     first = tile * ROWS + past
-    # Chunks that some of these queries stand in; those before them lie in front of all.
+    # Chunks that contain some of these queries; all earlier chunks precede every query.
     own_first = first // CHUNK
     own_end = tl.cdiv(tl.minimum(first + ROWS, s), CHUNK)
     for back in range(0, own_end - own_first):
@@ -106,17 +105,17 @@ def _forward(
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
         k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
-        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
-        is_behind = columns[None, :] <= rows[:, None] + past
-        zr_tile = rows_of(zr, own, tokens, start, CHUNK, CHUNK)
-        scores, b = own_scores(x.to(FACTOR), k_tile, w_tile, zr_tile, is_behind, PRECISION)
-        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
+        is_before = columns[None, :] <= rows[:, None] + past
+        zr_tile = rows_of(zr, kv_index, tokens, start, CHUNK, CHUNK)
+        scores, b = scores_within_chunk(x.to(FACTOR), k_tile, w_tile, zr_tile, is_before, PRECISION)
+        u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
-        seen = path_visible(
+        mask = path_may_attend(
             rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
             q_segment, k_segment, window, HAS_WINDOW,
         )  # fmt: skip
-        scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
+        scores = tl.where(mask, scores * (scale * LOG2_E), float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
 
@@ -128,18 +127,18 @@ def _forward(
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
         factor = x.to(FACTOR)
-        carried = rows_of(keys, own, tokens, start, CHUNK, PADDED_D)
+        carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
         scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
-        w_tile = rows_of(w, own, tokens, start, CHUNK, PADDED_D)
+        w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
         b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION).to(FACTOR)
-        u_tile = rows_of(u, own, tokens, start, CHUNK, PADDED_D)
+        u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
         if HAS_WINDOW or k_valid is not None or k_segment is not None:
-            seen = path_visible(
+            mask = path_may_attend(
                 rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
                 q_segment, k_segment, window, HAS_WINDOW,
             )  # fmt: skip
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(mask, scores, float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
 
@@ -161,7 +160,7 @@ def path_forward(
     scale: float,
     window: int | None,
 ) -> Read:
-    """Of q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e), of one dtype."""
+    """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
     out = v.new_empty((b, t, h, e))

@@ -1,7 +1,7 @@
-"""PaTH as a backend's leaf: which calls the kernels take, and how they are called.
+"""PaTH as a leaf of the backend: supported calls, and their launches.
 
-Kept for the gradient: λ (b, h, t), and, where the output is rounded to half precision, the output
-as it was (b, t, h, e). Chunks (`chunks.py`) are made again.
+Residuals: λ (b, h, t), and, if the output is rounded to half precision, the output in float32
+(b, t, h, e). Chunks (`chunks.py`) are recomputed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Path:
-    """Of `Path`, its values read as a mean."""
+    """The leaf `Path`, with the mean as its read."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
-        """Why not; None where the kernels do this call."""
+        """The reason why the kernels do not support this call, or None."""
         if leaf.read != MEAN:
-            return "has kernels for PaTH whose values are read as a mean, not for LASER around it"
+            return "has kernels for PaTH with the mean as its read only, not for LASER around it"
         for option, is_used in (
             ("a bias", leaf.bias),
             ("a forget gate", leaf.forget != "none"),
@@ -41,11 +41,11 @@ class Path:
                 return f"has no kernel for PaTH with {option}"
         shapes = dict(request.shapes)
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
-            return "its kernels for PaTH take no empty arrays"
+            return "its kernels for PaTH support no empty arrays"
         if request.verb == "extend":
             return refuses_step(shapes)
         if shapes["q"][1] > shapes["k"][1]:
-            return "its kernels for PaTH take no more queries than keys"
+            return "its kernels for PaTH support at most as many queries as keys"
         return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(
@@ -70,12 +70,12 @@ class Path:
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        own = _inputs(x)
-        q, k, _, w, beta = own
+        inputs = _inputs(x)
+        q, k, _, w, beta = inputs
         masks = masks_of(frame, *q.shape[:2])
         log_total, *full = residuals
         d = path_backward(
-            own,
+            inputs,
             path_chunks(k, w, beta, masks, with_inverse=True),
             masks,
             full[0] if full else out.contiguous(),
@@ -84,10 +84,10 @@ class Path:
             scale=leaf.scale_for(q.shape[3]),
             window=leaf.window,
         )
-        found = {"q": d.q.to(x["q"].dtype)}
+        gradients = {"q": d.q.to(x["q"].dtype)}
         for name in ("k", "v", "w", "beta"):
-            found[name] = tokens_of(getattr(d, name), x[name])
-        return found
+            gradients[name] = tokens_of(getattr(d, name), x[name])
+        return gradients
 
     def step(
         self,
@@ -102,7 +102,7 @@ class Path:
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """What `forward` gives as residuals."""
+        """The shapes of the residuals of `forward`."""
         b, t, h, _ = inputs["q"].shape
         (_, _, _, e), dtype = inputs["v"]
         log_total = ArraySpec((b, h, t), "float32")
@@ -112,6 +112,6 @@ class Path:
 
 
 def _inputs(x: Tensors) -> Inputs:
-    """In the dtype of the values, but for β."""
+    """The inputs in the dtype of v, except β."""
     dtype = x["v"].dtype
     return Inputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])

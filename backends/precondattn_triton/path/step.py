@@ -1,4 +1,4 @@
-"""A step of PaTH by one token, around a cache: from buffers to launches of `decode.py`."""
+"""A step of PaTH by one token with a cache: buffers, and the launches of `decode.py`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from precondattn_triton.precision import is_half, padded_width, product_precisio
 from precondattn_triton.tiles import LOG2_E
 
 FLUSH_ROWS = 32
-"""Keys that a program of `flush_keys` rewrites."""
+"""Keys of a program of `flush_keys`."""
 
 LARGEST_TILE = 8192
-"""Numbers of a tile of queries: what fits every multiprocessor."""
+"""Elements in a tile of queries that fits every multiprocessor."""
 
 
 def refuses_step(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why there is no step; None where there is one."""
+    """The reason why there is no step for these shapes, or None."""
     _, t, h, d = shapes["q"]
     n, e = shapes["v"][2:]
     if t != 1:
-        return f"its step of PaTH is of one token; found t={t}"
+        return f"its step of PaTH supports one token; found t={t}"
     rows, width = padded_width(h // n), padded_width(max(d, e))
     if width > 256 or rows > 64 or rows * width > LARGEST_TILE:
         return (
-            f"its step of PaTH takes d, e ≤ 256, and as many query heads to a key/value head as "
+            f"its step of PaTH supports d, e ≤ 256, and as many query heads per key/value head as "
             f"fit a tile; found d={d}, e={e} and {h // n}"
         )
     return None
@@ -47,7 +47,7 @@ def path_step(
     keys, values = past["key"], past["value"]
     (b, _, h, d), (n, e) = q.shape, v.shape[2:]
     flush = leaf.flush
-    # With flush 1 nothing waits, and these are not looked at.
+    # With flush 1 no reflection is pending, and these are not read.
     pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
     count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
     is_token = new_token_validity(frame, b)
@@ -89,7 +89,7 @@ def path_step(
 
     new = k.to(keys.dtype)
     updates: Updates = {"value": Append(v), "key": Append(new)}
-    # Where lengths are on the device, whether some sequence is flushed now is not known here.
+    # If lengths are on the device, the host does not know whether a sequence is flushed now.
     if not isinstance(frame, UniformFrame) or (frame.held + 1) % flush == 0:
         whole = torch.empty_like(keys)
         path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
@@ -111,11 +111,11 @@ def _pending(
     lengths: Tensor,
     is_token: Tensor | None,
 ) -> Updates:
-    """The reflections since the last flush, with the new one; none behind a flush."""
-    counts = torch.ones_like(lengths) if is_token is None else is_token[:, 0].to(lengths.dtype)
-    place = torch.arange(flush, device=w.device)[None, :]
-    is_new = (place == (lengths % flush)[:, None]) & (counts > 0)[:, None]
-    is_kept = (place < ((lengths + counts) % flush)[:, None])[:, :, None]
+    """The pending reflections with the new one; none after a flush."""
+    is_counted = torch.ones_like(lengths) if is_token is None else is_token[:, 0].to(lengths.dtype)
+    slot = torch.arange(flush, device=w.device)[None, :]
+    is_new = (slot == (lengths % flush)[:, None]) & (is_counted > 0)[:, None]
+    is_kept = (slot < ((lengths + is_counted) % flush)[:, None])[:, :, None]
     old_w, old_beta = past["pending_w"], past["pending_beta"]
     all_beta = torch.where(is_new[:, :, None], beta.to(old_beta.dtype), old_beta)
     all_w = torch.where(is_new[:, :, None, None], w.to(old_w.dtype), old_w)
