@@ -1,1 +1,1 @@
-"""LUCID's triangular solve, its gradient, and its step of one token."""
+"""LUCID's triangular solve, its gradient, and its step by one token."""

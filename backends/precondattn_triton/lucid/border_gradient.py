@@ -2,14 +2,14 @@
 
     dS_ab = −s (dv_a · y_b) Φ_ab    for b before a
 
-Across the borders of one level, with z what a token brings there, and the other side's tokens o,
+Across the borders of one level, with z the row of a token at the border (`borders.py`) and o the
+tokens on the other side,
 
-    at_border        dz_a = Σ_o dS_ao z_o    (o before a),    Σ_o dS_oa z_o    (o behind a),
+    at_border        dz_a = Σ_o dS_ao z_o    (o before a),    Σ_o dS_oa z_o    (o after a),
 
-and within a chunk `within` keeps dS itself. Every program owns a tile of tokens and goes over all
-that it meets: nothing is added to from two programs, and the result is the same every time.
-
-Grids: tiles of tokens × heads. All levels together take 2 d + e products a pair of tokens, twice.
+and within a chunk `within` stores dS itself. Grid: one program per tile of tokens and head. It
+loops over all tokens on the other side, or in the chunk. No two programs add to the same element,
+so the result is deterministic. All levels together take 2 d + e products per pair of tokens, twice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def at_border(
     HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dz (m, T, D); y and dv (b, s, n, e) are 0 where a token counts for nothing."""
+    """A tile of dz (m, T, D); y and dv (b, s, n, e) are 0 for invalid tokens."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
@@ -84,13 +84,13 @@ def at_border(
 
 @triton.jit
 def within(
-    own, segments, y, d_v, d_own,
+    chunk_scores, segments, y, d_v, d_chunk_scores,
     s, heads, tokens, width, scale, shift, score_scale,
     y_b, y_s, y_n, y_e, d_v_b, d_v_s, d_v_n, d_v_e,
     HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS (m, T, C) of a tile of tokens with all of their chunk, 0 on and above the diagonal."""
+    """dS (m, T, C) of a tile of tokens and all tokens of their chunk; strictly lower triangular."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
@@ -106,9 +106,9 @@ def within(
             d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
             TILE, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
-        scores = load_rows(own, head, tokens, a_start, TILE, COLUMNS, column, CHUNK)
-        found = weights(scores, segments, a_start, b_start, scale, shift, HAS_SEGMENTS)
+        scores = load_rows(chunk_scores, head, tokens, a_start, TILE, COLUMNS, column, CHUNK)
+        d_tile = weights(scores, segments, a_start, b_start, scale, shift, HAS_SEGMENTS)
         is_before = a[:, None] > (b_start + tl.arange(0, COLUMNS))[None, :]
-        found = tl.where(is_before, -score_scale * g * found, 0.0)
-        at = d_own + (head * tokens + a)[:, None] * CHUNK + column
-        tl.store(at + tl.arange(0, COLUMNS)[None, :], found)
+        d_tile = tl.where(is_before, -score_scale * g * d_tile, 0.0)
+        at = d_chunk_scores + (head * tokens + a)[:, None] * CHUNK + column
+        tl.store(at + tl.arange(0, COLUMNS)[None, :], d_tile)

@@ -1,31 +1,31 @@
-"""LUCID's keys in PaTH's metric: any two of them meet at one border, and there by a plain product.
+"""LUCID's keys in PaTH's metric: each pair of keys has one border, and a dot product there.
 
     Φ_ij = e^{s ⟨i, j⟩ − s d},    ⟨i, j⟩ = k̂_iᵀ H_i … H_{j+1} k̂_j,    H_t = I − β_t w_t w_tᵀ
 
-Blocks of C 2^l tokens stand two by two in those of the next level, up to the whole sequence. Two
-tokens of different chunks are in the two halves of one block of one level, and between them is the
-border in its middle. With x_i the later token carried back to it as a query, and κ_j the earlier
-one carried on to it as a key,
+Two blocks of C 2^l tokens form a block of the next level, up to the whole sequence. Two tokens of
+different chunks are in the two halves of exactly one such block, and the border in its middle is
+between them. With x_i the later token carried back to the border as a query, and κ_j the earlier
+token carried forward to it as a key,
 
     ⟨i, j⟩ = x_i · κ_j.
 
-On every level a token stands on one side of one border: what it brings there, z, is one row. So the
-kernels of LUCID's dot product serve, with z in place of keys. From a level to the next, with P the
-product of a block's reflections,
+On every level, a token is on one side of one border, where one row z, x or κ, represents it. So the
+kernels of LUCID's dot product can be used, with z instead of keys. From one level to the next, with
+P the product of a block's reflections,
 
     x ← x P_first  in second halves,    κ ← κ P_secondᵀ  in first halves,    P ← P_second P_first,
 
-2 d² products a token, for each of log₂ (T / C) levels. Chunks begin it, with the factors of
-`path/chunks.py` at q = k = k̂,
+2 d² products per token, for each of log₂ (T / C) levels. The lowest level comes from the chunks,
+with the factors of `path/chunks.py` for q = k = k̂,
 
     S = k̂ k̂ᵀ − B Z R,    B = tril(k̂ wᵀ),    x = k̂ − B U,    κ = K̃,    P = I − wᵀ U,
 
-S being the scores within a chunk. Backward, levels are gone through from the last to the first,
+where S are the scores within a chunk. Backward, the loop runs from the last level to the first,
 
     dP_first = xᵀ dx + P_secondᵀ dP,    dP_second = dκᵀ κ + dP P_firstᵀ,
 
-and chunks last. In memory stand, for each token and level, z as an operand; C numbers of S; and
-2 d² / C of P. What is C × d or d × d is multiplied by PyTorch, in stacks.
+then through the chunks. Memory holds, per token, z as an operand for each level, C numbers of S,
+and 2 d² / C of P. Matrices C × d and d × d are multiplied by PyTorch's batched products.
 """
 
 from __future__ import annotations
@@ -40,47 +40,48 @@ from torch import Tensor
 from precondattn_triton.lucid import border_gradient as lucid_border_gradient
 from precondattn_triton.lucid import crossing as lucid_crossing
 from precondattn_triton.lucid.plan import Plan
-from precondattn_triton.path.chunk_gradient import OfChunks, through_chunks
+from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import Chunks, path_chunks
 from precondattn_triton.tiles import Masks
 
 
 class Borders(NamedTuple):
-    """Of one call's keys."""
+    """The rows and products at all borders of one call."""
 
     unit: Tensor
     """k̂ (b, s, n, d)"""
     path_beta: Tensor
     """β of the reflections (b, s, n)"""
     chunks: Chunks
-    own: Tensor
+    chunk_scores: Tensor
     """S (m, T, C), float32"""
     keys: Tensor
     """z (levels, m, T, D)"""
     whole: list[Tensor]
-    """P of every level's whole blocks (m, blocks, D, D), but for the last level, as z"""
+    """P of the complete blocks (m, blocks, D, D) of every level but the last, in the dtype of z"""
 
     def level(self, half: int) -> int:
-        """Of the borders between blocks of `half` tokens."""
+        """The level whose blocks have `half` tokens."""
         return (half // self.chunks.size).bit_length() - 1
 
 
 def borders_of(
     plan: Plan, unit: Tensor, x: Mapping[str, Tensor], masks: Masks, *, with_inverse: bool
 ) -> Borders:
-    """Of k̂ (m, T, D), 0 at tokens that count for nothing, and w and β (b, s, n, …)."""
+    """From k̂ (m, T, D), which is 0 for invalid tokens and padding, and w and β (b, s, n, …)."""
     by_token = unit.view(plan.b, plan.n, plan.tokens, plan.key_width).transpose(1, 2)
     k = by_token[:, : plan.s, :, : plan.d]
-    cut = plan.reflections._replace(rows=plan.path_chunk)
+    chunking = plan.reflections._replace(rows=plan.path_chunk)
     chunks = path_chunks(
         k, x["w"].to(unit.dtype), x["beta"], masks,
-        with_inverse=with_inverse, configuration=cut, tokens=plan.tokens,
+        with_inverse=with_inverse, configuration=chunking, tokens=plan.tokens,
     )  # fmt: skip
     w, u, zr = (_stack(a, chunks) for a in (chunks.w, chunks.u, chunks.zr))
-    its = _stack(unit, chunks)
-    b = (its @ w.mT).tril()
-    own = torch.baddbmm(its @ its.mT, b, zr, alpha=-1).view(plan.heads, plan.tokens, chunks.size)
-    rows = torch.stack((chunks.keys, torch.baddbmm(its, b, u, alpha=-1).view_as(chunks.keys)))
+    stacked = _stack(unit, chunks)
+    b = (stacked @ w.mT).tril()
+    chunk_scores = torch.baddbmm(stacked @ stacked.mT, b, zr, alpha=-1)
+    chunk_scores = chunk_scores.view(plan.heads, plan.tokens, chunks.size)
+    rows = torch.stack((chunks.keys, torch.baddbmm(stacked, b, u, alpha=-1).view_as(chunks.keys)))
     whole = [_identity_minus(w.mT @ u).to(plan.dtype).unflatten(0, (plan.heads, -1))]
     levels = (triton.cdiv(plan.tokens, chunks.size) - 1).bit_length()
     keys = unit.new_empty((levels, *unit.shape))
@@ -93,11 +94,11 @@ def borders_of(
         if not is_last:
             first, second = _halves(whole[level])
             whole.append(second @ first)
-    return Borders(k, x["beta"], chunks, own, keys, whole)
+    return Borders(k, x["beta"], chunks, chunk_scores, keys, whole)
 
 
 class Gradients(NamedTuple):
-    """Of what borders are made of, float32."""
+    """The gradients of the inputs of `borders_of`, float32."""
 
     unit: Tensor
     """dk̂ (m, T, D)"""
@@ -111,7 +112,7 @@ def borders_gradient(
     plan: Plan, borders: Borders, unit: Tensor, masks: Masks, segments: Tensor | None,
     y: Tensor, d_v: Tensor,
 ) -> Gradients:  # fmt: skip
-    """From y and dv (b, s, n, e), 0 at tokens that count for nothing; segments (b, T)."""
+    """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, T)."""
     d_rows = unit.new_zeros((2, *unit.shape), dtype=torch.float32)
     d_keys = torch.empty_like(d_rows[0])
     d_whole = None
@@ -133,26 +134,26 @@ def borders_gradient(
         if level < levels - 1:
             blocks = plan.tokens // half
             d_whole = _whole_gradient(borders, level, d_rows, d_whole)
-        lucid_crossing.come_back[(plan.tokens // plan.reflections.rows, plan.heads)](
+        lucid_crossing.cross_back[(plan.tokens // plan.reflections.rows, plan.heads)](
             d_rows, borders.whole[level], d_keys, plan.tokens, half, blocks, **_crossing(plan),
         )  # fmt: skip
-    d_own = torch.empty_like(borders.own)
+    d_scores = torch.empty_like(borders.chunk_scores)
     rows, columns = (min(tile, borders.chunks.size) for tile in plan.gradient[:2])
     lucid_border_gradient.within[(plan.tokens // rows, plan.heads)](
-        borders.own, segments, y, d_v, d_own, *sizes, *factors,
+        borders.chunk_scores, segments, y, d_v, d_scores, *sizes, *factors,
         TILE=rows, COLUMNS=columns, CHUNK=borders.chunks.size, **scores,
     )  # fmt: skip
-    if d_whole is None:  # There was nothing to cross.
+    if d_whole is None:  # At most one level: no row crossed a block.
         d_whole = torch.zeros_like(borders.whole[0], dtype=torch.float32)
-    return _from_chunks(borders, unit, masks, d_own, d_rows, d_whole.flatten(0, 1))
+    return _from_chunks(borders, unit, masks, d_scores, d_rows, d_whole.flatten(0, 1))
 
 
 def _whole_gradient(borders: Borders, level: int, d_rows: Tensor, d_next: Tensor | None) -> Tensor:
-    """dP of a level (m, blocks, D, D), from rows behind its borders and dP of the next level."""
+    """dP of a level (m, blocks, D, D), from rows after its borders and dP of the next level."""
     half = borders.chunks.size << level
     z, whole = borders.keys[level].float(), borders.whole[level].float()
-    found = torch.zeros_like(whole)
-    d_first, d_second = _halves(found)
+    d_whole = torch.zeros_like(whole)
+    d_first, d_second = _halves(d_whole)
     end = 2 * half * d_first.shape[1]
     z_first, z_second = _halves(z[:, :end].unflatten(1, (-1, half)))
     d_key, d_query = (
@@ -165,42 +166,42 @@ def _whole_gradient(borders: Borders, level: int, d_rows: Tensor, d_next: Tensor
         first, second = _halves(whole)
         d_second += d_next @ first.mT
         d_first += second.mT @ d_next
-    if z.shape[1] > end + half:  # A second block that is not whole.
-        found[:, -1] = z[:, end + half :].mT @ d_rows[1, :, end + half :]
-    return found
+    if z.shape[1] > end + half:  # The last pair has an incomplete second block.
+        d_whole[:, -1] = z[:, end + half :].mT @ d_rows[1, :, end + half :]
+    return d_whole
 
 
 def _from_chunks(
-    borders: Borders, unit: Tensor, masks: Masks, d_own: Tensor, d_rows: Tensor, d_whole: Tensor
+    borders: Borders, unit: Tensor, masks: Masks, d_scores: Tensor, d_rows: Tensor, d_whole: Tensor
 ) -> Gradients:
-    """Through S, x, κ and P of every chunk."""
+    """The gradients through S, x, κ and P of every chunk."""
     chunks = borders.chunks
-    w, u, zr, its, d_s, d_keys, d_x = (
-        _stack(a, chunks) for a in (chunks.w, chunks.u, chunks.zr, unit, d_own, *d_rows)
+    w, u, zr, stacked, d_s, d_keys, d_x = (
+        _stack(a, chunks) for a in (chunks.w, chunks.u, chunks.zr, unit, d_scores, *d_rows)
     )
-    b = (its @ w.mT).tril()
+    b = (stacked @ w.mT).tril()
     d_b = -torch.baddbmm(d_x @ u.mT, d_s, zr.mT).tril()
-    d_k = torch.baddbmm(d_x, d_s + d_s.mT, its).baddbmm(d_b, w)
-    left = OfChunks(d_k, d_b.mT @ its, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_whole)
-    found = through_chunks(borders.unit, borders.path_beta, chunks, masks, left)
-    return Gradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in found))
+    d_k = torch.baddbmm(d_x, d_s + d_s.mT, stacked).baddbmm(d_b, w)
+    d_chunks = ChunkGradients(d_k, d_b.mT @ stacked, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_whole)
+    gradients = through_chunks(borders.unit, borders.path_beta, chunks, masks, d_chunks)
+    return Gradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in gradients))
 
 
 def _crossing(plan: Plan) -> dict[str, Any]:
-    cut = plan.reflections
+    tuned = plan.reflections
     return {
-        "ROWS": cut.rows, "WIDTH": plan.key_width, "PART": min(lucid_crossing.PART, plan.key_width),
-        "PRECISION": plan.precision, "num_warps": cut.warps, "num_stages": cut.stages,
+        "ROWS": tuned.rows, "WIDTH": plan.key_width, "PART": min(lucid_crossing.PART, plan.key_width),
+        "PRECISION": plan.precision, "num_warps": tuned.warps, "num_stages": tuned.stages,
     }  # fmt: skip
 
 
 def _stack(rows: Tensor, chunks: Chunks) -> Tensor:
-    """(m chunks, C, …), float32, of rows (m, T, …)."""
+    """Rows (m, T, …) as (m chunks, C, …), float32."""
     return rows.reshape(-1, chunks.size, rows.shape[2]).float()
 
 
 def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the second of every two that are there, of (m, blocks, …)."""
+    """The first and the second blocks of all complete pairs of (m, blocks, …)."""
     pairs = blocks[:, : blocks.shape[1] // 2 * 2]
     return pairs[:, 0::2], pairs[:, 1::2]
 

@@ -1,11 +1,13 @@
-"""LUCID one token at a time: every cached key and y is read once, by many programs at once.
+"""A step of LUCID by one token: many programs share the cache; each key and y is read once.
 
-    [S; Φ] = [s q; s k̂] Kᵀ,    [a; r] = [e^{S − m}; Φ] Y               (`read_past`, by splits)
+    [S; Φ] = [s q; s k̂] Kᵀ,    [a; r] = [e^{S − m}; Φ] Y                          (`read_past`)
     y = β (v − r),    o = (a + e^{S_new − m} y) / (Σ e^{S − m} + e^{S_new − m})     (`finish`)
 
-The query heads of a key/value head and the new key are the rows of one tile. A query's row has a
-running maximum; the key's has none, since Φ ≤ 1. Products are of float32 (tf32 for half precision,
-which holds all of bfloat16 and float16), because a step waits for memory, and not for products.
+The query heads of a key/value head and the new key are the rows of one tile. The row of a query has
+a running maximum; that of the key has none, since Φ ≤ 1. Products are in float32 (tf32 for half
+precision, which represents bfloat16 and float16 exactly), because memory limits a step, not
+products. Grids: one program per split of the cache and key/value head (`read_past`), per key/value
+head (`finish`).
 """
 
 from __future__ import annotations
@@ -73,15 +75,15 @@ def read_past(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One split of one key/value head: a and r, m and Σ e^{S − m}, for every row of the tile."""
+    """a and r, m and Σ e^{S − m} of every row, over one split of the cached tokens of a head."""
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH).to(tl.int64)
     key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
-    own = k + b * k_b + n * k_n + key_channel * k_d
-    own = tl.load(own, mask=key_channel < key_width, other=0.0).to(tl.float32)
-    unit, _ = unit_key(own, key_width, eps, NORMALIZE)
+    new_key = k + b * k_b + n * k_n + key_channel * k_d
+    new_key = tl.load(new_key, mask=key_channel < key_width, other=0.0).to(tl.float32)
+    unit, _ = unit_key(new_key, key_width, eps, NORMALIZE)
     is_key = row == group
     rows = query_rows(q, head, heads, group, key_width, q_b, q_h, q_d, ROWS, KEY_WIDTH)
     rows = tl.where(is_key[:, None], unit[None, :] * key_scale, rows * scale)
@@ -92,28 +94,30 @@ def read_past(
     start = split * per_split
     for low in range(start, tl.minimum(start + per_split, count), TOKENS):
         token = (low + tl.arange(0, TOKENS)).to(tl.int64)
-        seen = token < count
+        is_read = token < count
         if HAS_VALID:
-            seen = seen & (tl.load(past_valid + b * valid_b + token, mask=seen, other=0) != 0)
+            is_read = is_read & (
+                tl.load(past_valid + b * valid_b + token, mask=is_read, other=0) != 0
+            )
         at = past_keys + b * key_b + n * key_n + token[:, None] * key_c
-        inside = seen[:, None] & (key_channel < key_width)[None, :]
+        inside = is_read[:, None] & (key_channel < key_width)[None, :]
         keys = tl.load(at + key_channel[None, :] * key_d, mask=inside, other=0.0).to(tl.float32)
         scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION)
         logs = scores
         if NORMALIZE:
-            rms = tl.load(past_rms + b * rms_b + n * rms_n + token * rms_c, mask=seen, other=1.0)
+            rms = tl.load(past_rms + b * rms_b + n * rms_n + token * rms_c, mask=is_read, other=1.0)
             logs = scores / tl.where(rms > 0, rms, 1.0)[None, :]
         logs = tl.where(is_key[:, None], logs - shift, scores)
-        logs = tl.where(seen[None, :], logs, float("-inf"))
+        logs = tl.where(is_read[None, :], logs, float("-inf"))
         higher = tl.where(is_key, 0.0, tl.maximum(largest, tl.max(logs, axis=1)))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(logs - base[:, None])
-        kept = tl.exp2(largest - base)
+        shrink = tl.exp2(largest - base)
         at = past_solved + b * y_b + n * y_n + token[:, None] * y_c
-        inside = seen[:, None] & (channel < width)[None, :]
+        inside = is_read[:, None] & (channel < width)[None, :]
         y = tl.load(at + channel[None, :] * y_e, mask=inside, other=0.0).to(tl.float32)
-        total = total * kept[:, None] + tl.dot(weights, y, input_precision=PRECISION)
-        total_weight = total_weight * kept + tl.sum(weights, axis=1)
+        total = total * shrink[:, None] + tl.dot(weights, y, input_precision=PRECISION)
+        total_weight = total_weight * shrink + tl.sum(weights, axis=1)
         largest = higher
     part = (head * tl.num_programs(0) + split) * ROWS + row
     tl.store(maxima + part, largest)
@@ -134,7 +138,7 @@ def finish(
     sums,
     out,
     solved,
-    own_rms,
+    new_rms,
     splits,
     heads,
     group,
@@ -162,35 +166,35 @@ def finish(
     KEY_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`out` (b, h, e), `solved` (b, n, e) and `own_rms` (b, n), from the splits of a head."""
+    """Write `out` (b, h, e), `solved` (b, n, e) and `new_rms` (b, n) from the splits of a head."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH).to(tl.int64)
     key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
     is_key = row == group
-    counts = n >= 0
+    is_valid = n >= 0
     if HAS_VALID:
-        counts = tl.load(new_valid + b * valid_b) != 0
+        is_valid = tl.load(new_valid + b * valid_b) != 0
 
     largest = tl.where(is_key, 0.0, float("-inf"))
     total_weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for split in range(0, splits):
         part = (head * splits + split) * ROWS + row
-        here = tl.load(maxima + part)
-        higher = tl.maximum(largest, here)
+        split_largest = tl.load(maxima + part)
+        higher = tl.maximum(largest, split_largest)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, added = tl.exp2(largest - base), tl.exp2(here - base)
-        found = tl.load(totals + part[:, None] * WIDTH + channel[None, :])
-        total = total * kept[:, None] + found * added[:, None]
-        total_weight = total_weight * kept + tl.load(sums + part) * added
+        shrink, split_weight = tl.exp2(largest - base), tl.exp2(split_largest - base)
+        split_total = tl.load(totals + part[:, None] * WIDTH + channel[None, :])
+        total = total * shrink[:, None] + split_total * split_weight[:, None]
+        total_weight = total_weight * shrink + tl.load(sums + part) * split_weight
         largest = higher
 
-    own = k + b * k_b + n * k_n + key_channel * k_d
-    own = tl.load(own, mask=(key_channel < key_width) & counts, other=0.0).to(tl.float32)
-    _, rms = unit_key(own, key_width, eps, NORMALIZE)
-    inside = (channel < width) & counts
+    new_key = k + b * k_b + n * k_n + key_channel * k_d
+    new_key = tl.load(new_key, mask=(key_channel < key_width) & is_valid, other=0.0).to(tl.float32)
+    _, rms = unit_key(new_key, key_width, eps, NORMALIZE)
+    inside = (channel < width) & is_valid
     value = tl.load(v + b * v_b + n * v_n + channel * v_e, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if HAS_BETA:
@@ -199,18 +203,18 @@ def finish(
     y = tl.where(inside, factor * (value - read), 0.0)
     tl.store(solved + head * width + channel, y.to(solved.dtype.element_ty), mask=channel < width)
     if NORMALIZE:
-        tl.store(own_rms + head, rms)
+        tl.store(new_rms + head, rms)
 
     rows = query_rows(q, head, heads, group, key_width, q_b, q_h, q_d, ROWS, KEY_WIDTH) * scale
-    own_score = tl.where(counts, tl.sum(rows * own[None, :], axis=1), float("-inf"))
-    higher = tl.maximum(largest, own_score)
+    new_score = tl.where(is_valid, tl.sum(rows * new_key[None, :], axis=1), float("-inf"))
+    higher = tl.maximum(largest, new_score)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, added = tl.exp2(largest - base), tl.exp2(own_score - base)
-    weight = total_weight * kept + added
+    shrink, split_weight = tl.exp2(largest - base), tl.exp2(new_score - base)
+    weight = total_weight * shrink + split_weight
     is_row = weight > 0
     if is_token is not None:
         is_row = is_row & (tl.load(is_token + b * token_b) != 0)
-    o = total * kept[:, None] + y[None, :] * added[:, None]
+    o = total * shrink[:, None] + y[None, :] * split_weight[:, None]
     o = tl.where(is_row[:, None], o / tl.where(is_row, weight, 1.0)[:, None], 0.0)
     at = out + (b * heads * group + n * group + row[:, None]) * width + channel[None, :]
     stored = (row < group)[:, None] & (channel < width)[None, :]

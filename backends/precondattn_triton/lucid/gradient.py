@@ -1,10 +1,10 @@
 """The gradient of LUCID's keys, in one pass over all pairs of tiles.
 
-    dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+    dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
-and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Every program owns a tile of keys and
-goes over all others, on both sides of it: nothing is added to from two programs, and the result is
-the same every time.
+and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Grid: one program per tile of keys and
+head. It loops over all tiles before and after its own. No two programs add to the same element, so
+the result is deterministic.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def weighted_keys(
     HAS_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Σ_b Φ_ab g_ab k̂_b of a tile of b.
+    """Σ_b Φ_ab g_ab k̂_b over a tile of b.
 
-    Not in float16, the keys' dtype: g has no bound.
+    The product is not in float16, the dtype of the keys, because g is not bounded.
     """
     b_keys = load_rows(keys, head, tokens, b_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
     weights = phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, HAS_SEGMENTS, PRECISION)
@@ -84,7 +84,7 @@ def key_gradient(
     CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 where a token counts for nothing."""
+    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 for invalid tokens."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
@@ -93,27 +93,27 @@ def key_gradient(
     d_v += b * d_v_b + n * d_v_n
     a_start = tl.program_id(0) * ROWS
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
-    a, place = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    a, column = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
     DTYPE: tl.constexpr = tl.float32 if y.dtype.element_ty == tl.float16 else y.dtype.element_ty
-    # The tiles that cross the diagonal come in both loops, each time with one side of it.
-    behind_start = a_start // COLUMNS * COLUMNS
+    # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
+    first_after = a_start // COLUMNS * COLUMNS
     for b_start in range(0, a_start + ROWS, COLUMNS):
         g = products(
             d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
-        g = tl.where(a[:, None] > (b_start + place)[None, :], g, 0.0)
+        g = tl.where(a[:, None] > (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
             scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
         )  # fmt: skip
-    for b_start in range(behind_start, s, COLUMNS):
+    for b_start in range(first_after, s, COLUMNS):
         g = products(
             y, d_v, a_start, b_start, s, width, y_s, y_e, d_v_s, d_v_e,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
-        g = tl.where(a[:, None] < (b_start + place)[None, :], g, 0.0)
+        g = tl.where(a[:, None] < (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
             scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,

@@ -1,17 +1,20 @@
-"""The inverses of LUCID's diagonal super-blocks, all at once.
+"""The inverses of all diagonal super-blocks of LUCID's matrix at once.
 
-    N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward.
+    N = (I + L)⁻¹,    L = stril(Φ) diag(β)  for the forward solve,  diag(β) stril(Φ)  backward.
 
-By recursive 2×2 block inversion (`triangular_inverse.py`): `invert_blocks` does so up to a tile, in
-registers. `left_factors` and `right_factors` go on from there to a super-block,
+By recursive 2×2 block inversion (`triangular_inverse.py`). `invert_blocks` inverts single tiles in
+registers. From these, `left_factors` and `right_factors` compute the inverse of a super-block,
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 
-C A⁻¹ first. No entry of such an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits
-hold them.
+C A⁻¹ first. No entry of such an inverse has a magnitude above 2, for β in [0, 2] and any keys, so
+that 16 bits suffice. Grids: one program per tile on the diagonal and head (`invert_blocks`), per
+tile of a lower left block and head (`left_factors`), per column of tiles of a lower left block and
+head (`right_factors`).
 
-A super-block's inverse is kept by rows, (m, T, S), with 0 above its diagonal to begin with: that is
-read within the tiles on it, whose blocks may be smaller than they are.
+The inverses of super-blocks are stored as rows, (m, T, S). Entries above the diagonal are
+initialised to 0, because tiles on the diagonal, which may be larger than the inverted blocks, are
+read as a whole.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from precondattn_triton.tiles import load_rows
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 CHANNELS = tl.constexpr(32)
-"""Of keys, that are multiplied at once: both tiles are read anew for every product."""
+"""Channels of keys in one product; both tiles are loaded again for every product."""
 
 
 @triton.jit
 def system_tile(
     keys,
-    own_scores,
+    chunk_scores,
     factor,
     segments,
     head,
@@ -46,14 +49,14 @@ def system_tile(
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """L of rows i and columns j, without a look at which of them come first.
+    """L of rows i and columns j, without the restriction to the lower triangle.
 
-    The scores are products of keys; or, with CHUNK > 0, those of `own_scores` (m, T, CHUNK), which
-    pairs within a chunk have.
+    The scores are products of keys, or, with CHUNK > 0, those of pairs within a chunk, which are
+    loaded from `chunk_scores` (m, T, CHUNK).
     """
     if CHUNK > 0:
         column = column_of(j_start, TILE, CHUNK)
-        scores = load_rows(own_scores, head, tokens, i_start, TILE, TILE, column, CHUNK)
+        scores = load_rows(chunk_scores, head, tokens, i_start, TILE, TILE, column, CHUNK)
     else:
         scores = tl.zeros((TILE, TILE), tl.float32)
         PART: tl.constexpr = CHANNELS if WIDTH > CHANNELS else WIDTH
@@ -61,17 +64,17 @@ def system_tile(
             i_keys = load_rows(keys, head, tokens, i_start, TILE, PART, first, WIDTH)
             j_keys = load_rows(keys, head, tokens, j_start, TILE, PART, first, WIDTH)
             scores += tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
-    found = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
-    place = tl.arange(0, TILE)
+    phi_tile = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
+    row = tl.arange(0, TILE)
     if BY_ROW:
-        return found * tl.load(factor + head * tokens + i_start + place)[:, None]
-    return found * tl.load(factor + head * tokens + j_start + place)[None, :]
+        return phi_tile * tl.load(factor + head * tokens + i_start + row)[:, None]
+    return phi_tile * tl.load(factor + head * tokens + j_start + row)[None, :]
 
 
 @triton.jit
 def invert_blocks(
     keys,
-    own_scores,
+    chunk_scores,
     factor,
     segments,
     inverse,
@@ -89,26 +92,26 @@ def invert_blocks(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Of every tile on the diagonal, of TILE = 2^LEVELS tokens."""
+    """Write the inverse of every tile on the diagonal, of TILE = 2^LEVELS tokens."""
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * TILE
     if HAS_SEGMENTS:
         segments += head // heads * tokens
     system = system_tile(
-        keys, own_scores, factor, segments, head, tokens, start, start,
+        keys, chunk_scores, factor, segments, head, tokens, start, start,
         scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
     )  # fmt: skip
-    found = unit_lower_inverse(system, TILE, LEVELS, EXACT)
+    inverse_tile = unit_lower_inverse(system, TILE, LEVELS, EXACT)
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     rows = head * tokens + start + i
     at = inverse + rows * SUPER + column_of(start, TILE, SUPER) + j
-    tl.store(at, found.to(inverse.dtype.element_ty))
+    tl.store(at, inverse_tile.to(inverse.dtype.element_ty))
 
 
 @triton.jit
 def left_factors(
     keys,
-    own_scores,
+    chunk_scores,
     factor,
     segments,
     inverse,
@@ -125,25 +128,25 @@ def left_factors(
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """C A⁻¹ into the lower left of every pair of inverted blocks of half tokens."""
+    """Write C A⁻¹ to the lower left of every pair of inverted blocks of `half` tokens."""
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
         segments += head // heads * tokens
     tiles = half // TILE
-    pair, place = tl.program_id(0) // (tiles * tiles), tl.program_id(0) % (tiles * tiles)
+    pair, tile = tl.program_id(0) // (tiles * tiles), tl.program_id(0) % (tiles * tiles)
     first = pair * 2 * half
-    i_start = first + half + place // tiles * TILE
-    j_start = first + place % tiles * TILE
+    i_start = first + half + tile // tiles * TILE
+    j_start = first + tile % tiles * TILE
     column = column_of(j_start, TILE, SUPER)
     if i_start < tokens:
         total = tl.zeros((TILE, TILE), tl.float32)
         for m_start in range(j_start, first + half, TILE):
             system = system_tile(
-                keys, own_scores, factor, segments, head, tokens, i_start, m_start,
+                keys, chunk_scores, factor, segments, head, tokens, i_start, m_start,
                 scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
             )  # fmt: skip
-            own = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
-            total += tl.dot(system.to(own.dtype), own, input_precision=PRECISION)
+            inverted = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
+            total += tl.dot(system.to(inverted.dtype), inverted, input_precision=PRECISION)
         rows = (head * tokens + i_start + tl.arange(0, TILE))[:, None]
         at = inverse + rows * SUPER + column + tl.arange(0, TILE)[None, :]
         tl.store(at, total.to(inverse.dtype.element_ty))
@@ -158,22 +161,22 @@ def right_factors(
     SUPER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """−B⁻¹ (C A⁻¹), in its place: from the last rows to the first, as each needs those above."""
+    """Replace C A⁻¹ by −B⁻¹ (C A⁻¹) in place, last rows first, since each needs those above it."""
     head = tl.program_id(1).to(tl.int64)
     tiles = half // TILE
-    pair, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     second = pair * 2 * half + half
-    column = column_of(pair * 2 * half + place * TILE, TILE, SUPER)
+    column = column_of(pair * 2 * half + tile * TILE, TILE, SUPER)
     count = tl.minimum(tiles, (tokens - second) // TILE)
     for back in range(0, count):
         i_start = second + (count - 1 - back) * TILE
         total = tl.zeros((TILE, TILE), tl.float32)
         for m_start in range(second, i_start + TILE, TILE):
             at = column_of(m_start, TILE, SUPER)
-            own = load_rows(inverse, head, tokens, i_start, TILE, TILE, at, SUPER)
+            inverted = load_rows(inverse, head, tokens, i_start, TILE, TILE, at, SUPER)
             left = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
-            total += tl.dot(own, left, input_precision=PRECISION)
-        # Nobody may overwrite what another thread has yet to read.
+            total += tl.dot(inverted, left, input_precision=PRECISION)
+        # No thread may overwrite rows that another thread has not read yet.
         tl.debug_barrier()
         rows = (head * tokens + i_start + tl.arange(0, TILE))[:, None]
         at = inverse + rows * SUPER + column + tl.arange(0, TILE)[None, :]

@@ -1,8 +1,8 @@
-"""How one solve of LUCID's is cut: sizes, dtypes and configurations, from a call's arrays.
+"""The plan of one LUCID solve: sizes, dtypes and configurations, from the arrays of a call.
 
-Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
-float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
-be so, and are computed in float32 (tf32 on a GPU).
+Inputs in half precision, float16 or bfloat16, are computed in float16: Φ ≤ 1, keys have norm √d,
+and float16 has 3 more bits than bfloat16. Keys that the solve does not normalise itself have no known
+norm, and are computed in float32 (tf32 on a GPU).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from precondattn_triton.precision import padded_width, product_precision, sixtee
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
-"""Channels of values that a program takes at once."""
+"""The largest number of channels of v in a program."""
 
 FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
 
 
 class Plan(NamedTuple):
-    """Sizes of one call, and how its kernels are cut."""
+    """The sizes of one call, and the configurations of its kernels."""
 
     b: int
     s: int
@@ -34,23 +34,23 @@ class Plan(NamedTuple):
     d: int
     e: int
     tokens: int
-    """s, filled up to whole tiles of every kernel."""
+    """s, padded to whole tiles of every kernel."""
     super_block: int
     key_width: int
     chunk: int
     chunks: int
     step: int
-    """Channels of a row of scratch."""
+    """Channels of a row of the workspace."""
     scale: float
     half: bool
-    """Whether products are of 16 bits."""
+    """Whether factors of products have 16 bits."""
     dtype: torch.dtype
     precision: str
     inverse: Configuration
     update: Configuration
     gradient: Configuration
     reflections: Configuration
-    """Of PaTH's chunks, where the metric is its own."""
+    """The configuration of chunks in PaTH's metric."""
 
     @property
     def first_block(self) -> int:
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
     @property
     def path_chunk(self) -> int:
-        """Tokens of a chunk of reflections: no tile has rows of two."""
+        """Tokens of a chunk of reflections; no tile has rows of two chunks."""
         return max(self.reflections.rows, self.first_block)
 
     @property
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
     @property
     def score_factors(self) -> tuple[float, float]:
-        """s and s d for powers of two."""
+        """s and s d, in units of log 2."""
         return self.scale * LOG2_E, self.scale * self.d * LOG2_E
 
     @property

@@ -1,8 +1,9 @@
-"""What a solve starts from: normalised keys, β, and right-hand sides, in scratch.
+"""Preparation of a solve: normalised keys, β and right-hand sides in the workspace.
 
     k̂ = k / rms(k),    rms(k) = √(mean(k²) + ε),  and 1 for a zero row where ε = 0
 
-Padding of a sequence is not looked at: whatever stands there, NaN too, becomes 0.
+Padding becomes 0 without being read, so that it may contain NaN. Grid: one program per tile of
+tokens and head (and block of channels of v).
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def normalize_keys(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`unit` (m, T, WIDTH) gets k̂, `reciprocal` (m, T) 1 / rms, `factor` (m, T) β or 0."""
+    """Write k̂ to `unit` (m, T, WIDTH), 1 / rms to `reciprocal` and β or 0 to `factor` (m, T)."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     channel = tl.arange(0, WIDTH).to(tl.int64)
-    counts = token < s
+    is_valid = token < s
     if HAS_VALID:
-        counts = counts & (tl.load(valid + b * s + token, mask=counts, other=0) != 0)
-    seen = counts[:, None] & (channel < width)[None, :]
+        is_valid = is_valid & (tl.load(valid + b * s + token, mask=is_valid, other=0) != 0)
+    mask = is_valid[:, None] & (channel < width)[None, :]
     at = b * k_b + n * k_n + token[:, None] * k_s + channel[None, :] * k_d
-    keys = tl.load(k + at, mask=seen, other=0.0).to(tl.float32)
+    keys = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
     one_by_rms = tl.full((ROWS,), 1.0, tl.float32)
     if NORMALIZE:
         mean_square = tl.sum(keys * keys, axis=1) / width + eps
@@ -56,10 +57,12 @@ def normalize_keys(
     keys = (keys * one_by_rms[:, None]).to(unit.dtype.element_ty)
     tl.store(unit + out[:, None] * WIDTH + channel[None, :], keys)
     tl.store(reciprocal + out, one_by_rms)
-    weight = tl.where(counts, 1.0, 0.0)
+    weight = tl.where(is_valid, 1.0, 0.0)
     if HAS_BETA:
-        given = tl.load(beta + b * beta_b + token * beta_s + n * beta_n, mask=counts, other=0.0)
-        weight = tl.where(counts, given.to(tl.float32), 0.0)
+        beta_of_tokens = tl.load(
+            beta + b * beta_b + token * beta_s + n * beta_n, mask=is_valid, other=0.0
+        )
+        weight = tl.where(is_valid, beta_of_tokens.to(tl.float32), 0.0)
     tl.store(factor + out, weight)
 
 
@@ -81,15 +84,15 @@ def load_right_sides(
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """`right` (m, T, STEP), float32, gets v, or 0 at tokens that count for nothing."""
+    """Write v to `right` (m, T, STEP), float32; 0 for padding and invalid tokens."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     channel = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH).to(tl.int64)
-    counts = token < s
+    is_valid = token < s
     if HAS_VALID:
-        counts = counts & (tl.load(valid + b * s + token, mask=counts, other=0) != 0)
-    seen = counts[:, None] & (channel < width)[None, :]
+        is_valid = is_valid & (tl.load(valid + b * s + token, mask=is_valid, other=0) != 0)
+    mask = is_valid[:, None] & (channel < width)[None, :]
     at = b * v_b + n * v_n + token[:, None] * v_s + channel[None, :] * v_e
-    values = tl.load(v + at, mask=seen, other=0.0).to(tl.float32)
+    values = tl.load(v + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(right + (head * tokens + token)[:, None] * STEP + channel[None, :], values)

@@ -1,11 +1,10 @@
-"""LUCID's solve and its gradient by Triton kernels: from a user's arrays to launches.
+"""LUCID's solve and its gradient with Triton kernels: a user's arrays, and the launches.
 
-Everything else is in files of its own: sizes (`plan.py`), what kernels start from
-(`prepare.py`), the inverses of diagonal super-blocks (`inverse.py`), substitution
-(`substitution.py`), and the gradient of the keys (`gradient.py`); in PaTH's metric,
-rows in place of keys and their gradient (`borders.py`). In memory stand, for T tokens of a
-key/value head, keys and y as operands, a right side in float32, and S numbers a token for inverses;
-nothing is T × T.
+The parts are in other files: sizes (`plan.py`), normalised inputs (`prepare.py`), the inverses of
+diagonal super-blocks (`inverse.py`), substitution (`substitution.py`) and the gradient of the keys
+(`gradient.py`); in PaTH's metric, the rows that replace keys and their gradient (`borders.py`).
+Memory holds, for T tokens of a key/value head, keys and y as operands, a right-hand side in
+float32, and S numbers per token for inverses; no array is T × T.
 """
 
 from __future__ import annotations
@@ -32,35 +31,37 @@ from precondattn_triton.precision import exact
 from precondattn_triton.tiles import masks_of
 
 MOST_HEADS = 65535
-"""Of all sequences: a grid has no more along that axis."""
+"""The largest size of a grid along the axis of heads, of all sequences."""
 
 
-class Scratch(NamedTuple):
-    """What both ways of a solve start from."""
+class Prepared(NamedTuple):
+    """The workspace from which the forward and the backward solve start."""
 
     keys: Tensor
     """k̂ (m, T, key_width)"""
     reciprocal: Tensor
     """1 / rms (m, T)"""
     factor: Tensor
-    """β, and 0 at tokens that count for nothing (m, T)"""
+    """β, and 0 for padding and invalid tokens (m, T)"""
     segments: Tensor | None
     """(b, T)"""
 
 
 class System:
-    """One call's matrix: solves with it and with its transpose."""
+    """The matrix of one call: solves with it, or, backward, with its transpose."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
         self.leaf, self.x, self.backward = leaf, x, backward
         self.plan = plan = plan_of(leaf, x["k"], x["v"])
         self.masks = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
-        self.scratch = self._prepared()
+        self.prepared = self._prepare()
         self.borders: Borders | None = None
         if leaf.metric != DOT:
-            self.borders = borders_of(plan, self.scratch.keys, x, self.masks, with_inverse=backward)
+            self.borders = borders_of(
+                plan, self.prepared.keys, x, self.masks, with_inverse=backward
+            )
 
-    def _prepared(self) -> Scratch:
+    def _prepare(self) -> Prepared:
         plan, k = self.plan, self.x["k"]
         beta = self.x.get("lucid_beta")
         _, valid, _, segments = self.masks
@@ -79,7 +80,7 @@ class System:
             NORMALIZE=self.leaf.normalize == "keys",
             ROWS=rows, WIDTH=plan.key_width, num_warps=8,
         )  # fmt: skip
-        return Scratch(keys, reciprocal, factor, segments)
+        return Prepared(keys, reciprocal, factor, segments)
 
     def right_sides(self, v: Tensor) -> Tensor:
         plan, valid = self.plan, self.masks.k_valid
@@ -92,26 +93,26 @@ class System:
         return right
 
     def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
-        """Keys whose products pairs of blocks of `half` tokens have; or the scores in a chunk."""
+        """For scores of pairs of blocks of `half` tokens: keys, or chunks' scores and their size."""
         borders = self.borders
         if borders is None:
-            return self.scratch.keys, None, 0
+            return self.prepared.keys, None, 0
         if half < borders.chunks.size:
-            return None, borders.own, borders.chunks.size
+            return None, borders.chunk_scores, borders.chunks.size
         return borders.keys[borders.level(half)], None, 0
 
     def _keys_between_super_blocks(self) -> Tensor:
-        """Of all levels of borders that there are."""
+        """The keys; in PaTH's metric, those at the borders between super-blocks, of all levels."""
         borders = self.borders
         if borders is None:
-            return self.scratch.keys
+            return self.prepared.keys
         return borders.keys[borders.level(self.plan.super_block) :]
 
     def inverses(self) -> Tensor:
-        """Of all super-blocks (m, T, S)."""
-        plan, (keys, _, factor, segments) = self.plan, self.scratch
+        """The inverses of all super-blocks (m, T, S)."""
+        plan, (keys, _, factor, segments) = self.plan, self.prepared
         widest, _, warps, stages = plan.inverse
-        # Tiles on the diagonal are read whole, and the blocks that they are made of were written.
+        # Zeros, since tiles on the diagonal are read as a whole but only partly written.
         inverse = keys.new_zeros((plan.heads, plan.tokens, plan.super_block))
         options = {
             "WIDTH": plan.key_width,
@@ -122,18 +123,18 @@ class System:
             "num_stages": stages,
         }
         half = plan.first_block
-        keys, own, chunk = self._scores(half // 2)
+        keys, chunk_scores, chunk = self._scores(half // 2)
         lucid_inverse.invert_blocks[(plan.tokens // half, plan.heads)](
-            keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+            keys, chunk_scores, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
             TILE=half, SUPER=plan.super_block, CHUNK=chunk, LEVELS=half.bit_length() - 1,
             EXACT=exact(), **options,
         )  # fmt: skip
         while half < min(plan.super_block, plan.tokens):
             tile = min(half, widest)
-            keys, own, chunk = self._scores(half)
+            keys, chunk_scores, chunk = self._scores(half)
             pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
             lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
-                keys, own, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+                keys, chunk_scores, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
                 half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
             )  # fmt: skip
             lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
@@ -144,8 +145,8 @@ class System:
         return inverse
 
     def solve(self, right: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
-        """y or dv into `out`; ρ into `rho`, or, backward and with a β, dβ (b, s, n) from it."""
-        plan, (_, _, factor, segments) = self.plan, self.scratch
+        """Write y or dv to `out`, ρ to `rho`; backward, with β, read `rho`, return dβ (b, s, n)."""
+        plan, (_, _, factor, segments) = self.plan, self.prepared
         backward, inverse = self.backward, self.inverses()
         solved = torch.empty_like(right, dtype=plan.dtype)
         sizes = right.new_empty((plan.heads, plan.step))
@@ -171,7 +172,7 @@ class System:
             rows, columns, warps, stages = plan.update
             lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
                 self._keys_between_super_blocks(), segments, solved, sizes, right,
-                plan.n, plan.tokens, start, low, self.scratch.keys.numel(), *plan.score_factors,
+                plan.n, plan.tokens, start, low, self.prepared.keys.numel(), *plan.score_factors,
                 HAS_BORDERS=self.borders is not None, HAS_SEGMENTS=segments is not None,
                 SCALED=plan.half, ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
                 KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
@@ -183,23 +184,25 @@ class System:
         return total.transpose(1, 2)
 
     def metric_gradient(self, y: Tensor, d_v: Tensor) -> dict[str, Tensor]:
-        """Of the keys, and of PaTH's inputs where the metric is its own."""
+        """The gradient of the keys, and in PaTH's metric of its inputs."""
         if self.borders is None:
             return {"k": self.key_gradient(y, d_v)}
-        plan, scratch = self.plan, self.scratch
-        d = borders_gradient(plan, self.borders, scratch.keys, self.masks, scratch.segments, y, d_v)
+        plan, prepared = self.plan, self.prepared
+        d = borders_gradient(
+            plan, self.borders, prepared.keys, self.masks, prepared.segments, y, d_v
+        )
         d_k = d.unit
         if self.leaf.normalize == "keys":
-            unit = scratch.keys.float()
+            unit = prepared.keys.float()
             along = (unit * d_k).sum(-1, keepdim=True) / plan.d
-            d_k = (d_k - unit * along) * scratch.reciprocal[..., None]
+            d_k = (d_k - unit * along) * prepared.reciprocal[..., None]
         return {
-            name: tokens_of(found, self.x[name])
-            for name, found in (("k", d_k), ("w", d.w), ("beta", d.path_beta))
+            name: tokens_of(rows, self.x[name])
+            for name, rows in (("k", d_k), ("w", d.w), ("beta", d.path_beta))
         }
 
     def key_gradient(self, y: Tensor, d_v: Tensor) -> Tensor:
-        plan, (keys, reciprocal, _, segments) = self.plan, self.scratch
+        plan, (keys, reciprocal, _, segments) = self.plan, self.prepared
         d_k = torch.empty_like(self.x["k"], memory_format=torch.contiguous_format)
         rows, columns, warps, stages = plan.gradient
         lucid_gradient.key_gradient[(plan.tokens // rows, plan.heads)](
@@ -214,7 +217,7 @@ class System:
 
 
 class LucidSolve:
-    """Of the leaf `LucidSolve`."""
+    """The leaf `LucidSolve`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if not leaf.has_unit_diagonal:
@@ -224,11 +227,11 @@ class LucidSolve:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes["v"][3]
         if d > 256 or e > 512:
-            return f"its solve takes d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+            return f"its solve supports d ≤ 256 and e ≤ 512; found d={d}, e={e}"
         if 0 in shapes["v"]:
-            return "its solve takes no empty arrays"
+            return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
     def forward(
@@ -253,10 +256,10 @@ class LucidSolve:
         d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         (rho,) = residuals or (None,)
         d_beta = system.solve(system.right_sides(cotangent), d_v, rho)
-        found = {"v": d_v, **system.metric_gradient(out, d_v)}
+        gradients = {"v": d_v, **system.metric_gradient(out, d_v)}
         if d_beta is not None:
-            found["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
-        return found
+            gradients["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
+        return gradients
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -1,4 +1,4 @@
-"""Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
+"""Block substitution with LUCID's matrix, one super-block after another; Φ is never stored.
 
 Forward, from the first super-block J to the last, with N_J of `inverse.py` and R = v,
 
@@ -8,10 +8,12 @@ backward, from the last to the first, with R = dy,
 
     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 
-Φ is symmetric, so that one kernel, `update`, serves both. In PaTH's metric its keys are rows at the
-border between the two super-blocks (`borders.py`), symmetric again. Products of 16 bits take
-y divided by a power of two, that of the largest right side of its channel and super-block: since no
-entry of N is larger than 2, no quotient is larger than 4 S, far from where float16 ends.
+Φ is symmetric, so that one kernel, `update`, serves both directions. In PaTH's metric its keys are
+the rows at the border between the two super-blocks (`borders.py`), and Φ is symmetric again. In
+products of 16 bits, y is divided by a power of two, that of the largest right-hand side of its
+channel and super-block. Since no entry of N exceeds 2, no quotient exceeds 4 S, far below the
+largest float16. Grids: one program per tile of rows of a super-block (`apply_inverse`) or of all
+later or earlier rows (`update`), head and block of channels.
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ def apply_inverse(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows of one super-block, which begins at `start`, and some channels.
+    """Solve a tile of rows of the super-block at `start`, for a block of channels.
 
-    `out` (b, s, n, e) gets y or dv; `solved` (m, T, STEP) the same as an operand, by powers of two
-    that go to `sizes` (m, STEP). With a β, `rho` (b, s, n, e) gets ρ forward; backward it is
-    read, and `d_factor` (chunks, m, T) gets the channels' part of dβ = X · ρ.
+    y or dv is written to `out` (b, s, n, e), and, divided by powers of two, to `solved` (m, T,
+    STEP) as an operand; the powers are written to `sizes` (m, STEP). With β, ρ is written to `rho`
+    (b, s, n, e) forward. Backward it is read, and `d_factor` (chunks, m, T) gets the part of these
+    channels in dβ = X · ρ.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
@@ -72,8 +75,8 @@ def apply_inverse(
     if SCALED:
         largest = tl.zeros((WIDTH,), tl.float32)
         for j_start in range(start, end, TILE):
-            own = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
-            largest = tl.maximum(largest, tl.max(tl.abs(own), axis=0))
+            right_tile = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
+            largest = tl.maximum(largest, tl.max(tl.abs(right_tile), axis=0))
         exponent = tl.ceil(tl.log2(tl.where(largest > 0, largest, 1.0)))
         size = tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 127.0))
         if i_start == start:
@@ -96,11 +99,11 @@ def apply_inverse(
         total += tl.dot(block, sides, input_precision=PRECISION)
 
     token = i_start + tl.arange(0, TILE).to(tl.int64)
-    place = head * tokens + token
-    beta = tl.load(factor + place)
+    row = head * tokens + token
+    beta = tl.load(factor + row)
     result = total * beta[:, None]
     operand = result.to(solved.dtype.element_ty)
-    tl.store(solved + place[:, None] * STEP + channel[None, :], operand)
+    tl.store(solved + row[:, None] * STEP + channel[None, :], operand)
     inside = (token < s)[:, None] & (channel < width)[None, :]
     at = b * out_b + n * out_n + token[:, None] * out_s + channel[None, :] * out_e
     values = result * size[None, :]
@@ -109,9 +112,9 @@ def apply_inverse(
         total *= size[None, :]
         at = rho + b * rho_b + n * rho_n + token[:, None] * rho_s + channel[None, :] * rho_e
         if BACKWARD:
-            own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            rho_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             part = d_factor + (tl.program_id(2) * tl.num_programs(1) + head) * tokens
-            tl.store(part + token, tl.sum(total * own, axis=1))
+            tl.store(part + token, tl.sum(total * rho_tile, axis=1))
         else:
             tl.store(at, total.to(rho.dtype.element_ty), mask=inside)
 
@@ -141,10 +144,10 @@ def update(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for a tile of rows and channels.
+    """R_I −= Φ_IJ y_J for the super-block J at `start`, a tile of rows and a block of channels.
 
-    The first program's tile of rows begins at `i_first`. With borders between super-blocks, keys
-    are those of the lowest level, and `keys_of_level` numbers on are those of the next.
+    The tile of rows of the first program begins at `i_first`. With borders between super-blocks,
+    `keys` are those of the lowest level; those of the next follow after `keys_of_level` elements.
     """
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
@@ -165,6 +168,6 @@ def update(
     channel = first + tl.arange(0, WIDTH)
     if SCALED:
         total *= tl.load(sizes + head * STEP + channel)[None, :]
-    place = head * tokens + i_start + tl.arange(0, ROWS)
-    at = right + place[:, None] * STEP + channel[None, :]
+    row = head * tokens + i_start + tl.arange(0, ROWS)
+    at = right + row[:, None] * STEP + channel[None, :]
     tl.store(at, tl.load(at) - total)

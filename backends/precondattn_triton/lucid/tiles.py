@@ -1,10 +1,10 @@
-"""Pieces of LUCID's matrix, and where the scratch of a solve stands.
+"""Tiles of LUCID's matrix, and the layout of the workspace of a solve.
 
-    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
+    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 if i and j belong to different segments
 
-Scratch arrays are contiguous and padded: (m, T, w), with m = b n the heads of all sequences, T the
-tokens filled up to whole blocks and w a power of two. Tokens that count for nothing, those that
-fill up among them, have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+Arrays of the workspace are contiguous and padded: (m, T, w), with m = b n the heads of all
+sequences, T the tokens padded to whole blocks and w a power of two. Invalid tokens and padding have
+k̂ = 0, v = 0 and β = 0, so that kernels need no mask.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 
 @triton.jit
 def column_of(start, TILE: tl.constexpr, SUPER: tl.constexpr):
-    """Where a tile begins in its super-block. The compiler does not see that this is a multiple."""
+    """The column of a tile in its super-block; the compiler cannot infer that TILE divides it."""
     return tl.multiple_of(start % SUPER, TILE)
 
 
 @triton.jit
 def highest_difference(i, j):
     """The highest bit in which two unequal numbers differ, below 2²³."""
-    # Half a number away from every power of two, whatever the last digit of the logarithm.
+    # The 0.5 keeps the logarithm away from integers, so that its rounding does not matter.
     return tl.floor(tl.log2((i ^ j).to(tl.float32) + 0.5)).to(tl.int64)
 
 
@@ -37,12 +37,12 @@ def weights(
     HAS_SEGMENTS: tl.constexpr,
 ):
     """Φ of a tile, from ⟨k̂_i, k̂_j⟩; scale and shift are s and s d, times log₂ e."""
-    found = tl.exp2(scores * scale - shift)
+    phi_tile = tl.exp2(scores * scale - shift)
     if HAS_SEGMENTS:
         i_segments = tl.load(segments + i_start + tl.arange(0, scores.shape[0]))
         j_segments = tl.load(segments + j_start + tl.arange(0, scores.shape[1]))
-        found = tl.where(i_segments[:, None] == j_segments[None, :], found, 0.0)
-    return found
+        phi_tile = tl.where(i_segments[:, None] == j_segments[None, :], phi_tile, 0.0)
+    return phi_tile
 
 
 @triton.jit

@@ -45,7 +45,7 @@ class Path:
         if request.verb == "extend":
             return refuses_step(shapes)
         if shapes["q"][1] > shapes["k"][1]:
-            return "its kernels for PaTH support at most as many queries as keys"
+            return "its kernels for PaTH do not support more queries than keys"
         return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(
