@@ -172,7 +172,12 @@ def _whole_gradient(borders: Borders, level: int, d_rows: Tensor, d_next: Tensor
 
 
 def _from_chunks(
-    borders: Borders, unit: Tensor, masks: Masks, d_scores: Tensor, d_rows: Tensor, d_whole: Tensor
+    borders: Borders,
+    unit: Tensor,
+    masks: Masks,
+    d_scores: Tensor,
+    d_rows: Tensor,
+    d_whole: Tensor,
 ) -> Gradients:
     """The gradients through S, x, κ and P of every chunk."""
     chunks = borders.chunks
@@ -190,7 +195,8 @@ def _from_chunks(
 def _crossing(plan: Plan) -> dict[str, Any]:
     tuned = plan.reflections
     return {
-        "ROWS": tuned.rows, "WIDTH": plan.key_width, "PART": min(lucid_crossing.PART, plan.key_width),
+        "ROWS": tuned.rows, "WIDTH": plan.key_width,
+        "PART": min(lucid_crossing.PART, plan.key_width),
         "PRECISION": plan.precision, "num_warps": tuned.warps, "num_stages": tuned.stages,
     }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The plan of one LUCID solve: sizes, dtypes and configurations, from the arrays of a call.
 
 Inputs in half precision, float16 or bfloat16, are computed in float16: Φ ≤ 1, keys have norm √d,
-and float16 has 3 more bits than bfloat16. Keys that the solve does not normalise itself have no known
-norm, and are computed in float32 (tf32 on a GPU).
+and float16 has 3 more bits than bfloat16. Keys that the solve does not normalise itself have no
+known norm, and are computed in float32 (tf32 on a GPU).
 """
 
 from __future__ import annotations

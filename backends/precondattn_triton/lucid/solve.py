@@ -93,7 +93,7 @@ class System:
         return right
 
     def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
-        """For scores of pairs of blocks of `half` tokens: keys, or chunks' scores and their size."""
+        """For scores of pairs of blocks of `half` tokens: keys, or chunks' scores and size."""
         borders = self.borders
         if borders is None:
             return self.prepared.keys, None, 0
@@ -134,7 +134,8 @@ class System:
             keys, chunk_scores, chunk = self._scores(half)
             pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
             lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
-                keys, chunk_scores, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
+                keys, chunk_scores, factor, segments, inverse,
+                plan.n, plan.tokens, *plan.score_factors,
                 half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
             )  # fmt: skip
             lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
@@ -145,7 +146,7 @@ class System:
         return inverse
 
     def solve(self, right: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
-        """Write y or dv to `out`, ρ to `rho`; backward, with β, read `rho`, return dβ (b, s, n)."""
+        """Write y or dv to `out`; ρ is written to `rho`, or, backward, read for dβ (b, s, n)."""
         plan, (_, _, factor, segments) = self.plan, self.prepared
         backward, inverse = self.backward, self.inverses()
         solved = torch.empty_like(right, dtype=plan.dtype)
