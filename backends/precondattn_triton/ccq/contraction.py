@@ -23,7 +23,7 @@ from precondattn_triton.tiles import load_rows, load_tokens
 
 
 @triton.jit
-def visible_pairs(gates, reading, counts, is_counted, head, tokens, start, CHUNK: tl.constexpr):
+def decay_and_counts(gates, reading, counts, is_counted, head, tokens, start, CHUNK: tl.constexpr):
     """D, whether each token reads the moments before the chunk (1 or 0), and n, at least 1."""
     first = head * tokens + start
     decay = pairs_of(gates, first, CHUNK, False)
@@ -101,7 +101,7 @@ def contract(
         with_sums += tl.sum(query_rows.to(tl.float32) * sum_of[None, :], axis=1)
     scale = tl.load(q_scale + query * tokens + start + position)
     is_counted = counted(valid, head, heads, start, s, CHUNK)
-    decay, reads, number = visible_pairs(
+    decay, reads, number = decay_and_counts(
         gates, reading, counts, is_counted, head, tokens, start, CHUNK
     )
     mean, pairs = centred(pairs * scale[:, None], decay, with_sums * scale, reads, number)

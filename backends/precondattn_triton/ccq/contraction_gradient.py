@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.ccq.contraction import centred, visible_pairs
+from precondattn_triton.ccq.contraction import centred, decay_and_counts
 from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_tokens
 from precondattn_triton.recurrence.moments import counted
 from precondattn_triton.tiles import load_rows, load_tokens
@@ -92,7 +92,7 @@ def contract_back(
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
         gradient += product(rows, moment, PRECISION)
     is_counted = counted(valid, head, heads, start, s, CHUNK)
-    decay, reads, number = visible_pairs(
+    decay, reads, number = decay_and_counts(
         gates, reading, counts, is_counted, head, tokens, start, CHUNK
     )
     numbers = query * tokens + start + position

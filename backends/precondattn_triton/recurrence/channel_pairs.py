@@ -60,7 +60,7 @@ def _scores(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
 def _gradient(
     call: Call, x: tuple[str, str] | None, y: tuple[str, str], pairs: Tensor
 ) -> tuple[Tensor, Any, Any]:
-    """Of F: dx (m r, T, w), and, where there is an x, dy and dg (m, T, w)."""
+    """The derivatives of F: dx (m r, T, w), and, with x, dy and dg (m, T, w)."""
     heads, shape = call.b * call.m, (call.tokens, call.gate_step)
     d_x = call.empty(heads * call.r, *shape)
     d_y, d_gates = (None if x is None else call.empty(heads, *shape) for _ in range(2))

@@ -3,9 +3,9 @@
     M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
 
 The two halves of the chunk are inverted in registers (`triangular_inverse.py`), then the lower left
-corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The products are in float32 for every input dtype:
-entries have magnitude about 1, for keys of length 1 and β in [0, 2]. For halves of h tokens, D of
-a pair across their border is
+corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The inversion has float32 precision for every
+input dtype: entries have magnitude about 1, for keys of length 1 and β in [0, 2]. For halves of h
+tokens, D of a pair across their border is
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
 

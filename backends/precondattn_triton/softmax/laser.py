@@ -45,10 +45,10 @@ class Laser:
             if is_used:
                 return f"has no kernel for LASER with {option}"
         widths = limits(request.dtype, shapes["k"][3], shapes["v"][3])
-        for what, width, widest in widths:
+        for name, width, widest in widths:
             if width > widest or width % STEP:
                 return (
-                    f"has kernels for LASER in {request.dtype} with {what} whose width is a "
+                    f"has kernels for LASER in {request.dtype} with {name} whose width is a "
                     f"multiple of {STEP} and at most {widest}; found {width}"
                 )
         return None
