@@ -1,7 +1,7 @@
-"""One call's arguments: named, checked, and bound to a frame of positions and masks.
+"""Binding the arguments of a call: names, checks, and the frame of positions and masks.
 
-Every error that bad input can cause is raised here or in `masks.py` and `cache_checks.py`, before
-anything is computed.
+Every error that bad input can cause is raised here or in `array_checks.py`, `masks.py` and
+`cache_checks.py`, before anything is computed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.algebra.declaration import Inputs, ShapeError, Sizes
 from precondattn.arrays import (
-    FLOATING,
-    HALF,
     Array,
     dtype_name,
     exact_device,
@@ -24,6 +22,7 @@ from precondattn.arrays import (
     namespace,
 )
 from precondattn.cache import KEY_MASK, Cache
+from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import (
     check_buffers,
     check_cache,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class BoundCall(NamedTuple):
-    """A call whose arguments are in order."""
+    """The checked arguments of a call."""
 
     inputs: dict[str, Array]
     frame: Frame
@@ -53,7 +52,7 @@ class BoundCall(NamedTuple):
     library: str
     dtype: str
     masks: frozenset[str]
-    """Which of segment_ids, lengths and key_mask were given."""
+    """Which of segment_ids, lengths and key_mask were passed."""
     lengths: Array | None
     """Valid tokens (b,) of each sequence, as int32."""
     invalid: Array | None
@@ -82,15 +81,15 @@ def bind(
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
     if t > s and mechanism.offers.causal:
         raise ShapeError(
-            f"{owner}: is causal, and so takes at most as many queries as keys; "
+            f"{owner}: is causal, so there must not be more queries than keys; "
             f"found t = {t} and s = {s}"
         )
     if t != s and not mechanism.offers.causal:
         for name, given in (("lengths", lengths), ("segment_ids", segment_ids)):
             if given is not None:
                 raise ValueError(
-                    f"{owner}: {name} speaks of positions, which queries (t = {t}) and keys "
-                    f"(s = {s}) of a non-causal call do not share; use key_mask"
+                    f"{owner}: {name} of a non-causal call needs as many queries as keys; "
+                    f"found t = {t} and s = {s}; use key_mask"
                 )
     like = next(iter(inputs.values()))
     checks = ValueChecks(owner)
@@ -99,7 +98,7 @@ def bind(
     segment_ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
     if segment_ids is not None:
         checks.require(
-            is_contiguous(segment_ids), "segment_ids must be contiguous: equal ids stand together"
+            is_contiguous(segment_ids), "segment_ids must be contiguous: each id in one run"
         )
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
     masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
@@ -121,7 +120,7 @@ def bind_extension(
     owner, declared = str(mechanism), _extending(mechanism)
     if not isinstance(cache, Cache):
         raise TypeError(
-            f"{owner}: extend takes a Cache first, as init_cache makes it; "
+            f"{owner}: the first argument of extend must be a Cache from init_cache; "
             f"found {type(cache).__name__}"
         )
     inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
@@ -131,36 +130,40 @@ def bind_extension(
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
-    seen = cache.store.get(KEY_MASK)
+    cached_mask = cache.store.get(KEY_MASK)
     if not keeps_tokens(mechanism):
-        seen = key_mask  # What is hidden now has not come into the state, and need not be recalled.
-    elif key_mask is not None and seen is None:
+        # Masked keys are not written to the state, so only the mask of the new keys matters.
+        relevant_mask = key_mask
+    elif key_mask is not None and cached_mask is None:
         raise ValueError(
-            f"{owner}: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
+            f"{owner}: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
         )
-    before = host_integers(cache.length)
-    new = [t] * b if lengths is None else host_integers(lengths)
-    if before is None or new is None:
+    else:
+        relevant_mask = cached_mask
+    old_lengths = host_integers(cache.length)
+    new_counts = [t] * b if lengths is None else host_integers(lengths)
+    if old_lengths is None or new_counts is None:
         checks.require(cache.length >= 0, NEGATIVE)
         if capacity:
             fits = cache.length + (t if lengths is None else lengths) <= capacity
             checks.require(fits, EXCEEDED.format(capacity))
     else:
-        checks.require_now((n >= 0 for n in before), NEGATIVE)
+        checks.require_now((n >= 0 for n in old_lengths), NEGATIVE)
         if capacity:
-            fits = (n + more <= capacity for n, more in zip(before, new, strict=True))
+            fits = (n + new <= capacity for n, new in zip(old_lengths, new_counts, strict=True))
             checks.require_now(fits, EXCEEDED.format(capacity))
-    is_open = lengths is None and key_mask is None and KEY_MASK not in cache.store
+    is_unmasked = lengths is None and key_mask is None and cached_mask is None
+    uniform_length = old_lengths[0] if old_lengths and len(set(old_lengths)) == 1 else None
     frame = extending_frame(
         cache.length,
         capacity,
         t,
         lengths=lengths,
         key_mask=key_mask,
-        past_mask=cache.store.get(KEY_MASK),
-        held=before[0] if before and len(set(before)) == 1 and is_open else None,
+        past_mask=cached_mask,
+        held=uniform_length if is_unmasked else None,
     )
-    masks = _names(lengths=lengths, key_mask=seen)
+    masks = _names(lengths=lengths, key_mask=relevant_mask)
     new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
     inputs = zero_padding(inputs, _declared(mechanism), frame.q_valid, new_valid)
     dtype = call_dtype(inputs)
@@ -168,26 +171,26 @@ def bind_extension(
 
 
 _checked: dict[Any, tuple[str, Sizes]] = {}
-"""Library and sizes of the extensions checked so far. Decoding repeats the same one."""
-MOST_SIGNATURES = 256
+"""Library and sizes by the signature of an extension. Decoding repeats the same signature."""
+MAX_SIGNATURES = 256
 
 
 def _checked_once(
     owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> tuple[str, Sizes]:
-    """`_check_signature`, where it is not known already."""
-    if any(map(is_traced, inputs.values())):  # Sizes may be symbols, which have no hash.
+    """`_check_signature`, cached by signature."""
+    if any(map(is_traced, inputs.values())):  # Sizes may be symbolic, and those are not hashable.
         return _check_signature(owner, mechanism, cache, inputs)
     signature = _signature(mechanism, cache, inputs)
     if signature not in _checked:
-        if len(_checked) >= MOST_SIGNATURES:
+        if len(_checked) >= MAX_SIGNATURES:
             _checked.clear()
         _checked[signature] = _check_signature(owner, mechanism, cache, inputs)
     return _checked[signature]
 
 
 def _signature(mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> Any:
-    """All that `_check_signature` looks at."""
+    """Everything on which the result of `_check_signature` depends."""
     arrays = (cache.length, *cache.store.values(), *inputs.values())
     return mechanism, tuple(cache.store), tuple(inputs), tuple(map(_kind, arrays))
 
@@ -201,7 +204,10 @@ def _kind(array: Array) -> Any:
 def _check_signature(
     owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]
 ) -> tuple[str, Sizes]:
-    """Libraries, devices, dtypes and shapes of cache and inputs; the library, and all sizes."""
+    """Check libraries, devices, dtypes and shapes of cache and inputs.
+
+    Returns the library, and the size of every letter.
+    """
     check_cacheable(mechanism)
     declared = _extending(mechanism)
     library = check_arrays(owner, declared, inputs)
@@ -215,7 +221,7 @@ def _check_signature(
 def bind_shapes(
     mechanism: Mechanism, arrays: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, Sizes]:
-    """An input to make buffers like, and the sizes that (some of) the inputs have."""
+    """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
     owner, declared = str(mechanism), _extending(mechanism)
     inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
@@ -225,22 +231,6 @@ def bind_shapes(
     sizes = declared.sizes(owner, _shapes(token_inputs))
     like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
     return like, sizes
-
-
-def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Array) -> None:
-    """Raise an error for a cotangent that is not like the array it belongs to."""
-    library = library_of(array)
-    if library_of(cotangent) != library:
-        raise TypeError(
-            f"{owner}: {what} must be an array of {library}, as {of}; "
-            f"found {type(cotangent).__name__}"
-        )
-    shape, dtype = tuple(array.shape), dtype_name(array)
-    if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
-        raise ValueError(
-            f"{owner}: {what} must have {of}'s shape {shape} and dtype {dtype}; "
-            f"found {tuple(cotangent.shape)} and {dtype_name(cotangent)}"
-        )
 
 
 @cache
@@ -291,48 +281,6 @@ def _inputs_by_name(
     if missing and complete:
         raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
     return {name: given[name] for name in declared if name in given}
-
-
-def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
-    """One library, one device, dtypes that go together; returns the library."""
-    libraries = {}
-    for name, array in inputs.items():
-        library = library_of(array)
-        if library is None:
-            raise TypeError(
-                f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
-                f"array-API library; found {type(array).__name__}"
-            )
-        libraries[name] = library
-    if len(set(libraries.values())) > 1:
-        raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
-    devices = {name: exact_device(array) for name, array in inputs.items()}
-    placed = {name: device for name, device in devices.items() if device is not None}
-    # Compared, not hashed: CuPy's devices have no hash.
-    if any(device != next(iter(placed.values())) for device in placed.values()):
-        found = {name: str(device) for name, device in placed.items()}
-        raise ValueError(f"{owner}: inputs on one device expected; found {found}")
-    dtypes = {name: dtype_name(array) for name, array in inputs.items()}
-    for name, dtype in dtypes.items():
-        if dtype not in FLOATING:
-            raise TypeError(
-                f"{owner}: {name} must be of dtype float16, bfloat16, float32 or float64; "
-                f"found {dtype}"
-            )
-    expected = call_dtype(inputs)
-    for name, dtype in dtypes.items():
-        is_wide_gate = expected in HALF and dtype == "float32" and not declared[name].is_rows
-        if dtype != expected and not is_wide_gate:
-            raise TypeError(
-                f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
-                f"and values, gates and the like may be float32); found {dtypes}"
-            )
-    return next(iter(libraries.values()))
-
-
-def call_dtype(inputs: Mapping[str, Array]) -> str:
-    """The dtype of the output: v's, or the first input's where there is no v."""
-    return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
 
 
 def _shapes(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """JAX: a backend's forward and backward as one `jax.custom_vjp` function.
 
-Piece and backend are static. Arrays without a gradient (the frame) get none. vmap, jit and grad
-compose as JAX composes them; forward mode is refused by JAX itself.
+Piece and backend are static. The arrays of the frame have no gradient. vmap, jit and grad compose
+as for any JAX function; forward-mode differentiation is refused by JAX itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
 
 
 def _no_cotangent(array: Array) -> Any:
-    """The cotangent of an integer or boolean array, which is of the type float0."""
+    """The cotangent of an integer or boolean array, which has dtype float0."""
     return np.zeros(array.shape, dtype=jax.dtypes.float0)
 
 

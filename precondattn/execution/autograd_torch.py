@@ -1,15 +1,15 @@
 """PyTorch: a backend's forward and backward as custom operators.
 
-Three operators serve every backend and every piece: `forward` with the residuals of the gradient,
-`backward`, and `inference` without residuals; and `step` with its gradient where an extension
-replaces states by states. A piece travels as its text and a backend as its name, so that compiled
-and exported graphs need nothing but strings and tensors. Autograd is registered for `forward` and
-`step` alone: a second derivative through a backend is refused by PyTorch, and offered by
-`backend="reference"`, which is plain differentiable code.
+Three operators serve every backend and every piece: `forward` with residuals for the gradient,
+`backward`, and `inference` without residuals. `step` and `step_backward` serve extensions of caches
+that are states. A piece is passed as its text and a backend as its name, so that compiled and
+exported graphs contain only strings and tensors. Autograd is registered for `forward` and `step`
+only: PyTorch refuses a second derivative through a backend; `backend="reference"`, which is plain
+differentiable code, has it.
 
-vmap folds the mapped axis into the batch axis, which every input but a weight has, and the gradient
-of a mapped call follows. What PyTorch's custom operators have no rule for (torch.func.grad, several
-cotangents at once) it refuses itself.
+vmap folds the mapped axis into the batch axis, which every input except weights has; the gradient
+of a mapped call works the same way. Transforms for which custom operators have no rule
+(torch.func.grad, several cotangents at once) are refused by PyTorch.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ def _named(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
 
 
-def _own(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The outputs, none of which shares memory with an input or another output."""
-    taken = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
-    own = []
+def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs, copied where one shares memory with an input or another output."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    unaliased = []
     for output in outputs:
-        if output.untyped_storage().data_ptr() in taken:
+        if output.untyped_storage().data_ptr() in used:
             output = output.clone()
-        taken.add(output.untyped_storage().data_ptr())
-        own.append(output.contiguous())
-    return own
+        used.add(output.untyped_storage().data_ptr())
+        unaliased.append(output.contiguous())
+    return unaliased
 
 
 @torch.library.custom_op("precondattn::forward", mutates_args=())
 def forward(
     piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
 ) -> list[Tensor]:
-    """The output and, behind it, the residuals."""
+    """The output, followed by the residuals."""
     mechanism = read_mechanism(piece)
     out, residuals = (
         discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
     )
-    return _own([out, *residuals], [*tensors, *frame])
+    return _unaliased([out, *residuals], [*tensors, *frame])
 
 
 @torch.library.custom_op("precondattn::inference", mutates_args=())
@@ -73,7 +73,7 @@ def inference(
     """The output alone."""
     mechanism = read_mechanism(piece)
     out, _ = discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
-    return _own([out], [*tensors, *frame])[0]
+    return _unaliased([out], [*tensors, *frame])[0]
 
 
 @torch.library.custom_op("precondattn::backward", mutates_args=())
@@ -99,11 +99,11 @@ def backward(
             cotangent,
         )
     )
-    made = [
+    in_order = [
         gradients[name].to(tensor.dtype)
         for name, tensor in zip(mechanism.inputs, tensors, strict=True)
     ]
-    return _own(made, [*tensors, *frame, *outputs, cotangent])
+    return _unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
 
 
 # ------------------------------------------------------------------------- shapes, for tracing
@@ -155,7 +155,7 @@ def _differentiate(ctx: Any, cotangents: Any) -> Any:
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
     tensors, frame, outputs = saved[:end], saved[end:split], saved[split:]
     gradients = backward(ctx.piece, ctx.backend, tensors, frame, outputs, cotangents[0])
-    # A list with a None in it is one argument to autograd, a list of tensors is many.
+    # Autograd treats a list that contains None as one argument, and a list of tensors as many.
     no_gradient = None if any(mask is None for mask in frame) else [None] * len(frame)
     return None, None, gradients, no_gradient
 
@@ -169,7 +169,7 @@ forward.register_autograd(_differentiate, setup_context=_remember)
 def apply_step(
     planned: PlannedCall, past: dict[str, Tensor], inputs: dict[str, Tensor], frame: Frame
 ) -> tuple[Tensor, dict[str, Replace]]:
-    """A step that replaces states by states, differentiable in them and in the inputs."""
+    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
     piece, backend = str(planned.piece), planned.backend.name
     out, *states = step(
         piece, backend, list(past.values()), list(inputs.values()), list(frame.arrays)
@@ -189,7 +189,7 @@ def step(
     tensors: list[Tensor],
     frame: list[Tensor | None],
 ) -> list[Tensor]:
-    """The output and, behind it, the new states."""
+    """The output, followed by the new states."""
     mechanism = read_mechanism(piece)
     states = _past_named(mechanism, past)
     out, updates = (
@@ -197,7 +197,7 @@ def step(
     )
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
-    return _own([out, *new], [*past, *tensors, *frame])
+    return _unaliased([out, *new], [*past, *tensors, *frame])
 
 
 @torch.library.custom_op("precondattn::step_backward", mutates_args=())
@@ -209,7 +209,7 @@ def step_backward(
     frame: list[Tensor | None],
     cotangents: list[Tensor],
 ) -> list[Tensor]:
-    """The gradients of the old states and, behind them, of every tensor."""
+    """The gradients of the old states, followed by those of every tensor."""
     mechanism = read_mechanism(piece)
     states, inputs = _past_named(mechanism, past), _named(mechanism, tensors)
     gradients, d_past = (
@@ -224,9 +224,9 @@ def step_backward(
             _past_named(mechanism, cotangents[1:]),
         )
     )
-    made = [cast(d_past[name], old.dtype) for name, old in states.items()]
-    made += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
-    return _own(made, [*past, *tensors, *frame, *cotangents])
+    in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
+    in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
+    return _unaliased(in_order, [*past, *tensors, *frame, *cotangents])
 
 
 @step.register_fake
@@ -257,9 +257,9 @@ def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_step(ctx: Any, cotangents: Any) -> Any:
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
     past, tensors, frame = saved[:end], saved[end:split], saved[split:]
-    found = step_backward(ctx.piece, ctx.backend, past, tensors, frame, list(cotangents))
+    gradients = step_backward(ctx.piece, ctx.backend, past, tensors, frame, list(cotangents))
     no_gradient = None if any(mask is None for mask in frame) else [None] * len(frame)
-    return None, None, found[:end], found[end:], no_gradient
+    return None, None, gradients[:end], gradients[end:], no_gradient
 
 
 step.register_autograd(_differentiate_step, setup_context=_remember_step)
@@ -275,7 +275,7 @@ def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) 
     if not has_batch:
         if axis is not None:
             raise NotImplementedError(
-                "vmap over an input without a batch axis is not offered by this backend; "
+                "vmap over an input without a batch axis is not supported by this backend; "
                 'use backend="reference"'
             )
         return tensor
@@ -288,7 +288,7 @@ def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) 
 
 
 def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tuple[Any, Any]:
-    """Tensors and frame of the folded call; a batch axis of 1 is first made as long as b."""
+    """Tensors and frame of the folded call; a batch axis of size 1 is first expanded to b."""
     mechanism, count = read_mechanism(piece), info.batch_size
 
     def inner(tensor: Tensor | None, axis: int | None) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @cache
 def keeps_tokens(mechanism: Mechanism) -> bool:
-    """Whether its cache has a place for each token, and not states only."""
+    """Whether its cache stores a row for each token, and not only states."""
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
 
 
@@ -25,28 +25,30 @@ def check_has_states(mechanism: Mechanism) -> None:
     check_cacheable(mechanism)
     if keeps_tokens(mechanism):
         raise TypeError(
-            f"{mechanism}: extend_vjp goes through states, and this cache keeps tokens; use vjp "
-            f"of a full call, or the automatic differentiation of PyTorch or JAX"
+            f"{mechanism}: extend_vjp needs a cache of states, and this cache stores tokens; use "
+            f"vjp of a full call, or the automatic differentiation of PyTorch or JAX"
         )
 
 
 def check_cacheable(mechanism: Mechanism) -> None:
     if not mechanism.offers.causal:
-        raise ValueError(f"{mechanism}: is not causal, so nothing of it can be cached")
+        raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
 
 
 def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> int:
-    """The capacity of the cache; 0 for a mechanism that remembers no tokens."""
+    """The capacity of the cache; 0 for a mechanism that caches no tokens."""
     slots = mechanism.program.slots
     keys = set(slots)
     if keys and not cache.store:
-        raise ValueError(f"{owner}: this cache was spent by extend(..., donate=True)")
+        raise ValueError(
+            f"{owner}: this cache was donated by extend(..., donate=True) and can not be used again"
+        )
     missing = sorted(keys - set(cache.store))
     surplus = sorted(set(cache.store) - keys - {KEY_MASK})
     if missing or surplus:
         raise ValueError(
-            f"{owner}: the cache is of another mechanism: it holds {sorted(cache.store)}, "
-            f"and {sorted(keys)} are needed"
+            f"{owner}: the cache is of another mechanism: it has the buffers "
+            f"{sorted(cache.store)}, and {sorted(keys)} are needed"
         )
     like = next(iter(inputs.values()))
     device = exact_device(like)
@@ -56,10 +58,10 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
                 f"{owner}: the cache's {name!r} is an array of {library_of(array)}; the inputs are "
                 f"of {library_of(like)}"
             )
-        own_device = exact_device(array)
-        if None not in (own_device, device) and own_device != device:
+        buffer_device = exact_device(array)
+        if None not in (buffer_device, device) and buffer_device != device:
             raise ValueError(
-                f"{owner}: the cache's {name!r} is on {own_device}; the inputs are on {device}"
+                f"{owner}: the cache's {name!r} is on {buffer_device}; the inputs are on {device}"
             )
     if cache.length.ndim != 1 or dtype_name(cache.length) not in INTEGERS:
         raise TypeError(
@@ -75,18 +77,18 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
 
 def check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str) -> None:
     if KEY_MASK in cache.store:
-        kept, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
-        if tuple(kept.shape) != expected or dtype_name(kept) != "bool":
+        mask, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
+        if tuple(mask.shape) != expected or dtype_name(mask) != "bool":
             raise TypeError(
                 f"{owner}: the cache's {KEY_MASK!r} must be bool of shape {expected}; found "
-                f"{dtype_name(kept)} of shape {tuple(kept.shape)}"
+                f"{dtype_name(mask)} of shape {tuple(mask.shape)}"
             )
     for name, (slot, pattern) in mechanism.program.slots.items():
         shape, buffer = pattern.shape(sizes), cache.store[name]
-        found = tuple(buffer.shape)
-        if found != shape:
+        if tuple(buffer.shape) != shape:
             raise ShapeError(
-                f"{owner}: the cache's {name!r} has shape {found}; these inputs need {shape}"
+                f"{owner}: the cache's {name!r} has shape {tuple(buffer.shape)}; "
+                f"these inputs need {shape}"
             )
         needed = "float32" if slot.wide and dtype in HALF else dtype
         if dtype_name(buffer) != needed:

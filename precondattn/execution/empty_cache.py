@@ -21,12 +21,12 @@ def empty_cache(
     capacity: int | None,
     key_mask: bool,
 ) -> Cache:
-    """A cache of length 0, with buffers of zeros for `capacity` tokens a sequence."""
+    """A cache of length 0, with buffers of zeros for `capacity` tokens per sequence."""
     check_cacheable(mechanism)
     has_tokens = keeps_tokens(mechanism)
     if capacity is None and has_tokens:
         raise TypeError(
-            f"{mechanism}: missing capacity, the number of tokens that the cache has a place for"
+            f"{mechanism}: missing capacity, the greatest number of tokens per sequence"
         )
     is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
     if capacity is not None and not (is_whole and capacity >= 1):
@@ -35,7 +35,7 @@ def empty_cache(
         )
     if not isinstance(key_mask, bool):
         raise TypeError(
-            f"{mechanism}: key_mask must be true or false, whether the cache keeps one; "
+            f"{mechanism}: key_mask must be true or false, whether the cache stores one; "
             f"found {type(key_mask).__name__}"
         )
     like, sizes = bind_shapes(mechanism, arrays, named)
@@ -44,10 +44,10 @@ def empty_cache(
     for name, (slot, pattern) in mechanism.program.slots.items():
         unknown = set(pattern.letters.replace(FIXED, "")) - set(sizes)
         if unknown:
-            tell = [n for n, p in mechanism.inputs.items() if unknown & set(p.letters)]
+            needed = [n for n, p in mechanism.inputs.items() if unknown & set(p.letters)]
             raise ShapeError(
-                f"{mechanism}: init_cache can not tell the size of {', '.join(sorted(unknown))} "
-                f"from these inputs; pass {', '.join(tell)} too"
+                f"{mechanism}: init_cache can not infer the size of {', '.join(sorted(unknown))} "
+                f"from these inputs; pass {', '.join(needed)} too"
             )
         store[name] = new_buffer(slot, pattern.shape(sizes), like)
     xp = namespace(like)

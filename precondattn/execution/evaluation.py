@@ -1,7 +1,7 @@
 """Running a plan: the output, the gradient in reverse, and the extension of a cache.
 
-Values between calls are in float32 or wider where a backend made them so; another gets its inputs
-in the call's dtype, unless it takes wide values.
+Intermediate results keep the dtype in which a backend computed them, such as float32 in a call in
+half precision. A backend gets them in the call's dtype, unless it has set `wide_values`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(plan: Plan, call: BoundCall) -> Array:
 
 
 def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
-    """The output, and the function that takes its cotangent to the gradients by input name."""
+    """The output, and the function from its cotangent to the gradients by input name."""
     values = dict(call.inputs)
     trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
     for planned in plan.calls:
@@ -59,37 +59,39 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
-        return _of_inputs(cotangents, call)
+        return _input_gradients(cotangents, call)
 
     return _finished(values[plan.out], call), pullback
 
 
-class Stepped(NamedTuple):
-    """A planned call of an extension, and what it did."""
+class ExecutedStep(NamedTuple):
+    """A planned call of an extension, with its arguments and output."""
 
     planned: PlannedCall
     past: Arrays
     inputs: Arrays
     out: Array
-    kept: frozenset[str]
-    """The buffers it updates: of calls that share one, the first's value is kept."""
+    used: frozenset[str]
+    """The buffers whose update by this call is used: if calls share a buffer, the first one's."""
 
 
 def _steps(
     plan: Plan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
-) -> tuple[Array, dict[str, Any], list[Stepped]]:
-    """The output, the update of every buffer, and what was done."""
+) -> tuple[Array, dict[str, Any], list[ExecutedStep]]:
+    """The output, the update of every buffer, and the executed steps."""
     values = dict(call.inputs)
     updates: dict[str, Any] = {}
-    trace: list[Stepped] = []
+    trace: list[ExecutedStep] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
-        past = {own: cache.store[key] for own, key in planned.buffers}
-        out, made = run(planned, past, inputs, call.frame)
+        past = {name: cache.store[key] for name, key in planned.buffers}
+        out, step_updates = run(planned, past, inputs, call.frame)
         values[planned.out] = out
-        kept = frozenset(own for own, key in planned.buffers if key not in updates)
-        updates |= {key: made[own] for own, key in planned.buffers if own in kept}
-        trace.append(Stepped(planned, past, inputs, out, kept))
+        first_updates = frozenset(name for name, key in planned.buffers if key not in updates)
+        updates |= {
+            key: step_updates[name] for name, key in planned.buffers if name in first_updates
+        }
+        trace.append(ExecutedStep(planned, past, inputs, out, first_updates))
     return values[plan.out], updates, trace
 
 
@@ -100,8 +102,8 @@ def extend(
     out, updates, _ = _steps(plan, call, cache, _bridged_step)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
-        seen, new = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
-        store[KEY_MASK] = updated(seen, new, cache.length, count, donate=donate)
+        old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
+        store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
     extended = Cache(cache.length + count, store)
     if donate:
         cache.store.clear()
@@ -111,17 +113,18 @@ def extend(
 def extend_vjp(
     plan: Plan, call: BoundCall, cache: Cache, count: Array
 ) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
-    """`extend`, and the function that takes the cotangents of output and buffers back.
+    """`extend`, and its pullback.
 
-    It gives the gradients of the inputs and of the old buffers, by name.
+    The pullback maps the cotangents of output and new buffers to the gradients of the inputs and
+    of the old buffers, by name.
     """
     dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
-    result, updates, trace = _steps(plan, call, cache, _plain_step)
+    output, updates, trace = _steps(plan, call, cache, _plain_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {plan.out: _finished(cotangent, call)}
         d_past: Arrays = {}
-        for planned, past, inputs, out, kept in reversed(trace):
+        for planned, past, inputs, out, used in reversed(trace):
             keys = dict(planned.buffers)
             d_out = cotangents.get(planned.out)
             gradients, d_buffers = planned.backend.step_backward(
@@ -131,26 +134,28 @@ def extend_vjp(
                 call.frame,
                 namespace(out).zeros_like(out) if d_out is None else cast(d_out, out.dtype),
                 {
-                    own: d_store[key] if own in kept else namespace(past[own]).zeros_like(past[own])
-                    for own, key in keys.items()
+                    name: d_store[key]
+                    if name in used
+                    else namespace(past[name]).zeros_like(past[name])
+                    for name, key in keys.items()
                 },
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
-            for own, d_buffer in d_buffers.items():
-                _accumulate(d_past, keys[own], d_buffer)
-        d_first = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
-        return _of_inputs(cotangents, call), d_first
+            for name, d_buffer in d_buffers.items():
+                _accumulate(d_past, keys[name], d_buffer)
+        d_old_store = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
+        return _input_gradients(cotangents, call), d_old_store
 
     store = _updated_store(updates, call, cache, count, donate=False)
     extended = Cache(cache.length + count, store)
-    return _finished(result, call), extended, pullback
+    return _finished(output, call), extended, pullback
 
 
 def _updated_store(
     updates: Mapping[str, Any], call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> Arrays:
-    """The buffers with their updates; a state is NaN where arguments were out of range."""
+    """The updated buffers; the state of a sequence with arguments out of range is NaN."""
     store = {}
     for key, update in updates.items():
         if isinstance(update, Replace):
@@ -171,7 +176,7 @@ def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
     cotangents[name] = gradient if known is None else _sum(known, gradient)
 
 
-def _of_inputs(cotangents: Arrays, call: BoundCall) -> Arrays:
+def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
     """The gradient of every input, in its dtype; 0 where the output does not depend on it."""
     return {
         name: cast(cotangents[name], array.dtype)
@@ -182,7 +187,7 @@ def _of_inputs(cotangents: Arrays, call: BoundCall) -> Arrays:
 
 
 def _finished(out: Array, call: BoundCall) -> Array:
-    """An output, or its cotangent: 0 at padded tokens, NaN where arguments were out of range."""
+    """An output or its cotangent, 0 at padding, and NaN where arguments were out of range."""
     out = _in_call_dtype(out, call)
     valid = call.frame.q_valid
     if valid is not None:
@@ -193,7 +198,7 @@ def _finished(out: Array, call: BoundCall) -> Array:
 
 def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
     k_valid = call.frame.k_valid
-    assert k_valid is not None  # The frame of an extension always says which slots are filled.
+    assert k_valid is not None  # The frame of an extension always has it.
     capacity = cache.store[KEY_MASK].shape[1]
     return k_valid[:, capacity:]
 
@@ -202,9 +207,9 @@ def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) 
     inputs = {name: values[value] for name, value in planned.arguments}
     if planned.backend.wide_values:
         return inputs
-    given = {id(array) for array in call.inputs.values()}
+    call_inputs = {id(array) for array in call.inputs.values()}
     return {
-        name: array if id(array) in given else _in_call_dtype(array, call)
+        name: array if id(array) in call_inputs else _in_call_dtype(array, call)
         for name, array in inputs.items()
     }
 
@@ -212,20 +217,20 @@ def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) 
 def _in_call_dtype(array: Array, call: BoundCall) -> Array:
     if dtype_name(array) == call.dtype:
         return array
-    # The inputs' own: not every namespace has a name for bfloat16.
+    # Taken from an input, because not every namespace has bfloat16.
     dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == call.dtype)
     return namespace(array).astype(array, dtype)
 
 
 def _sum(a: Array, b: Array) -> Array:
-    """a + b in the wider of their dtypes: gradients of one value from two backends."""
+    """a + b in the wider of their dtypes, which differ if two backends computed them."""
     xp = namespace(a, b)
     dtype = xp.result_type(a.dtype, b.dtype)
     return cast(a, dtype) + cast(b, dtype)
 
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
-    """How the framework's autograd is told about a call."""
+    """The function that runs a call and registers its gradient with the framework's autograd."""
     if not planned.support.differentiable:
         if call.library == "torch":
             from precondattn.execution.autograd_torch import apply
@@ -242,8 +247,8 @@ def _bridged_step(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
 ) -> tuple[Array, Any]:
     arrays = (*past.values(), *inputs.values())
-    is_left_to_torch = planned.support.differentiable or library_of(arrays[0]) != "torch"
-    if is_left_to_torch or not wants_gradient(*arrays):
+    needs_no_bridge = planned.support.differentiable or library_of(arrays[0]) != "torch"
+    if needs_no_bridge or not wants_gradient(*arrays):
         return _plain_step(planned, past, inputs, frame)
     from precondattn.execution.autograd_torch import apply_step
 

@@ -1,8 +1,8 @@
 """The masks of a call: `lengths`, `key_mask` and `segment_ids` are checked, and padding is zeroed.
 
-Some conditions can only be checked by looking at values: a length out of range, segments that are
-not contiguous. They raise an error, unless the values are traced. Then the sequences concerned are
-marked invalid, and their output is NaN, never something plausible.
+Some conditions depend on the entries of arrays: a length out of range, segments that are not
+contiguous. They raise an error, unless the arrays are traced. Then these sequences are marked
+invalid, and their output is NaN, so that it can not be mistaken for a result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class ValueChecks:
-    """Conditions on values: an error at once, or an invalid sequence where values are traced."""
+    """Conditions on entries of arrays: an error, or an invalid sequence if the array is traced."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -45,7 +45,7 @@ class ValueChecks:
         self.invalid = invalid if self.invalid is None else self.invalid | invalid
 
     def require_now(self, good: Iterable[bool], message: str) -> None:
-        """As `require`, of Python values."""
+        """As `require`, for Python booleans."""
         for i, is_good in enumerate(good):
             if not is_good:
                 raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
@@ -75,7 +75,7 @@ def check_lengths(
         lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
     lengths = check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
     assert lengths is not None
-    # Compared before the cast, which would wrap a number beyond int32 around.
+    # Compared before the cast, which would wrap numbers beyond int32.
     checks.require((lengths >= 0) & (lengths <= longest), within)
     return cast(lengths, xp.int32)
 
@@ -117,7 +117,7 @@ def check_mask(
 
 
 def is_contiguous(segment_ids: Array) -> Array:
-    """Per sequence, whether equal ids stand together: as many runs as there are ids."""
+    """Per sequence, whether each id is in one run: the sorted ids then have as many runs."""
     xp = namespace(segment_ids)
 
     def runs(ids: Array) -> Array:
@@ -132,16 +132,16 @@ def zero_padding(
     q_valid: Array | None,
     k_valid: Array | None,
 ) -> dict[str, Array]:
-    """The inputs (or their gradients) with padded tokens 0, so that NaN padding poisons nothing.
+    """The inputs (or their gradients) with padding set to 0, so that NaN padding does not spread.
 
-    q_valid (b, t) goes with the time axis of queries, k_valid (b, s) with that of keys.
+    q_valid (b, t) applies to the time axis of queries, k_valid (b, s) to that of keys.
     """
     zeroed = {}
     for name, array in inputs.items():
         pattern = declared[name]
         for letter, valid in (("t", q_valid), ("s", k_valid)):
             if valid is None or letter not in pattern.letters or pattern.is_pairwise:
-                continue  # What stands at a hidden pair is masked with its score.
+                continue  # A pairwise entry is masked together with its score.
             shape = [1] * array.ndim
             shape[0], shape[pattern.letters.index(letter)] = valid.shape
             array = zero_where_not(namespace(valid).reshape(valid, tuple(shape)), array)
@@ -152,10 +152,10 @@ def zero_padding(
 def nan_where_invalid(out: Array, invalid: Array | None) -> Array:
     """The output, NaN for sequences whose traced arguments were out of range.
 
-    It is a product, so that the gradients of those sequences are NaN as well.
+    NaN is multiplied in, so that the gradients of those sequences are NaN too.
     """
     if invalid is None:
         return out
     xp = namespace(out)
-    at = xp.reshape(invalid, (-1,) + (1,) * (out.ndim - 1))
-    return out * xp.where(at, float("nan"), xp.ones_like(out))
+    is_invalid = xp.reshape(invalid, (-1,) + (1,) * (out.ndim - 1))
+    return out * xp.where(is_invalid, float("nan"), xp.ones_like(out))

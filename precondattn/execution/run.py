@@ -1,6 +1,6 @@
-"""The public verbs: arguments are bound, a plan is made, and the plan is evaluated.
+"""The public verbs: bind the arguments, make a plan, and evaluate the plan.
 
-`algebra/verbs.py` has the signatures and the documentation, and hands every call on to here.
+`algebra/verbs.py` has the signatures and the documentation, and passes every call to this module.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from precondattn.execution.arguments import (
     BoundCall,
     bind,
     bind_extension,
-    check_cotangent,
     new_token_count,
 )
+from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.masks import zero_padding
 
@@ -96,7 +96,7 @@ def extend(
     plan = _plan(mechanism, request, bound, backend)
     if donate and bound.library == "torch" and request.differentiated:
         raise ValueError(
-            f"{mechanism}: donate=True writes in place, which leaves nothing to differentiate; "
+            f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
             f"call it under torch.no_grad(), or without donate"
         )
     count = new_token_count(bound, cache)
@@ -123,7 +123,7 @@ def extend_vjp(
     plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
     count = new_token_count(bound, cache)
     out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
-    past = dict(extended.store)
+    new_store = dict(extended.store)
 
     def pullback(
         cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
@@ -131,13 +131,13 @@ def extend_vjp(
         given = _cotangents_of_buffers(str(mechanism), d_store)
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         for name, array in given.items():
-            if name not in past:
+            if name not in new_store:
                 raise ValueError(
-                    f"{mechanism}: the cache has no buffer {name!r}; it has {', '.join(past)}"
+                    f"{mechanism}: the cache has no buffer {name!r}; it has {', '.join(new_store)}"
                 )
-            what = f"the cotangent of {name!r}"
-            check_cotangent(str(mechanism), what, array, "that buffer", past[name])
-        zeros = {n: namespace(a).zeros_like(a) for n, a in past.items() if n not in given}
+            description = f"the cotangent of {name!r}"
+            check_cotangent(str(mechanism), description, array, "that buffer", new_store[name])
+        zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
         gradients, d_past = pull(cotangent, {**given, **zeros})
         frame = bound.frame
         new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
@@ -157,10 +157,10 @@ def explain(
     lengths: Any,
     key_mask: Array | None,
 ) -> Explanation:
-    """The plan of a call, made by the code that makes the plan when the call runs."""
+    """The plan of a call, from the same code that makes the plan when the call runs."""
     if verb not in ("forward", "vjp"):
         raise ValueError(
-            f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, give the cache); "
+            f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, pass the cache); "
             f"found {verb!r}"
         )
     if cache is not None and segment_ids is not None:
@@ -190,8 +190,8 @@ def _cotangents_of_buffers(owner: str, given: Any) -> Arrays:
     given = given.store if isinstance(given, Cache) else given
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(
-            f"{owner}: the cotangents of buffers come as a dict by their names, or as a Cache of "
-            f"them; found {type(given).__name__}"
+            f"{owner}: the cotangents of buffers must be a dict by buffer name, or a Cache; "
+            f"found {type(given).__name__}"
         )
     return dict(given or {})
 

@@ -1,8 +1,7 @@
 """PyTorch under `torch.compile`: a call is one node of the captured graph.
 
-Dynamo is handed strings and tensors and does not look inside; what it hands on to is then traced
-with fake tensors like any other code: the checks of shapes, the plan, and the plain calls that the
-plan consists of.
+Dynamo sees only strings and tensors and does not trace into the call. The rest is then traced with
+fake tensors, like any other code: the checks of shapes, the plan, and the calls of the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Names = tuple[str, ...]
 def captured_call(
     mechanism: str, backend: Any, names: Names, tensors: tuple[Tensor, ...], masks: Any
 ) -> Tensor:
-    """`Mechanism.__call__`, on the inputs of these names."""
+    """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
     out: Tensor = run.call(
         read_mechanism(mechanism), (), dict(zip(names, tensors, strict=True)), backend, *masks
     )
@@ -65,7 +64,7 @@ def captured_shorthand(
     options: Names,
     values: tuple[Any, ...],
 ) -> Tensor:
-    """A shorthand such as `pa.lucid`, which builds its mechanism from options."""
+    """A shorthand such as `pa.lucid`, which constructs its mechanism from options."""
     named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}
     out: Tensor = build_and_call(registry.find(name), arrays, named)
     return out

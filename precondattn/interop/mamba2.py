@@ -141,7 +141,7 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
 
 
 def _check(arrays: dict[str, Any]) -> None:
-    from precondattn.execution.arguments import check_arrays
+    from precondattn.execution.array_checks import check_arrays
 
     given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
     for name, array in given.items():

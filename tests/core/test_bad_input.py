@@ -295,15 +295,15 @@ def test_an_input_that_does_not_fit_its_declaration_is_refused_by_every_verb(
         ),
         inputs_case(
             "more queries than keys",
-            "softmax: is causal, and so takes at most as many queries as keys; "
+            "softmax: is causal, so there must not be more queries than keys; "
             "found t = 4 and s = 2",
             (Q, K[:, :2], V[:, :2]),
             pa.ShapeError,
         ),
         inputs_case(
             "lengths where queries and keys share no positions",
-            "softmax[causal=false]: lengths speaks of positions, which queries (t = 2) and keys "
-            "(s = 4) of a non-causal call do not share; use key_mask",
+            "softmax[causal=false]: lengths of a non-causal call needs as many queries as keys; "
+            "found t = 2 and s = 4; use key_mask",
             (Q[:, :2], K, V),
             ValueError,
             FREE,
@@ -311,8 +311,8 @@ def test_an_input_that_does_not_fit_its_declaration_is_refused_by_every_verb(
         ),
         inputs_case(
             "segments where queries and keys share no positions",
-            "softmax[causal=false]: segment_ids speaks of positions, which queries (t = 4) and "
-            "keys (s = 2) of a non-causal call do not share; use key_mask",
+            "softmax[causal=false]: segment_ids of a non-causal call needs as many queries as "
+            "keys; found t = 4 and s = 2; use key_mask",
             (Q, K[:, :2], V[:, :2]),
             ValueError,
             FREE,
@@ -320,8 +320,7 @@ def test_an_input_that_does_not_fit_its_declaration_is_refused_by_every_verb(
         ),
         inputs_case(
             "segments that return",
-            "softmax: segment_ids must be contiguous: equal ids stand together "
-            "(sequence 1 of the batch)",
+            "softmax: segment_ids must be contiguous: each id in one run (sequence 1 of the batch)",
             (Q, K, V),
             ValueError,
             segment_ids=np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]]),
@@ -661,7 +660,7 @@ def as_torch(cache):
             dict,
             (Q, K, V),
             TypeError,
-            "softmax: extend takes a Cache first, as init_cache makes it; found dict",
+            "softmax: the first argument of extend must be a Cache from init_cache; found dict",
             id="a-dict",
         ),
         pytest.param(
@@ -669,7 +668,7 @@ def as_torch(cache):
             lambda: tuple(cache_for()),
             (Q, K, V),
             TypeError,
-            "softmax: extend takes a Cache first, as init_cache makes it; found tuple",
+            "softmax: the first argument of extend must be a Cache from init_cache; found tuple",
             id="a-tuple",
         ),
         pytest.param(
@@ -677,7 +676,7 @@ def as_torch(cache):
             lambda: Q,
             (K, V),
             TypeError,
-            "softmax: extend takes a Cache first, as init_cache makes it; found ndarray",
+            "softmax: the first argument of extend must be a Cache from init_cache; found ndarray",
             id="forgotten",
         ),
         pytest.param(
@@ -685,7 +684,7 @@ def as_torch(cache):
             cache_for,
             (Q, K, V),
             ValueError,
-            "lucid: the cache is of another mechanism: it holds ['k', 'v'], and "
+            "lucid: the cache is of another mechanism: it has the buffers ['k', 'v'], and "
             "['k', 'rms(k)', 'y'] are needed",
             id="of-softmax",
         ),
@@ -694,8 +693,8 @@ def as_torch(cache):
             lambda: cache_for(LUCID),
             (Q, K, V),
             ValueError,
-            "softmax: the cache is of another mechanism: it holds ['k', 'rms(k)', 'y'], and "
-            "['k', 'v'] are needed",
+            "softmax: the cache is of another mechanism: it has the buffers ['k', 'rms(k)', 'y'], "
+            "and ['k', 'v'] are needed",
             id="of-lucid",
         ),
         pytest.param(
@@ -703,7 +702,7 @@ def as_torch(cache):
             spent,
             (Q, K, V),
             ValueError,
-            "softmax: this cache was spent by extend(..., donate=True)",
+            "softmax: this cache was donated by extend(..., donate=True) and can not be used again",
             id="spent",
         ),
         pytest.param(
@@ -711,7 +710,7 @@ def as_torch(cache):
             lambda: spent(LUCID),
             (Q, K, V),
             ValueError,
-            "lucid: this cache was spent by extend(..., donate=True)",
+            "lucid: this cache was donated by extend(..., donate=True) and can not be used again",
             id="spent-by-lucid",
         ),
         pytest.param(
@@ -821,7 +820,7 @@ def as_torch(cache):
             cache_for,
             (Q, K, V),
             ValueError,
-            "softmax[causal=false]: is not causal, so nothing of it can be cached",
+            "softmax[causal=false]: is not causal, so it can not have a cache",
             id="not-causal",
         ),
     ],
@@ -844,12 +843,12 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
         ),
         case(
             "not causal",
-            "softmax[causal=false]: is not causal, so nothing of it can be cached",
+            "softmax[causal=false]: is not causal, so it can not have a cache",
             lambda: FREE.init_cache(Q, K, V, capacity=8),
         ),
         case(
             "without v",
-            "softmax: init_cache can not tell the size of e from these inputs; pass v too",
+            "softmax: init_cache can not infer the size of e from these inputs; pass v too",
             lambda: SOFTMAX.init_cache(Q, K, capacity=8),
             pa.ShapeError,
         ),
@@ -861,7 +860,7 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
         ),
         case(
             "without capacity",
-            "softmax: missing capacity, the number of tokens that the cache has a place for",
+            "softmax: missing capacity, the greatest number of tokens per sequence",
             lambda: SOFTMAX.init_cache(Q, K, V),
             TypeError,
         ),
@@ -910,7 +909,7 @@ def test_init_cache_does_not_suggest_the_keyword_it_has_just_refused():
 
 @every_extension
 def test_an_extension_refuses_a_key_mask_that_its_cache_does_not_keep(verb):
-    text = "softmax: this cache keeps no key_mask; make it with init_cache(..., key_mask=True)"
+    text = "softmax: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
     refuses(lambda: verb(SOFTMAX, Q, K, V, key_mask=np.ones((2, 4), bool)), ValueError, text)
 
 
@@ -936,7 +935,7 @@ def test_an_extension_refuses_a_bias_that_does_not_span_the_capacity():
 
 
 DONATED = (
-    "softmax: donate=True writes in place, which leaves nothing to differentiate; call it under "
+    "softmax: donate=True writes in place, so the call can not be differentiated; call it under "
     "torch.no_grad(), or without donate"
 )
 
@@ -993,7 +992,7 @@ def test_use_backend_refuses_unknown_names_on_entry(names, error, text):
 
 @pytest.mark.parametrize("verb", ["backward", "extend", "", None])
 def test_explain_refuses_a_verb_that_is_none(verb):
-    text = f"softmax: verb must be 'forward' or 'vjp' (for extend, give the cache); found {verb!r}"
+    text = f"softmax: verb must be 'forward' or 'vjp' (for extend, pass the cache); found {verb!r}"
     refuses(lambda: SOFTMAX.explain(Q, K, V, verb=verb), ValueError, text)
 
 
@@ -1004,7 +1003,7 @@ def test_explain_refuses_a_cache_with_what_belongs_to_a_full_call():
 
 
 def test_a_gradient_through_a_cache_of_tokens_is_refused():
-    text = "softmax: extend_vjp goes through states, and this cache keeps tokens; use vjp of a"
+    text = "softmax: extend_vjp needs a cache of states, and this cache stores tokens; use vjp of a"
     for verb in (SOFTMAX.extend_vjp, lambda *x: SOFTMAX.explain(*x[1:], cache=x[0], verb="vjp")):
         refuses(lambda verb=verb: verb(cache_for(), Q, K, V), TypeError, text)
 

@@ -139,7 +139,7 @@ def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():
 def test_init_cache_names_the_inputs_that_tell_a_size():
     m = pa.Softmax(forget="unscaled")
     x = make_inputs(m, LAYOUT, "random")
-    with pytest.raises(pa.ShapeError, match=r"can not tell the size of h .* pass q, g too"):
+    with pytest.raises(pa.ShapeError, match=r"can not infer the size of h .* pass q, g too"):
         m.init_cache(k=x["k"], v=x["v"], capacity=4)
 
 

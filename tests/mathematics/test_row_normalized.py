@@ -791,7 +791,7 @@ def test_the_row_norm_remembers_nothing():
 
 def test_channels_can_not_be_cached():
     p = Problem(np.random.default_rng(0), t=4)
-    with pytest.raises(ValueError, match="not causal, so nothing of it can be cached"):
+    with pytest.raises(ValueError, match="not causal, so it can not have a cache"):
         pa.parse(CHANNEL).init_cache(p.q, p.k, p.v, capacity=4)
 
 

@@ -309,7 +309,7 @@ def test_the_pullback_takes_a_cache_and_gives_the_order_of_the_store():
 def test_cotangents_of_states_go_by_name(wrong):
     layer, x, cache = linear_cache()
     out, _, pullback = layer.extend_vjp(cache, **x)
-    with pytest.raises(TypeError, match="cotangents of buffers come as a dict by their names"):
+    with pytest.raises(TypeError, match="cotangents of buffers must be a dict by buffer name"):
         pullback(out, wrong)
 
 
@@ -326,7 +326,7 @@ def test_the_old_cache_is_not_donated_and_has_to_be_causal():
     layer, x, cache = linear_cache()
     with pytest.raises(TypeError, match="extend_vjp does not donate"):
         layer.extend_vjp(cache, **x, donate=True)
-    with pytest.raises(ValueError, match="is not causal, so nothing of it can be cached"):
+    with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
         pa.Softmax(causal=False).extend_vjp(cache, **x)
 
 

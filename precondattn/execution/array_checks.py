@@ -1,0 +1,73 @@
+"""Checks of array inputs: one library, one device, and dtypes that may be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.arrays import FLOATING, HALF, Array, dtype_name, exact_device, library_of
+
+
+def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
+    """Raise an error unless the inputs have one library, one device and compatible dtypes.
+
+    Returns the library. Beside half-precision queries, keys and values, other inputs may be
+    float32.
+    """
+    libraries = {}
+    for name, array in inputs.items():
+        library = library_of(array)
+        if library is None:
+            raise TypeError(
+                f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
+                f"array-API library; found {type(array).__name__}"
+            )
+        libraries[name] = library
+    if len(set(libraries.values())) > 1:
+        raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
+    devices = {name: exact_device(array) for name, array in inputs.items()}
+    known = {name: device for name, device in devices.items() if device is not None}
+    # Compared without a set, because CuPy's devices are not hashable.
+    if any(device != next(iter(known.values())) for device in known.values()):
+        device_names = {name: str(device) for name, device in known.items()}
+        raise ValueError(f"{owner}: inputs on one device expected; found {device_names}")
+    dtypes = {name: dtype_name(array) for name, array in inputs.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOATING:
+            raise TypeError(
+                f"{owner}: {name} must be of dtype float16, bfloat16, float32 or float64; "
+                f"found {dtype}"
+            )
+    expected = call_dtype(inputs)
+    for name, dtype in dtypes.items():
+        is_wide_gate = expected in HALF and dtype == "float32" and not declared[name].is_rows
+        if dtype != expected and not is_wide_gate:
+            raise TypeError(
+                f"{owner}: inputs of one dtype expected (beside half-precision queries, keys "
+                f"and values, gates and the like may be float32); found {dtypes}"
+            )
+    return next(iter(libraries.values()))
+
+
+def call_dtype(inputs: Mapping[str, Array]) -> str:
+    """The dtype of the output: that of v, or of the first input if there is no v."""
+    return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
+
+
+def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Array) -> None:
+    """Raise an error unless a cotangent has the library, shape and dtype of its array.
+
+    `what` and `of` name the cotangent and the array in the message.
+    """
+    library = library_of(array)
+    if library_of(cotangent) != library:
+        raise TypeError(
+            f"{owner}: {what} must be an array of {library}, as {of}; "
+            f"found {type(cotangent).__name__}"
+        )
+    shape, dtype = tuple(array.shape), dtype_name(array)
+    if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
+        raise ValueError(
+            f"{owner}: {what} must have {of}'s shape {shape} and dtype {dtype}; "
+            f"found {tuple(cotangent.shape)} and {dtype_name(cotangent)}"
+        )
