@@ -1,7 +1,7 @@
-"""What the oracle needs and the array-API standard lacks.
+"""Functions that the oracle needs and the array-API standard lacks.
 
-Shapes inside the oracle put heads before time, `(b, h, t, d)`, so that a matrix product over the
-last two axes is one attention head.
+Inside the oracle heads come before time, `(b, h, t, d)`, so that a matrix product over the last two
+axes is that of one attention head.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def row_sum(x: Array) -> Array:
-    """The sum along the last axis, which is kept."""
+    """The sum along the last axis, which becomes an axis of size 1."""
     return namespace(x).sum(x, axis=-1, keepdims=True)
 
 
@@ -70,7 +70,7 @@ def identity_like(x: Array) -> Array:
 def _solve(matrix: Array, right: Array) -> Array:
     """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
     if library_of(matrix) == "jax":
-        from precondattn.spec import jax_solve  # It imports JAX, which is loaded by now.
+        from precondattn.spec import jax_solve  # Imports JAX, which is already loaded here.
 
         return jax_solve.solve(matrix, right)
     return namespace(matrix, right).linalg.solve(matrix, right)
@@ -79,14 +79,13 @@ def _solve(matrix: Array, right: Array) -> Array:
 def solve_upper(matrix: Array, right: Array) -> Array:
     """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e).
 
-    The standard's general `solve` exchanges rows to put the largest entry of a column on the
-    diagonal. In an upper-triangular matrix there is nothing below the diagonal to exchange with, so
-    what is left is back substitution.
+    The standard's general `solve` uses partial pivoting. In an upper-triangular matrix the entries
+    below the diagonal are 0, so no rows are exchanged, and `solve` is back substitution.
     """
     xp = namespace(matrix, right)
     batch = tuple(
         max(m, r) for m, r in zip(matrix.shape[:-2], right.shape[:-2], strict=True)
-    )  # Not every library broadcasts the stacks.
+    )  # Not every library broadcasts the batch axes.
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
     return _solve(matrix, right)
@@ -95,8 +94,8 @@ def solve_upper(matrix: Array, right: Array) -> Array:
 def solve_lower(matrix: Array, right: Array) -> Array:
     """matrix⁻¹ right for lower-triangular matrices: forward substitution.
 
-    Read from the last row to the first the matrix is upper triangular. Without that, a large entry
-    in the future would be taken as a pivot, and the past would depend on it.
+    With rows and columns reversed the matrix is upper triangular. Otherwise a large entry of a
+    later token could be chosen as pivot, and earlier tokens would depend on it.
     """
     xp = namespace(matrix, right)
     reversed_rows = solve_upper(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
@@ -113,28 +112,28 @@ def where_valid(x: Array, frame: Frame) -> Array:
 
 
 def finite_or_zero(x: Array) -> Array:
-    """x, with 0 in place of −∞: the shift of a row in which there is nothing."""
+    """x, with 0 in place of −∞: the shift of a row in which all entries are masked."""
     return namespace(x).where(x == -math.inf, 0.0, x)
 
 
 def log_sum_exp(x: Array, axis: int) -> Array:
-    """log Σ eˣ along an axis, which is kept; −∞ where every x is −∞.
+    """log Σ eˣ along an axis, which becomes an axis of size 1; −∞ where every x is −∞.
 
-    Neither it nor its derivative is NaN there.
+    Neither the result nor its derivative is NaN there.
     """
     xp = namespace(x)
     shift = finite_or_zero(xp.max(x, axis=axis, keepdims=True))
     total = xp.sum(xp.exp(x - shift), axis=axis, keepdims=True)
-    some = total > 0
-    return xp.where(some, shift + xp.log(xp.where(some, total, 1.0)), -math.inf)
+    is_positive = total > 0
+    return xp.where(is_positive, shift + xp.log(xp.where(is_positive, total, 1.0)), -math.inf)
 
 
 def log_softmax(x: Array) -> Array:
     """x − log Σ eˣ along the last axis; −∞ where every x is −∞.
 
-    The largest x is subtracted first, so that only a logarithm between 0 and log n is subtracted
-    from what is left: logits of any size give weights that sum to 1. Which number is subtracted
-    makes no difference, and so it is constant to the gradient.
+    The maximum is subtracted first. The logarithm that is subtracted next is between 0 and log n,
+    so that logits of any size give weights that sum to 1. The result does not depend on the shift,
+    which is therefore constant for the gradient.
     """
     xp = namespace(x)
     shifted = x - stop_gradient(finite_or_zero(xp.max(x, axis=-1, keepdims=True)))
@@ -148,5 +147,5 @@ def softmax(x: Array) -> Array:
 
 
 def mask_scores(visible: Array, scores: Array) -> Array:
-    """The scores, −∞ where a pair is not visible. Exponents are masked before `exp`, always."""
+    """The scores, −∞ at masked pairs. Exponents are always masked before `exp`."""
     return namespace(scores).where(visible, scores, -math.inf)

@@ -1,6 +1,6 @@
 """The chunkwise form of the recurrence: products within chunks of C tokens, a state between them.
 
-With G the sum of g from the start of the chunk, and S the state in front of it,
+With G the sum of g from the start of the chunk, and S the state before the chunk,
 
     U = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹ diag(β) (V − e^{G} ∘ K S)      (additive: U = V),
     O = e^{G} ∘ Q S + tril(D ∘ Q Kᵀ) U,
@@ -10,9 +10,10 @@ Linear in the number of tokens: the form that fast implementations have. Source:
 (arXiv 2412.06464) 3.3; GLA (arXiv 2312.06635) 4.3 for the two levels below.
 
 Only differences of sums that are ≤ 0 are exponentiated. With one decay for each key channel D does
-not factor out of the product, and the factors e^{G_i} and e^{−G_j} by themselves overflow. So
-chunks are cut into sub-chunks: between two of them both factors are taken relative to the start of
-the query's, e^{G_i − G_a} ≤ 1 and e^{G_a − G_j} ≤ 1, and within one the exponents are differences.
+not factor out of the product, and the factors e^{G_i} and e^{−G_j} can overflow. So chunks are
+split into sub-chunks. Between two sub-chunks both factors are relative to the start a of the
+query's sub-chunk, e^{G_i − G_a} ≤ 1 and e^{G_a − G_j} ≤ 1; within one the exponents are
+differences.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from precondattn.spec.recurrence import Stream
 def chunkwise(x: Stream, state: Array, chunk: int, sub_chunk: int) -> tuple[Array, Array]:
     """The outputs (b, m, t, r, e), and the final state (b, m, d, e).
 
-    The decay is one number a token, or one for each key channel (the last axis of g is 1); there
-    are as many queries as keys.
+    The decay is one number per token, or one per key channel (the last axis of g is 1). There are
+    as many queries as keys.
     """
     xp = namespace(x.k)
     s = x.k.shape[2]
@@ -67,22 +68,23 @@ def _scores(q: Array, k: Array, total: Array, sub_chunk: int) -> Array:
     rows = []
     for start in range(0, size, sub_chunk):
         stop = min(start + sub_chunk, size)
-        here = slice(start, stop)
-        blocks = [_within(q[:, :, here, ...], k[:, :, here, :], total[:, :, here, :])]
+        tokens = slice(start, stop)
+        blocks = [_within(q[:, :, tokens, ...], k[:, :, tokens, :], total[:, :, tokens, :])]
         if start:
             anchor = total[:, :, start - 1 : start, :]
-            to_query = xp.exp(total[:, :, here, :] - anchor)[:, :, :, None, :] * q[:, :, here, ...]
+            to_query = xp.exp(total[:, :, tokens, :] - anchor)[:, :, :, None, :]
             from_key = xp.exp(anchor - total[:, :, :start, :]) * k[:, :, :start, :]
-            blocks.insert(0, to_query @ transpose(from_key)[:, :, None, ...])
+            scores = (to_query * q[:, :, tokens, ...]) @ transpose(from_key)[:, :, None, ...]
+            blocks.insert(0, scores)
         if stop < size:
-            after = xp.zeros_like(q[:, :, here, :, :1])
-            blocks.append(xp.broadcast_to(after, (*after.shape[:-1], size - stop)))
+            zeros = xp.zeros_like(q[:, :, tokens, :, :1])
+            blocks.append(xp.broadcast_to(zeros, (*zeros.shape[:-1], size - stop)))
         rows.append(xp.concat(blocks, axis=-1))
     return xp.concat(rows, axis=2)
 
 
 def _within(q: Array, k: Array, total: Array) -> Array:
-    """The same within a sub-chunk, channel by channel."""
+    """The same within a sub-chunk, from the exponents of each pair and channel."""
     xp = namespace(q)
     token = arange_like(k.shape[2], k)
     visible = (token[None, :] <= token[:, None])[..., None]

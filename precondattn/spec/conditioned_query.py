@@ -1,26 +1,28 @@
-"""CCQ's preconditioner: the query contracted along the directions in which keys vary most.
+"""CCQ's preconditioner: the query, contracted along the directions in which keys vary most.
 
     q^c_t = q̄_t − λ_t Σ_t q̄_t,    Σ_t = C_t − μ_t μ_tᵀ,
     C_t = mean_{j≤t} k̄_j k̄_jᵀ,    μ_t = mean_{j≤t} k̄_j,    q̄ = L2(q),  k̄ = L2(k)
 
-with the current key included. Source: CCQ (arXiv 2606.01294) Eq. 8–12; the gate λ, there
-σ(W q̄ + b), is an input here (`contraction_gate` makes it). Aligned with a backbone that forgets
-(App. I), the means are weighted: n_t = α_t n_{t−1} + 1, n_t C_t = α_t n_{t−1} C_{t−1} + k̄ k̄ᵀ and so
-on, with α the backbone's own decay, of which each key channel's is averaged in the logarithm.
+with the current key included. Source: CCQ (arXiv 2606.01294) Eq. 8–12. The gate λ, there
+σ(W q̄ + b), is an input here (`contraction_gate` computes it). For a backbone with decay (App. I)
+the means are weighted: n_t = α_t n_{t−1} + 1, n_t C_t = α_t n_{t−1} C_{t−1} + k̄ k̄ᵀ and n_t μ_t
+likewise, with α the decay of the backbone. If that has one decay per key channel, α is their
+geometric mean.
 
-The sums are recurrences of the linear family, of k̄ written under k̄, and of 1 written under 1:
+The sums are recurrences of the linear family, with keys and values k̄ and k̄ for n C, 1 and k̄ for
+n μ, and 1 and 1 for n:
 
     c_t = Σ_t q̄_t = a_t / n_t − μ_t (μ_t·q̄_t),    a = linear attention of (q̄, k̄, k̄).
 
 Gradient, with g = dq^c and h = −λ g:
 
-    dλ = −g·c,    dq̄ = g + Σ h,    and dc = h flows on: da = h / n,  dμ = −h (μ·q̄) − q̄ (μ·h),
+    dλ = −g·c,    dq̄ = g + Σ h,    and from dc = h: da = h / n,  dμ = −h (μ·q̄) − q̄ (μ·h),
     dn = −(h·a) / n² − dμ·M / n²,  dM = dμ / n  (M = n μ),
 
 through the two recurrences to k̄ and to the gate, then through L2 to q and k.
 
-Cache: n C, n μ and n, in float32 at least. Σ is a difference that cancels only relatively: its
-absolute error stays at rounding, since ‖C‖ ≤ 1 for rows of length 1.
+Cache: n C, n μ and n, in float32 or wider. Cancellation in Σ = C − μ μᵀ can make the relative error
+large, but the absolute error stays at rounding, since ‖C‖ ≤ 1 for rows of length 1.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from precondattn.spec.retention import log_retention
 from precondattn.spec.stateful import Stateful
 
 GATE = {"head": "b s h in (-inf, 0]", "channel": "b s n m in (-inf, 0]"}
-"""The pattern of the backbone's gate: of each query head, or of m channels of each key head."""
+"""The pattern of the backbone's gate: one per query head, or one per channel m and key head."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class ConditionedQuery(Stateful):
     Parameters
     ----------
     decay : {"none", "head", "channel", "retention"}
-        Whether all keys so far count the same, or how they are forgotten: by an input `g` of each
-        query head, by one of each channel of each key head (their mean), or by retention's γ.
+        How the weight of earlier keys decays: not at all, by an input `g` per query head, by the
+        mean over channels of an input `g` per key head and channel, or by retention's γ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
 
@@ -74,7 +76,7 @@ class ConditionedQuery(Stateful):
 
     Examples
     --------
-    The first key has no covariance, and the second's opposite has all of it:
+    The covariance of one key is 0; that of a key and its opposite is k̄ k̄ᵀ:
 
     >>> import numpy as np
     >>> q = np.asarray([[1.0, 0.0], [1.0, 0.0]]).reshape(1, 2, 1, 2)
@@ -105,14 +107,14 @@ class ConditionedQuery(Stateful):
 
     def slots(self) -> tuple[Slot, ...]:
         heads = "h" if self.decay in ("head", "retention") else "n"
-        forgotten = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+        decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
         shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
         moments = tuple(
-            Slot(which, f"{which}_moment{eps}({{k}}{forgotten})", shape, wide=True)
-            for which, shape in shapes.items()
+            Slot(moment, f"{moment}_moment{eps}({{k}}{decay})", shape, wide=True)
+            for moment, shape in shapes.items()
         )
-        return (*moments, Slot("count", f"count({{k}}{forgotten})", f"b {heads}", wide=True))
+        return (*moments, Slot("count", f"count({{k}}{decay})", f"b {heads}", wide=True))
 
     def _log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """(b, m, s, 1, 1), for the heads m that have statistics."""
@@ -142,7 +144,7 @@ class ConditionedQuery(Stateful):
         """The recurrences of n C, n μ and n, each with its state."""
         g = self._log_decay(x, frame)
         m = g.shape[1]
-        # A padded key is 0 when it comes, and something else behind a feature map.
+        # Padded keys are 0 in the call, but not after a feature map.
         k = where_valid(repeat_heads(swap_time_and_heads(self._normalized(x["k"], form)), m), frame)
         q = queries_of_states(self._normalized(x["q"], form), m)
         one = namespace(k).ones_like(k[..., :1])
@@ -166,8 +168,8 @@ class ConditionedQuery(Stateful):
         contraction = queries_of_states(x["contraction"][..., None], q.shape[1])
         (out,), finals = form.read(streams, _contracted, q, contraction)
         second, first, count = finals
-        kept = {"second": second, "first": first[:, :, 0, :], "count": count[:, :, 0, 0]}
-        return rows_of_states(out), kept
+        new_state = {"second": second, "first": first[:, :, 0, :], "count": count[:, :, 0, 0]}
+        return rows_of_states(out), new_state
 
     def run_vjp(
         self,
@@ -194,8 +196,8 @@ class ConditionedQuery(Stateful):
             for (stream, start), d_o, d_final in zip(streams, d_reads, d_finals, strict=True)
         )
         (d_q,) = form.by_tokens(lambda a, b: (a + b,), d_q, second.stream.q)
-        of_k = (second.stream.k, second.stream.v, first.stream.v)
-        (d_k,) = form.by_tokens(lambda a, b, c: (a + b + c,), *of_k)
+        k_gradients = (second.stream.k, second.stream.v, first.stream.v)
+        (d_k,) = form.by_tokens(lambda a, b, c: (a + b + c,), *k_gradients)
         d_k = swap_time_and_heads(sum_heads(where_valid(d_k, frame), x["k"].shape[2]))
         query_heads = x["q"].shape[2]
 
@@ -225,7 +227,7 @@ class ConditionedQuery(Stateful):
 def _contracted(
     a: Array, total: Array, n: Array, q: Array, contraction: Array
 ) -> tuple[Array, ...]:
-    """q̄ − λ c, of a, n μ, n, q̄ and λ."""
+    """q̄ − λ c, from a, n μ, n, q̄ and λ."""
     n = _positive(n)
     return (q - contraction / n * (a - total * (row_sum(total * q) / n)),)
 
@@ -233,7 +235,7 @@ def _contracted(
 def _contracted_vjp(
     a: Array, total: Array, n: Array, q: Array, contraction: Array, g: Array
 ) -> tuple[Array, ...]:
-    """The gradients of q̄ (but for what flows through a), λ, a, n μ and n."""
+    """The gradients of q̄ (without the part through a), λ, a, n μ and n."""
     xp, n = namespace(q), _positive(n)
     mu, h = total / n, -contraction * g
     mu_q, mu_h = row_sum(mu * q), row_sum(mu * h)
@@ -245,5 +247,5 @@ def _contracted_vjp(
 
 
 def _positive(n: Array) -> Array:
-    """n, but 1 in front of any token that counts."""
+    """n, with 1 in place of 0 before the first valid token."""
     return namespace(n).where(n > 0, n, 1.0)

@@ -1,9 +1,9 @@
-"""CCQ's gate: how much the query is contracted, from the query's direction.
+"""CCQ's gate: the strength of the contraction, computed from the query's direction.
 
     λ_t = σ(w_h·q̄_t + b_h),    q̄ = L2(q),    for every query head h
 
-Source: CCQ (arXiv 2606.01294) Algorithms 1 and 2 (Eq. 9 writes q for q̄); b starts as log(0.1 / 0.9)
-= −2.197, so that λ = 0.1. Gradient, with dz = dλ λ (1 − λ):
+Source: CCQ (arXiv 2606.01294) Algorithms 1 and 2 (Eq. 9 writes q for q̄). The initial b is
+log(0.1 / 0.9) = −2.197, so that λ = 0.1. Gradient, with dz = dλ λ (1 − λ):
 
     dw = Σ dz q̄,    db = Σ dz,    dq̄ = dz w.
 """
@@ -38,7 +38,7 @@ class ContractionGate(TokenWise):
 
     Examples
     --------
-    As it starts out, with w = 0:
+    With the initial parameters, and w = 0:
 
     >>> import numpy as np, precondattn as pa
     >>> q = np.random.default_rng(0).normal(size=(1, 2, 3, 4))
@@ -67,9 +67,9 @@ class ContractionGate(TokenWise):
     ) -> Arrays:
         xp = namespace(out)
         d_z = cotangent * out * (1.0 - out)
-        each = d_z[..., None]
+        column = d_z[..., None]
         return {
-            "q": l2_norm_vjp(x["q"], self.eps, each * x["weight"]),
-            "weight": xp.sum(each * l2_norm(x["q"], self.eps), axis=(0, 1)),
+            "q": l2_norm_vjp(x["q"], self.eps, column * x["weight"]),
+            "weight": xp.sum(column * l2_norm(x["q"], self.eps), axis=(0, 1)),
             "bias": xp.sum(d_z, axis=(0, 1)),
         }

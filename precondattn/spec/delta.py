@@ -1,11 +1,11 @@
-"""The delta rule: what a state holds under a key is corrected, and not added to.
+"""The delta rule: a write corrects the value that the state stores for a key.
 
     o_t = s S_tᵀ q_t,    S_t = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ
 
 with S'_t = S_{t−1}, or, gated, e^{g_t} S_{t−1}. Sources: DeltaNet (arXiv 2406.06484) Eq. 2; gated
-DeltaNet (arXiv 2412.06464) Eq. 10. It multiplies the state by I − β k kᵀ, which is a contraction
-for 0 ≤ β ‖k‖² ≤ 2: so keys are to be of length 1, which `QKNorm(norm="l2")` and public layers see
-to. Outside, the state grows by |1 − β ‖k‖²| with every such key.
+DeltaNet (arXiv 2412.06464) Eq. 10. The state is multiplied by I − β k kᵀ, which is a contraction
+for 0 ≤ β ‖k‖² ≤ 2. So keys should have length 1, as `QKNorm(norm="l2")` and public layers ensure.
+Outside that range the state grows by a factor |1 − β ‖k‖²| with every such key.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from precondattn.spec.linear_family import LinearFamily
 class Delta(LinearFamily):
     """DeltaNet: o_t = s S_tᵀ q_t, S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ.
 
-    Queries and keys are used as they are. Keys should have length 1 and `beta` (b, s, u) lie in
-    [0, 2]; where β ‖k‖² > 2 the state grows exponentially. Values are not looked at. Value heads
-    are a multiple of query and key heads, and each has a state.
+    Queries and keys are not normalised here. Keys should have length 1 and `beta` (b, s, u) should
+    be in [0, 2]; where β ‖k‖² > 2 the state grows exponentially. Entries outside the range are not
+    rejected. The number of value heads is a multiple of that of query and key heads, and each value
+    head has a state.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ class Delta(LinearFamily):
 
     Examples
     --------
-    A key that comes again has its value replaced:
+    With β = 1, a repeated key has its value replaced:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.ones((1, 3, 1, 1))
@@ -54,10 +55,11 @@ class Delta(LinearFamily):
 class GatedDelta(LinearFamily):
     """Gated DeltaNet: o_t = s S_tᵀ q_t, S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ, S' = e^{g_t} S_{t−1}.
 
-    The state decays, is corrected, and then read. Queries and keys are used as they are. Keys
-    should have length 1 and `beta` (b, s, u) lie in [0, 2]; where β ‖k‖² > 2 and the gate does not
-    make up for it, the state grows exponentially. Values are not looked at. Value heads are a
-    multiple of query and key heads, and each has a gate and a state.
+    The state decays, is corrected, and then read. Queries and keys are not normalised here. Keys
+    should have length 1 and `beta` (b, s, u) should be in [0, 2]; where β ‖k‖² > 2 and the gate
+    does not compensate for it, the state grows exponentially. Entries outside the range are not
+    rejected. The number of value heads is a multiple of that of query and key heads, and each value
+    head has a gate and a state.
 
     Parameters
     ----------

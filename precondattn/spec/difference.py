@@ -1,11 +1,11 @@
-"""The difference of two attention outputs: differential attention's own piece.
+"""The difference of two attention outputs: the piece of differential attention.
 
     o = o₁ − λ o₂
 
 Source: Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
 
 Gradient: do₁ = do, do₂ = −λ do, dλ = −Σ do·o₂. Where the two maps nearly agree and λ is near 1 the
-difference cancels, so it is taken in float32 at least.
+difference suffers from cancellation, so it is computed in float32 or wider.
 """
 
 from __future__ import annotations

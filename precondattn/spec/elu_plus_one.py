@@ -1,4 +1,4 @@
-"""A feature map without parameters that is positive.
+"""A positive feature map without parameters.
 
     φ(x) = elu(x) + 1 = eˣ for x ≤ 0, x + 1 above
 
@@ -37,7 +37,7 @@ class EluPlusOne(TokenWise):
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         xp, a = namespace(x["x"]), x["x"]
-        # The exponential of the other branch would overflow, and its gradient be NaN.
+        # Without the inner `where`, exp would overflow for large a, and its gradient be NaN.
         return xp.where(a > 0, a + 1.0, xp.exp(xp.where(a > 0, 0.0, a))), ()
 
     def backward(

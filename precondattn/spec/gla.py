@@ -17,7 +17,8 @@ from precondattn.spec.linear_family import LinearFamily
 class GLA(LinearFamily):
     """Gated linear attention: o_i = s Σ_{j≤i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_ic} v_j.
 
-    Keys, values and gates may have fewer heads than queries (n < h); a state belongs to each.
+    Keys, values and gates may have fewer heads than queries (n < h). There is one state per
+    key/value head.
 
     Parameters
     ----------

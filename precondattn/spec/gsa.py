@@ -5,8 +5,8 @@
     p_t = softmax(s K_tᵀ q_t),    o_t = V_tᵀ p_t
 
 Source: gated slot attention (arXiv 2409.07146) Eq. 7–8. Both are recurrences: the first with the
-slots' weights as values and a decay for each of them, the second with the weights as keys. With
-L the logits, and both recurrences' own gradients,
+slot weights s as values and a decay for each of them, the second with s as keys. With L the logits,
+the gradients are those of the recurrences:
 
     dp from the second,    dL = p ∘ (dp − p·dp),    ds_t and dg_t are the sums of both.
 """
@@ -38,10 +38,10 @@ from precondattn.spec.stateful import Stateful
 class GSA(Stateful):
     """Gated slot attention: p_t = softmax(s K_tᵀ q_t), o_t = V_tᵀ p_t over m slots.
 
-    `s` (b, s, n, m) says how much of a token goes to which slot and `g` (b, s, n, m) how much each
-    slot forgets; the public layer has s = 1 − e^g, better computed as −expm1(g). What it applies
-    to q, k and v before (swish, silu) is left to the layer. Keys, values, `s` and `g` may have
-    fewer heads than queries (n < h); the slots belong to each of theirs.
+    `s` (b, s, n, m) is the weight with which a token is written to each slot, and `g` (b, s, n, m)
+    the log-decay of each slot. The public layer has s = 1 − e^g, better computed as −expm1(g). The
+    layer's activations of q, k and v (swish, silu) are not included. Keys, values, `s` and `g` may
+    have fewer heads than queries (n < h); there are m slots per key/value head.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class GSA(Stateful):
 
     Examples
     --------
-    With one slot the softmax is 1, and a memory is read that does not ask who reads:
+    With one slot the softmax is 1, and the output does not depend on the query:
 
     >>> import numpy as np, precondattn as pa
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 1, 2))
@@ -94,7 +94,7 @@ class GSA(Stateful):
     def _streams(
         self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
     ) -> tuple[Stream, Stream, Array]:
-        """The two recurrences, the second with p as its queries; the last state of the first."""
+        """The two recurrences, the second with queries p, and the final state of the first."""
         k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
         q = self.scale_for(x["q"].shape[3]) * queries_of_states(x["q"], k.shape[1])
         gate = forget_other_segments(g[..., None], frame)

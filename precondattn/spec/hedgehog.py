@@ -1,9 +1,9 @@
-"""Hedgehog: a learnt feature map that is positive and sums to 1.
+"""Hedgehog: a learnt feature map with positive features that sum to 1.
 
     φ(x) = softmax([y, −y]) ∈ R^{2d},    y = c (W x + b)
 
 Source: Hedgehog (arXiv 2402.04347) Eq. 6, with a softmax over the features; the baseline of CCQ
-4.1. W starts as the identity and b as 0; flash-linear-attention has c = 2. Gradient:
+4.1. W is initialised with the identity and b with 0; flash-linear-attention has c = 2. Gradient:
 
     dz = φ ∘ (dφ − φ·dφ),    dy = c (dz_{1…d} − dz_{d+1…2d}),
     dx = Wᵀ dy,    dW = Σ dy xᵀ,    db = Σ dy.
@@ -24,12 +24,12 @@ from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, softmax, transpose
 
 WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
-"""Patterns of W and b: for all heads, or each its own."""
+"""Patterns of W and b: shared by all heads, or one per head."""
 
 
 @dataclass(frozen=True)
 class HedgehogMap(TokenWise):
-    """softmax([y, −y]), y = c (W x + b), with `weight` W (d, d) and `bias` b (d), or one a head.
+    """softmax([y, −y]), y = c (W x + b), with W = `weight` (d, d) and b = `bias` (d), or per head.
 
     Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
 
@@ -61,7 +61,7 @@ class HedgehogMap(TokenWise):
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         xp = namespace(x["x"])
-        # One row vector for each token and head, so that a head's own matrix may multiply it.
+        # One row vector per token and head, so that `weight` may have a head axis.
         y = (x["x"][..., None, :] @ transpose(x["weight"]))[..., 0, :]
         y = self.factor * (y + x["bias"])
         return softmax(xp.concat([y, -y], axis=-1)), ()
@@ -82,9 +82,9 @@ class HedgehogMap(TokenWise):
             d_weight = transpose(xp.reshape(d_y, rows)) @ xp.reshape(x["x"], rows)
             d_bias = xp.sum(d_y, axis=(0, 1, 2))
         else:
-            of_head, h = (2, 3, 0, 1), x["x"].shape[2]
-            left = xp.reshape(xp.permute_dims(d_y, of_head), (h, d, -1))
-            right = xp.reshape(xp.permute_dims(x["x"], of_head), (h, d, -1))
+            heads_first, h = (2, 3, 0, 1), x["x"].shape[2]
+            left = xp.reshape(xp.permute_dims(d_y, heads_first), (h, d, -1))
+            right = xp.reshape(xp.permute_dims(x["x"], heads_first), (h, d, -1))
             d_weight = left @ transpose(right)
             d_bias = xp.sum(d_y, axis=(0, 1))
         d_x = (d_y[..., None, :] @ x["weight"])[..., 0, :]

@@ -2,8 +2,8 @@
 
     L2(x) = x / n,    n = √(‖x‖² + ε),    and with a gain γ:  γ ∘ L2(x)
 
-What the delta rule needs of its keys, and CCQ of queries and keys. ε stands inside the root, as in
-flash-linear-attention; the row x = 0 with ε = 0 is taken to be 0.
+The delta rule needs it for keys, and CCQ for queries and keys. ε is inside the root, as in
+flash-linear-attention; L2(0) = 0 for ε = 0.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from precondattn.spec.norm import Norm
 
 
 def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
-    """x / size, √(‖x‖² + ε) / size (1 where it is 0), and the size, of rows (…, d).
+    """x / size, √(‖x‖² + ε) / size (1 where it is 0), and the size, for rows (…, d).
 
-    A row is brought to a size of about 1 before it is squared, so that no square overflows or
-    vanishes. By how much does not matter, and so is constant to the gradient.
+    A row is divided by its largest entry before it is squared, so that no square overflows or
+    underflows. The result does not depend on the divisor, which is constant for the gradient.
     """
     xp = namespace(x)
     high, low = (f(x, axis=-1, keepdims=True) for f in (xp.max, xp.min))
@@ -33,7 +33,7 @@ def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
 
 
 def length(x: Array, eps: float) -> Array:
-    """√(‖x‖² + ε) along the last axis, which is kept; 1 where it is 0."""
+    """√(‖x‖² + ε) along the last axis, which becomes an axis of size 1; 1 where it is 0."""
     _, root, size = _scaled(x, eps)
     return size * root
 

@@ -6,9 +6,9 @@ elementwise, or, as one log-sum-exp over the visible keys j for each channel c,
 
     o_ic = log Σ_j exp(log a_ij + v_jc).
 
-The second form is exact: nothing under- or overflows, whatever the values, and no value that a
-query may not see enters its output, which is not true of the paper's Algorithm 1 (the column
-maximum it subtracts is taken over future tokens as well).
+The second form is exact: it neither underflows nor overflows for any values, and the output of a
+query does not depend on masked keys. This does not hold for the paper's Algorithm 1, which
+subtracts a column maximum that includes future tokens.
 
 With the posterior weights w_ijc = a_ij exp(v_jc − o_ic), Σ_j w_ijc = 1,
 
@@ -52,6 +52,6 @@ LOG_MEAN_EXP = LogMeanExp()
 RANGE = {"float32": 60.0, "float64": 500.0}
 """The range R of a channel's values, by dtype, within which o = ν + log(A e^{v − ν}) is exact.
 
-Every factor is then at least e^{−R}. Weights vanish below e^{−87} in float32 and e^{−708} in
-float64, so what is lost is below rounding.
+Every factor is then at least e^{−R}. Weights underflow below e^{−87} in float32 and e^{−708} in
+float64, so the error is below rounding.
 """

@@ -2,7 +2,7 @@
 
     LN(x) = (x − mean(x)) / √(mean((x − mean(x))²) + ε),    and with a gain γ:  γ ∘ LN(x)
 
-Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4; LASER 4.1 puts it on queries and keys.
+Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4; LASER 4.1 applies it to queries and keys.
 
 Gradient, with g = γ ∘ cotangent, x̂ = LN(x) and σ the root:
 
@@ -10,7 +10,7 @@ Gradient, with g = γ ∘ cotangent, x̂ = LN(x) and σ the root:
 
 which is the RMS norm of the centred row, and its gradient, centred.
 
-The constant row with ε = 0 is taken to be 0 (σ := 1).
+LN of a constant row is 0 for ε = 0 (σ := 1).
 """
 
 from __future__ import annotations

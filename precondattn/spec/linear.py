@@ -1,11 +1,11 @@
 """Linear attention: o_t = s S_tᵀ q_t, S_t = S_{t−1} + k_t v_tᵀ.
 
-Optionally normalised, with the denominator as one more number for each key channel in the state:
+Optionally normalised, with the denominator as one more entry per key channel in the state:
 
     o_t = S_tᵀ q_t / (z_tᵀ q_t + ε / s),    z_t = z_{t−1} + k_t.
 
-Source: Katharopoulos et al. 2020 (arXiv 2006.16236) Eq. 18–20. z is the column of S that a value of
-1 would have, and so the recurrence is the same. With o = a / c:
+Source: Katharopoulos et al. 2020 (arXiv 2006.16236) Eq. 18–20. z is the column of S for a value
+channel that is 1 at every token, so the recurrence is the same. With o = a / c:
 
     da = do / c,    dc = −(do·o) / c.
 """
@@ -29,18 +29,19 @@ from precondattn.spec.recurrence import RECURRENT, Form, Stream
 class Linear(LinearFamily):
     """Linear attention: o_i = s Σ_{j≤i} (q_i·k_j) v_j, in linear time. Causal.
 
-    Keys and values may have fewer heads than queries (n < h); a state belongs to each of theirs.
+    Keys and values may have fewer heads than queries (n < h). There is one state per key/value
+    head.
 
     Parameters
     ----------
     scale : float, optional
         s; d^{-1/2} by default.
     normalize : bool
-        Whether the weights of a row are divided by their sum plus `eps`. It makes sense for
-        features that are not negative, as `Elu1` and `Hedgehog` make them: for others the sum can
-        be 0 or near it, and the output anything.
+        Whether the weights of a row are divided by their sum plus `eps`. Use it with non-negative
+        features, such as those of `Elu1` and `Hedgehog`: for others the sum can be 0 or close to
+        it, and the output is then arbitrary.
     eps : float
-        Added to the sum of the scaled weights. With 0, a row without weights gives 0.
+        Added to the sum of the scaled weights. With 0, a row of zero weights has output 0.
 
     Source
     ------
@@ -122,5 +123,5 @@ class Linear(LinearFamily):
         d_mass = -row_sum(d_sum * (rows[..., :-1] / total))
         d_rows = queries_of_states(xp.concat([d_sum, d_mass], axis=-1), stream.k.shape[1])
         d = form.vjp(stream, start, d_rows, self._with_mass(d_state))
-        found = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]), frame)
-        return found, {"state": d.state[..., :-1], "mass": d.state[..., -1]}
+        gradients = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]), frame)
+        return gradients, {"state": d.state[..., :-1], "mass": d.state[..., -1]}

@@ -1,10 +1,11 @@
-"""What linear attention, its decaying kin and the delta rule have in common (`recurrence.py`).
+"""The shared part of linear attention, its variants with decay, and the delta rule.
 
     o = s SᵀQ,    S_t = Γ_t ∘ S_{t−1} + k_t u_tᵀ
 
-A mechanism says which heads have a state, which of them share keys, values and queries following
-from that, and where its decay comes from. Tokens of another packed segment are forgotten: there the
-decay is −∞. Gradient: that of the recurrence, summed over the heads that share an input.
+A mechanism declares which heads have a state, and where its decay comes from; which states share
+keys, values and queries follows from the heads. At the first token of a packed segment the decay is
+−∞, so that the state is reset. Gradient: that of the recurrence (`recurrence.py`), summed over the
+heads that share an input.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
 
 GATES = {"head": "in (-inf, 0]", "channel": "d in (-inf, 0]"}
-"""What stands behind `"b s heads"` in the pattern of g."""
+"""The part of the pattern of g after `"b s heads"`."""
 
 
 def queries_of_states(q: Array, heads: int) -> Array:
-    """Queries (b, t, h, d) as (b, heads, t, r, d): the r of them that read one state.
+    """Queries (b, t, h, d) as (b, heads, t, r, d), where r query heads read one state.
 
     With more states than query heads, each query head is repeated.
     """
@@ -47,7 +48,7 @@ def queries_of_states(q: Array, heads: int) -> Array:
 
 
 def rows_of_states(o: Array) -> Array:
-    """What r queries read from each state (b, m, t, r, e), as rows (b, t, m r, e)."""
+    """Outputs of r queries per state (b, m, t, r, e), as rows (b, t, m r, e)."""
     b, m, t, r, e = o.shape
     xp = namespace(o)
     return xp.reshape(xp.permute_dims(o, (0, 2, 1, 3, 4)), (b, t, m * r, e))
@@ -76,10 +77,11 @@ class LinearFamily(Stateful):
     """A leaf that is one recurrence."""
 
     heads: ClassVar[str] = "n"
-    """The letter of the heads that have a state: those of the keys, the queries or the values."""
+    """The letter of the heads that have a state: n (keys), h (queries) or u (values)."""
     gate: ClassVar[str | None] = None
-    """What has a gate g: each `"head"`, each `"channel"` of its keys, or nothing."""
+    """Whether there is a gate g, one per `"head"` or one per key `"channel"`."""
     is_delta: ClassVar[bool] = False
+    """Whether a write follows the delta rule; otherwise it is additive."""
 
     scale: float | None = positive_or_none()
 
@@ -105,7 +107,8 @@ class LinearFamily(Stateful):
 
     def slots(self) -> tuple[Slot, ...]:
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
-        return (Slot("state", f"{self.name}.state({written})", f"b {self.heads} d e", wide=True),)
+        history = f"{self.name}.state({written})"
+        return (Slot("state", history, f"b {self.heads} d e", wide=True),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Those of one d × e state for each head that reads one."""
@@ -116,11 +119,11 @@ class LinearFamily(Stateful):
         return d**-0.5 if self.scale is None else self.scale
 
     def state_heads(self, x: Mapping[str, Array]) -> int:
-        """How many heads have a state."""
+        """The number of heads with a state."""
         return int(x["v" if self.heads in "nu" else "q"].shape[2])
 
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """(b, m, s, 1 or d, 1)"""
+        """The log-decay (b, m, s, 1 or d, 1)."""
         if self.gate is None:
             k = swap_time_and_heads(x["k"])
             g = namespace(k).zeros_like(repeat_heads(k[..., :1], self.state_heads(x)))
@@ -136,11 +139,11 @@ class LinearFamily(Stateful):
         return {"g": swap_time_and_heads(d_g[..., 0] if self.gate == "channel" else d_g[..., 0, 0])}
 
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
-        """The recurrence's own view of the inputs."""
+        """The inputs in the layout of the recurrence."""
         m = self.state_heads(x)
         return Stream(
             self.scale_for(x["q"].shape[3]) * queries_of_states(x["q"], m),
-            # The core has zeroed padded keys, but a feature map may have made something of them.
+            # Padded keys are 0 in the call, but not after a feature map.
             where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame),
             repeat_heads(swap_time_and_heads(x["v"]), m),
             forget_other_segments(self.log_decay(x, frame), frame),
@@ -148,16 +151,16 @@ class LinearFamily(Stateful):
         )
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
-        """The gradients of the inputs, from those of their view."""
+        """The gradients of the inputs, from those of the stream."""
         d_k = sum_heads(where_valid(d.k, frame), x["k"].shape[2])
-        found = {
+        gradients = {
             "q": self.scale_for(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
             "k": swap_time_and_heads(d_k),
             "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
         }
         if d.beta is not None:
-            found["beta"] = swap_time_and_heads(d.beta)
-        return found | self.log_decay_vjp(x, d.g, frame)
+            gradients["beta"] = swap_time_and_heads(d.beta)
+        return gradients | self.log_decay_vjp(x, d.g, frame)
 
     def run(
         self,

@@ -1,10 +1,10 @@
-"""LUCID's preconditioner: values decorrelated by the keys, in a triangular solve.
+"""LUCID's preconditioner: values decorrelated by the keys, by a triangular solve.
 
     E y = diag(β) v,    E = I + diag(β) stril(Φ),    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d)
 
-and attention then reads y in place of v: o = softmax(s q kᵀ + mask) y. With β = 1, ε = 0 this is
-Eq. 2 of LUCID, since there diag(Φ) = 1; here the unit diagonal is enforced and never computed. The
-shift s·d makes Φ ≤ 1. One solve serves all query heads of a key/value head.
+Attention then reads y in place of v: o = softmax(s q kᵀ + mask) y. With β = 1, ε = 0 this is Eq. 2
+of LUCID, since there diag(Φ) = 1; here the diagonal is set to 1 and not computed. The shift s·d
+makes Φ ≤ 1. One solve serves all query heads of a key/value head.
 
 As a recurrence (the second form, `forward_substitution`): y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j).
 
@@ -17,9 +17,9 @@ Gradient, with Eᵀ X = dy:
 
     dv = β∘X,    dβ_t = X_t·(v_t − Σ_{j<t} Φ_tj y_j),    dE = −(β∘X) yᵀ below the diagonal,
 
-then through exp, the metric, and the norm. `rows` adds dm_i = X_i·v_i at the (first) maximum.
+then through exp, the metric, and the norm. `rows` adds dm_i = X_i·v_i at the first maximum.
 
-Cache: the keys, y, and rms(k); never v.
+Cache: the keys, y, and rms(k), but not v.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ from precondattn.spec.transported import metric_option
 
 
 class System(NamedTuple):
-    """The triangular system of one call: queries are the keys whose y is wanted."""
+    """The triangular system of one call: rows are the t tokens whose y is computed."""
 
     strict: Array
-    """Φ, or E, strictly below the diagonal (b, n, t, s)."""
+    """Φ (in the variants `rows` and `none` E), strictly below the diagonal (b, n, t, s)."""
     diagonal: Array
-    """E's diagonal (b, n, t, 1)."""
+    """The diagonal of E (b, n, t, 1)."""
     beta: Array
     """β (b, n, t, 1)."""
     at_maximum: Array | None
-    """Where each row's maximum stands (b, n, t, s), in the variant `rows`."""
+    """In the variant `rows`: whether an entry is its row's first maximum (b, n, t, s)."""
 
     def matrix(self) -> Array:
-        """E of the last t keys among themselves."""
+        """E restricted to the last t keys."""
         t, s = self.strict.shape[-2:]
         strict = self.strict[..., s - t :]
         return identity_like(strict) * self.diagonal + self.beta * strict
@@ -92,20 +92,20 @@ class LucidSolve(Leaf):
     Parameters
     ----------
     metric : Metric
-        The score function ⟨·, ·⟩, that of the base.
+        The score function ⟨·, ·⟩, which is that of the base.
     scale : float, optional
         s; d^{-1/2} by default.
     window : int, optional
-        Only keys less than this far apart meet.
+        Φ_ij is 0 unless i − j < window.
     normalize : {"keys", "given", "rows", "none"}
-        Whether keys are normalised here ("keys"), were so before ("given"), or which unbounded
-        variant is meant ("rows": each row by its maximum; "none").
+        "keys": keys are normalised here. "given": they are normalised before. "rows" and "none":
+        the two unbounded variants, which divide each row by its maximum or by nothing.
     eps : float
         In the norm: rms(k) = √(mean(k²) + eps).
     beta : bool
-        Whether there is an input `lucid_beta` in [0, 2]; with normalised keys only.
+        Whether there is an input `lucid_beta` in [0, 2]; for normalised keys only.
     detach_max : bool
-        Whether the maximum of "rows" is constant to the gradient.
+        Whether the maximum of "rows" is constant for the gradient.
 
     Source
     ------
@@ -176,11 +176,11 @@ class LucidSolve(Leaf):
         return {name: swap_time_and_heads(x[name]) for name in self.metric.inputs}
 
     def _rms(self, k: Array) -> Array:
-        """The factor 1/r of every key in the scores (b, n, s, 1)."""
+        """The number r by which every key is divided in the scores (b, n, s, 1)."""
         return rms(k, self.eps) if self.normalize == "keys" else namespace(k).ones_like(k[..., :1])
 
     def _system(self, x: Mapping[str, Array], scores: Array, frame: Frame) -> System:
-        """The system whose unscaled scores (b, n, t, s) are those of its keys."""
+        """The system from the unscaled scores (b, n, t, s) of the keys."""
         xp = namespace(scores)
         d = x["k"].shape[3]
         scores = self.scale_for(d) * scores
@@ -205,7 +205,7 @@ class LucidSolve(Leaf):
             scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
         weights = xp.exp(scores)
         diagonal = row_sum(zero_where_not(on_diagonal, weights))
-        # A row of padding sees not even itself; a unit diagonal keeps the system regular there.
+        # In a row of padding everything is masked; a unit diagonal keeps the system regular.
         diagonal = xp.where(valid, diagonal, 1.0)
         return System(
             zero_where_not(below, weights), diagonal, zero_where_not(valid, one), at_maximum
@@ -223,7 +223,7 @@ class LucidSolve(Leaf):
         return swap_time_and_heads(solve_lower(system.matrix(), system.beta * v)), ()
 
     def forward_substitution(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """The second form, one token after the other; for tests."""
+        """The second form, token by token, for tests."""
         system = self._full_system(x, frame)
         v = swap_time_and_heads(x["v"])
         xp = namespace(v)
@@ -277,11 +277,11 @@ class LucidSolve(Leaf):
         return gradients
 
     def slots(self) -> tuple[Slot, ...]:
-        kept = (*self.metric.slots(), Slot("solved", "{out}", "b c n e"))
+        slots = (*self.metric.slots(), Slot("solved", "{out}", "b c n e"))
         if self.normalize != "keys":
-            return kept
+            return slots
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
-        return (*kept, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
+        return (*slots, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
 
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
@@ -292,7 +292,7 @@ class LucidSolve(Leaf):
         past_keys = cached_keys(self.metric, past)
         r, past_r = self._rms(k), xp.ones_like(past_y[..., :1])
         if self.normalize == "keys":
-            # The norm is that of the key as it came; a cached key may have been transported since.
+            # The norm of the original key: the cached key may have been transported since.
             past_r = swap_time_and_heads(past["rms"])[..., None]
             past_r = xp.where(past_r > 0, past_r, 1.0)
         among_keys = frame.among_keys(k.shape[2])

@@ -1,8 +1,8 @@
 """Metrics: the score function ⟨q, k⟩ of a base, as an object that its preconditioners can use.
 
-A metric is linear in the key. It has the scores of all pairs, their vjp, and a cached form: scores
-of new queries against past and new keys, and how the cached keys advance. The frame says where
-queries and keys stand; what may not be seen is masked by whoever asks for the scores.
+A metric is linear in the key. It computes the scores of all pairs, their vjp, and, for caches, the
+scores of new queries against past and new keys, and the update of the cached keys. The frame has
+the positions and segments of queries and keys; the caller masks the scores.
 
     dot:            ⟨q, k⟩ = q·k
     transported:    ⟨q_i, k_j⟩ = q_iᵀ H_i … H_{j+1} k_j         (transported.py)
@@ -30,14 +30,14 @@ class Metric(Protocol):
 
     @property
     def name(self) -> str:
-        """How it stands in an expression."""
+        """Its text in an expression."""
         ...
 
     inputs: ClassVar[Inputs]
-    """What it reads besides q and k."""
+    """Its inputs besides q and k."""
 
     def slots(self) -> tuple[Slot, ...]:
-        """The buffers it keeps; that of the keys is called `key`."""
+        """Its cache buffers; the one of the keys is named `key`."""
         ...
 
     def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array: ...
@@ -45,17 +45,17 @@ class Metric(Protocol):
     def vjp(
         self, q: Array, k: Array, extra: Extra, frame: Frame, d_scores: Array
     ) -> tuple[Array, Array, dict[str, Array]]:
-        """The gradients of q, k and the extra inputs; `d_scores` is 0 at hidden pairs."""
+        """The gradients of q, k and the extra inputs; `d_scores` is 0 at masked pairs."""
         ...
 
     def extended_scores(
         self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
     ) -> Array:
-        """New queries (b, h, t, d) against past keys and new ones: (b, h, t, c + t)."""
+        """The scores (b, h, t, c + t) of new queries (b, h, t, d) against past and new keys."""
         ...
 
     def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
-        """The update of every slot; here the heads are those of the keys."""
+        """The update of every slot; all arrays have the heads of the keys."""
         ...
 
     def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:

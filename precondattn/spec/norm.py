@@ -1,4 +1,4 @@
-"""What the norms have in common: an optional gain behind the normalised rows.
+"""The base class of the norms: normalised rows, optionally multiplied by a gain.
 
 y = γ ∘ N(x),    dx = vjp of N at γ ∘ dy,    dγ = Σ dy ∘ N(x)
 """
@@ -18,7 +18,7 @@ from precondattn.spec.array_functions import sum_rows
 
 @dataclass(frozen=True)
 class Norm(TokenWise):
-    """A norm N of rows; subclasses have `normalized` and `normalized_vjp`."""
+    """A norm N of rows; subclasses define `normalized` and `normalized_vjp`."""
 
     eps: float = non_negative(1e-6)
     gain: bool = flag(False)

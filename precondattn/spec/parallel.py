@@ -1,16 +1,16 @@
 """The parallel form of the recurrence: all pairs of tokens at once.
 
-With G = cumsum(g) and D_ij = e^{G_i − G_j} for j ≤ i, the state S_0 in front of the first token,
+With G = cumsum(g), D_ij = e^{G_i − G_j} for j ≤ i, and the state S_0 before the first token,
 
     (I + diag(β) stril(D ∘ k kᵀ)) U = diag(β) (V − e^{G} ∘ k S_0)      (additive: U = V),
     O = e^{G} ∘ q S_0 + tril(D ∘ q kᵀ) U,
     S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
 
-Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. For a decay of each key
-channel D stands inside the product, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; of each value channel,
-inside the sum over j. It is quadratic in the number of tokens, and exponentiates differences of
-sums, which lose the digits of every gate behind one that is nearly closed: a form for tests, on
-moderate gates.
+Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. With one decay per key
+channel D is inside the product, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel it
+is inside the sum over j. This form is quadratic in the number of tokens. It exponentiates
+differences of sums, which lose the digits of all gates that follow a nearly closed one, so it is
+used only in tests with moderate gates.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
         from_state = xp.exp(total[..., 0]) * (x.k @ state)
         u = solve_lower(identity_like(below) + below, x.beta[..., None] * (x.v - from_state))
 
-    seen = total[:, :, s - t :, ...]
+    query_total = total[:, :, s - t :, ...]
     if by_value:
-        o = (x.q @ state[:, :, None, ...]) * xp.exp(seen)
+        o = (x.q @ state[:, :, None, ...]) * xp.exp(query_total)
         a = x.q @ transpose(x.k)[:, :, None, ...]  # (b, m, t, r, s)
         o = o + xp.sum(
             a[..., None] * (_decay(total[..., 0, :], t) * u[:, :, None, :, :])[:, :, :, None, ...],
             axis=-2,
         )
     else:
-        o = (x.q * xp.exp(seen)[..., 0][..., None, :]) @ state[:, :, None, ...]
+        o = (x.q * xp.exp(query_total)[..., 0][..., None, :]) @ state[:, :, None, ...]
         o = o + _weights(x.q, x.k, total) @ u[:, :, None, ...]
 
     last = total[:, :, -1:, ...]
@@ -60,7 +60,7 @@ def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
 
 
 def _weights(q: Array, k: Array, total: Array) -> Array:
-    """Σ_c q_ic k_jc e^{G_ic − G_jc} (b, m, t, r, s), 0 for j > i; G by key channel, or one."""
+    """Σ_c q_ic k_jc e^{G_ic − G_jc} (b, m, t, r, s), 0 for j > i; G per key channel or token."""
     xp = namespace(q)
     decay = _decay(total[..., 0], q.shape[2])  # (b, m, t, s, 1 or d)
     if decay.shape[-1] == 1:

@@ -3,7 +3,7 @@
     o = softmax(s A + mask) v,    A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j,    H_t = I − β_t w_t w_tᵀ
 
 Source: PaTH (arXiv 2505.16381); LUCID Table 1, whose row lacks the mask and s. It is `softmax` with
-another metric, and the mathematics is there (`transported.py`).
+another metric; the mathematics of the metric is in `transported.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from precondattn.spec.transported import Transported
 class Path(SoftmaxAttention):
     """PaTH: o = softmax(s A + bias) v, A_ij = q_iᵀ H_i … H_{j+1} k_j, H_t = I − β_t w_t w_tᵀ.
 
-    The directions `w` (b, s, n, d) are used as they are: normalise them first. For rows of length
-    1 and `beta` (b, s, n) in [0, 2] scores are bounded by ‖q‖ ‖k‖; beyond, they grow exponentially
-    with the distance. Values are not looked at. Position encodings such as RoPE are not needed.
+    The directions `w` (b, s, n, d) are not normalised here. For rows of length 1 and `beta`
+    (b, s, n) in [0, 2] scores are bounded by ‖q‖ ‖k‖; otherwise they may grow exponentially with
+    the distance. Entries outside these ranges are not rejected. Position encodings such as RoPE
+    are not needed.
 
     Parameters
     ----------
@@ -31,8 +32,8 @@ class Path(SoftmaxAttention):
         As in `Softmax`. In flash-linear-attention the forget gate is inside the scale, as with
         `forget="scaled"`.
     flush : int
-        In a cache, past keys are rewritten whenever the length is a multiple of it; the
-        reflections since are kept beside them. 1 rewrites at every token.
+        The cached keys are rewritten whenever the length is a multiple of `flush`; the reflections
+        since then are cached separately. 1 rewrites at every token.
 
     Source
     ------
@@ -40,7 +41,7 @@ class Path(SoftmaxAttention):
 
     Examples
     --------
-    With β = 2 and orthogonal directions, a token behind the key flips one coordinate of it:
+    With β = 2 and orthogonal directions, each token after the key flips one coordinate of it:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.ones((1, 2, 1, 2))
@@ -60,7 +61,7 @@ class Path(SoftmaxAttention):
         "path[flush=2]",
     )
 
-    causal: ClassVar[bool] = True  # type: ignore[misc]  # There is no product backward in time.
+    causal: ClassVar[bool] = True  # type: ignore[misc]  # Keys are transported forward only.
     flush: int = count(1)
 
     @property

@@ -1,11 +1,11 @@
-"""CCQ with the covariance that the query itself sees: exact curvature, in quadratic time.
+"""CCQ with the covariance under the query's own softmax weights, in quadratic time.
 
     q^c_t = q̄_t − λ_t c_t,    c_t = Cov_p[k̄] q̄_t = Σ_j p_tj (s_tj − Σ_l p_tl s_tl) k̄_j,
     s_tj = q̄_t·k̄_j,    p_t = softmax_{j≤t}(s_tj / τ)
 
-Cov_p is the Hessian of the softmax's log-partition at q̄ (τ = 1), where CCQ takes that at 0, which
-is the limit τ → ∞. Source: CCQ (arXiv 2606.01294) App. I and Eq. 11, of which it is no more than a
-remark: for comparisons, not for long sequences. Gradient, with g = dq^c, h = −λ g,
+Cov_p is the Hessian of the softmax's log-partition function at q̄ (τ = 1). CCQ takes the Hessian at
+0, which is the limit τ → ∞. Source: CCQ (arXiv 2606.01294) App. I and Eq. 11, where it is only a
+remark; it is meant for comparisons, not for long sequences. Gradient, with g = dq^c, h = −λ g,
 u_tj = h_t·k̄_j, and ũ, s̃ the centred u − Σ p u and s − Σ p s:
 
     ds = p∘ũ + p∘(s̃∘ũ − Σ p s̃ u) / τ,    dλ = −g·c,
@@ -39,8 +39,8 @@ from precondattn.spec.array_functions import (
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 
 
-class _View(NamedTuple):
-    """What the formulas speak of, for all queries and keys; heads before time."""
+class _Terms(NamedTuple):
+    """The terms of the equations for all queries and keys, with heads before time."""
 
     q: Array
     k: Array
@@ -63,7 +63,7 @@ class QueryWeightedQuery(Leaf):
     Parameters
     ----------
     tau : float
-        τ; 1 gives the Hessian of the log-partition at q̄, and a large one CCQ.
+        τ; 1 gives the Hessian of the log-partition function at q̄, and τ → ∞ gives CCQ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
 
@@ -75,8 +75,7 @@ class QueryWeightedQuery(Leaf):
     --------
     >>> import numpy as np
     >>> q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 2, 4))
-    >>> all_of_it = np.ones((1, 5, 2))
-    >>> out = QueryWeightedQuery()(q, k, contraction=all_of_it)
+    >>> out = QueryWeightedQuery()(q, k, contraction=np.ones((1, 5, 2)))
     >>> bool(np.all(np.linalg.vector_norm(out, axis=-1) <= 1))
     True
     """
@@ -96,8 +95,8 @@ class QueryWeightedQuery(Leaf):
         d = sizes["d"]
         return state_flops(sizes["s"], d, d).times(sizes["h"])
 
-    def _view(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _View:
-        """Of the new queries and all `keys` (b, s, n, d)."""
+    def _terms(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _Terms:
+        """The terms for the new queries and all `keys` (b, s, n, d)."""
         q = swap_time_and_heads(l2_norm(x["q"], self.eps))
         k = repeat_heads(swap_time_and_heads(l2_norm(keys, self.eps)), q.shape[1])
         scores = q @ transpose(k)
@@ -105,11 +104,11 @@ class QueryWeightedQuery(Leaf):
         p = softmax(logits)
         centred = scores - row_sum(p * scores)
         contraction = swap_time_and_heads(x["contraction"])[..., None]
-        return _View(q, k, p, centred, contraction)
+        return _Terms(q, k, p, centred, contraction)
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        view = self._view(x, x["k"], frame)
-        return swap_time_and_heads(view.q - view.contraction * view.c), ()
+        terms = self._terms(x, x["k"], frame)
+        return swap_time_and_heads(terms.q - terms.contraction * terms.c), ()
 
     def backward(
         self,
@@ -119,19 +118,19 @@ class QueryWeightedQuery(Leaf):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        view = self._view(x, x["k"], frame)
+        terms = self._terms(x, x["k"], frame)
         g = swap_time_and_heads(cotangent)
-        h = -view.contraction * g
-        u = h @ transpose(view.k)
-        u = u - row_sum(view.p * u)
-        covariance = row_sum(view.p * view.centred * u)
-        d_s = view.p * u + view.p * (view.centred * u - covariance) / self.tau
-        d_k = transpose(view.p * view.centred) @ h + transpose(d_s) @ view.q
+        h = -terms.contraction * g
+        u = h @ transpose(terms.k)
+        u = u - row_sum(terms.p * u)
+        covariance = row_sum(terms.p * terms.centred * u)
+        d_s = terms.p * u + terms.p * (terms.centred * u - covariance) / self.tau
+        d_k = transpose(terms.p * terms.centred) @ h + transpose(d_s) @ terms.q
         d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
         return {
-            "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ view.k)),
+            "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ terms.k)),
             "k": l2_norm_vjp(x["k"], self.eps, d_k),
-            "contraction": swap_time_and_heads(-row_sum(g * view.c))[..., 0],
+            "contraction": swap_time_and_heads(-row_sum(g * terms.c))[..., 0],
         }
 
     def slots(self) -> tuple[Slot, ...]:
@@ -140,5 +139,6 @@ class QueryWeightedQuery(Leaf):
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        view = self._view(x, namespace(x["k"]).concat([past["key"], x["k"]], axis=1), frame)
-        return swap_time_and_heads(view.q - view.contraction * view.c), {"key": Append(x["k"])}
+        terms = self._terms(x, namespace(x["k"]).concat([past["key"], x["k"]], axis=1), frame)
+        out = swap_time_and_heads(terms.q - terms.contraction * terms.c)
+        return out, {"key": Append(x["k"])}

@@ -1,11 +1,11 @@
-"""Reads: how a base turns its weights and the values into an output.
+"""Reads: functions from attention weights and values to the output.
 
 The ordinary read is the mean of the values under the weights,
 
-    o = A v,    o_i = Σ_j a_ij v_j,
+    o = A v,    o_i = Σ_j a_ij v_j.
 
-and `laser.py` has the other one. A read gets log A, −∞ where a pair is hidden, so that it can stay
-in log space; a row in which everything is hidden reads 0.
+The other one is in `laser.py`. A read is passed log A, which is −∞ at masked pairs, so that it can
+compute in log space. The output of a row in which all keys are masked is 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 
 
 class Read(Protocol):
-    """log weights (b, h, t, s) and values (b, h, s, e) to outputs (b, h, t, e)."""
+    """A function from log weights (b, h, t, s) and values (b, h, s, e) to outputs (b, h, t, e)."""
 
     name: ClassVar[str]
 

@@ -1,27 +1,27 @@
 """The recurrence of linear attention and the delta rule, on a state S (d × e) for each head.
 
-    S'_t = Γ_t ∘ S_{t−1},            Γ_t = e^{g_t}, g ≤ 0         the state decays,
+    S'_t = Γ_t ∘ S_{t−1},            Γ_t = e^{g_t}, g ≤ 0         decay,
     u_t  = v_t                       (additive)
-    u_t  = β_t (v_t − S'_tᵀ k_t)     (delta rule)                 then is written to,
+    u_t  = β_t (v_t − S'_tᵀ k_t)     (delta rule)                 write,
     S_t  = S'_t + k_t u_tᵀ,
-    o_t  = S_tᵀ q_t                                               and then read.
+    o_t  = S_tᵀ q_t                                               read.
 
-The decay g_t is a number, or one for each row of the state (key channel), or one for each column
-(value channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et al. 2024 (GLA,
+The decay g_t is one number, or one per row of the state (key channel), or one per column (value
+channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et al. 2024 (GLA,
 arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
-2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10). Two more forms, which share nothing with this one:
-`parallel.py` and `chunkwise.py`.
+2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10). Two more forms, written independently of this one,
+are in `parallel.py` and `chunkwise.py`.
 
-Gradient, with Λ_t that of S_t, from the last token to the first:
+Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
 
-    Λ_t = Γ_{t+1} ∘ dS'_{t+1} + q_t do_tᵀ,         Λ_N also has the gradient of the final state,
+    Λ_t = Γ_{t+1} ∘ dS'_{t+1} + q_t do_tᵀ,         plus, in Λ_N, the gradient of the final state,
     dq_t = S_t do_t,    du_t = Λ_tᵀ k_t,    dk_t = Λ_t u_t,
     additive:  dv_t = du_t,    dS'_t = Λ_t,
     delta:     dv_t = β_t du_t,    dβ_t = du_t·(v_t − S'_tᵀ k_t),    dk_t −= S'_t dv_t,
                dS'_t = Λ_t − k_t dv_tᵀ,
-    dg_t = Σ dS'_t ∘ S'_t, over what shares the gate,
+    dg_t = Σ dS'_t ∘ S'_t, over the entries that share the gate.
 
-and Γ_1 ∘ dS'_1 is the gradient of the initial state.
+Γ_1 ∘ dS'_1 is the gradient of the initial state.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from precondattn.spec.scan import TIME, Token, scan
 
 
 class Stream(NamedTuple):
-    """What is written to the states of m heads and read from them, token by token."""
+    """The inputs of the recurrence for the states of m heads."""
 
     q: Array
-    """Queries (b, m, t, r, d): r of them read one state. With t < s they are the last tokens'."""
+    """Queries (b, m, t, r, d), r per state. With t < s they belong to the last t tokens."""
     k: Array
     """(b, m, s, d)"""
     v: Array
     """(b, m, s, e)"""
     g: Array
-    """Log-decay (b, m, s, 1 or d, 1 or e); −∞ forgets everything."""
+    """Log-decay (b, m, s, 1 or d, 1 or e); −∞ resets the state."""
     beta: Array | None = None
-    """Write strength of the delta rule (b, m, s); None writes additively."""
+    """Write strength of the delta rule (b, m, s); None for additive writes."""
 
 
 class Gradients(NamedTuple):
-    """Of a stream, and of the initial state."""
+    """The gradients of a stream and of the initial state."""
 
     stream: Stream
     state: Array
@@ -103,11 +103,11 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
 
 
 ByTokens = Callable[..., tuple[Array, ...]]
-"""A function of arrays that treats every token on its own."""
+"""A function of arrays that computes each token from that token alone."""
 
 
 class Form(Protocol):
-    """A way to compute the recurrence: `recurrent` and `recurrent_vjp` say what."""
+    """An algorithm for the recurrence, which `recurrent` and `recurrent_vjp` define."""
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
@@ -116,19 +116,19 @@ class Form(Protocol):
         """The gradients, from those of the outputs and of the final state."""
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = TIME) -> tuple[Array, ...]:
-        """function(*arrays); time is `axis` of them all."""
+        """function(*arrays); `axis` is the time axis of every array."""
 
     def read(
         self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        """function(*outputs, *arrays) of streams and their states, and the final states.
+        """function(*outputs, *arrays), with the outputs of the streams, and the final states.
 
-        Outputs and arrays are (b, m, t, r, …).
+        Each stream is given with its initial state. Outputs and arrays are (b, m, t, r, …).
         """
 
 
 class TokenByToken:
-    """The form that is the definition."""
+    """The definition of the recurrence, as a form."""
 
     forward = staticmethod(recurrent)
     vjp = staticmethod(recurrent_vjp)
@@ -141,15 +141,15 @@ class TokenByToken:
     def read(
         streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        done = [recurrent(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
+        results = [recurrent(stream, state) for stream, state in streams]
+        return function(*(o for o, _ in results), *arrays), [final for _, final in results]
 
 
 RECURRENT: Form = TokenByToken()
 
 
 def _for_every_token(queries: Array, k: Array) -> Array:
-    """Queries of the last t tokens, with zeros for those before."""
+    """Queries of the last t tokens, preceded by zeros for the other tokens."""
     b, m, t, r, width = queries.shape
     missing = k.shape[TIME] - t
     if not missing:
@@ -184,27 +184,27 @@ def _correct_and_read(state: Array, token: Token) -> tuple[Array, Array]:
 
 
 def _add(state: Array, token: Token) -> tuple[Array, Array]:
-    """The state, and the one before."""
+    """The new state, and the old one."""
     k, v, g = token
     return namespace(k).exp(g) * state + _outer(k, v), state
 
 
 def _correct(state: Array, token: Token) -> tuple[Array, Array]:
-    """The state, and the one before."""
+    """The new state, and the old one."""
     k, v, g, beta = token
     decayed = namespace(k).exp(g) * state
     return decayed + _outer(k, beta[..., None] * (v - _read(decayed, k))), state
 
 
 def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
-    """What reaches the state before, and Λ."""
+    """The contribution to the gradient of the previous state, and Λ."""
     q, d_o, _, g = token
     d_state = d_state + transpose(q) @ d_o
     return namespace(q).exp(g) * d_state, d_state
 
 
 def _back_from_correction(d_state: Array, token: Token) -> tuple[Array, Array]:
-    """What reaches the state before, and Λ."""
+    """The contribution to the gradient of the previous state, and Λ."""
     q, d_o, k, g, beta = token
     d_state = d_state + transpose(q) @ d_o
     d_v = beta[..., None] * _read(d_state, k)

@@ -2,9 +2,9 @@
 
     o_t = s S_tᵀ q_t,    S_t = γ_h S_{t−1} + k_t v_tᵀ,    γ_h = 1 − 2^{−5−h}
 
-for query heads h = 0, 1, 2 … Source: RetNet (arXiv 2307.08621) Eq. 5–7. The rotation of queries and
-keys (xPos) stands before it; the paper's normalisation of rows by √Σ_j D_ij and max(|Σ_j Q K|, 1),
-and its group norm, do not belong to it. γ is not differentiated.
+for query heads h = 0, 1, 2 … Source: RetNet (arXiv 2307.08621) Eq. 5–7. Not included are the
+rotation of queries and keys (xPos), which comes before, the paper's normalisation of rows by
+√Σ_j D_ij and max(|Σ_j Q K|, 1), and its group norm. γ is not differentiated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precondattn.spec.linear_family import LinearFamily
 
 
 def log_retention(heads: int, like: Array) -> Array:
-    """log γ_h = log(1 − 2^{−5−h}) of heads 0, 1, 2 … (heads)."""
+    """log γ_h = log(1 − 2^{−5−h}) for h = 0, 1, 2 …, of shape (heads,)."""
     xp = namespace(like)
     h = cast(arange_like(heads, like), like.dtype)
     return xp.log1p(-(2.0 ** (-5.0 - h)))
@@ -31,8 +31,8 @@ def log_retention(heads: int, like: Array) -> Array:
 class Retention(LinearFamily):
     """Retention: o_i = s Σ_{j≤i} γ^{i−j} (q_i·k_j) v_j, with γ = 1 − 2^{−5−h} for query head h.
 
-    There is no gate to pass, and every query head has a state of its own. Padded and hidden tokens
-    do not decay it.
+    There is no gate input, and every query head has its own state. The state does not decay at
+    padded and masked tokens.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Retention(LinearFamily):
 
     Examples
     --------
-    A value of 1 fades by 31/32 for each token:
+    A value of 1 decays by 31/32 per token:
 
     >>> import numpy as np, precondattn as pa
     >>> ones, v = np.ones((1, 3, 1, 1)), np.asarray([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)
@@ -64,5 +64,5 @@ class Retention(LinearFamily):
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         h = x["q"].shape[2]
         k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
-        each = log_retention(h, k)[None, :, None, None]
-        return where_valid(namespace(k).broadcast_to(each, k.shape), frame)[..., None]
+        g = log_retention(h, k)[None, :, None, None]
+        return where_valid(namespace(k).broadcast_to(g, k.shape), frame)[..., None]

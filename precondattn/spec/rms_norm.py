@@ -4,7 +4,7 @@
 
 Source: LUCID 3.2 (with ε = 0). Rows of RN(x) have length √d when ε = 0.
 
-The row x = 0 with ε = 0 is taken to be 0 (rms := 1), so that a zero key stays a zero key.
+RN(0) = 0 for ε = 0 (rms := 1), so that a zero key stays a zero key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn.spec.norm import Norm
 
 
 def rms(x: Array, eps: float) -> Array:
-    """√(mean(x²) + ε) along the last axis, which is kept."""
+    """√(mean(x²) + ε) along the last axis, which becomes an axis of size 1; 1 where it is 0."""
     xp = namespace(x)
     mean_square = row_sum(x * x) / x.shape[-1] + eps
     return xp.sqrt(xp.where(mean_square > 0, mean_square, 1.0))

@@ -2,8 +2,8 @@
 
     q ↦ q ∘ softplus(p) / ln 2,    p ∈ R^d
 
-Divided by ln 2, p = 0 changes nothing, as in the public code that LASER builds on; LASER's text
-has softplus(p) alone, which multiplies every logit by ln 2 at p = 0. Source: LASER 4.1.
+The division by ln 2 makes p = 0 the identity, as in the public code that LASER builds on. LASER's
+text has softplus(p) alone, which multiplies every logit by ln 2 at p = 0. Source: LASER 4.1.
 
 Gradient, with σ the logistic function: dq = dx ∘ softplus(p) / ln 2, dp = Σ dx ∘ q ∘ σ(p) / ln 2.
 """
@@ -24,7 +24,7 @@ from precondattn.spec.array_functions import sum_rows
 
 
 def softplus(x: Array) -> Array:
-    """log(1 + eˣ), which neither overflows nor loses small values."""
+    """log(1 + eˣ), without overflow for large x and without loss of accuracy for x ≪ 0."""
     xp = namespace(x)
     return xp.logaddexp(x, xp.zeros_like(x))
 

@@ -1,7 +1,7 @@
-"""A scan: one step after the other along the time axis, carrying a state.
+"""A scan: steps along the time axis that carry a state.
 
-The array-API standard has no such function. JAX has one, and needs it: unrolled, a sequence of
-2,000 tokens would be traced as 2,000 copies of the step.
+The array-API standard has no such function. In JAX, `lax.scan` is necessary: with an unrolled loop,
+a sequence of 2,000 tokens would be traced as 2,000 copies of the step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from precondattn.arrays import Array, library_of, namespace
 
 TIME = 2
-"""The axis of time: behind batch and heads."""
+"""The time axis, after batch and heads."""
 
 Token = tuple[Any, ...]
-"""A slice of every input at one time."""
+"""The slices of all inputs at one token."""
 
 
 def scan(
@@ -28,9 +28,9 @@ def scan(
 ) -> tuple[Array, Array]:
     """(the last state, outputs along axis 2) of `state, output = step(state, token)`.
 
-    `inputs` (b, m, t, …) are cut along axis 2. With `reverse` the last token comes first, and its
-    output stands last. `step` is a function of a module: JAX knows it again by its identity, and
-    does not compile a second time what it has compiled.
+    The loop runs over axis 2 of the inputs (b, m, t, …), with `reverse` from the last token to the
+    first; outputs are always in the order of tokens. `step` must be a module-level function: JAX
+    caches the compiled scan by its identity.
     """
     if library_of(state) == "jax":
         return _scan_of_jax(step, state, inputs, reverse)

@@ -5,7 +5,7 @@
 with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) in S. Source:
 Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
 
-The weights are kept as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the visible keys.
+The weights are computed as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the unmasked keys.
 
 Gradient, with dS from the read (`read.py`, `laser.py`):
 
@@ -43,7 +43,7 @@ from precondattn.spec.read import MEAN, Read
 
 @dataclass(frozen=True)
 class SoftmaxAttention(Leaf):
-    """What softmax and PaTH have in common: softmax over the scores of a metric."""
+    """Softmax over the scores of a metric: the base class of `Softmax` and `Path`."""
 
     metric: ClassVar[Metric]
 
@@ -96,12 +96,12 @@ class SoftmaxAttention(Leaf):
         return self.metric.flops(pairs, keys, sizes["d"], sizes["e"]).times(sizes["h"])
 
     def _extra(self, x: Mapping[str, Array], heads: int) -> Arrays:
-        """The metric's own inputs, one for each of `heads`."""
+        """The metric's own inputs, repeated to `heads` heads."""
         names = self.metric.inputs
         return {n: repeat_heads(swap_time_and_heads(x[n]), heads) for n in names}
 
     def _gate_scale(self, d: int) -> float:
-        """What multiplies the decay of the forget gate."""
+        """The factor of the decay of the forget gate."""
         return self.scale_for(d) if self.forget == "scaled" else 1.0
 
     def _visible(self, frame: Frame) -> Array:
@@ -195,27 +195,27 @@ def bias_of_keys(bias: Array, frame: Frame) -> Array:
 class Softmax(SoftmaxAttention):
     """Softmax attention: o = softmax(s q kᵀ + bias + mask) v.
 
-    Query i of t stands at position i + s − t of the keys. With fewer key/value heads than query
-    heads (n < h), query head i reads key/value head ⌊i n / h⌋.
+    Query i of t has position i + s − t among the keys. With fewer key/value heads than query heads
+    (n < h), query head i reads key/value head ⌊i n / h⌋.
 
     Parameters
     ----------
     causal : bool
-        Whether a query sees only keys at its own position and before.
+        Whether a query attends only to keys at its own position and before.
     scale : float, optional
         The factor s of the logits; d^{-1/2} by default.
     window : int, optional
-        A query at i sees keys at j with |i − j| < window.
+        A query at i attends to keys at j with |i − j| < window.
     bias : bool
-        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits:
-        finite, or −∞ for a pair that is hidden from softmax (no preconditioner sees it). In
-        `extend` its last axis is the cache's capacity: column j is the key at position j.
+        Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits. Its
+        entries are finite, or −∞ to mask a pair in softmax (preconditioners do not use the bias).
+        In `extend` its last axis is the cache's capacity: column j is the key at position j.
     forget : {"none", "unscaled", "scaled"}
         Whether there is an input `g` (b, s, h) ≤ 0 and finite, the logarithm of a forget gate:
-        the sum of g over the tokens behind the key up to the query is added to the logits
-        ("unscaled"), or to the scores before s multiplies them ("scaled"). Causal only.
+        the sum of g over the tokens after the key up to the query is added to the logits
+        ("unscaled"), or to the scores before they are multiplied by s ("scaled"). Causal only.
     read : Mean or LogMeanExp
-        How the values are read. `Laser` sets it.
+        The read of the values. `Laser` sets it.
 
     Source
     ------

@@ -2,8 +2,8 @@
 
     o_t = s S_tᵀ q_t,    S_t = e^{g_t} S_{t−1} + k_t v_tᵀ,    s = 1
 
-Source: Mamba-2 (arXiv 2405.21060) 5–6, with q = C, k = B, v = Δ x, g = Δ A; `mamba2_inputs` makes
-them. With a scale of d^{-1/2} it is "simple GLA" of flash-linear-attention.
+Source: Mamba-2 (arXiv 2405.21060) 5–6, with q = C, k = B, v = Δ x, g = Δ A, which `mamba2_inputs`
+computes. With a scale of d^{-1/2} it is "simple GLA" of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from precondattn.spec.linear_family import LinearFamily
 class SSD(LinearFamily):
     """Mamba-2's recurrence: o_i = s Σ_{j≤i} e^{g_{j+1} + … + g_i} (q_i·k_j) v_j.
 
-    Value heads are a multiple of query and key heads (Mamba-2's groups), and each has a gate and a
-    state.
+    The number of value heads is a multiple of that of query and key heads (Mamba-2's groups). Each
+    value head has a gate and a state.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""What leaves with a state have in common: one function serves calls and caches alike.
+"""The base class of leaves with a state: one function serves full calls and `extend`.
 
-A full call runs from a state of zeros and drops the last one; `extend` runs from the cache's state
-and keeps it. So there are two methods to write, `run` and `run_vjp`, and none of the others. The
-form of the recurrence is theirs to be told, so that a backend may have a faster one.
+A full call runs from a zero state and discards the final state; `extend` runs from the cache's
+state and returns the new one. A subclass therefore defines only `run` and `run_vjp`. The form of
+the recurrence is passed in, so that a backend can supply a faster one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from precondattn.spec.recurrence import RECURRENT, Form
 
 
 class Stateful(Leaf):
-    """A leaf whose slots are a state that the tokens change, of one size for any number of them."""
+    """A leaf whose slots are a state, of a size that does not depend on the number of tokens."""
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""A temperature on the logits, as a division of the query.
+"""A temperature of the logits, applied by dividing the query.
 
     s ⟨q, k⟩ / τ = s ⟨q / τ, k⟩,    τ > 0
 

@@ -1,4 +1,4 @@
-"""PaTH's metric: the key is transported to the query by one reflection a token.
+"""PaTH's metric: the key is transported to the query by one reflection per token.
 
     ⟨q_i, k_j⟩ = q_iᵀ H_i H_{i−1} … H_{j+1} k_j,    H_t = I − β_t w_t w_tᵀ
 
@@ -7,9 +7,9 @@ with the empty product at i = j. Source: PaTH (arXiv 2505.16381); LUCID Table 1.
     A = q kᵀ − B Z R,    B = tril(q wᵀ),    R = stril(w kᵀ),    G = stril(w wᵀ),
     Z = (I + diag(β) G)⁻¹ diag(β),
 
-which exists at β = 0, where the T = diag(β)⁻¹ + G of LUCID's table does not. Here the masks come
-from positions, so that queries may be fewer than keys, and the reflections of a packed sequence
-never meet those of another. Two more forms, for tests: `product_form` and `key_cache_form`.
+which exists at β = 0, where the T = diag(β)⁻¹ + G of LUCID's table does not. The triangular masks
+are computed from positions and segments, so that there may be fewer queries than keys, and packed
+sequences do not interact. Two more forms, for tests, are `product_form` and `key_cache_form`.
 
 Gradient, with M = (I + diag(β) G)⁻¹ and dA = 0 above the diagonal:
 
@@ -17,12 +17,13 @@ Gradient, with M = (I + diag(β) G)⁻¹ and dA = 0 above the diagonal:
     dq = dA k + dB w,    dk = dAᵀ q + dRᵀ w,    dw = dBᵀ q + dR k + (dG + dGᵀ) w,
     dβ = diag(Mᵀ dZ (I + G diag(β))⁻ᵀ).
 
-Cache: the keys, transported. A new token rewrites every past key, k̃ ← H k̃. With `flush` C > 1
-that happens once every C tokens: in between, the reflections since the last flush are kept aside
-and transform the query. The same closed form serves, with the pending reflections among its w.
+Cache: the transported keys. A new token rewrites every cached key, k̃ ← H k̃. With `flush` C > 1
+that happens once every C tokens; in between, the reflections since the last flush are cached
+separately and applied to the query. The closed form is the same, with the pending reflections among
+its w.
 
-For unit w and β in [0, 2] every H is a contraction, so that |⟨q, k⟩| ≤ ‖q‖ ‖k‖. Beyond, products
-of reflections grow exponentially.
+For unit w and β in [0, 2] every H is a contraction, so that |⟨q, k⟩| ≤ ‖q‖ ‖k‖. Otherwise products
+of reflections may grow exponentially.
 """
 
 from __future__ import annotations
@@ -48,31 +49,34 @@ from precondattn.spec.array_functions import (
 from precondattn.spec.metric import DOT, Dot, Extra, Metric
 
 
-class Place(NamedTuple):
-    """Where tokens stand: positions (b or 1, s), and segments where there are some."""
+class Tokens(NamedTuple):
+    """Positions (b or 1, s) and, in packed sequences, segments (b, s) of tokens."""
 
     position: Array
     segment: Array | None
 
-    def behind(self, other: Place, *, strict: bool) -> Array:
-        """Whether each of these stands behind (or at) each of the others: (b or 1, 1, t, s)."""
+    def follow(self, other: Tokens, *, strict: bool) -> Array:
+        """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?
+
+        After, and not at, if `strict`. Both must be in the same segment.
+        """
         i, j = self.position[:, :, None], other.position[:, None, :]
-        found = j < i if strict else j <= i
+        mask = j < i if strict else j <= i
         if self.segment is not None and other.segment is not None:
-            found = found & (self.segment[:, :, None] == other.segment[:, None, :])
-        return found[:, None, :, :]
+            mask = mask & (self.segment[:, :, None] == other.segment[:, None, :])
+        return mask[:, None, :, :]
 
 
 class Reflections(NamedTuple):
-    """I − β w wᵀ for each of some tokens: w (b, h, s, d), β (b, h, s, 1)."""
+    """I − β w wᵀ for each token: w (b, h, s, d), β (b, h, s, 1)."""
 
     w: Array
     beta: Array
-    place: Place
+    tokens: Tokens
 
     def overlap(self) -> Array:
         """G = stril(w wᵀ)."""
-        return _product(self.w, self.w, self.place.behind(self.place, strict=True))
+        return _product(self.w, self.w, self.tokens.follow(self.tokens, strict=True))
 
     def gathered(self, right: Array) -> Array:
         """Z right = (I + diag(β) G)⁻¹ diag(β) right."""
@@ -80,15 +84,17 @@ class Reflections(NamedTuple):
         return solve_lower(identity_like(matrix) + matrix, self.beta * right)
 
 
-def _product(left: Array, right: Array, where: Array) -> Array:
-    return zero_where_not(where, left @ transpose(right))
+def _product(left: Array, right: Array, mask: Array) -> Array:
+    return zero_where_not(mask, left @ transpose(right))
 
 
-def _scores(q: Array, at: Place, k: Array, of: Place, reflections: Reflections) -> Array:
+def _scores(
+    q: Array, q_tokens: Tokens, k: Array, k_tokens: Tokens, reflections: Reflections
+) -> Array:
     """A = q kᵀ − B Z R."""
-    w, place = reflections.w, reflections.place
-    b = _product(q, w, at.behind(place, strict=False))
-    r = _product(w, k, place.behind(of, strict=True))
+    w, w_tokens = reflections.w, reflections.tokens
+    b = _product(q, w, q_tokens.follow(w_tokens, strict=False))
+    r = _product(w, k, w_tokens.follow(k_tokens, strict=True))
     return q @ transpose(k) - b @ reflections.gathered(r)
 
 
@@ -97,7 +103,7 @@ class Transported:
     """q_iᵀ H_i … H_{j+1} k_j, with H_t = I − β_t w_t w_tᵀ."""
 
     flush: int = 1
-    """The cached keys are transported whenever the sequence's length is a multiple of it."""
+    """The cached keys are transported whenever the sequence's length is a multiple of `flush`."""
 
     inputs: ClassVar[Inputs] = Inputs(w="b s n d unit", beta="b s n in [0, 2]")
 
@@ -109,7 +115,7 @@ class Transported:
         return self.name
 
     def slots(self) -> tuple[Slot, ...]:
-        # Rewritten again and again, keys in half precision would gather rounding errors.
+        # Repeatedly rewritten keys in half precision would accumulate rounding errors.
         key = Slot("key", "path({k},{w},{beta})", "b c n d", wide=True, is_rewritten=True)
         if self.flush == 1:
             return (key,)
@@ -120,25 +126,26 @@ class Transported:
         )
 
     def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array:
-        at, of = _places(frame)
-        return _scores(q, at, k, of, Reflections(extra["w"], extra["beta"][..., None], of))
+        q_tokens, k_tokens = _tokens(frame)
+        reflections = Reflections(extra["w"], extra["beta"][..., None], k_tokens)
+        return _scores(q, q_tokens, k, k_tokens, reflections)
 
     def vjp(
         self, q: Array, k: Array, extra: Extra, frame: Frame, d_scores: Array
     ) -> tuple[Array, Array, dict[str, Array]]:
-        at, of = _places(frame)
-        reflections = Reflections(extra["w"], extra["beta"][..., None], of)
+        q_tokens, k_tokens = _tokens(frame)
+        reflections = Reflections(extra["w"], extra["beta"][..., None], k_tokens)
         w, beta = reflections.w, reflections.beta
-        at_or_behind = at.behind(of, strict=False)
-        behind = of.behind(of, strict=True)
-        b, r, g = _product(q, w, at_or_behind), _product(w, k, behind), reflections.overlap()
-        identity = identity_like(g) + 0 * g  # One for each head.
+        tril_mask = q_tokens.follow(k_tokens, strict=False)
+        stril_mask = k_tokens.follow(k_tokens, strict=True)
+        b, r, g = _product(q, w, tril_mask), _product(w, k, stril_mask), reflections.overlap()
+        identity = identity_like(g) + 0 * g  # Broadcast to one matrix per head.
         zr, z = reflections.gathered(r), reflections.gathered(identity)
 
-        d_b = -zero_where_not(at_or_behind, d_scores @ transpose(zr))
-        d_r = -zero_where_not(behind, transpose(b @ z) @ d_scores)
+        d_b = -zero_where_not(tril_mask, d_scores @ transpose(zr))
+        d_r = -zero_where_not(stril_mask, transpose(b @ z) @ d_scores)
         d_z = -transpose(b) @ d_scores @ transpose(r)
-        d_g = -zero_where_not(behind, transpose(z) @ d_z @ transpose(z))
+        d_g = -zero_where_not(stril_mask, transpose(z) @ d_z @ transpose(z))
         left = solve_upper(transpose(identity + beta * g), d_z)
         right = solve_lower(identity + g * transpose(beta), identity)
         d_q = d_scores @ k + d_b @ w
@@ -149,27 +156,27 @@ class Transported:
     def extended_scores(
         self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
     ) -> Array:
-        at, of = _places(frame)
+        q_tokens, k_tokens = _tokens(frame)
         keys = namespace(k).concat([past["key"], k], axis=2)
-        return _scores(q, at, keys, of, self._since_flush(past, extra, frame))
+        return _scores(q, q_tokens, keys, k_tokens, self._since_flush(past, extra, frame))
 
     def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
         xp = namespace(k)
-        waiting = self._since_flush(past, extra, frame)
+        since_flush = self._since_flush(past, extra, frame)
         length = frame.q_position[:, :1] + _count(frame)
         flushed = length - length % self.flush
-        now = (waiting.place.position < flushed)[:, None, :, None]
-        applied = waiting._replace(
-            w=zero_where_not(now, waiting.w), beta=zero_where_not(now, waiting.beta)
+        is_applied = (since_flush.tokens.position < flushed)[:, None, :, None]
+        applied = since_flush._replace(
+            w=zero_where_not(is_applied, since_flush.w),
+            beta=zero_where_not(is_applied, since_flush.beta),
         )
         keys = xp.concat([past["key"], k], axis=2)
-        behind = waiting.place.behind(_places(frame)[1], strict=True)
-        r = _product(applied.w, keys, behind)
+        r = _product(applied.w, keys, since_flush.tokens.follow(_tokens(frame)[1], strict=True))
         keys = swap_time_and_heads(keys - transpose(applied.gathered(r)) @ applied.w)
         capacity = past["key"].shape[2]
         updates: Updates = {"key": Rewrite(keys[:, :capacity, ...], keys[:, capacity:, ...])}
         if self.flush > 1:
-            w, beta = self._pending(waiting, frame, length, flushed)
+            w, beta = self._pending(since_flush, frame, length, flushed)
             updates["pending_w"] = Replace(swap_time_and_heads(w))
             updates["pending_beta"] = Replace(swap_time_and_heads(beta)[..., 0])
         return updates
@@ -181,7 +188,7 @@ class Transported:
         return Flops(forward, 2.75 * forward, decode)
 
     def _since_flush(self, past: Mapping[str, Array], extra: Extra, frame: Frame) -> Reflections:
-        """The reflections that the cached keys have not seen: pending ones, then the new."""
+        """The reflections not yet applied to the cached keys: pending ones, then the new ones."""
         xp = namespace(extra["w"])
         w, beta, position = extra["w"], extra["beta"][..., None], frame.q_position
         if self.flush > 1:
@@ -190,34 +197,35 @@ class Transported:
             w = xp.concat([past["pending_w"], w], axis=2)
             beta = xp.concat([past["pending_beta"][..., None], beta], axis=2)
             position = xp.concat([slot, position], axis=1)
-        return Reflections(w, beta, Place(position, None))
+        return Reflections(w, beta, Tokens(position, None))
 
     def _pending(
-        self, waiting: Reflections, frame: Frame, length: Array, flushed: Array
+        self, since_flush: Reflections, frame: Frame, length: Array, flushed: Array
     ) -> tuple[Array, Array]:
-        """w and β of the tokens behind the last flush, 0 where there are none yet."""
-        xp = namespace(waiting.w)
+        """w and β of the tokens after the new last flush, 0 in unused slots."""
+        xp = namespace(since_flush.w)
         start = frame.q_position[:, :1]
         position = flushed + arange_like(self.flush, flushed)[None, :]
         index = xp.where(
             position < start, position - (start - start % self.flush), self.flush + position - start
         )
-        index = as_index(xp.clip(index, min=0, max=waiting.w.shape[2] - 1))[:, None, :, None]
-        there = (position < length)[:, None, :, None]
-        w = xp.take_along_axis(waiting.w, index, axis=2)
-        beta = xp.take_along_axis(waiting.beta, index, axis=2)
-        return zero_where_not(there, w), zero_where_not(there, beta)
+        index = as_index(xp.clip(index, min=0, max=since_flush.w.shape[2] - 1))[:, None, :, None]
+        is_present = (position < length)[:, None, :, None]
+        w = xp.take_along_axis(since_flush.w, index, axis=2)
+        beta = xp.take_along_axis(since_flush.beta, index, axis=2)
+        return zero_where_not(is_present, w), zero_where_not(is_present, beta)
 
 
-def _places(frame: Frame) -> tuple[Place, Place]:
+def _tokens(frame: Frame) -> tuple[Tokens, Tokens]:
+    """The tokens of the queries and those of the keys."""
     return (
-        Place(frame.q_position, frame.q_segment),
-        Place(frame.k_position, frame.k_segment),
+        Tokens(frame.q_position, frame.q_segment),
+        Tokens(frame.k_position, frame.k_segment),
     )
 
 
 def _count(frame: Frame) -> Array | int:
-    """How many of the new tokens count (b, 1)."""
+    """The number of valid new tokens (b, 1)."""
     if frame.q_valid is None:
         return frame.q_position.shape[1]
     xp = namespace(frame.q_valid)
@@ -225,7 +233,7 @@ def _count(frame: Frame) -> Array | int:
 
 
 def metric_option(default: Metric) -> Any:
-    """An option of a leaf that works in its base's metric: `dot`, `transported/64`."""
+    """The option of a leaf that uses its base's metric: `dot`, `transported/64`."""
 
     def read(text: str) -> Any:
         name, _, flush = text.partition("/")

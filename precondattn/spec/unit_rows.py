@@ -9,11 +9,11 @@ C is not differentiated, as in Algorithm 1: do = C dy. With `detach=False` it is
 
     do = C (dy − y (y·dy)),
 
-and only that agrees with finite differences. Rows no longer than ε are multiplied by 1/ε in both
-(0 stays 0); with ε = 0 the zero row is left alone (C := 1).
+and only that agrees with finite differences. Rows of length ε or less are multiplied by 1/ε in both
+(0 stays 0); with ε = 0 the zero row is unchanged (C := 1).
 
-`axis="channel"` makes the rows of the d × d attention of XCiT: one norm for each channel, over the
-tokens of a sequence (of a packed segment), which looks into the future.
+`axis="channel"` normalises the rows of the d × d attention of XCiT: one norm per channel, over all
+tokens of a sequence (or packed segment), and so not causal.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from precondattn.frame import Frame
 
 @dataclass(frozen=True)
 class UnitRows(TokenWise):
-    """o / max(‖o‖, eps), the norm constant to the gradient unless told otherwise.
+    """o / max(‖o‖, eps), with a norm that is by default constant for the gradient.
 
     Parameters
     ----------
     eps : float
-        The length that shorter rows are taken to have.
+        The lower bound of the divisor.
     detach : bool
-        Whether the norm is constant to the gradient.
+        Whether the norm is constant for the gradient.
     axis : {"token", "channel"}
-        Whether a row is a token's output, or a channel's over all tokens.
+        Whether a row is the output of a token, or that of a channel over all tokens.
 
     Source
     ------
@@ -71,7 +71,7 @@ class UnitRows(TokenWise):
         return Offers(causal=self.axis == "token", row_axis=self.axis)
 
     def _along_rows(self, x: Array, frame: Frame, reduce: str) -> Array:
-        """The "sum" or "max" of each row's entries, at every place of it (or on an axis of 1)."""
+        """The "sum" or "max" of each row's entries, in a shape that broadcasts against x."""
         xp = namespace(x)
         if self.axis == "token":
             return getattr(xp, reduce)(x, axis=-1, keepdims=True)
@@ -79,24 +79,25 @@ class UnitRows(TokenWise):
             x = zero_where_not(frame.q_valid[:, :, None, None], x)
         if frame.q_segment is None:
             return getattr(xp, reduce)(x, axis=1, keepdims=True)
-        same = frame.q_segment[:, :, None] == frame.q_segment[:, None, :]
-        each = zero_where_not(same[:, :, :, None, None], x[:, None, :, :, :])
-        return getattr(xp, reduce)(each, axis=2)
+        same_segment = frame.q_segment[:, :, None] == frame.q_segment[:, None, :]
+        segments = zero_where_not(same_segment[:, :, :, None, None], x[:, None, :, :, :])
+        return getattr(xp, reduce)(segments, axis=2)
 
     def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
         """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
 
-        A row is brought to size 1 before it is squared, so that nothing overflows or vanishes.
+        A row is divided by its largest entry before it is squared, so that no square overflows or
+        underflows.
         """
         xp = namespace(o)
         size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))
-        some = size > 0
-        size = xp.where(some, size, 1.0)
+        is_nonzero = size > 0
+        size = xp.where(is_nonzero, size, 1.0)
         square = self._along_rows((o / size) ** 2, frame, "sum")
-        # The root of a zero row has no derivative, not even one to be multiplied by 0.
-        root = xp.sqrt(xp.where(some, square, 1.0))
-        longer = some & (size > self.eps / root)
-        return xp.where(longer, size, self.eps or 1.0), xp.where(longer, root, 1.0), longer
+        # At 0 the derivative of the root is infinite, and would give NaN even if multiplied by 0.
+        root = xp.sqrt(xp.where(is_nonzero, square, 1.0))
+        is_longer = is_nonzero & (size > self.eps / root)
+        return xp.where(is_longer, size, self.eps or 1.0), xp.where(is_longer, root, 1.0), is_longer
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         size, root, _ = self._divisors(x["o"], frame)
@@ -110,8 +111,8 @@ class UnitRows(TokenWise):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        size, root, longer = self._divisors(x["o"], frame)
+        size, root, is_longer = self._divisors(x["o"], frame)
         if not self.detach:
-            along = self._along_rows(out * cotangent, frame, "sum")
-            cotangent = cotangent - out * zero_where_not(longer, along)
+            inner = self._along_rows(out * cotangent, frame, "sum")
+            cotangent = cotangent - out * zero_where_not(is_longer, inner)
         return {"o": cotangent / root / size}

@@ -7,7 +7,7 @@ from typing import Any
 
 from precondattn.arrays import namespace
 from precondattn.spec import forget_gate, transported
-from precondattn.spec.transported import Place, Reflections, Transported
+from precondattn.spec.transported import Reflections, Tokens, Transported
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
@@ -39,7 +39,7 @@ def _of_forget_gate() -> list[Fault]:
             FORGETFUL,
             (FORWARD, STEP),
             "a key decays by its own gate",
-            inside(forget_gate, "_behind", lambda _: _at_or_behind),
+            inside(forget_gate, "_follows", lambda _: _at_or_behind),
         ),
         written(
             FORGETFUL,
@@ -87,13 +87,13 @@ def _of_path() -> list[Fault]:
             "path",
             BOTH,
             "a query not reflected by its own token",
-            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **strictly)),
+            inside(Tokens, "follow", lambda true: lambda a, b, strict: true(a, b, **strictly)),
         ),
         written(
             "path",
             STEP,
             "a key reflected by its own token",
-            inside(Place, "behind", lambda true: lambda a, b, strict: true(a, b, **not_strictly)),
+            inside(Tokens, "follow", lambda true: lambda a, b, strict: true(a, b, **not_strictly)),
         ),
         written(
             "path",
