@@ -1,7 +1,7 @@
-"""Launching a kernel: named arrays in, named arrays out, each with the block that a program sees.
+"""Launching a kernel: named input and output arrays, each with the block that a program accesses.
 
-A kernel is a function of two dictionaries of references, what it reads and what it writes, and of
-constants by name. Arrays are padded to whole tiles before, so that no block has an edge.
+A kernel is a function of two dictionaries of references, its inputs and its outputs, and of
+constants by name. Arrays are padded to whole tiles in advance, so that no block is partial.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def launch(
     overwrites: str = "",
     **constants: Any,
 ) -> dict[str, Any]:
-    """The outputs, whose arrays are given as shapes with dtypes.
+    """Launch the kernel; outputs are declared as shapes with dtypes.
 
-    `overwrites` names an input that becomes the output of that name, in its memory; what no program
-    writes of it stays.
+    `overwrites` names an input whose memory becomes the output of that name; what no program writes
+    keeps its old content.
     """
     names = sorted(inputs), sorted(outputs)
     aliases = {names[0].index(overwrites): names[1].index(overwrites)} if overwrites else {}
-    found: dict[str, Any] = pl.pallas_call(
+    result: dict[str, Any] = pl.pallas_call(
         partial(kernel, **constants),
         grid=grid,
         in_specs=({name: spec for name, (_, spec) in inputs.items()},),
@@ -50,7 +50,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
     )({name: array for name, (array, _) in inputs.items()})
-    return found
+    return result
 
 
 def shape_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -58,7 +58,7 @@ def shape_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def divide(number: Any, by: int) -> Any:
-    """Of an index, rounded down."""
+    """An index divided, rounded down."""
     return lax.div(number, jnp.int32(by))
 
 
@@ -67,10 +67,10 @@ def remainder(number: Any, by: int) -> Any:
 
 
 def whole(count: int, unit: int) -> int:
-    """As many units as hold so many."""
+    """The number of units that hold `count`, rounded up."""
     return -(-count // unit)
 
 
 def loop(low: Any, high: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
-    """`body(i, carried)` for low ≤ i < high, in 32 bits whatever JAX's default is."""
+    """`body(i, carried)` for low ≤ i < high, with 32-bit indices whatever JAX's default is."""
     return lax.fori_loop(jnp.int32(low), jnp.int32(high), body, start)

@@ -1,4 +1,4 @@
-"""What a frame hides, as kernels read it."""
+"""Masks of a frame in the form that kernels read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def where_valid(valid: Any, array: Any) -> Any:
-    """0 at tokens, the second axis, that do not count, whatever stands there; valid (b, s)."""
+    """The array, 0 at padding (second axis), even if it holds NaN there; valid (b, s)."""
     if valid is None:
         return array
     shape = (*valid.shape, *[1] * (array.ndim - 2))
@@ -16,6 +16,6 @@ def where_valid(valid: Any, array: Any) -> Any:
 
 
 def runs_of(segment: Any) -> Any:
-    """Which run of equal ids a token belongs to (b, s): the ids themselves may have 64 bits."""
+    """The index of each token's run of equal ids (b, s); the ids themselves may have 64 bits."""
     is_new = (segment[:, 1:] != segment[:, :-1]).astype(jnp.int32)
     return jnp.cumsum(jnp.pad(is_new, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)

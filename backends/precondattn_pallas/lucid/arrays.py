@@ -1,4 +1,4 @@
-"""LUCID's arrays by heads, as kernels have them, and the keys' norm, which XLA computes.
+"""LUCID's arrays by heads, as kernels read them, and the norm of the keys, computed by XLA.
 
 k̂ = k / rms(k),    dk = (dk̂ − k̂ mean(k̂ dk̂)) / rms(k),    rms(k)² = mean(k²) + ε
 """
@@ -13,7 +13,7 @@ from precondattn_pallas.masks import where_valid
 
 
 def by_heads(array: Any, tokens: int, width: int) -> Any:
-    """(b, s, n, w) as (b n, tokens, width), 0 where there is nothing."""
+    """(b, s, n, w) as (b n, tokens, width), padded with 0."""
     b, s, n, w = array.shape
     array = jnp.swapaxes(array, 1, 2).reshape(b * n, s, w)
     return jnp.pad(array, ((0, 0), (0, tokens - s), (0, width - w)))
@@ -27,21 +27,21 @@ def by_tokens(array: Any, like: Any) -> Any:
 
 
 def factor_of(beta: Any, valid: Any, k: Any) -> Any:
-    """β or 1, and 0 at tokens that count for nothing (b, s, n)."""
+    """β or 1, and 0 at padding (b, s, n)."""
     factor = jnp.ones(k.shape[:3], jnp.float32) if beta is None else beta.astype(jnp.float32)
     return where_valid(valid, factor)
 
 
 def reciprocal_rms(keys: Any, eps: float | None) -> Any:
-    """1 / rms (b, s, n) of keys in float32; 1 where they are not normalised, eps being None."""
+    """1 / rms (b, s, n) of keys in float32; 1 where `eps` is None: keys are not normalised."""
     if eps is None:
         return jnp.ones(keys.shape[:3], jnp.float32)
     mean_square = jnp.mean(keys * keys, axis=3) + eps
     return 1 / jnp.sqrt(jnp.where(mean_square > 0, mean_square, 1.0))
 
 
-def through_rms(d_unit: Any, k: Any, reciprocal: Any, valid: Any, eps: float | None) -> Any:
-    """dk of dk̂ (b, s, n, d), in the dtype of k; `reciprocal` as `reciprocal_rms` gave it."""
+def rms_gradient(d_unit: Any, k: Any, reciprocal: Any, valid: Any, eps: float | None) -> Any:
+    """dk from dk̂ (b, s, n, d), in the dtype of k; `reciprocal` is from `reciprocal_rms`."""
     if eps is not None:
         unit = where_valid(valid, k).astype(jnp.float32) * reciprocal[..., None]
         along = jnp.mean(unit * d_unit, axis=3, keepdims=True)
@@ -50,7 +50,7 @@ def through_rms(d_unit: Any, k: Any, reciprocal: Any, valid: Any, eps: float | N
 
 
 def d_beta_of(before: Any, rho: Any, beta: Any, valid: Any) -> Any:
-    """Σ X ρ, of X by heads and ρ (b, s, n, e)."""
+    """Σ X ρ, with X by heads and ρ (b, s, n, e)."""
     before = by_tokens(before, rho.astype(jnp.float32))
     d_beta = jnp.sum(before * where_valid(valid, rho).astype(jnp.float32), axis=3)
     return where_valid(valid, d_beta).astype(beta.dtype)

@@ -1,12 +1,12 @@
-"""LUCID one token at a time: every cached key and y is read once, by many programs at once.
+"""A step of LUCID by one token: many programs together read every cached key and y once.
 
     [S; Φ] = [s q; s k̂] Kᵀ,    [a; r] = [e^{S − m}; Φ] Y               (`read_past`, by splits)
     y = β (v − r),    o = (a + e^{S_new − m} y) / (Σ e^{S − m} + e^{S_new − m})     (`finished`)
 
-The query heads of a key/value head and the new key are the rows of one tile. A query's row has a
-running maximum; the key's has none, since Φ ≤ 1. Products are of float32 (tf32 for half precision,
-which holds all of bfloat16 and float16), because a step waits for memory, and not for products.
-Exponents are in units of log 2. The splits are few and small, and XLA puts them together.
+The rows of a tile are the query heads of a key/value head and the new key. A query's row has a
+running maximum; the key's row needs none, since Φ ≤ 1. Products are in float32 (tf32 for half
+precision, which represents bfloat16 and float16 exactly), because a step is limited by memory, not
+by products. Exponents are in units of log 2. The splits are few and small, and XLA combines them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from precondattn_pallas.precision import Products
 
 
 class Read(NamedTuple):
-    """What the splits found, for every row of a tile."""
+    """The result of each split, for every row of a tile."""
 
     totals: Any
     """Σ e^{S − m} y, or Σ Φ y (m, splits, rows, e)"""
@@ -85,10 +85,10 @@ def read(
     shift: float,
     splits: int,
 ) -> Read:
-    """Of rows (m, rows, d), s q log₂ e and s k̂ log₂ e, in float32.
+    """Reads of rows (m, rows, d), s q log₂ e and s k̂ log₂ e, in float32.
 
-    `past` has keys (b, c, n, d), solved (b, c, n, e), valid (b, c) and maybe rms (b, c, n), whole
-    tiles of them; `count` (b,) of the slots are looked at.
+    `past` has keys (b, c, n, d), solved (b, c, n, e), valid (b, c) and optionally rms (b, c, n),
+    all in whole tiles; the first `count` (b,) slots are read.
     """
     m, tile, d = rows.shape
     _, capacity, n, e = past["solved"].shape
@@ -107,7 +107,7 @@ def read(
         )
 
     of_rows = pl.BlockSpec((None, None, tile), lambda i, h: (h, i, 0))
-    found = launch(
+    result = launch(
         read_past,
         (splits, m),
         {
@@ -131,22 +131,21 @@ def read(
         splits=splits,
         shift=shift,
     )
-    return Read(**found)
+    return Read(**result)
 
 
 def finished(
-    found: Read, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
+    result: Read, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
 ) -> tuple[Any, Any]:
-    """o (m, group, e) and y (m, e), in float32; o is 0 where there is nothing to see.
+    """o (m, group, e) and y (m, e), in float32; o is 0 without visible keys.
 
-    queries (m, group, d), s q log₂ e; the new key (m, d), whether it counts (m), value (m, e)
-    and β (m).
+    queries (m, group, d), s q log₂ e; the new key (m, d), its validity (m), value (m, e) and β (m).
     """
-    largest = jnp.max(found.maxima, axis=1)
+    largest = jnp.max(result.maxima, axis=1)
     base = jnp.where(largest == -jnp.inf, 0.0, largest)
-    weights = jnp.exp2(found.maxima - base[:, None])
-    total = jnp.sum(found.totals * weights[..., None], axis=1)
-    weight = jnp.sum(found.sums * weights, axis=1)
+    weights = jnp.exp2(result.maxima - base[:, None])
+    total = jnp.sum(result.totals * weights[..., None], axis=1)
+    weight = jnp.sum(result.sums * weights, axis=1)
     y = beta[:, None] * (value - total[:, group])
 
     largest, weight = largest[:, :group], weight[:, :group]

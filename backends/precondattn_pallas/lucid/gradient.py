@@ -1,9 +1,10 @@
 """The gradient of LUCID's keys, in one pass over all pairs of tiles.
 
-    dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+    dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
-which goes through the norm outside. Every program owns a tile of keys and goes over all others, on
-both sides of it: nothing is added to from two programs, and the result is the same every time.
+which is propagated through the norm by XLA. Every program owns a tile of keys and iterates over all
+others, before and after it. No two programs add to the same element, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from precondattn_pallas.lucid.tiles import Phi, of_tile
 def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int) -> None:
     """A tile of Σ_b Φ_ab g_ab k̂_b, from all keys, y and dv of its head.
 
-    Products with g are not of 16 bits: it has no bound for float16, and where keys coincide the
-    sum cancels, so that bfloat16 has too few digits.
+    Products with g do not use 16 bits: g may exceed float16's range, and where keys are nearly
+    equal the sum cancels, for which bfloat16 has too few digits.
     """
     rows = out["d_keys"].shape[0]
     a_start = pl.program_id(0) * rows
     own = pl.ds(a_start, rows)
     keys, a_segments = x["keys"], of_tile(x, "segments", own)
     a = a_start + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
-    place = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+    offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
     def side(left: str, right: str, *, before: bool) -> Any:
         def add(index: Any, total: Any) -> Any:
@@ -40,14 +41,14 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
             for first in range(0, x[left].shape[1], chunk):
                 channels = pl.ds(first, chunk)
                 g += phi.products.dot(x[left][own, channels], x[right][other, channels], right=True)
-            b = b_start + place
+            b = b_start + offset
             g = jnp.where(b < a if before else b > a, g, 0.0)
             weights = phi.tile(keys, own, keys, other, a_segments, of_tile(x, "segments", other))
             return total + phi.products.dot(g * weights, keys[other, :].astype(jnp.float32))
 
         return add
 
-    # The tiles that cross the diagonal come in both loops, each time with one side of it.
+    # Both loops visit the tiles that cross the diagonal, each for one side of it.
     total = jnp.zeros(out["d_keys"].shape, jnp.float32)
     end = divide(a_start + rows + columns - 1, columns)
     total = loop(0, end, side("d_v", "y", before=True), total)
@@ -69,7 +70,7 @@ def d_keys(
 ) -> Any:
     """Σ_b Φ_ab g_ab k̂_b (m, T, d) in float32; keys (m, T, d), y and dv (m, T, e).
 
-    `count` of the T tokens count for something; `chunk` channels are multiplied at once.
+    `count` of the T tokens are not padding; `chunk` channels are multiplied at once.
     """
     m, tokens, d = keys.shape
 
@@ -79,13 +80,13 @@ def d_keys(
         zeros = (0,) * (1 + len(rest))
         return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
 
-    given = {"keys": keys, "y": y, "d_v": d_v}
+    inputs = {"keys": keys, "y": y, "d_v": d_v}
     if segments is not None:
-        given["segments"] = segments
-    found = launch(
+        inputs["segments"] = segments
+    result = launch(
         key_gradient,
         (whole(tokens, cut.rows), m),
-        {name: all_of(array) for name, array in given.items()},
+        {name: all_of(array) for name, array in inputs.items()},
         {
             "d_keys": (
                 shape_of((m, tokens, d), jnp.float32),
@@ -99,4 +100,4 @@ def d_keys(
         chunk=chunk,
         count=count,
     )
-    return found["d_keys"]
+    return result["d_keys"]

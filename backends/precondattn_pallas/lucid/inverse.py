@@ -1,17 +1,17 @@
 """The inverses of LUCID's diagonal super-blocks, all at once.
 
-    N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward.
+    N = (I + L)⁻¹,    L = stril(Φ) diag(β)  for the forward solve,  diag(β) stril(Φ)  for backward.
 
-By recursive 2×2 block inversion. Where the diagonal blocks of w rows are inverted and stand in X,
+By recursive 2×2 block inversion. With X the inverses of diagonal blocks of w rows, the step
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    X ← X − X (L ∘ lower left) X,
 
-for all pairs of blocks at once: `invert_blocks` does so from w = 1 up to a tile, in registers.
-`left_factors` and `right_factors` go on from there to a super-block, C A⁻¹ first. No entry of such
-an inverse is larger than 2, for β in [0, 2] and any keys, so 16 bits hold them; doubling the
-Neumann series instead would lose every digit on keys that nearly coincide.
+is applied to all pairs of blocks at once: `invert_blocks` does so from w = 1 up to a tile, in
+registers. `left_factors` and `right_factors` continue up to a super-block, C A⁻¹ first. For β in
+[0, 2] and any keys, no entry of such an inverse is larger than 2, so 16 bits represent them.
+Doubling the Neumann series instead would lose all digits for nearly equal keys.
 
-A super-block's inverse is kept by rows, (m, T, S), with 0 above its diagonal.
+A super-block's inverse is stored by rows, (m, T, S), with 0 above its diagonal.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ FIRST_BLOCK = 32
 
 
 CHANNELS = 32
-"""Of keys, that are multiplied at once: registers are for tiles of the matrix here."""
+"""Key channels that are multiplied at once: registers are needed for tiles of the matrix."""
 
 
 def system_tile(x: Any, i: Any, j: Any, *, phi: Phi, by_row: bool) -> Any:
-    """L of rows i and columns j, without a look at which of them come first."""
+    """L for rows i and columns j, without the triangular mask."""
     keys, segments = x["keys"], (of_tile(x, "segments", i), of_tile(x, "segments", j))
-    found = phi.tile(keys, i, keys, j, *segments, channels=CHANNELS)
-    return found * (x["factor"][i][:, None] if by_row else x["factor"][j][None, :])
+    result = phi.tile(keys, i, keys, j, *segments, channels=CHANNELS)
+    return result * (x["factor"][i][:, None] if by_row else x["factor"][j][None, :])
 
 
 def invert_blocks(x: Any, out: Any, *, phi: Phi, by_row: bool) -> None:
-    """Of every tile on the diagonal, of a power of two of tokens."""
+    """Invert every diagonal tile, whose size is a power of two."""
     tile = x["keys"].shape[0]
     every = pl.ds(0, tile)
     system = system_tile(x, every, every, phi=phi, by_row=by_row)
     i = lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
     j = lax.broadcasted_iota(jnp.int32, (tile, tile), 1)
-    # Of pairs of rows, where A and B are 1.
+    # Pairs of rows, where A and B are 1.
     is_pair = ((j & 1) == 0) & (i == j + 1)
-    found = jnp.where(i == j, 1.0, 0.0) - jnp.where(is_pair, system, 0.0)
+    result = jnp.where(i == j, 1.0, 0.0) - jnp.where(is_pair, system, 0.0)
     exact = phi.products.exact
     for level in range(1, tile.bit_length() - 1):
         i_block, j_block = i >> level, j >> level
         is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
-        left = exact.dot(found, jnp.where(is_lower_left, system, 0.0))
-        found -= exact.dot(left, found)
-    out["inverse"][...] = found.astype(out["inverse"].dtype)
+        left = exact.dot(result, jnp.where(is_lower_left, system, 0.0))
+        result -= exact.dot(left, result)
+    out["inverse"][...] = result.astype(out["inverse"].dtype)
 
 
 def left_factors(
@@ -65,10 +65,10 @@ def left_factors(
 ) -> None:
     """C A⁻¹ of every pair of inverted blocks of `half` tokens: a tile of it."""
     tiles = half // tile
-    pair, place = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
+    pair, tile_index = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
     first = pair * (2 * half)
-    i_start = first + half + divide(place, tiles) * tile
-    j_start = first + remainder(place, tiles) * tile
+    i_start = first + half + divide(tile_index, tiles) * tile
+    j_start = first + remainder(tile_index, tiles) * tile
     column = pl.multiple_of(remainder(j_start, super_block), tile)
     i = pl.ds(i_start, tile)
 
@@ -85,11 +85,11 @@ def left_factors(
 
 
 def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_block: int) -> None:
-    """−B⁻¹ (C A⁻¹), in its place: a tile of it. Nobody reads that place meanwhile."""
+    """−B⁻¹ (C A⁻¹), a tile of it, written in place of C A⁻¹. No other program reads that tile."""
     tiles = half // tile
-    pair, place = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
+    pair, tile_index = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
     second = pair * (2 * half) + half
-    i_start = second + divide(place, tiles) * tile
+    i_start = second + divide(tile_index, tiles) * tile
     i = pl.ds(i_start, tile)
 
     def add(index: Any, total: Any) -> Any:
@@ -99,7 +99,7 @@ def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_blo
         left = x["left"][pl.ds(pair * half + index * tile, tile), :]
         return total + phi.products.dot(own, left)
 
-    count = divide(place, tiles) + 1
+    count = divide(tile_index, tiles) + 1
     total = loop(0, count, add, jnp.zeros((tile, tile), jnp.float32))
     out["inverse"][...] = (-total).astype(out["inverse"].dtype)
 
@@ -116,14 +116,14 @@ def inverses(
 ) -> Any:
     """N of all super-blocks (m, T, S), in the dtype of the keys (m, T, d).
 
-    β, or 0 at tokens that count for nothing, is `factor` (m, T); segments (b, T), or None.
+    `factor` (m, T) is β, or 0 at padding; segments (b, T), or None.
     """
     m, tokens, d = keys.shape
     interpret = phi.products.interpret
     common = {"phi": phi, "interpret": interpret}
 
     def rows_of(array: Any, rows: int, *rest: int) -> Any:
-        """A tile of the program's own; of all heads, or of all sequences."""
+        """A tile of the program; of the array of all heads, or of all sequences."""
         by = m // array.shape[0]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, rows, *rest), lambda i, h: (divide(h, by), i, *zeros))
@@ -184,7 +184,7 @@ def inverses(
 
 
 def _tile_of_left(tile: int, tiles: int) -> pl.BlockSpec:
-    """Rows one tile after the other, of all pairs; columns of one."""
+    """A row tile of every pair, one after the other; one column tile."""
     return pl.BlockSpec((None, tile, tile), lambda g, h: (h, divide(g, tiles), remainder(g, tiles)))
 
 
@@ -193,12 +193,12 @@ def _column_of_left(rows: int, tile: int, tiles: int) -> pl.BlockSpec:
 
 
 def _tile_of_inverse(tile: int, tiles: int, super_block: int) -> pl.BlockSpec:
-    """The place of a program's tile, below the diagonal block of its pair."""
+    """The tile of a program, below the diagonal block of its pair."""
 
     def index(g: Any, h: Any) -> Any:
-        pair, place = divide(g, tiles * tiles), remainder(g, tiles * tiles)
-        row = pair * (2 * tiles) + tiles + divide(place, tiles)
-        column = remainder(pair * (2 * tiles), super_block // tile) + remainder(place, tiles)
+        pair, tile_index = divide(g, tiles * tiles), remainder(g, tiles * tiles)
+        row = pair * (2 * tiles) + tiles + divide(tile_index, tiles)
+        column = remainder(pair * (2 * tiles), super_block // tile) + remainder(tile_index, tiles)
         return h, row, column
 
     return pl.BlockSpec((None, tile, tile), index)

@@ -1,14 +1,14 @@
 """LUCID's solve and its gradient by Pallas kernels: from a user's arrays to launches.
 
-What the kernels start from is made by XLA: normalised keys, β, right-hand sides, padded and by
-heads. Everything else is in their own files: the inverses of diagonal super-blocks
-(`inverse.py`), substitution (`substitution.py`), and the gradient of the keys
-(`gradient.py`). In memory stand, for T tokens of a key/value head, keys and y as operands,
-right sides in float32, and 2 S numbers a token for inverses; nothing is T × T.
+XLA computes the inputs of the kernels: normalised keys, β and right-hand sides, padded and by
+heads. Everything else is in their own files: the inverses of diagonal super-blocks (`inverse.py`),
+substitution (`substitution.py`), and the gradient of the keys (`gradient.py`). For T tokens of a
+key/value head, memory holds keys and y as operands, right sides in float32, and 2 S numbers per
+token for inverses; nothing is T × T.
 
 Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
-float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
-be so, and are computed in float32 (tf32 on a GPU).
+float16 has 3 more bits than bfloat16. Keys that are declared as already normalised may not be, and
+are computed in float32 (tf32 on a GPU).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from precondattn_pallas.lucid.arrays import (
     d_beta_of,
     factor_of,
     reciprocal_rms,
-    through_rms,
+    rms_gradient,
 )
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
@@ -42,25 +42,25 @@ from precondattn_pallas.precision import padded_width, products
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
-"""Channels of values that a program takes at once."""
+"""Value channels that a program processes at once."""
 
 MOST_HEADS = 65535
-"""Of all sequences: a grid has no more along that axis."""
+"""Of all sequences together: the limit of a grid along that axis."""
 
 
 class Plan(NamedTuple):
-    """What is known of a call before its values."""
+    """What is known of a call before it runs."""
 
     d: int
     e: int
     s: int
     eps: float | None
-    """In the norm of the keys; None where they are not normalised."""
+    """ε in the norm of the keys; None where they are not normalised."""
     has_beta: bool
     phi: Phi
     scale: float
     half: bool
-    """Whether products are of 16 bits."""
+    """Whether products use 16 bits."""
     inverse: Configuration
     update: Configuration
     gradient: Configuration
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """s, filled up to whole super-blocks."""
+        """s, padded to whole super-blocks."""
         return -(-self.s // self.super_block) * self.super_block
 
 
@@ -92,7 +92,7 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     scale = leaf.scale_for(d)
     multiplied = products(k.dtype, interpret=interpret)
     if half:
-        multiplied = multiplied._replace(tf32=True)  # Φ is of 16 bits.
+        multiplied = multiplied._replace(tf32=True)  # Φ has 16 bits.
     phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
     inverse, update, gradient = (
         configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
@@ -113,14 +113,14 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
 
 
 class Scratch(NamedTuple):
-    """What both ways of a solve start from."""
+    """The inputs of a forward or backward solve."""
 
     keys: Any
     """k̂ (m, T, key_width)"""
     reciprocal: Any
     """1 / rms (b, s, n)"""
     factor: Any
-    """β, and 0 at tokens that count for nothing (m, T)"""
+    """β, and 0 at padding (m, T)"""
     segments: Any
     """(b, T), or None"""
 
@@ -141,7 +141,7 @@ def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch
 
 
 def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_substitution.Solved:
-    """Of the system or its transpose; right (b, s, n, e)."""
+    """The solution of the system or its transpose; right (b, s, n, e)."""
     inverse = lucid_inverse.inverses(
         plan.phi,
         x.keys,
@@ -190,16 +190,16 @@ def _backward(
         count=plan.s,
         chunk=plan.chunk,
     )
-    found = {"v": by_tokens(solved.values, y)}
+    result = {"v": by_tokens(solved.values, y)}
     d_unit = -plan.scale * by_tokens(d_keys, k.astype(jnp.float32))
-    found["k"] = through_rms(d_unit, k, scratch.reciprocal, valid, plan.eps)
+    result["k"] = rms_gradient(d_unit, k, scratch.reciprocal, valid, plan.eps)
     if plan.has_beta:
-        found["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
-    return found
+        result["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
+    return result
 
 
 class LucidSolve:
-    """Of the leaf `LucidSolve`."""
+    """Algorithm of the leaf `LucidSolve`."""
 
     def __init__(self, *, interpret: Any) -> None:
         self.interpret = interpret
@@ -223,10 +223,10 @@ class LucidSolve:
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
-        found: tuple[Any, tuple[Any, ...]] = _forward(
+        result: tuple[Any, tuple[Any, ...]] = _forward(
             plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
         )
-        return found
+        return result
 
     def backward(
         self,
@@ -239,10 +239,10 @@ class LucidSolve:
     ) -> dict[str, Any]:
         plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
         (rho,) = residuals or (None,)
-        found: dict[str, Any] = _backward(
+        result: dict[str, Any] = _backward(
             plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
         )
-        return found
+        return result
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

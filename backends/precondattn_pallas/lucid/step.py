@@ -25,7 +25,7 @@ from precondattn_pallas.lucid import decode as lucid_decode
 from precondattn_pallas.lucid.solve import LOG2_E, MOST_HEADS
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import Products, padded_width, products
-from precondattn_pallas.softmax.score_tiles import filled
+from precondattn_pallas.softmax.score_tiles import padded
 
 PROGRAMS = 256
 """Of `read_past`, at least, if there are as many tiles: two for a processor of a large GPU."""
@@ -135,16 +135,16 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     queries = scale * where_valid(is_token, q).astype(jnp.float32).reshape(m, group, d)
     rows = jnp.concatenate([queries, key_scale * unit.reshape(m, 1, d)], axis=1)
     widths = padded_width(d), padded_width(e)
-    rows = filled(rows, padded_width(group + 1), widths[0])
+    rows = padded(rows, padded_width(group + 1), widths[0])
     tokens = -(-capacity // plan.cut.columns) * plan.cut.columns
     # A copy, unless the cache has whole tiles.
     buffers = {
-        "keys": filled(past[slots["key"]], tokens, widths[0]),
-        "solved": filled(past[slots["solved"]], tokens, widths[1]),
-        "valid": filled(held[..., None].astype(jnp.int32), tokens, 1)[..., 0],
+        "keys": padded(past[slots["key"]], tokens, widths[0]),
+        "solved": padded(past[slots["solved"]], tokens, widths[1]),
+        "valid": padded(held[..., None].astype(jnp.int32), tokens, 1)[..., 0],
     }
     if rms is not None:
-        buffers["rms"] = filled(past[slots["rms"]], tokens, n)
+        buffers["rms"] = padded(past[slots["rms"]], tokens, n)
     filled_slots = jnp.max(jnp.where(held, jnp.arange(1, capacity + 1), 0), axis=1)
     found = lucid_decode.read(
         rows,

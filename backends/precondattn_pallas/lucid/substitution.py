@@ -1,6 +1,6 @@
-"""Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
+"""Block substitution with LUCID's matrix, one super-block after the other; Φ is never stored.
 
-Forward, from the first super-block J to the last, with N_J of `inverse.py` and R = v,
+Forward, from the first super-block J to the last, with N_J from `inverse.py` and R = v,
 
     ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
 
@@ -8,9 +8,9 @@ backward, from the last to the first, with R = dy,
 
     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 
-Φ is symmetric, so that one kernel, `update`, serves both. Products of 16 bits take y divided by a
+Φ is symmetric, so one kernel, `update`, serves both. In products of 16 bits, y is divided by a
 power of two, that of the largest right side of its channel and super-block: since no entry of N is
-larger than 2, no quotient is larger than 4 S, far from where float16 ends.
+larger than 2, no quotient is larger than 4 S, far below float16's maximum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from precondattn_pallas.lucid.tiles import Phi, of_tile
 
 
 class Solved(NamedTuple):
-    """Of all tokens (m, T, e), in float32."""
+    """The solution at all tokens (m, T, e), in float32."""
 
     values: Any
     """y, or backward dv"""
@@ -36,7 +36,7 @@ class Solved(NamedTuple):
 
 
 def apply_inverse(x: Any, out: Any, *, phi: Phi, tile: int, backward: bool) -> None:
-    """A tile of rows of one super-block, and some channels: of N_J R_J, or N_Jᵀ R_J."""
+    """N_J R_J or N_Jᵀ R_J: a tile of rows of one super-block, and some channels."""
     own = pl.program_id(0)
     start = x["start"][0]
     tiles = x["sides"].shape[0] // tile
@@ -89,7 +89,7 @@ def substitute(
 ) -> Solved:
     """The solution of the system, or of its transpose, with `right` (m, T, e) in float32.
 
-    `count` of the T tokens are wanted; a program takes `chunk` channels.
+    The first `count` of the T tokens are needed; a program processes `chunk` channels.
     """
     m, tokens, d = keys.shape
     super_block, e = inverse.shape[2], right.shape[2]
@@ -182,12 +182,12 @@ def substitute(
 
 
 def _part(array: Any, start: Any, count: int) -> Any:
-    """Some tokens, the second axis."""
+    """Some tokens (second axis)."""
     return lax.dynamic_slice_in_dim(array, start, count, 1)
 
 
 def _powers_of_two(right: Any) -> Any:
-    """Of the largest right side of every channel (m, 1, e)."""
+    """The power of two of the largest right side of every channel (m, 1, e)."""
     largest = jnp.max(jnp.abs(right), axis=1, keepdims=True)
     exponent = jnp.ceil(jnp.log2(jnp.where(largest > 0, largest, 1.0)))
     return jnp.exp2(jnp.clip(exponent, -126.0, 127.0))

@@ -1,10 +1,10 @@
-"""Pieces of LUCID's matrix, and where the scratch of a solve stands.
+"""Tiles of LUCID's matrix, and the layout of a solve's scratch arrays.
 
     Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
 
-Scratch arrays are padded: (m, T, w), with m = b n the heads of all sequences, T the tokens filled
-up to whole super-blocks and w to whole tiles. Tokens that count for nothing, those that fill up
-among them, have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+Scratch arrays are padded: (m, T, w), with m = b n the heads of all sequences, T the tokens padded
+to whole super-blocks, and w padded to whole tiles. Masked tokens and padding have k̂ = 0, v = 0 and
+β = 0, so that the kernels need no mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn_pallas.launch import loop
 
 
 class Phi(NamedTuple):
-    """How Φ comes of keys."""
+    """How Φ is computed from keys."""
 
     scale: float
     """s log₂ e"""
@@ -40,7 +40,7 @@ class Phi(NamedTuple):
     ) -> Any:
         """Φ of rows i and j of references to keys, `channels` of them at a time.
 
-        Where there is more than that, both tiles are read anew for every product.
+        With several blocks of channels, both tiles are read again for every product.
         """
         width = i_keys.shape[1]
         if width <= channels:
@@ -55,9 +55,9 @@ class Phi(NamedTuple):
         return self.weights(scores, _are_equal(i_segments, j_segments))
 
     def weights(self, scores: Any, are_equal: Any) -> Any:
-        """Φ from ⟨k̂_i, k̂_j⟩, and from whether segments are equal, or None where all are."""
-        found = jnp.exp2(scores * self.scale - self.shift)
-        return found if are_equal is None else jnp.where(are_equal, found, jnp.float32(0))
+        """Φ from ⟨k̂_i, k̂_j⟩ and from the equality of segments, None where all are equal."""
+        result = jnp.exp2(scores * self.scale - self.shift)
+        return result if are_equal is None else jnp.where(are_equal, result, jnp.float32(0))
 
 
 def _are_equal(i_segments: Any, j_segments: Any) -> Any:
@@ -65,5 +65,5 @@ def _are_equal(i_segments: Any, j_segments: Any) -> Any:
 
 
 def of_tile(references: Any, name: str, *index: Any) -> Any:
-    """A part of an optional input, or None."""
+    """A part of an optional input; None without it."""
     return references[name][index] if name in references else None

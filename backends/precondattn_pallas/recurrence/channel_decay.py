@@ -1,17 +1,18 @@
-"""How the tokens of a chunk fade from one another, with a decay for each channel: kernels.
+"""The decay between the tokens of a chunk, with one decay for each channel: kernels.
 
     F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc
 
-(`channel_tiles.py`), with the scores of q and k its derivative with respect to A, what A reads from
-k that with respect to q, and so on. A program has a tile b of one query of each token, and goes
-over the chunk's earlier tiles a and later ones l; between has the totals of the tiles in between:
+(`channel_tiles.py`). The scores of q and k are its derivative with respect to A; what A reads from
+k is that with respect to q, and so on. A program has a tile b of one query of each token, and
+iterates over the chunk's earlier tiles a and later tiles l. `between` is the total decay of the
+tiles between:
 
     read_b    = Σ_a A_ba (between_ab ∘ until_a ∘ k_a),       dF/dq_b = since_b ∘ read_b,
     written_b = Σ_l A_lbᵀ (between_bl ∘ since_l ∘ q_l),      dF/dk_b = until_b ∘ written_b,
 
-and both what is within the tile. The gates of b are also between the tokens of a and l, whose pairs
-are gone over for them. What the queries of a state make of k's and the gates' gradients is summed
-by XLA, and so are the gates of a tile.
+each plus the part within the tile. The gates of b also separate the tokens of a from those of l; a
+loop over those pairs adds their part. XLA sums k's and the gates' gradients over the queries of a
+state, and the gates of a tile.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ALL = slice(None)
 
 def channel_scores(x: Any, out: Any, *, products: Products, block: int, blocks: int) -> None:
     """dF/dA: the rows of tile b."""
-    own, count = _place(x, blocks)
+    own, count = _tile_in_chunk(x, blocks)
     width, zeros = x["k"].shape[1], jnp.zeros((TILE, TILE), jnp.float32)
 
     def earlier(a: Any, done: Any) -> Any:
@@ -66,7 +67,7 @@ def channel_scores(x: Any, out: Any, *, products: Products, block: int, blocks: 
 
 def channel_read(x: Any, out: Any, *, products: Products, blocks: int) -> None:
     """dF/dq: a block of channels of tile b."""
-    own, _ = _place(x, blocks)
+    own, _ = _tile_in_chunk(x, blocks)
     k, g = (_tile(x, name, own) for name in "kg")
     within = read_within(products, _square(x, own, own), k, g)
     out["d_q"][...] = within + _read(products, x, own, own) * since_of(products, g)
@@ -74,7 +75,7 @@ def channel_read(x: Any, out: Any, *, products: Products, blocks: int) -> None:
 
 def channel_gradient(x: Any, out: Any, *, products: Products, blocks: int) -> None:
     """dF/dq, dF/dk and dF/dg: a block of channels of tile b."""
-    own, count = _place(x, blocks)
+    own, count = _tile_in_chunk(x, blocks)
     q, k, g = (_tile(x, name, own) for name in "qkg")
 
     def one(tile: Any, carried: Any) -> Any:
@@ -94,8 +95,8 @@ def channel_gradient(x: Any, out: Any, *, products: Products, blocks: int) -> No
     out["d_g"][...] = d_g + d_gates_of(products, read * q, written * k) + crossing[None, :]
 
 
-def _place(x: Any, blocks: int) -> tuple[Any, int]:
-    """Which tile of its chunk a program has, and of how many."""
+def _tile_in_chunk(x: Any, blocks: int) -> tuple[Any, int]:
+    """The index of a program's tile in its chunk, and the number of tiles."""
     count = x["k"].shape[0] // TILE
     return remainder(divide(pl.program_id(0), blocks), count), count
 
@@ -113,7 +114,7 @@ def _square(x: Any, row: Any, column: Any) -> Any:
 
 
 def _between(x: Any, low: Any, high: Any, columns: Any = ALL) -> Any:
-    """What is kept by the tiles low < t < high (1, w)."""
+    """The decay over the tiles low < t < high (1, w)."""
     totals = x["totals"][:, columns]
     t = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
     within = (t > low) & (t < high)
@@ -126,13 +127,13 @@ def _later(products: Products, x: Any, tile: Any, columns: Any = ALL) -> Any:
 
 
 def _earlier(products: Products, x: Any, tile: Any, stop: Any, columns: Any = ALL) -> Any:
-    """k of a tile in front of another one."""
-    fade = until_of(products, _tile(x, "g", tile, columns)) * _between(x, tile, stop, columns)
-    return _tile(x, "k", tile, columns) * fade
+    """k of a tile before another one."""
+    decay = until_of(products, _tile(x, "g", tile, columns)) * _between(x, tile, stop, columns)
+    return _tile(x, "k", tile, columns) * decay
 
 
 def _read(products: Products, x: Any, row: Any, stop: Any) -> Any:
-    """What tile `row` reads of those before `stop`, up to its own first token."""
+    """What tile `row` reads from those before `stop`, decayed to its own first token."""
 
     def one(a: Any, total: Any) -> Any:
         return total + products.dot(_square(x, row, a), _earlier(products, x, a, row))
@@ -141,10 +142,10 @@ def _read(products: Products, x: Any, row: Any, stop: Any) -> Any:
 
 
 def scores_of_channels(plan: Plan, x: Rows) -> Any:
-    """dF/dA (m, r, T, C), of q, k and g."""
+    """dF/dA (m, r, T, C), from q, k and g."""
     m, r, tokens, d = x["q"].shape
     grid = _grid(tokens, m * r)
-    found = plan.launch(
+    result = plan.launch(
         channel_scores,
         "channel_scores",
         grid.shape,
@@ -153,15 +154,15 @@ def scores_of_channels(plan: Plan, x: Rows) -> Any:
         block=plan.block("channel_scores", d),
         blocks=1,
     )
-    return found["scores"].reshape(m, r, tokens, plan.chunk)
+    return result["scores"].reshape(m, r, tokens, plan.chunk)
 
 
 def read_of_channels(plan: Plan, x: Rows, a: Any) -> Any:
-    """dF/dq (m, r, T, d), of A (m, r, T, C), k and g."""
+    """dF/dq (m, r, T, d), from A (m, r, T, C), k and g."""
     (m, r, tokens, _), d = a.shape, x["k"].shape[2]
     width = plan.block("channel_read", d)
     grid = _grid(tokens, m * r, d // width)
-    found = plan.launch(
+    result = plan.launch(
         channel_read,
         "channel_read",
         grid.shape,
@@ -169,15 +170,15 @@ def read_of_channels(plan: Plan, x: Rows, a: Any) -> Any:
         {"d_q": grid.rows(empty(m * r, tokens, d), width)},
         blocks=d // width,
     )
-    return found["d_q"].reshape(m, r, tokens, d)
+    return result["d_q"].reshape(m, r, tokens, d)
 
 
 def gradients_of_channels(plan: Plan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
-    """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), of A (m, r, T, C), q, k and g."""
+    """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), from A (m, r, T, C), q, k and g."""
     m, r, tokens, d = x["q"].shape
     width = plan.block("channel_gradient", d)
     grid = _grid(tokens, m * r, d // width)
-    found = plan.launch(
+    result = plan.launch(
         channel_gradient,
         "channel_gradient",
         grid.shape,
@@ -185,7 +186,7 @@ def gradients_of_channels(plan: Plan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
         {name: grid.rows(empty(m * r, tokens, d), width) for name in ("d_q", "d_k", "d_g")},
         blocks=d // width,
     )
-    d_q, d_k, d_g = (found[name].reshape(m, r, tokens, d) for name in ("d_q", "d_k", "d_g"))
+    d_q, d_k, d_g = (result[name].reshape(m, r, tokens, d) for name in ("d_q", "d_k", "d_g"))
     return d_q, jnp.sum(d_k, axis=1), jnp.sum(d_g, axis=1)
 
 
@@ -195,12 +196,12 @@ def _grid(tokens: int, heads: int, blocks: int = 1) -> Grid:
 
 
 def _inputs(grid: Grid, plan: Plan, x: Rows, width: int, *names: str) -> dict[str, Any]:
-    """The whole chunk that a program's tile is in; of A all columns, else the program's own."""
+    """The whole chunk of a program's tile; all columns of A, else the program's own columns."""
     tiles = plan.chunk // TILE
-    found = {}
+    result = {}
     for name in names:
         array = each_query(x[name]) if name in ("a", "q") else x[name]
-        found[name] = grid.around(array, tiles, None if name == "a" else width)
+        result[name] = grid.around(array, tiles, None if name == "a" else width)
     m, tokens, d = x["g"].shape
     totals = jnp.sum(x["g"].reshape(m, tokens // TILE, TILE, d), axis=2)
-    return {**found, "totals": grid.around(totals, tiles, width)}
+    return {**result, "totals": grid.around(totals, tiles, width)}

@@ -1,13 +1,13 @@
-"""The recurrence in chunks with a decay for each key channel, or for each value channel.
+"""The recurrence in chunks with one decay for each key channel, or for each value channel.
 
     O = (reading ∘ Q) S + A V,      S ← total ∘ S + (writing ∘ K)ᵀ V,
     dQ = reading ∘ dO Sᵀ + dF/dQ,   dK = writing ∘ V dSᵀ + dF/dK,
     dV = Aᵀ dO + (writing ∘ K) dS,  dS ← total ∘ dS + (reading ∘ Q)ᵀ dO
 
-with a decay for each row of the state, A = dF/dA of `channel_decay.py`, and F's other derivatives
-at A = tril(dO Vᵀ). F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With a decay for each column
-of the state it is F(Q Kᵀ, dO, V): the same with the roles of Q and dO exchanged, and those of K and
-V, on the transposed state. What is there dQ is then the output.
+with one decay for each row of the state, A = dF/dA from `channel_decay.py`, and F's other
+derivatives at A = tril(dO Vᵀ). F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With one decay
+for each column of the state it is F(Q Kᵀ, dO, V): the same equations on the transposed state, with
+Q and dO exchanged, and K and V exchanged. Their dQ is then the output.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     padded_values,
     plan_of,
     queries_of,
-    unfilled_queries,
-    unfilled_state,
+    unpadded_queries,
+    unpadded_state,
     written_of,
 )
 from precondattn_pallas.recurrence.gate_sums import d_gates
 
 
 class Problem(NamedTuple):
-    """Rows of a call as the equations above have them."""
+    """Arrays of a call in the roles of the equations above."""
 
     plan: Plan
     rows: Rows
-    """q too, where there is one."""
+    """With q, where there are queries."""
     d_o: Any
-    """(m, r, T, e); None where there is none."""
+    """(m, r, T, e), or None."""
     is_exchanged: bool
 
     def state(self, state: Any) -> Any:
-        """(b, m, d, e) as rows have it."""
+        """(b, m, d, e) in the layout of the rows."""
         return padded_state(_transposed(state) if self.is_exchanged else state)
 
     def of_state(self, state: Any, like: Any) -> Any:
-        """And back."""
+        """The inverse of `state`."""
         if self.is_exchanged:
-            return _transposed(unfilled_state(state, _transposed(like)))
-        return unfilled_state(state, like)
+            return _transposed(unpadded_state(state, _transposed(like)))
+        return unpadded_state(state, like)
 
 
 def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any, Any]:
-    """As `precondattn.spec.recurrence.Form` has it."""
+    """The final state and the outputs, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, None)
     plan, rows, d_o, is_exchanged = problem
     states, final, _ = chunk_states.states(plan, rows, problem.state(state))
     if is_exchanged:
-        found = read_of_channels(plan, rows, _pairs(plan, rows, d_o))
-        o = found + _from_states(plan, rows, d_o, states)
+        result = read_of_channels(plan, rows, _pairs(plan, rows, d_o))
+        o = result + _from_states(plan, rows, d_o, states)
     else:
         o = chunk_reads.outputs(plan, _with_scores(plan, rows), states, rows["v"])
-    return unfilled_queries(o, x, x.v.shape[3]), problem.of_state(final, state)
+    return unpadded_queries(o, x, x.v.shape[3]), problem.of_state(final, state)
 
 
 def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
-    """The same."""
+    """The gradients, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, d_o)
     plan, rows, d_rows, is_exchanged = problem
     states, _, v = chunk_states.states(plan, rows, problem.state(state))
@@ -95,7 +95,7 @@ def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final
         d_k, d_v = d_v, d_k
     (d, e), s = state.shape[2:], x.k.shape[2]
     stream = Stream(
-        unfilled_queries(d_q, x, d),
+        unpadded_queries(d_q, x, d),
         d_k[:, :s, :d].reshape(x.k.shape),
         d_v[:, :s, :e].reshape(x.v.shape),
         d_g[:, :s, : e if is_exchanged else d].reshape(x.g.shape),
@@ -130,8 +130,8 @@ def _pairs(plan: Plan, rows: Rows, d_o: Any) -> Any:
 
 def _from_states(plan: Plan, rows: Rows, d_o: Any, states: Any) -> Any:
     """reading ∘ dO Sᵀ (m, r, T, d)."""
-    found = chunk_gradient.of_queries(plan, rows, d_o, states)["d_q"]
-    return found * rows["reading"][:, None]
+    result = chunk_gradient.of_queries(plan, rows, d_o, states)["d_q"]
+    return result * rows["reading"][:, None]
 
 
 def _transposed(array: Any) -> Any:

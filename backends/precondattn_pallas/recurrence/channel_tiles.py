@@ -1,23 +1,22 @@
-"""Tiles of 16 tokens, the fewest that a product takes, whose channels each have their own decay.
+"""Tiles of 16 tokens, the smallest size of a product, with one decay for each channel.
 
     F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}
 
-D is a factor of every channel of a product and not of the product, and so pairs of tokens are cut
-into squares in which it factors. Between two tiles, relative to the last token in front of the
-later one,
+D multiplies every channel of a product, not the product. So pairs of tokens are partitioned into
+squares in which D factors. Between two tiles, relative to the last token before the later tile,
 
     D_ijc = since_ic between_c until_jc,    since_i = e^{g_1 + … + g_i},
     until_j = e^{g_{j+1} + … + g_16}
 
-by the gates of the tokens' own tiles, and `between` by those of the tiles in between. Within a
-tile, these are the squares of the second half of a block of tokens with the first, for blocks of
-2, 4, 8 and 16; relative to the middle of the block
+with the gates of the tokens' own tiles, and `between` from the gates of the tiles between. Within a
+tile, the squares are the second half of a block of tokens with its first half, for blocks of 2, 4,
+8 and 16. Relative to the middle of the block
 
     D_ijc = f_ic f_jc,    f = e^{E g},
 
-with E_it = 1 where gate t stands between token i and the middle. All exponents are ≤ 0, and none is
-a difference of sums (`chunk_tiles.py`). What a pair adds to F is its part of the gradient of every
-gate between its tokens: with w_i = Σ_j of what it adds for either token, dg = Eᵀ w.
+with E_it = 1 where gate t is between token i and the middle. All exponents are ≤ 0, and none is a
+difference of sums (`chunk_tiles.py`). A pair's contribution to F is also its part of the gradient
+of every gate between its tokens: with w_i the sum of contributions of token i, dg = Eᵀ w.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ TILE = 16
 
 
 class Halving(NamedTuple):
-    """Blocks of tokens, each with a second half and a first."""
+    """Blocks of tokens, each with a first and a second half."""
 
     gates: Any
     """E (16, 16)."""
-    fade: Any
+    decay: Any
     """f (16, w)."""
     is_pair: Any
-    """(16, 16): the token of the row is in the second half, that of the column in the first."""
+    """(16, 16): true if the row's token is in the second half and the column's in the first."""
 
 
 def since_of(products: Products, g: Any) -> Any:
@@ -49,23 +48,23 @@ def since_of(products: Products, g: Any) -> Any:
 
 
 def until_of(products: Products, g: Any) -> Any:
-    return jnp.exp(products.exact.dot(_behind(), g))
+    return jnp.exp(products.exact.dot(_after(), g))
 
 
 def d_gates_of(products: Products, since: Any, until: Any) -> Any:
-    """dg (16, w), from the sums of dx ∘ x of what since and until are factors of."""
+    """dg (16, w), from the sums of dx ∘ x of everything that `since` and `until` multiply."""
     exact = products.exact
-    return exact.dot(_until(), since, left=True) + exact.dot(_behind(), until, left=True)
+    return exact.dot(_until(), since, left=True) + exact.dot(_after(), until, left=True)
 
 
 def _until() -> Any:
-    """The gates up to token i: those of `since`."""
+    """The gates up to token i, which `since` sums."""
     i, t = tokens_of(TILE)
     return (t <= i).astype(jnp.float32)
 
 
-def _behind() -> Any:
-    """The gates behind token i."""
+def _after() -> Any:
+    """The gates after token i."""
     i, t = tokens_of(TILE)
     return (t > i).astype(jnp.float32)
 
@@ -77,39 +76,39 @@ def _halvings(products: Products, g: Any) -> Iterator[Halving]:
         is_second = (i_half & 1) == 1
         is_between = (i_half == t_half) & ((is_second & (t <= i)) | (~is_second & (t > i)))
         gates = is_between.astype(jnp.float32)
-        fade = jnp.exp(products.exact.dot(gates, g))
-        yield Halving(gates, fade, is_second & (i_half == t_half + 1))
+        decay = jnp.exp(products.exact.dot(gates, g))
+        yield Halving(gates, decay, is_second & (i_half == t_half + 1))
 
 
 def scores_within(products: Products, q: Any, k: Any, g: Any) -> Any:
-    """dF/dA of a tile, 0 above the diagonal: of q, k and g in float32 (16, w)."""
+    """dF/dA of a tile, 0 above the diagonal, from q, k and g in float32 (16, w)."""
     i, j = tokens_of(TILE)
-    found = jnp.where(i == j, jnp.sum(q * k, axis=1)[:, None], jnp.float32(0))
-    for _, fade, is_pair in _halvings(products, g):
-        square = products.dot(q * fade, k * fade, right=True)
-        found = found + jnp.where(is_pair, square, jnp.float32(0))
-    return found
+    result = jnp.where(i == j, jnp.sum(q * k, axis=1)[:, None], jnp.float32(0))
+    for _, decay, is_pair in _halvings(products, g):
+        square = products.dot(q * decay, k * decay, right=True)
+        result = result + jnp.where(is_pair, square, jnp.float32(0))
+    return result
 
 
 def read_within(products: Products, a: Any, k: Any, g: Any) -> Any:
-    """dF/dq of a tile, from the lower part of A."""
-    found = _diagonal(a) * k
-    for _, fade, is_pair in _halvings(products, g):
+    """dF/dq of a tile, from the lower triangle of A."""
+    result = _diagonal(a) * k
+    for _, decay, is_pair in _halvings(products, g):
         square = jnp.where(is_pair, a, jnp.float32(0))
-        found = found + fade * products.dot(square, k * fade)
-    return found
+        result = result + decay * products.dot(square, k * decay)
+    return result
 
 
 def gradients_within(products: Products, a: Any, q: Any, k: Any, g: Any) -> tuple[Any, Any, Any]:
     """dF/dq, dF/dk and dF/dg of a tile."""
     diagonal = _diagonal(a)
     d_q, d_k, d_g = diagonal * k, diagonal * q, jnp.zeros_like(g)
-    for gates, fade, is_pair in _halvings(products, g):
+    for gates, decay, is_pair in _halvings(products, g):
         square = jnp.where(is_pair, a, jnp.float32(0))
-        later, earlier = q * fade, k * fade
+        later, earlier = q * decay, k * decay
         read, written = products.dot(square, earlier), products.dot(square, later, left=True)
         crossing = read * later + written * earlier
-        d_q, d_k = d_q + read * fade, d_k + written * fade
+        d_q, d_k = d_q + read * decay, d_k + written * decay
         d_g = d_g + products.exact.dot(gates, crossing, left=True)
     return d_q, d_k, d_g
 

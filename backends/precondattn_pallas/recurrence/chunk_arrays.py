@@ -1,4 +1,4 @@
-"""A recurrence's arrays as the kernels have them, and the part of each that a program sees."""
+"""A recurrence's arrays in the layout of the kernels, and the block of each for a program."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from precondattn_pallas.precision import Products, padded_width
 from precondattn_pallas.recurrence.gate_sums import factors_of
 
 LOWEST = -200.0
-"""A gate of which float32's exponential is 0, as of −∞."""
+"""A gate whose exponential is 0 in float32, used in place of −∞."""
 
 WIDEST_BLOCK = 64
-"""Value channels come in blocks of so many, or fewer."""
+"""Largest block of value channels."""
 
 Rows = Mapping[str, Any]
-"""Arrays of a recurrence by name, those that it has (`chunk_tiles.py`): q (m, r, T, d), k, v; beta
-(m, T); g, reading, writing (m, T), or (m, T, d) where each key channel has its own; total
+"""Arrays of a recurrence by name, those that are present (`chunk_tiles.py`): q (m, r, T, d), k, v;
+beta (m, T); g, reading, writing (m, T), or (m, T, d) with one gate for each key channel; total
 (m, chunks, 1 or d)."""
 
 
 class Plan(NamedTuple):
-    """How the tokens of a call are cut."""
+    """How the tokens of a call are split."""
 
     products: Products
     chunk: int
     width: int
-    """What configurations go by."""
+    """The width by which configurations are looked up."""
 
     @property
     def half(self) -> bool:
-        """Whether products are of 16 bits or tf32."""
+        """Whether products use 16 bits or tf32."""
         return self.products.tf32
 
     def block(self, kernel: str, width: int) -> int:
-        """Channels that a kernel has at once, of so many."""
+        """Channels that a kernel processes at once, of `width` channels."""
         return min(configuration(kernel, self.width, self.half).columns, width)
 
     def launch(
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         outputs: Mapping[str, Any],
         **constants: Any,
     ) -> dict[str, Any]:
-        """By the configuration of that name."""
+        """Launch with the configuration of that name."""
         return launch(
             kernel,
             shape,
@@ -67,44 +67,44 @@ class Plan(NamedTuple):
 
 
 def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") -> Plan:
-    """Of states of d x e that the kernel `states` carries on."""
+    """The plan for states of d × e that the kernel `states` computes."""
     width = max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
     return Plan(products, configuration(states, width, products.tf32).rows, width)
 
 
 def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
-    """Of a stream with at most one gate for each token; q, k and v in a dtype."""
-    found = written_of(x.k, x.v, x.g if decays else None, x.beta, plan, dtype)
-    tokens, width = found["k"].shape[1:]
-    return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **found}
+    """Rows of a stream with at most one gate for each token; q, k and v are cast to a dtype."""
+    result = written_of(x.k, x.v, x.g if decays else None, x.beta, plan, dtype)
+    tokens, width = result["k"].shape[1:]
+    return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **result}
 
 
 def written_of(k: Any, v: Any, g: Any, beta: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
-    """All but q; gates (b, m, s, 1 or d, 1), and β, where there are any."""
+    """All rows but q; gates (b, m, s, 1 or d, 1) and β where present."""
     b, m, s, d = k.shape
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
 
-    def filled(array: Any, *widths: int) -> Any:
-        """(b m, T, widths), with zeros behind the last token."""
+    def padded(array: Any, *widths: int) -> Any:
+        """(b m, T, widths), padded with zeros after the last token."""
         array = array.reshape(b * m, *array.shape[2:])
         sizes = zip((tokens, *widths), array.shape[1:], strict=True)
         return jnp.pad(array, ((0, 0), *((0, size - has) for size, has in sizes)))
 
-    found = {
-        "k": filled(k.astype(dtype), width),
-        "v": filled(v.astype(dtype), padded_values(v.shape[3])),
+    result = {
+        "k": padded(k.astype(dtype), width),
+        "v": padded(v.astype(dtype), padded_values(v.shape[3])),
     }
     if beta is not None:
-        found["beta"] = filled(beta.astype(jnp.float32))
+        result["beta"] = padded(beta.astype(jnp.float32))
     if g is not None:
         g = jnp.maximum(g[..., 0].astype(jnp.float32), LOWEST)
-        found["g"] = filled(g, width) if g.shape[3] > 1 else filled(g[..., 0])
-        found |= factors_of(found["g"], plan.chunk)
-    return found
+        result["g"] = padded(g, width) if g.shape[3] > 1 else padded(g[..., 0])
+        result |= factors_of(result["g"], plan.chunk)
+    return result
 
 
 def padded_values(e: int) -> int:
-    """The width of values in whole blocks."""
+    """The width of values, padded to whole blocks."""
     block = min(padded_width(e), WIDEST_BLOCK)
     return whole(e, block) * block
 
@@ -117,22 +117,22 @@ def queries_of(q: Any, s: int, tokens: int, width: int) -> Any:
 
 
 def padded_state(state: Any) -> Any:
-    """(b, m, d, e) as (b m, d, e), whole tiles of float32."""
+    """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     state = state.astype(jnp.float32).reshape(b * m, d, e)
     return jnp.pad(state, ((0, 0), (0, padded_width(d) - d), (0, padded_values(e) - e)))
 
 
-def unfilled_queries(rows: Any, x: Stream, width: int) -> Any:
-    """(b m, r, T, w) as (b, m, t, r, width): those of the last t tokens."""
+def unpadded_queries(rows: Any, x: Stream, width: int) -> Any:
+    """(b m, r, T, w) as (b, m, t, r, width): the last t tokens."""
     b, m, t, r, _ = x.q.shape
     s = x.k.shape[2]
     rows = jnp.swapaxes(rows[:, :, s - t : s, :width], 1, 2)
     return rows.reshape(b, m, t, r, width)
 
 
-def unfilled_state(state: Any, like: Any) -> Any:
-    """(b m, d, e), filled up, as it is outside."""
+def unpadded_state(state: Any, like: Any) -> Any:
+    """A padded state (b m, d, e) with the shape of `like`."""
     return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
 
 
@@ -146,92 +146,94 @@ def empty(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 class Grid(NamedTuple):
-    """A program for each chunk, block of columns and head: (chunks × blocks, heads)."""
+    """One program for each chunk, block of columns and head: (chunks × blocks, heads)."""
 
     chunk: int
     count: int
-    """Of chunks."""
+    """Number of chunks."""
     heads: int
-    """All queries of a state count, where each has a program."""
+    """Number of heads, or of all queries of all states where each has a program."""
     blocks: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.count * self.blocks, self.heads
 
-    def _place(self, array: Any, block: tuple[int | None, ...], *at: Any, together: int = 1) -> Any:
-        """A block of an array of all heads, `at` numbers, the "chunk" or the "block"; blocks are
-        of one chunk, or of some together."""
+    def _block_spec(
+        self, array: Any, block: tuple[int | None, ...], *at: Any, together: int = 1
+    ) -> Any:
+        """The block of an array of all heads at the indices `at` (numbers, "chunk", "block"). A
+        block covers one chunk, or several together."""
         by = self.heads // array.shape[0]
 
         def index(g: Any, h: Any) -> Any:
-            chunk, own = divide(g, self.blocks * together), remainder(g, self.blocks)
-            places = {"chunk": chunk, "block": own}
-            return divide(h, by), *(places.get(place, place) for place in at)
+            chunk, block_index = divide(g, self.blocks * together), remainder(g, self.blocks)
+            indices = {"chunk": chunk, "block": block_index}
+            return divide(h, by), *(indices.get(i, i) for i in at)
 
         return array, pl.BlockSpec((None, *block), index)
 
     def rows(self, array: Any, width: int | None = None) -> Any:
-        """The chunk's rows of (m, T, w), or the program's own columns of them."""
+        """The chunk's rows of (m, T, w), or the program's block of their columns."""
         block = self.chunk, width or array.shape[2]
-        return self._place(array, block, "chunk", "block" if width else 0)
+        return self._block_spec(array, block, "chunk", "block" if width else 0)
 
     def around(self, array: Any, chunks: int, width: int | None = None) -> Any:
-        """Those of so many chunks together, the program's own among them."""
+        """The rows of `chunks` chunks together, which include the program's own."""
         rows = chunks * array.shape[1] // self.count
         block, at = (rows, width or array.shape[2]), "block" if width else 0
-        return self._place(array, block, "chunk", at, together=chunks)
+        return self._block_spec(array, block, "chunk", at, together=chunks)
 
     def group(self, array: Any, width: int | None = None) -> Any:
-        """The same of (m, r, T, w)."""
+        """The chunk's rows of (m, r, T, w), or the program's block of their columns."""
         block = array.shape[1], self.chunk, width or array.shape[3]
-        return self._place(array, block, 0, "chunk", "block" if width else 0)
+        return self._block_spec(array, block, 0, "chunk", "block" if width else 0)
 
     def numbers(self, array: Any) -> Any:
-        """One for each token of the chunk, of (m, T)."""
-        return self._place(array, (self.chunk,), "chunk")
+        """The chunk's numbers of (m, T), one per token."""
+        return self._block_spec(array, (self.chunk,), "chunk")
 
-    def those(self, x: Rows, *names: str) -> dict[str, Any]:
-        """The same of arrays by name, those that there are; or one for each of its channels."""
-        found = {name: x[name] for name in names if name in x}
-        return {n: self.numbers(a) if a.ndim == 2 else self.rows(a) for n, a in found.items()}
+    def named(self, x: Rows, *names: str) -> dict[str, Any]:
+        """The chunk's part of the named arrays that are present: one number or a row per token."""
+        result = {name: x[name] for name in names if name in x}
+        return {n: self.numbers(a) if a.ndim == 2 else self.rows(a) for n, a in result.items()}
 
     def sums(self, array: Any) -> Any:
-        """The same of (m, blocks, T), of the program's own block."""
-        return self._place(array, (None, self.chunk), "block", "chunk")
+        """The chunk's numbers of (m, blocks, T), for the program's block."""
+        return self._block_spec(array, (None, self.chunk), "block", "chunk")
 
     def state(self, array: Any, rows: int | None = None, columns: int | None = None) -> Any:
-        """The chunk's own of (m, chunks, d, e), or the program's own rows or columns of it."""
+        """The chunk's state of (m, chunks, d, e), or the program's rows or columns of it."""
         block = None, rows or array.shape[2], columns or array.shape[3]
         at = "block" if rows else 0, "block" if columns else 0
-        return self._place(array, block, "chunk", *at)
+        return self._block_spec(array, block, "chunk", *at)
 
     def state_rows(self, array: Any, rows: int) -> Any:
-        """The program's own of (m, chunks, d)."""
-        return self._place(array, (None, rows), "chunk", "block")
+        """The program's rows of (m, chunks, d)."""
+        return self._block_spec(array, (None, rows), "chunk", "block")
 
 
-class Way(NamedTuple):
-    """A program for each block of value channels and head, which goes over all chunks."""
+class Sweep(NamedTuple):
+    """One program for each block of value channels and head, which iterates over all chunks."""
 
     heads: int
     width: int
-    """Of the block."""
+    """Of the block"""
 
     def shape(self, e: int) -> tuple[int, int]:
         return e // self.width, self.heads
 
     def all_of(self, array: Any) -> Any:
-        """Of an array (m, …), all of the head."""
+        """The head's part of an array (m, …)."""
         rest = array.shape[1:]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, *rest), lambda _, h: (h, *zeros))
 
     def columns(self, array: Any) -> Any:
-        """The same, of its last axis the program's own block."""
+        """The same, for the program's block of the last axis."""
         rest = array.shape[1:-1]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, *rest, self.width), lambda i, h: (h, *zeros, i))
 
-    def those(self, x: Rows, *names: str) -> dict[str, Any]:
+    def named(self, x: Rows, *names: str) -> dict[str, Any]:
         return {name: self.all_of(x[name]) for name in names if name in x}

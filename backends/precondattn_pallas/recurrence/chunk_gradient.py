@@ -2,12 +2,12 @@
 
     dA = D ∘ dO Uᵀ,    dQ = dA K + reading ∘ dO Sᵀ,
     dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
-         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K.
 
-the second line of dK by the delta rule only, with X and dL of `delta_rule.py`; S in front of the
-chunk and dS behind it. A program has a chunk and a block of key channels, and goes over the value
-channels. Besides, for the gates and for β, it has the sums of these products with what they are
-the gradients of.
+The second line of dK applies to the delta rule only, with X and dL from `delta_rule.py`; S is the
+state before the chunk, dS the gradient of the state after it. A program has a chunk and a block of
+key channels, and iterates over the value channels. For the gradients of the gates and β, it also
+sums the products of these terms with Q or K.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from precondattn_pallas.recurrence.chunk_tiles import (
 
 
 def d_scores(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """dA of one query of each token, and the gates' gradient from it."""
+    """dA of one query of each token, and its part of the gates' gradient."""
     pairs = pairs_of(x, x["d_o"].shape[0])
-    found = pairs * products_of_rows(products, x["d_o"], x["u"], block)
-    out["d_scores"][...] = found
+    result = pairs * products_of_rows(products, x["d_o"], x["u"], block)
+    out["d_scores"][...] = result
     if "g" in x:
         scores = products_of_rows(products, x["q"], x["k"], block)
-        out["crossing"][...] = crossing(found * scores)
+        out["crossing"][...] = crossing(result * scores)
 
 
 def d_queries(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """A block of dQ, of one query of each token; where decays are the channels', dO Sᵀ."""
-    found = products_of_rows(products, x["d_o"], x["state"], block)
+    """A block of dQ of one query of each token; with decays for each channel, only dO Sᵀ."""
+    result = products_of_rows(products, x["d_o"], x["state"], block)
     if "reading" in x:
-        found = found * x["reading"][...][:, None]
-        out["read"][...] = jnp.sum(found * x["q"][...].astype(jnp.float32), axis=1)
+        result = result * x["reading"][...][:, None]
+        out["read"][...] = jnp.sum(result * x["q"][...].astype(jnp.float32), axis=1)
     if "d_scores" in x:
-        found = found + products.dot(x["d_scores"][...], x["k"][...])
-    out["d_q"][...] = found
+        result = result + products.dot(x["d_scores"][...], x["k"][...])
+    out["d_q"][...] = result
 
 
 def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """A block of dK; where decays are the channels', U dSᵀ. And Σ S ∘ dS over value channels."""
+    """A block of dK; with decays for each channel, only U dSᵀ. And Σ S ∘ dS over value channels."""
     is_delta = "d_right" in x
     (size, width), rows = x["u"].shape, x["d_state"].shape[0]
 
@@ -62,36 +62,36 @@ def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> Non
 
     zeros = jnp.zeros((size, rows), jnp.float32)
     start = zeros, zeros if is_delta else jnp.int32(0), jnp.zeros((rows,), jnp.float32)
-    found, from_state, overlap = every_block(width, block, add, start)
+    result, from_state, overlap = every_block(width, block, add, start)
     out["overlap"][...] = overlap
     if "writing" in x:
-        found = found * x["writing"][...][:, None]
-        out["written"][...] = jnp.sum(found * x["k"][...].astype(jnp.float32), axis=1)
+        result = result * x["writing"][...][:, None]
+        out["written"][...] = jnp.sum(result * x["k"][...].astype(jnp.float32), axis=1)
     if "d_scores" in x:
         for row in range(x["q"].shape[0]):
             d_scores, q = x["d_scores"][row, :, :], x["q"][row, :, :]
-            found = found + products.dot(d_scores, q, left=True)
+            result = result + products.dot(d_scores, q, left=True)
     if is_delta:
         k = x["k"][...]
         if "reading" in x:
             from_state = from_state * x["reading"][...][:, None]
         out["from_keys"][...] = jnp.sum(from_state * k.astype(jnp.float32), axis=1)
-        found = found - x["beta"][...][:, None] * from_state
-        found = found + products.dot(x["d_keys"][...], k)
-    out["d_k"][...] = found
+        result = result - x["beta"][...][:, None] * from_state
+        result = result + products.dot(x["d_keys"][...], k)
+    out["d_k"][...] = result
 
 
 def of_scores(plan: Plan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
-    """dA (m, r, T, C) as d_scores, and crossing (m, r, T) where there are gates."""
+    """dA (m, r, T, C) as d_scores; with gates, crossing (m, r, T)."""
     m, r, tokens, e = d_o.shape
     grid = Grid(plan.chunk, tokens // plan.chunk, m * r)
     inputs = {"d_o": grid.rows(each_query(d_o)), "u": grid.rows(u)}
     outputs = {"d_scores": grid.rows(empty(m * r, tokens, plan.chunk))}
     if "g" in x:
         inputs |= {"q": grid.rows(each_query(x["q"])), "k": grid.rows(x["k"])}
-        inputs |= grid.those(x, "g")
+        inputs |= grid.named(x, "g")
         outputs["crossing"] = grid.numbers(empty(m * r, tokens))
-    found = plan.launch(
+    result = plan.launch(
         d_scores,
         "chunk_scores_gradient",
         grid.shape,
@@ -99,13 +99,13 @@ def of_scores(plan: Plan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
         outputs,
         block=plan.block("chunk_scores_gradient", min(x["k"].shape[2], e)),
     )
-    return {name: array.reshape(m, r, *array.shape[1:]) for name, array in found.items()}
+    return {name: array.reshape(m, r, *array.shape[1:]) for name, array in result.items()}
 
 
 def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
-    """dQ (m, r, T, d) as d_q, and its sums with Q as read (m, r, T) where there are gates.
+    """dQ (m, r, T, d) as d_q; with gates, its sums with Q as read (m, r, T).
 
-    x has dA too, as d_scores; without it, of dQ only dO Sᵀ.
+    If x has no d_scores (dA), dQ is only dO Sᵀ.
     """
     (m, r, tokens, e), d = d_o.shape, states.shape[2]
     width = plan.block("chunk_query_gradient", d)
@@ -116,9 +116,9 @@ def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
         inputs["d_scores"] = grid.rows(each_query(x["d_scores"]))
         inputs["k"] = grid.rows(x["k"], width)
         if "g" in x:
-            inputs |= {"q": grid.rows(each_query(x["q"]), width), **grid.those(x, "reading")}
+            inputs |= {"q": grid.rows(each_query(x["q"]), width), **grid.named(x, "reading")}
             outputs["read"] = grid.sums(empty(m * r, d // width, tokens))
-    found = plan.launch(
+    result = plan.launch(
         d_queries,
         "chunk_query_gradient",
         grid.shape,
@@ -126,17 +126,17 @@ def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
         outputs,
         block=plan.block("chunk_query_gradient", e),
     )
-    result = {"d_q": found["d_q"].reshape(m, r, tokens, d)}
-    if "read" in found:
-        result["read"] = jnp.sum(found["read"], axis=1).reshape(m, r, tokens)
-    return result
+    gradients = {"d_q": result["d_q"].reshape(m, r, tokens, d)}
+    if "read" in result:
+        gradients["read"] = jnp.sum(result["read"], axis=1).reshape(m, r, tokens)
+    return gradients
 
 
 def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
-    """dK (m, T, d) as d_k, overlap (m, chunks, d), and sums of K with what dK consists of (m, T).
+    """dK (m, T, d) as d_k, overlap (m, chunks, d), and sums of K with parts of dK (m, T).
 
-    These are written, where there are gates, and from_keys by the delta rule; x has d_scores, and
-    d_right and d_keys of the delta rule. Without d_scores, of dK only U dSᵀ.
+    The sums are `written` with gates, and `from_keys` with the delta rule. x has d_scores, and with
+    the delta rule d_right and d_keys. Without d_scores, dK is only U dSᵀ.
     """
     m, tokens, d = x["k"].shape
     e = u.shape[2]
@@ -156,14 +156,14 @@ def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str
     if "d_scores" in x:
         inputs["d_scores"] = grid.group(x["d_scores"])
         inputs |= {"q": grid.group(x["q"], width), "k": grid.rows(x["k"], width)}
-        inputs |= grid.those(x, "writing")
+        inputs |= grid.named(x, "writing")
         sums += ["written"] if "writing" in x else []
     if "d_right" in x:
         inputs |= {name: grid.rows(x[name]) for name in ("d_right", "d_keys")}
-        inputs |= grid.those(x, "reading", "beta")
+        inputs |= grid.named(x, "reading", "beta")
         sums.append("from_keys")
     outputs |= {name: grid.sums(empty(m, blocks, tokens)) for name in sums}
-    found = plan.launch(
+    result = plan.launch(
         d_keys_of_states,
         "chunk_key_gradient",
         grid.shape,
@@ -171,4 +171,4 @@ def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str
         outputs,
         block=plan.block("chunk_key_gradient", e),
     )
-    return found | {name: jnp.sum(found[name], axis=1) for name in sums}
+    return result | {name: jnp.sum(result[name], axis=1) for name in sums}

@@ -1,4 +1,4 @@
-"""The inverse of a chunk's system by the delta rule.
+"""The inverse of the delta rule's system of a chunk.
 
     M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
 
@@ -6,10 +6,10 @@ by recursive 2×2 block inversion,
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    M ← M − M (L ∘ lower left) M
 
-for blocks of 1, 2, 4 … tokens: within either half of the chunk in registers, and then once for the
-two halves. At float32's precision whatever the inputs are: entries are of the size of 1, for keys
-of length 1 and β in [0, 2], but doubling the Neumann series instead would lose every digit on keys
-that nearly coincide. Of two halves with h tokens, D of a pair across their border is
+for blocks of 1, 2, 4 … tokens: within each half of the chunk in registers, and then once for the
+two halves. It is computed with float32's precision whatever the inputs are. Entries are of order 1
+for keys of length 1 and β in [0, 2], but doubling the Neumann series instead would lose all digits
+for nearly equal keys. For two halves of h tokens, D of a pair across their boundary is
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
 """
@@ -29,19 +29,19 @@ from precondattn_pallas.recurrence.chunk_tiles import every_block, pairs_of, tok
 def unit_lower_inverse(products: Products, strict: Any) -> Any:
     """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide.
 
-    What stands on its diagonal and above is not looked at.
+    Entries on and above the diagonal are not read.
     """
     i, j = tokens_of(strict.shape[0])
     zero = jnp.float32(0)
-    # Of pairs of rows, where A and B are 1.
+    # Pairs of rows, where A and B are 1.
     is_pair = ((j & 1) == 0) & (i == j + 1)
-    found = jnp.where(i == j, jnp.float32(1), zero) - jnp.where(is_pair, strict, zero)
+    result = jnp.where(i == j, jnp.float32(1), zero) - jnp.where(is_pair, strict, zero)
     for level in range(1, strict.shape[0].bit_length() - 1):
         i_block, j_block = i >> level, j >> level
         is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
-        left = products.exact.dot(found, jnp.where(is_lower_left, strict, zero))
-        found = found - products.exact.dot(left, found)
-    return found
+        left = products.exact.dot(result, jnp.where(is_lower_left, strict, zero))
+        result = result - products.exact.dot(left, result)
+    return result
 
 
 def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
@@ -67,7 +67,7 @@ def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
 
 
 def _among_keys(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
-    """⟨k_i, k_j⟩ of two halves."""
+    """⟨k_i, k_j⟩ between two halves."""
 
     def add(c: Any, total: Any) -> Any:
         return total + products.dot(x["k"][i, c], x["k"][j, c], right=True)
@@ -79,12 +79,12 @@ def inverses(plan: Plan, x: Rows) -> Any:
     """M of all chunks (m, T, C)."""
     m, tokens, d = x["k"].shape
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
-    found = plan.launch(
+    result = plan.launch(
         invert,
         "chunk_inverse",
         grid.shape,
-        {"k": grid.rows(x["k"]), **grid.those(x, "beta", "g")},
+        {"k": grid.rows(x["k"]), **grid.named(x, "beta", "g")},
         {"inverse": grid.rows(empty(m, tokens, plan.chunk))},
         block=plan.block("chunk_inverse", d),
     )
-    return found["inverse"]
+    return result["inverse"]

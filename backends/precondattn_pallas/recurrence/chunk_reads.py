@@ -1,9 +1,9 @@
-"""What chunks read, all at once, and what of the outputs' gradients reaches what was written there.
+"""Reads of all chunks at once, and the outputs' part of the gradient of what is written.
 
     O = reading ∘ Q S + (D ∘ Q Kᵀ) U,    A = (D ∘ Q Kᵀ)ᵀ dO, summed over the queries of a state.
 
-A program has a chunk and a block of value channels; scores are made anew for every block, 2 C d
-FLOPs a token each time, so that none stand in memory.
+A program has a chunk and a block of value channels. Scores are recomputed for every block, at 2 C d
+FLOPs per token, so that they are not stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
-from precondattn_pallas.recurrence.chunk_tiles import every_block, faded, is_by_channel, scores_of
+from precondattn_pallas.recurrence.chunk_tiles import decayed, every_block, is_by_channel, scores_of
 
 
 def read(x: Any, out: Any, *, products: Products, block: int) -> None:
@@ -24,18 +24,18 @@ def read(x: Any, out: Any, *, products: Products, block: int) -> None:
     by_channel = "reading" in x and is_by_channel(x, "reading")
 
     def add(c: Any, total: Any) -> Any:
-        q = faded(x, "q", "reading", slice(None), c) if by_channel else x["q"][:, c]
+        q = decayed(x, "q", "reading", slice(None), c) if by_channel else x["q"][:, c]
         return total + products.dot(q, x["state"][c, :])
 
-    found = every_block(width, block, add, jnp.zeros(out["o"].shape, jnp.float32))
+    result = every_block(width, block, add, jnp.zeros(out["o"].shape, jnp.float32))
     if "reading" in x and not by_channel:
-        found = found * x["reading"][...][:, None]
+        result = result * x["reading"][...][:, None]
     scores = scores_of(products, x, block)
-    out["o"][...] = found + products.dot(scores, x["u"][...])
+    out["o"][...] = result + products.dot(scores, x["u"][...])
 
 
 def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """A, of all queries of a state."""
+    """A, summed over all queries of a state."""
     total = jnp.zeros(out["local"].shape, jnp.float32)
     for row in range(x["d_o"].shape[0]):
         scores = scores_of(products, x, block, row)
@@ -44,7 +44,7 @@ def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
 
 
 def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
-    """O (m, r, T, e), of the states in front of every chunk."""
+    """O (m, r, T, e), from the states before every chunk."""
     m, r, tokens, d = x["q"].shape
     e = u.shape[2]
     width = plan.block("chunk_reads", e)
@@ -53,13 +53,13 @@ def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
         "q": grid.rows(each_query(x["q"])),
         "state": grid.state(states, columns=width),
         "u": grid.rows(u, width),
-        **grid.those(x, "reading"),
+        **grid.named(x, "reading"),
     }
     if "scores" in x:
         inputs["scores"] = grid.rows(each_query(x["scores"]))
     else:
-        inputs |= {"k": grid.rows(x["k"]), **grid.those(x, "g")}
-    found = plan.launch(
+        inputs |= {"k": grid.rows(x["k"]), **grid.named(x, "g")}
+    result = plan.launch(
         read,
         "chunk_reads",
         grid.shape,
@@ -67,11 +67,11 @@ def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
         {"o": grid.rows(empty(m * r, tokens, e), width)},
         block=plan.block("chunk_reads", d),
     )
-    return found["o"].reshape(m, r, tokens, e)
+    return result["o"].reshape(m, r, tokens, e)
 
 
 def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
-    """A (m, T, e), of dO (m, r, T, e)."""
+    """A (m, T, e), from dO (m, r, T, e)."""
     m, _, tokens, d = x["q"].shape
     e = d_o.shape[3]
     width = plan.block("chunk_reads", e)
@@ -80,8 +80,8 @@ def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
     if "scores" in x:
         inputs["scores"] = grid.group(x["scores"])
     else:
-        inputs |= {"q": grid.group(x["q"]), "k": grid.rows(x["k"]), **grid.those(x, "g")}
-    found = plan.launch(
+        inputs |= {"q": grid.group(x["q"]), "k": grid.rows(x["k"]), **grid.named(x, "g")}
+    result = plan.launch(
         read_back,
         "chunk_reads",
         grid.shape,
@@ -89,4 +89,4 @@ def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
         {"local": grid.rows(empty(m, tokens, e), width)},
         block=plan.block("chunk_reads", d),
     )
-    return found["local"]
+    return result["local"]

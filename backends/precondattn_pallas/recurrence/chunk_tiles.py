@@ -1,16 +1,16 @@
-"""What the kernels of a recurrence in chunks have in common: how its tokens fade, and sums.
+"""What the kernels of a recurrence in chunks share: the decay between tokens, and sums.
 
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 
-Every exponent is the sum of the gates it consists of, and none is a difference of sums: a strong
-gate costs the weak ones behind it no digits. A gate of −∞ comes as one of −200, of which float32's
-exponential is 0 as well.
+Every exponent is the sum of its own gates and never a difference of sums, so a strong gate costs
+the weak gates after it no accuracy. A gate of −∞ is replaced by −200, whose exponential is 0 in
+float32.
 
 Kernels have arrays (m, T, w) in memory, with m the heads of all sequences that have a state, T the
-tokens filled up to whole chunks, and w a width filled up to whole tiles. Tokens that fill up have
-k = 0, v = 0, q = 0, β = 0 and g = 0. With r queries to a state, queries are (m, r, T, d). Where one
-factor of a name is missing among a kernel's inputs, it is 1.
+tokens padded to whole chunks, and w a width padded to whole tiles. Padding has k = 0, v = 0, q = 0,
+β = 0 and g = 0. With r queries per state, queries are (m, r, T, d). A factor that is missing among
+a kernel's inputs is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from precondattn_pallas.precision import Products
 
 
 def every_block(width: int, block: int, add: Callable[[Any, Any], Any], total: Any) -> Any:
-    """`add(columns, total)` for one block of columns after the other."""
+    """Sum `add(columns, total)` over blocks of columns."""
     if width <= block:
         return add(pl.ds(0, width), total)
 
@@ -38,7 +38,7 @@ def every_block(width: int, block: int, add: Callable[[Any, Any], Any], total: A
 
 
 def products_of_rows(products: Products, a: Any, b: Any, block: int, *row: int) -> Any:
-    """a bᵀ of references to rows, a block of channels at a time; of a, those at `row`."""
+    """a bᵀ of references to rows, a block of channels at a time; `row` indexes a."""
     (rows, width), columns = a.shape[len(row) :], b.shape[0]
 
     def add(c: Any, total: Any) -> Any:
@@ -54,14 +54,14 @@ def tokens_of(size: int) -> tuple[Any, Any]:
 
 
 def pairs_of(x: Any, size: int, *, strict: bool = False) -> Any:
-    """D, with 0 above the diagonal, or, strictly, above and on it."""
+    """D, 0 above the diagonal, or, if `strict`, above and on it."""
     i, j = tokens_of(size)
     seen = i > j if strict else i >= j
     if "g" not in x:
         return jnp.where(seen, jnp.float32(1), jnp.float32(0))
-    # Down the column of token j the gates behind it add up.
-    behind = jnp.where(i > j, x["g"][...][:, None], jnp.float32(0))
-    return jnp.where(seen, jnp.exp(jnp.cumsum(behind, axis=0)), jnp.float32(0))
+    # In the column of token j, the gates after j are summed.
+    after = jnp.where(i > j, x["g"][...][:, None], jnp.float32(0))
+    return jnp.where(seen, jnp.exp(jnp.cumsum(after, axis=0)), jnp.float32(0))
 
 
 def crossing(pairs: Any) -> Any:
@@ -75,17 +75,17 @@ def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:
     """D ∘ Q Kᵀ, of the queries at `row`."""
     if "scores" in x:
         return x["scores"][(*row, slice(None), slice(None))]
-    found = products_of_rows(products, x["q"], x["k"], block, *row)
-    return found * pairs_of(x, found.shape[0])
+    result = products_of_rows(products, x["q"], x["k"], block, *row)
+    return result * pairs_of(x, result.shape[0])
 
 
 def is_by_channel(x: Any, factor: str) -> bool:
     return len(x[factor].shape) == 2
 
 
-def faded(x: Any, name: str, factor: str, *where: Any) -> Any:
-    """Rows of an input times the factor of their token, the last index but of columns, or of each
-    of their channels."""
+def decayed(x: Any, name: str, factor: str, *where: Any) -> Any:
+    """Rows of an input times the factor of their token, or of each of their channels; the last
+    index is that of the columns."""
     rows = x[name][where]
     if factor not in x:
         return rows

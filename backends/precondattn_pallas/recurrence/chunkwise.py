@@ -3,15 +3,15 @@
     U = M β (V − reading ∘ K S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; where each channel has its own
-decay, as `channel_recurrence.py` has it. Chunks are prepared all at once
-(`delta_rule.py`), states go from chunk to chunk (`chunk_states.py`), and chunks are read all at
-once (`chunk_reads.py`). The gradient makes the states anew, goes back over them, and has the rest
-of all chunks at once (`chunk_gradient.py`). XLA makes the factors of the gates, and the gradient of
-the gates from sums that the kernels leave (`gate_sums.py`).
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; with one decay for each
+channel, see `channel_recurrence.py`. Chunks are prepared all at once (`delta_rule.py`), states are
+passed from chunk to chunk (`chunk_states.py`), and outputs are read all at once (`chunk_reads.py`).
+The gradient recomputes the states, propagates their gradients back, and computes the rest for all
+chunks at once (`chunk_gradient.py`). XLA computes the factors of the gates, and the gradient of the
+gates from sums that the kernels return (`gate_sums.py`).
 
-In memory stand, besides inputs, outputs and their gradients, a state of d e numbers in float32 for
-each chunk, M and two rows of numbers for each token; in the gradient, twice that and a few rows.
+Besides inputs, outputs and their gradients, memory holds a state of d e numbers in float32 for each
+chunk, and M and two rows of numbers for each token; in the gradient, twice that and a few rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     plan_of,
     queries_of,
     rows_of,
-    unfilled_queries,
-    unfilled_state,
+    unpadded_queries,
+    unpadded_state,
 )
 from precondattn_pallas.recurrence.gate_sums import d_gates
 
@@ -45,7 +45,8 @@ from precondattn_pallas.recurrence.gate_sums import d_gates
 class Chunkwise:
     """A `Form` of the recurrence (`precondattn.spec.recurrence`).
 
-    Queries, keys and values are multiplied in a dtype; `decays` says whether there are gates.
+    Products of queries, keys and values are in a given dtype; `decays` says whether there are
+    gates.
     """
 
     def __init__(self, products: Products, dtype: Any, *, decays: bool) -> None:
@@ -60,7 +61,7 @@ class Chunkwise:
             rows |= delta_rule.prepared(plan, rows)
         states, final, u = chunk_states.states(plan, rows, padded_state(state))
         o = chunk_reads.outputs(plan, rows, states, u)
-        return unfilled_queries(o, x, x.v.shape[3]), unfilled_state(final, state)
+        return unpadded_queries(o, x, x.v.shape[3]), unpadded_state(final, state)
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
         if max(x.g.shape[3:]) > 1:
@@ -101,13 +102,13 @@ class Chunkwise:
         if x.beta is not None:
             d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
         stream = Stream(
-            unfilled_queries(by_queries["d_q"], x, x.k.shape[3]),
+            unpadded_queries(by_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
         )
-        return Gradients(stream, unfilled_state(d_start, d_final))
+        return Gradients(stream, unpadded_state(d_start, d_final))
 
     @staticmethod
     def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:

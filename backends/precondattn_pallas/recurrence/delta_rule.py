@@ -1,10 +1,10 @@
-"""What the delta rule writes in a chunk, as a function of the state in front of it: U = Y − W S.
+"""What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
 
     Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
 
-(`chunk_inverse.py`) and backward, with X = Mᵀ dU,
+(`chunk_inverse.py`). Backward, with X = Mᵀ dU,
 
-    dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − what `chunk_gradient.py` has from the state,
+    dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part from `chunk_gradient.py`,
     dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
 """
 
@@ -43,7 +43,7 @@ def prepare(x: Any, out: Any, *, products: Products, block: int) -> None:
 
 
 def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """X, what K is multiplied with for dK, and the chunk's own part of dβ and of the gates'."""
+    """X, the factor of K in dK, and the chunk's own part of the gradients of β and of the gates."""
     size = x["k"].shape[0]
     inverse = x["inverse"][...]
 
@@ -58,8 +58,8 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
     among, d_beta = every_block(x["u"].shape[1], block, add, start)
     among = among * pairs_of(x, size, strict=True)
     beta = x["beta"][...][:, None]
-    found = -beta * among
-    out["d_keys"][...] = found + jnp.transpose(found)
+    result = -beta * among
+    out["d_keys"][...] = result + jnp.transpose(result)
     own = among * products_of_rows(products, x["k"], x["k"], block)
     out["d_beta"][...] = d_beta - jnp.sum(own, axis=1)
     if "g" in x:
@@ -67,11 +67,11 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
 
 
 def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
-    """Y (m, T, e), W (m, T, d) and M (m, T, C) of all chunks: y, w and inverse."""
+    """Y (m, T, e), W (m, T, d) and M (m, T, C) of all chunks, as y, w and inverse."""
     (m, tokens, d), e = x["k"].shape, x["v"].shape[2]
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
     inverse = inverses(plan, x)
-    found = plan.launch(
+    result = plan.launch(
         prepare,
         "delta_prepare",
         grid.shape,
@@ -79,16 +79,16 @@ def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
             "k": grid.rows(x["k"]),
             "v": grid.rows(x["v"]),
             "inverse": grid.rows(inverse),
-            **grid.those(x, "beta", "reading"),
+            **grid.named(x, "beta", "reading"),
         },
         {"y": grid.rows(empty(m, tokens, e)), "w": grid.rows(empty(m, tokens, d))},
         block=plan.block("delta_prepare", min(d, e)),
     )
-    return {**found, "inverse": inverse}
+    return {**result, "inverse": inverse}
 
 
 def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
-    """X (m, T, e), d_keys (m, T, C), d_beta (m, T), and crossing (m, T) where there are gates."""
+    """X (m, T, e) as d_right, d_keys (m, T, C), d_beta (m, T); with gates, crossing (m, T)."""
     m, tokens, e = u.shape
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
     numbers = ("d_beta", "crossing") if "g" in x else ("d_beta",)
@@ -100,7 +100,7 @@ def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
             **{name: grid.rows(x[name]) for name in ("k", "v", "inverse")},
             "u": grid.rows(u),
             "d_u": grid.rows(d_u),
-            **grid.those(x, "beta", "g"),
+            **grid.named(x, "beta", "g"),
         },
         {
             "d_right": grid.rows(empty(m, tokens, e)),

@@ -1,10 +1,10 @@
-"""Factors that gates make of a chunk, and the gates' gradient, from a few numbers for each token.
+"""The decay factors of a chunk, and the gates' gradient, from a few numbers for each token.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
-XLA computes these. The gradient of a gate is a sum over what it stands between: pairs of tokens
-(`crossing`, from the kernels), a token and the state in front of the chunk, a token and the state
-behind it, and both states. Arrays are (m, T, …), of whole chunks.
+XLA computes these. The gradient of a gate is a sum over everything that it separates: pairs of
+tokens (`crossing`, from the kernels), a token and the state before the chunk, a token and the state
+after it, and the two states. Arrays are (m, T, …), in whole chunks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ def factors_of(g: Any, chunk: int) -> dict[str, Any]:
     total = reading[:, :, -1, ...]
     return {
         "reading": reading.reshape(g.shape),
-        "writing": jnp.exp(_behind(chunks)).reshape(g.shape),
+        "writing": jnp.exp(_after(chunks)).reshape(g.shape),
         "total": total if g.ndim == 3 else total[..., None],
     }
 
 
 def d_gates(crossing: Any, read: Any, written: Any, kept: Any, chunk: int) -> Any:
-    """From the sums of dx ∘ x of what the gates are factors of.
+    """The gates' gradient, from the sums of dx ∘ x of everything that the gates multiply.
 
-    Of pairs, already by gate; of what tokens read from the state in front of their chunk and wrote
-    to that behind it, by token; and of what the one keeps of the other (m, chunks, …).
+    `crossing`: of pairs, already by gate. `read` and `written`: of reads from the state before the
+    chunk and writes to the state after it, by token. `kept`: of the two states (m, chunks, …).
     """
 
     def chunks(array: Any) -> Any:
         return array.reshape(array.shape[0], -1, chunk, *array.shape[2:])
 
-    found = _from(chunks(read)) + _before(chunks(written)) + kept[:, :, None, ...]
-    return crossing + found.reshape(crossing.shape)
+    result = _from(chunks(read)) + _before(chunks(written)) + kept[:, :, None, ...]
+    return crossing + result.reshape(crossing.shape)
 
 
 def _from(x: Any) -> Any:
@@ -45,7 +45,7 @@ def _from(x: Any) -> Any:
     return jnp.flip(jnp.cumsum(jnp.flip(x, axis=2), axis=2), axis=2)
 
 
-def _behind(x: Any) -> Any:
+def _after(x: Any) -> Any:
     """Σ_{j>i} x_j"""
     return _from(jnp.concatenate([x[:, :, 1:, ...], jnp.zeros_like(x[:, :, :1, ...])], axis=2))
 

@@ -1,8 +1,8 @@
-"""Softmax attention as a backend's leaf: which calls the kernels take, and how they are called.
+"""Softmax attention as an algorithm of the backend: supported calls, and launches.
 
-Kept for the gradient: λ (b, h, t), in units of log 2, and where the output is rounded to half
-precision, the output as it was: D = do · o has to make the sum of every row of dS vanish, or where
-keys are alike, what is left of it is all that dq has.
+Residuals: λ (b, h, t), in units of log 2, and, where the output is rounded to half precision, the
+unrounded output: D = do · o must make the sum of every row of dS vanish. Otherwise, where keys are
+equal, the rounding error would be all of dq.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import padded_width, products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
-from precondattn_pallas.softmax.forward import Cut, attend
-from precondattn_pallas.softmax.score_tiles import Sight, segments_of
+from precondattn_pallas.softmax.forward import Tiling, attend
+from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
 
 LOG2_E = math.log2(math.e)
 WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
-"""Of keys and values: what fits the registers of a multiprocessor."""
+"""Widest keys and values: limited by the registers of a multiprocessor."""
 
 MOST_HEADS = 65535
-"""And sequences: a grid has no more along these axes."""
+"""Also of sequences: the limits of a grid along these axes."""
 
 Masks = tuple[Any, Any, Any]
-"""Of queries and keys, which count, and the keys' segments; None where all do, or there is one."""
+"""Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
 
 
 class Plan(NamedTuple):
-    """What is known of a call before its values."""
+    """What is known of a call before it runs."""
 
     scale: float
-    forward: Cut
-    query_gradient: Cut
-    key_gradient: Cut
+    forward: Tiling
+    query_gradient: Tiling
+    key_gradient: Tiling
 
 
 def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     d, e = padded_width(q.shape[3]), padded_width(v.shape[3])
     scale = leaf.scale_for(q.shape[3])
-    sight = Sight(q.shape[1], k.shape[1], leaf.causal, leaf.window)
+    mask = StaticMask(q.shape[1], k.shape[1], leaf.causal, leaf.window)
     multiplied = products(v.dtype, interpret=interpret)
     if is_half := v.dtype.itemsize == 2:
-        multiplied = multiplied._replace(tf32=True)  # P has no more digits.
+        multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
 
-    def cut(kernel: str) -> Cut:
+    def tiling(kernel: str) -> Tiling:
         tile = configuration(f"attention_{kernel}", max(d, e), is_half)
-        return Cut(sight, scale * LOG2_E, multiplied, tile, d, e)
+        return Tiling(mask, scale * LOG2_E, multiplied, tile, d, e)
 
-    return Plan(scale, cut("forward"), cut("query_gradient"), cut("key_gradient"))
+    return Plan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))
 
 
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, tuple[Any, ...]]:
     q_valid, k_valid, k_segment = masks
-    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     out, log_total = attend(
         plan.forward, where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v),
         segments,
@@ -79,7 +79,7 @@ def _backward(
     plan: Plan, q: Any, k: Any, v: Any, masks: Masks, out: Any, log_total: Any, d_o: Any
 ) -> dict[str, Any]:
     q_valid, k_valid, k_segment = masks
-    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     d_o, out = where_valid(q_valid, d_o), where_valid(q_valid, out)
     d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
     x = {
@@ -96,7 +96,7 @@ def _backward(
 
 
 class Attention:
-    """Of `Softmax` that reads means."""
+    """Algorithm of `Softmax` with the mean as its read."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
@@ -109,10 +109,10 @@ class Attention:
                 return f"has no kernel for attention with {option}"
         shapes = dict(request.shapes)
         widest = WIDEST[request.dtype]
-        for name, what in (("k", "keys"), ("v", "values")):
+        for name, role in (("k", "keys"), ("v", "values")):
             if shapes[name][3] > widest:
                 return (
-                    f"has kernels for attention in {request.dtype} with {what} whose width is at "
+                    f"has kernels for attention in {request.dtype} with {role} whose width is at "
                     f"most {widest}; found {shapes[name][3]}"
                 )
         if 0 in shapes["q"] + shapes["v"]:
@@ -124,8 +124,8 @@ class Attention:
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
-        return found
+        result: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        return result
 
     def backward(
         self,
@@ -141,8 +141,8 @@ class Attention:
         log_total, *full = residuals
         full_out = full[0] if full else out
         d_out = cotangent.astype(v.dtype)
-        found = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
-        return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
+        result = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
+        return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape

@@ -1,17 +1,17 @@
 """LASER by the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc}.
 
-A call is *close* if no two values of a channel that count are further apart than R. Then, with ν_c
-the largest of them, every e^{v − ν} is far from vanishing, and LASER is softmax attention to W:
+A call is *close* if no two valid values of a channel are further apart than R. Then, with ν_c the
+largest of them, no e^{v − ν} underflows, and LASER is softmax attention with values W:
 
     W = e^{v − ν} − u,    o = ν + log(u + A W),    G = do / (u + A W),    dv = (W + u) ∘ Aᵀ G,
 
-with the gradient of A W at G for q and k. Channels whose values lie within log 2 of each other have
-u = 1, all others u = 0: then what is rounded in W is no larger than it need be. A hidden value
-enters ν and u, and so the rounding of an output, and nothing else.
+with the gradient of A W at G for q and k. Channels whose values are within log 2 of each other have
+u = 1, all others u = 0: this minimises the rounding error of W. A masked value may affect ν and u,
+and so the rounding of an output, and nothing else.
 
-All other calls go a key at a time (`laser_exact.py`). Which it is is found on the device.
+All other calls are computed one key at a time (`laser_exact.py`). The device makes the choice.
 
-Kept for the gradient: λ (b, h, t), A W (b, t, h, e) and o (b, t, h, e), in float32.
+Residuals: λ (b, h, t), A W (b, t, h, e) and o (b, t, h, e), in float32.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from precondattn_pallas.softmax.score_tiles import Segments, segments_of
 
 
 class Spread(NamedTuple):
-    """How far the values of each kv head lie apart."""
+    """The range of the values of each key/value head."""
 
     shift: Any
     """ν (b, 1, n, e)"""
     less: Any
     """u (b, 1, n, e)"""
     is_close: Any
-    """Of the call."""
+    """Of the whole call"""
 
 
 def factor_dtype(dtype: Any) -> Any:
-    """Of W and G, for values of this dtype: float16 has not the range."""
+    """The dtype of W and G, for values of this dtype: float16's range is too small."""
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
 
@@ -57,14 +57,14 @@ def _spread(v: Any, valid: Any) -> Spread:
     counts = jnp.ones((1, v.shape[1], 1, 1), bool) if valid is None else valid[..., None, None]
     high = jnp.max(jnp.where(counts, v, -jnp.inf), axis=1, keepdims=True)
     low = jnp.min(jnp.where(counts, v, jnp.inf), axis=1, keepdims=True)
-    # With no value that counts there is nothing to shift.
+    # Without valid values there is nothing to shift.
     high, low = (jnp.where(jnp.isfinite(a), a, 0.0) for a in (high, low))
     less = jnp.where(high - low <= math.log(2), 1.0, 0.0)
     return Spread(high, less, jnp.all(high - low <= RANGE["float32"]))
 
 
 class _Call(NamedTuple):
-    """What both ways start from."""
+    """The inputs of forward and backward."""
 
     plan: Plan
     q: Any
@@ -83,11 +83,11 @@ class _Call(NamedTuple):
 
     @property
     def weights(self) -> Any:
-        """W + u = e^{v − ν}, in float32; not more than 1 where the values are not close."""
+        """W + u = e^{v − ν}, in float32; at most 1 where the values are not close."""
         return jnp.exp(self.v.astype(jnp.float32) - self.spread.shift)
 
     def of_queries(self, array: Any) -> Any:
-        """One for each query head."""
+        """One number for each query head."""
         return jnp.repeat(array, self.group, axis=2)
 
     def by_heads(self) -> tuple[Any, Any, Any]:
@@ -99,7 +99,7 @@ class _Call(NamedTuple):
 
 def _call(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> _Call:
     q_valid, k_valid, k_segment = masks
-    segments = segments_of(plan.forward.sight, v.shape[0], k_valid, k_segment)
+    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     q, k, v = where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
     return _Call(plan, q, k, v, segments, _spread(v, k_valid))
 
@@ -120,8 +120,8 @@ def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
         )
 
     def exact() -> Any:
-        cut = plan.forward
-        o, log_total = laser_exact.forward(cut.sight, plan.scale, *call.by_heads(), call.segments)
+        tiling = plan.forward
+        o, log_total = laser_exact.forward(tiling.mask, plan.scale, *call.by_heads(), call.segments)
         o = jnp.swapaxes(o, 1, 2)
         return o, jnp.zeros_like(o), log_total
 
@@ -156,29 +156,29 @@ def _backward(
         return plan.scale * d_q, plan.scale * d_k, d_w * call.weights
 
     def exact() -> Any:
-        cut, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
-        found = laser_exact.backward(
-            cut.sight, plan.scale, *call.by_heads(), call.segments, back(o), log_total, back(d_o)
+        tiling, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
+        result = laser_exact.backward(
+            tiling.mask, plan.scale, *call.by_heads(), call.segments, back(o), log_total, back(d_o)
         )
-        d_q, d_k, d_v = map(back, found)
+        d_q, d_k, d_v = map(back, result)
         return d_q, call_sum(d_k), call_sum(d_v)
 
     def call_sum(array: Any) -> Any:
-        """Over the query heads of a kv head."""
+        """The sum over the query heads of a key/value head."""
         b, s, h, width = array.shape
         return array.reshape(b, s, h // call.group, call.group, width).sum(3)
 
-    found = lax.cond(call.spread.is_close, close, exact)
-    return dict(zip("qkv", found, strict=True))
+    result = lax.cond(call.spread.is_close, close, exact)
+    return dict(zip("qkv", result, strict=True))
 
 
 class Laser(Attention):
-    """Of `Softmax` that reads in exponential space."""
+    """Algorithm of `Softmax` with the read in exponential space."""
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         plan, q, k, v = self._planned(leaf, x)
-        found: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
-        return found
+        result: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        return result
 
     def backward(
         self,
@@ -190,8 +190,8 @@ class Laser(Attention):
         cotangent: Any,
     ) -> dict[str, Any]:
         plan, q, k, v = self._planned(leaf, x)
-        found = _backward(plan, q, k, v, masks_of(frame), residuals, cotangent)
-        return {name: gradient.astype(x[name].dtype) for name, gradient in found.items()}
+        result = _backward(plan, q, k, v, masks_of(frame), residuals, cotangent)
+        return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape

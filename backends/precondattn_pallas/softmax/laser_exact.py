@@ -1,11 +1,11 @@
-"""LASER with values of any size, a key at a time, in memory linear in the number of tokens.
+"""LASER with values of any range, one key at a time, in memory linear in the number of tokens.
 
     o_ic = log Σ_j e^{s_ij + v_jc} − λ_i,    w_ijc = e^{s_ij − λ_i + v_jc − o_ic},
     dv_jc = Σ_i do_ic w_ijc,    dS_ij = Σ_c do_ic (w_ijc − a_ij).
 
-It serves calls whose values lie too far apart for one shift, at t s e exponentials a head. It is no
-kernel, but a loop of XLA's. Arrays are (b, heads, tokens, channels) in float32, with a head of keys
-for each of queries.
+It serves calls whose values are too far apart for one shift, at t s e exponentials per head. It is
+a loop of XLA, not a kernel. Arrays are (b, heads, tokens, channels) in float32, with one head of
+keys for each head of queries.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from precondattn_pallas.softmax.score_tiles import Segments, Sight, visible
+from precondattn_pallas.softmax.score_tiles import Segments, StaticMask, visible
 
 HIGHEST = lax.Precision.HIGHEST
 
 
-def _scores(sight: Sight, scale: float, q: Any, key: Any, j: Any, segments: Any) -> Any:
-    """s_ij of one key j (b, h, t), −∞ where it is hidden."""
+def _scores(mask: StaticMask, scale: float, q: Any, key: Any, j: Any, segments: Any) -> Any:
+    """s_ij of one key j (b, h, t), −∞ where it is masked."""
     scores = scale * jnp.einsum("bhtd,bhd->bht", q, key, precision=HIGHEST)
     runs = (None, None)
     if segments is not None:
         own = lax.dynamic_index_in_dim(segments.key, j, 1, keepdims=True)
         runs = segments.q_run[:, None], own[:, None]
     rows = jnp.arange(q.shape[2], dtype=jnp.int32)[None, None]
-    return jnp.where(visible(sight, rows, j, *runs), scores, -jnp.inf)
+    return jnp.where(visible(mask, rows, j, *runs), scores, -jnp.inf)
 
 
 def _keys(k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Key after key."""
+    """Arrays with the keys' axis first."""
     count = jnp.arange(k.shape[2], dtype=jnp.int32)
     return count, jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
 
 
 def forward(
-    sight: Sight, scale: float, q: Any, k: Any, v: Any, segments: Segments | None
+    mask: StaticMask, scale: float, q: Any, k: Any, v: Any, segments: Segments | None
 ) -> tuple[Any, Any]:
-    """o (b, h, t, e), and λ (b, h, t), ∞ where a row sees nothing."""
+    """o (b, h, t, e), and λ (b, h, t), ∞ in rows without visible keys."""
 
     def one(carried: Any, at: Any) -> Any:
         largest, total, of_scores = carried
         j, key, value = at
-        scores = _scores(sight, scale, q, key, j, segments)
+        scores = _scores(mask, scale, q, key, j, segments)
         here = scores[..., None] + value[:, :, None, :]
         higher = jnp.maximum(largest, here)
         base = jnp.where(higher == -jnp.inf, 0.0, higher)
@@ -63,7 +63,7 @@ def forward(
 
 
 def backward(
-    sight: Sight,
+    mask: StaticMask,
     scale: float,
     q: Any,
     k: Any,
@@ -78,12 +78,12 @@ def backward(
 
     def one(d_q: Any, at: Any) -> Any:
         j, key, value = at
-        logs = _scores(sight, scale, q, key, j, segments) - log_total
+        logs = _scores(mask, scale, q, key, j, segments) - log_total
         weighted = d_o * jnp.exp(logs[..., None] + (value[:, :, None, :] - o))
         d_scores = scale * (jnp.sum(weighted, axis=3) - jnp.exp(logs) * sums)
         d_key = jnp.einsum("bht,bhtd->bhd", d_scores, q, precision=HIGHEST)
         return d_q + d_scores[..., None] * key[:, :, None, :], (d_key, jnp.sum(weighted, axis=2))
 
-    d_q, found = lax.scan(one, jnp.zeros_like(q), _keys(k, v))
-    d_k, d_v = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), found)
+    d_q, result = lax.scan(one, jnp.zeros_like(q), _keys(k, v))
+    d_k, d_v = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), result)
     return d_q, d_k, d_v

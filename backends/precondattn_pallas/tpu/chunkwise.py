@@ -1,7 +1,7 @@
 """The recurrence of linear attention and the delta rule on a TPU: from arrays to launches.
 
-Two kernels: `chunk_forward.py`, and `chunk_backward.py` behind one more run of the first, which
-leaves the state in front of every chunk in memory, d e numbers for 128 tokens.
+Two kernels: `chunk_forward.py` and `chunk_backward.py`. The gradient first runs the forward kernel
+again to store the state before every chunk, d e numbers for 128 tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
     empty,
     queries_of,
-    unfilled_queries,
-    unfilled_state,
+    unpadded_queries,
+    unpadded_state,
 )
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 from precondattn_pallas.tpu.chunk_backward import backward
 from precondattn_pallas.tpu.chunk_forward import BETA, GATE, forward
-from precondattn_pallas.tpu.launch import LANES, SUBLANES, block, filled, in_lanes, launch
+from precondattn_pallas.tpu.launch import LANES, SUBLANES, block, in_lanes, launch, padded
 from precondattn_pallas.tpu.products import TpuProducts, products
 from precondattn_pallas.tpu.tiles import number_of, numbers_of
 
@@ -40,22 +40,22 @@ class Chunks(NamedTuple):
         return self.count - 1 - i if self.reverse else i
 
     def rows(self, array: Any) -> tuple[Any, Any]:
-        """The chunk's of (m, T, w)."""
+        """The chunk's rows of (m, T, w)."""
         width = array.shape[2]
         return array, block(None, CHUNK, width, at=lambda h, i: (h, self._chunk(i), 0))
 
     def group(self, array: Any) -> tuple[Any, Any]:
-        """The same of (m, r, T, w)."""
+        """The chunk's rows of (m, r, T, w)."""
         _, r, _, width = array.shape
         return array, block(None, r, CHUNK, width, at=lambda h, i: (h, 0, self._chunk(i), 0))
 
     def of_chunk(self, array: Any) -> tuple[Any, Any]:
-        """The chunk's own of (m, chunks, …, …)."""
+        """The chunk's part of (m, chunks, …, …)."""
         rest = array.shape[2:]
         return array, block(None, None, *rest, at=lambda h, i: (h, self._chunk(i), 0, 0))
 
     def of_head(self, array: Any) -> tuple[Any, Any]:
-        """The head's own of (m, …, …)."""
+        """The head's part of (m, …, …)."""
         rest = array.shape[1:]
         return array, block(None, *rest, at=lambda h, _: (h, 0, 0))
 
@@ -63,7 +63,8 @@ class Chunks(NamedTuple):
 class TpuChunkwise(Chunkwise):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`).
 
-    Queries, keys and values are multiplied in a dtype; `decays` says whether there are gates.
+    Products of queries, keys and values are in a given dtype; `decays` says whether there are
+    gates.
     """
 
     def __init__(self, products: TpuProducts, dtype: Any, *, decays: bool, interpret: Any) -> None:
@@ -71,22 +72,24 @@ class TpuChunkwise(Chunkwise):
         self.interpret = interpret
 
     def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
-        given = self._given(x)
-        outputs = {"o": (*given["q"].shape[:3], given["v"].shape[2])}
-        found = self._forward(x, given, state, outputs)
-        return unfilled_queries(found["o"], x, x.v.shape[3]), unfilled_state(found["final"], state)
+        inputs = self._inputs(x)
+        outputs = {"o": (*inputs["q"].shape[:3], inputs["v"].shape[2])}
+        result = self._forward(x, inputs, state, outputs)
+        return unpadded_queries(result["o"], x, x.v.shape[3]), unpadded_state(
+            result["final"], state
+        )
 
     def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
-        given = self._given(x)
-        m, r, tokens, d = given["q"].shape
-        e, s = given["v"].shape[2], x.k.shape[2]
+        inputs = self._inputs(x)
+        m, r, tokens, d = inputs["q"].shape
+        e, s = inputs["v"].shape[2], x.k.shape[2]
         chunks = Chunks(tokens // CHUNK, reverse=True)
-        states = self._forward(x, given, state, {"states": (m, chunks.count, d, e)})["states"]
-        found = launch(
+        states = self._forward(x, inputs, state, {"states": (m, chunks.count, d, e)})["states"]
+        result = launch(
             backward,
             (m, chunks.count),
             {
-                **self._blocks(given, chunks),
+                **self._blocks(inputs, chunks),
                 "state": chunks.of_chunk(states),
                 "d_o": chunks.group(queries_of(d_o, s, tokens, e).astype(self.dtype)),
                 "end": chunks.of_head(_padded_state(d_final)),
@@ -102,41 +105,41 @@ class TpuChunkwise(Chunkwise):
             **self._constants(x),
         )
         stream = Stream(
-            unfilled_queries(found["d_q"], x, x.k.shape[3]),
-            _of_rows(found["d_k"], x.k),
-            _of_rows(found["d_v"], x.v),
-            _of_numbers(found["d_numbers"], GATE, x.g) if self.decays else jnp.zeros_like(x.g),
-            None if x.beta is None else _of_numbers(found["d_numbers"], BETA, x.beta),
+            unpadded_queries(result["d_q"], x, x.k.shape[3]),
+            _of_rows(result["d_k"], x.k),
+            _of_rows(result["d_v"], x.v),
+            _of_numbers(result["d_numbers"], GATE, x.g) if self.decays else jnp.zeros_like(x.g),
+            None if x.beta is None else _of_numbers(result["d_numbers"], BETA, x.beta),
         )
-        return Gradients(stream, unfilled_state(found["d_start"], d_final))
+        return Gradients(stream, unpadded_state(result["d_start"], d_final))
 
     def _forward(
-        self, x: Stream, given: Mapping[str, Any], state: Any, outputs: Mapping[str, Any]
+        self, x: Stream, inputs: Mapping[str, Any], state: Any, outputs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The final state, and of o and states what shapes are given of."""
+        """The final state, and o and states as far as `outputs` declares their shapes."""
         start = _padded_state(state)
-        m, tokens, _ = given["k"].shape
+        m, tokens, _ = inputs["k"].shape
         chunks = Chunks(tokens // CHUNK)
-        places = {"o": chunks.group, "states": chunks.of_chunk}
+        specs = {"o": chunks.group, "states": chunks.of_chunk}
         return launch(
             forward,
             (m, chunks.count),
-            {**self._blocks(given, chunks), "start": chunks.of_head(start)},
+            {**self._blocks(inputs, chunks), "start": chunks.of_head(start)},
             {
-                **{name: places[name](empty(*shape)) for name, shape in outputs.items()},
+                **{name: specs[name](empty(*shape)) for name, shape in outputs.items()},
                 "final": chunks.of_head(empty(*start.shape)),
             },
             {"state": _in_scratch(*start.shape[1:])},
             **self._constants(x),
         )
 
-    def _given(self, x: Stream) -> dict[str, Any]:
-        """What both kernels read of a stream, by heads and in whole blocks."""
+    def _inputs(self, x: Stream) -> dict[str, Any]:
+        """Inputs of both kernels, by heads and in whole blocks."""
         b, m, s, d = x.k.shape
         tokens, width = -(-s // CHUNK) * CHUNK, in_lanes(d)
 
         def by_heads(array: Any, *sizes: int) -> Any:
-            return filled(array.reshape(b * m, *array.shape[2:]), tokens, *sizes)
+            return padded(array.reshape(b * m, *array.shape[2:]), tokens, *sizes)
 
         rows = []
         if x.beta is not None or self.decays:
@@ -150,9 +153,9 @@ class TpuChunkwise(Chunkwise):
             **({"numbers": numbers_of(rows, CHUNK)} if rows else {}),
         }
 
-    def _blocks(self, given: Mapping[str, Any], chunks: Chunks) -> dict[str, Any]:
-        places = {"q": chunks.group, "k": chunks.rows, "v": chunks.rows, "numbers": chunks.of_chunk}
-        return {name: places[name](array) for name, array in given.items()}
+    def _blocks(self, inputs: Mapping[str, Any], chunks: Chunks) -> dict[str, Any]:
+        specs = {"q": chunks.group, "k": chunks.rows, "v": chunks.rows, "numbers": chunks.of_chunk}
+        return {name: specs[name](array) for name, array in inputs.items()}
 
     def _constants(self, x: Stream) -> dict[str, Any]:
         return {
@@ -164,7 +167,7 @@ class TpuChunkwise(Chunkwise):
 
 
 def on_a_tpu(dtype: Any, operands: Any, *, decays: bool, interpret: Any) -> Form:
-    """For inputs of a dtype, with q, k and v in another."""
+    """The form for inputs of a dtype, with q, k and v in another."""
     return TpuChunkwise(products(dtype), operands, decays=decays, interpret=interpret)
 
 
@@ -175,9 +178,9 @@ def _in_scratch(*shape: int) -> Any:
 
 
 def _padded_state(state: Any) -> Any:
-    """(b, m, d, e) as (b m, d, e), whole tiles of float32."""
+    """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
-    return filled(state.astype(jnp.float32).reshape(b * m, d, e), in_lanes(d), in_lanes(e))
+    return padded(state.astype(jnp.float32).reshape(b * m, d, e), in_lanes(d), in_lanes(e))
 
 
 def _of_rows(rows: Any, like: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Launching a kernel on a TPU: named arrays in, named arrays out, and named scratch.
+"""Launching a kernel on a TPU: named inputs, outputs and scratch.
 
-A kernel is a function of three dictionaries of references, what it reads, what it writes and what
-it keeps from one program to the next, and of constants by name. Programs run in the grid's order,
-except that a TPU with two cores may share out the first axis: nothing may depend on its order.
+A kernel is a function of three dictionaries of references, for inputs, outputs and what it keeps
+from one program to the next, and of constants by name. Programs run in the grid's order, except
+that a TPU with two cores may split the first axis: nothing may depend on the order along it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 Arrays = Mapping[str, tuple[Any, pl.BlockSpec]]
 
 LANES = 128
-"""Numbers of a vector register's row: tiles have multiples of it as width, and as tokens."""
+"""Elements of a vector register's row: widths and token counts of tiles are multiples of it."""
 
 SUBLANES = 8
 """Rows of a vector register."""
@@ -35,11 +35,11 @@ def launch(
     interpret: Any,
     **constants: Any,
 ) -> dict[str, Any]:
-    """The outputs, whose arrays are given as shapes with dtypes.
+    """Launch the kernel; outputs are declared as shapes with dtypes.
 
     `interpret` is JAX's: False, or the parameters of its interpreter of TPU kernels.
     """
-    found: dict[str, Any] = pl.pallas_call(
+    result: dict[str, Any] = pl.pallas_call(
         partial(kernel, **constants),
         grid=grid,
         in_specs=({name: spec for name, (_, spec) in inputs.items()},),
@@ -52,27 +52,27 @@ def launch(
         interpret=interpret,
         name=kernel.__name__,
     )({name: array for name, (array, _) in inputs.items()})
-    return found
+    return result
 
 
 def block(*shape: int | None, at: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
-    """A block of an array, at the place that `at` makes of a program's; in 32 bits.
+    """A block of an array, at the index that `at` computes from a program's, with 32-bit indices.
 
-    JAX's default may be 64 bits, in which a TPU has no indices.
+    JAX's default may be 64 bits, which a TPU does not support for indices.
     """
     return pl.BlockSpec(shape, lambda *program: tuple(map(jnp.int32, at(*program))))
 
 
 IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
-"""An array that is not brought to the kernel, which copies what it wants."""
+"""An array that is not copied to the kernel, which copies the parts it needs."""
 
 
-def filled(array: Any, *sizes: int) -> Any:
-    """With zeros behind, up to these sizes of the axes but the first."""
+def padded(array: Any, *sizes: int) -> Any:
+    """The array padded with zeros to these sizes of all axes but the first."""
     grown = zip((array.shape[0], *sizes), array.shape, strict=True)
     return jnp.pad(array, [(0, size - has) for size, has in grown])
 
 
 def in_lanes(width: int) -> int:
-    """A width, filled up to whole rows of registers."""
+    """A width, padded to whole rows of registers."""
     return -(-width // LANES) * LANES

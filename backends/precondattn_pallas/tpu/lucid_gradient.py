@@ -1,9 +1,9 @@
 """The gradient of LUCID's keys on a TPU, in one pass over all pairs of blocks.
 
-    dk̂_a = −s Σ_b Φ_ab g_ab r_b k_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+    dk̂_a = −s Σ_b Φ_ab g_ab r_b k_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
-which goes through the norm outside. The grid is (heads, blocks of a, blocks of b): the block of a
-stays where it is, and is added to, while the last axis goes over b.
+which is propagated through the norm by XLA. The grid is (heads, blocks of a, blocks of b): the
+block of a stays in memory and accumulates while the last axis iterates over b.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi) -> None:
         weights = phi_tile(phi, (x["a_keys"][...], x["a_numbers"][...]), (keys, numbers))
         g = dot(x[f"a_{left}"][...], x[f"b_{right}"][...], right=True)
         g = g if seen is None else jnp.where(seen, g, jnp.float32(0))
-        found = dot(g * weights * row(numbers, RECIPROCAL), keys)
-        out["d_keys"][...] = out["d_keys"][...] + found
+        result = dot(g * weights * row(numbers, RECIPROCAL), keys)
+        out["d_keys"][...] = out["d_keys"][...] + result
 
     @pl.when(b < a)
     def _() -> None:
@@ -64,7 +64,7 @@ def d_keys(phi: Phi, keys: Any, numbers: Any, y: Any, d_v: Any, *, interpret: An
         for name, array in {"keys": keys, "y": y, "d_v": d_v}.items():
             inputs[f"{side}_{name}"] = array, _rows(array.shape[2], axis)
         inputs[f"{side}_numbers"] = numbers, _numbers(axis)
-    found = launch(
+    result = launch(
         key_gradient,
         (m, blocks, blocks),
         inputs,
@@ -72,11 +72,11 @@ def d_keys(phi: Phi, keys: Any, numbers: Any, y: Any, d_v: Any, *, interpret: An
         interpret=interpret,
         phi=phi,
     )
-    return found["d_keys"]
+    return result["d_keys"]
 
 
 def _rows(width: int, axis: int) -> pl.BlockSpec:
-    """By an axis of the grid."""
+    """Rows of a block, by an axis of the grid."""
     return block(None, BLOCK, width, at=lambda *program: (program[0], program[axis], 0))
 
 

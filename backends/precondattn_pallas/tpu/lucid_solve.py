@@ -1,7 +1,7 @@
 """LUCID's solve and its gradient on a TPU: from a user's arrays to launches.
 
-Keys go to the kernels as they are, by heads, with their norms beside them; right sides and
-solutions in float32. In memory stand these for T tokens of a key/value head, and nothing is T × T.
+Keys are passed to the kernels unnormalised, by heads, with their norms; right sides and solutions
+are in float32. Memory holds these for T tokens of a key/value head, and nothing T × T.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precondattn_pallas.lucid.arrays import (
     d_beta_of,
     factor_of,
     reciprocal_rms,
-    through_rms,
+    rms_gradient,
 )
 from precondattn_pallas.lucid.solve import LucidSolve
 from precondattn_pallas.lucid.tiles import Phi
@@ -37,10 +37,10 @@ LOG2_E = math.log2(math.e)
 
 
 class Plan(NamedTuple):
-    """What is known of a call before its values."""
+    """What is known of a call before it runs."""
 
     eps: float | None
-    """In the norm of the keys; None where they are not normalised."""
+    """ε in the norm of the keys; None where they are not normalised."""
     has_beta: bool
     scale: float
     phi: Phi
@@ -54,8 +54,8 @@ def plan_of(leaf: Any, k: Any, *, interpret: Any) -> Plan:
     return Plan(eps, leaf.beta, scale, phi, interpret)
 
 
-class Given(NamedTuple):
-    """What both ways of a solve start from."""
+class Prepared(NamedTuple):
+    """The inputs of a forward or backward solve."""
 
     keys: Any
     """(m, T, d), in whole blocks"""
@@ -65,7 +65,7 @@ class Given(NamedTuple):
     """(m, blocks, 8, BLOCK)"""
 
 
-def _given(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Given:
+def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepared:
     b, s, n, d = k.shape
     tokens = -(-s // BLOCK) * BLOCK
     keys = where_valid(valid, k)
@@ -76,15 +76,15 @@ def _given(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Given:
         reciprocal,
         jnp.broadcast_to(runs[:, :, None], (b, s, n)),
     )
-    return Given(
+    return Prepared(
         by_heads(keys, tokens, in_lanes(d)),
         reciprocal,
         numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
     )
 
 
-def _solve(plan: Plan, x: Given, right: Any, *, backward: bool) -> Any:
-    """Of the system or its transpose; right (b, s, n, e)."""
+def _solve(plan: Plan, x: Prepared, right: Any, *, backward: bool) -> Any:
+    """The solution of the system or its transpose; right (b, s, n, e)."""
     right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
     return solve(
         plan.phi,
@@ -99,8 +99,8 @@ def _solve(plan: Plan, x: Given, right: Any, *, backward: bool) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
-    given = _given(plan, k, beta, valid, segment)
-    solved = _solve(plan, given, where_valid(valid, v), backward=False)
+    prepared = _prepared(plan, k, beta, valid, segment)
+    solved = _solve(plan, prepared, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
     return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
 
@@ -109,35 +109,35 @@ def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) ->
 def _backward(
     plan: Plan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
 ) -> Any:
-    given = _given(plan, k, beta, valid, segment)
-    solved = _solve(plan, given, where_valid(valid, d_y), backward=True)
+    prepared = _prepared(plan, k, beta, valid, segment)
+    solved = _solve(plan, prepared, where_valid(valid, d_y), backward=True)
     d_unit = d_keys(
         plan.phi,
-        given.keys,
-        given.numbers,
+        prepared.keys,
+        prepared.numbers,
         by_heads(where_valid(valid, y), *solved.values.shape[1:]),
         solved.values.astype(y.dtype),
         interpret=plan.interpret,
     )
     d_unit = -plan.scale * by_tokens(d_unit, k.astype(jnp.float32))
-    found = {
-        "k": through_rms(d_unit, k, given.reciprocal, valid, plan.eps),
+    result = {
+        "k": rms_gradient(d_unit, k, prepared.reciprocal, valid, plan.eps),
         "v": by_tokens(solved.values, y),
     }
     if plan.has_beta:
-        found["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
-    return found
+        result["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
+    return result
 
 
 class TpuLucidSolve(LucidSolve):
-    """Of the leaf `LucidSolve`."""
+    """Algorithm of the leaf `LucidSolve`."""
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        found: tuple[Any, tuple[Any, ...]] = _forward(
+        result: tuple[Any, tuple[Any, ...]] = _forward(
             plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
         )
-        return found
+        return result
 
     def backward(
         self,
@@ -150,7 +150,7 @@ class TpuLucidSolve(LucidSolve):
     ) -> dict[str, Any]:
         plan = plan_of(leaf, x["k"], interpret=self.interpret)
         (rho,) = residuals or (None,)
-        found: dict[str, Any] = _backward(
+        result: dict[str, Any] = _backward(
             plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
         )
-        return found
+        return result

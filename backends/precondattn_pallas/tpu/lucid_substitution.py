@@ -1,4 +1,4 @@
-"""LUCID's solve on a TPU: one kernel goes over the blocks of a sequence; Φ is never stored.
+"""LUCID's solve on a TPU: one kernel iterates over the blocks of a sequence; Φ is never stored.
 
 Forward, from the first block I to the last, with R = v and N_I = (I + stril(Φ_II) diag(β_I))⁻¹,
 
@@ -8,11 +8,11 @@ backward, from the last to the first, with R = dy and N_I = (I + diag(β_I) stri
 
     X_I = N_Iᵀ (R_I − Σ_{J>I} Φ_IJ dv_J),    dv_I = β_I X_I,
 
-the same but for the order, since Φ is symmetric. The grid is (heads, blocks), the second in order.
-Rows that are solved lie in memory, from where a program copies a block of them, with their keys,
-while it works on the one before; its own it copies there before it ends. In VMEM are two blocks of
-each. N_I comes of recursive 2 × 2 block inversion (`chunk_inverse.py`): no entry of it is larger
-than 2, for β in [0, 2] and any keys.
+the same except for the order, since Φ is symmetric. The grid is (heads, blocks), with blocks in
+order. Solved rows are stored in main memory. A program copies a block of them, with their keys, to
+VMEM while it computes with the previous one, and copies its own block out before it ends. VMEM
+holds two blocks of each array. N_I is computed by recursive 2 × 2 block inversion
+(`chunk_inverse.py`): for β in [0, 2] and any keys, no entry of it is larger than 2.
 
 For T tokens of a head T² (d + e) FLOPs, and T² (d + e) / 128 numbers from memory.
 """
@@ -35,7 +35,7 @@ from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
 from precondattn_pallas.tpu.tiles import as_column
 
 COPIED = ("keys", "numbers", "values")
-"""Of a solved block, what a later one needs."""
+"""What later blocks need of a solved block."""
 
 
 def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> None:
@@ -46,19 +46,19 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
     sides, solved = scratch["sides"], scratch["solved"]
     sides[...] = x["right"][...]
 
-    def place(of: Any) -> Any:
+    def buffer(of: Any) -> Any:
         return last - of if backward else of
 
     def copies(of: Any) -> list[Any]:
-        """Of the block solved at step `of`, to one of two places."""
+        """Copies of the block solved at step `of`, to one of two buffers."""
         slot = lax.rem(of, jnp.int32(2))
-        rows = pl.ds(pl.multiple_of(place(of) * BLOCK, BLOCK), BLOCK)
-        found = []
+        rows = pl.ds(pl.multiple_of(buffer(of) * BLOCK, BLOCK), BLOCK)
+        result = []
         for index, name in enumerate(COPIED):
-            source = memory[name].at[head, place(of) if name == "numbers" else rows]
+            source = memory[name].at[head, buffer(of) if name == "numbers" else rows]
             arrived = scratch["arrived"].at[jnp.int32(index), slot]
-            found.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
-        return found
+            result.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
+        return result
 
     @pl.when(step > 0)
     def _() -> None:
@@ -89,38 +89,38 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
     if "before_beta" in out:
         out["before_beta"][...] = before
     solved[...] = column * before
-    rows = pl.ds(pl.multiple_of(place(step) * BLOCK, BLOCK), BLOCK)
-    # Behind this, whoever comes next may read it.
+    rows = pl.ds(pl.multiple_of(buffer(step) * BLOCK, BLOCK), BLOCK)
+    # After this, the next program may read it.
     pltpu.sync_copy(solved, out["values"].at[head, rows])
 
 
 def solve(
     phi: Phi, keys: Any, numbers: Any, right: Any, *, has_beta: bool, backward: bool, interpret: Any
 ) -> Solved:
-    """Of the system or its transpose, with `right` (m, T, e) in float32.
+    """The solution of the system or its transpose, with `right` (m, T, e) in float32.
 
-    keys (m, T, d), numbers (m, blocks, 8, BLOCK). Without β the two solutions are one.
+    keys (m, T, d), numbers (m, blocks, 8, BLOCK). Without β the two solutions are equal.
     """
     m, tokens, d = keys.shape
     e, blocks = right.shape[2], tokens // BLOCK
 
-    def place(i: Any) -> Any:
+    def buffer(i: Any) -> Any:
         return blocks - 1 - i if backward else i
 
     def rows(array: Any) -> tuple[Any, Any]:
-        return array, block(None, BLOCK, array.shape[2], at=lambda h, i: (h, place(i), 0))
+        return array, block(None, BLOCK, array.shape[2], at=lambda h, i: (h, buffer(i), 0))
 
     outputs = {"values": (empty(m, tokens, e), IN_MEMORY)}
     if has_beta:
         outputs["before_beta"] = rows(empty(m, tokens, e))
-    found = launch(
+    result = launch(
         substitute,
         (m, blocks),
         {
             "keys": rows(keys),
             "numbers": (
                 numbers,
-                block(None, None, SUBLANES, BLOCK, at=lambda h, i: (h, place(i), 0, 0)),
+                block(None, None, SUBLANES, BLOCK, at=lambda h, i: (h, buffer(i), 0, 0)),
             ),
             "right": rows(right),
             "all_keys": (keys, IN_MEMORY),
@@ -139,4 +139,4 @@ def solve(
         phi=phi,
         backward=backward,
     )
-    return Solved(found["values"], found.get("before_beta", found["values"]))
+    return Solved(result["values"], result.get("before_beta", result["values"]))

@@ -1,10 +1,10 @@
-"""Pieces of LUCID's matrix on a TPU.
+"""Tiles of LUCID's matrix on a TPU.
 
     Φ_ij = e^{s r_i r_j ⟨k_i, k_j⟩ − s d} ≤ 1,    r = 1 / rms(k),
 
-0 where i and j belong to different segments. Keys come as they are, and are normalised in the
-products: of keys in bfloat16 these are exact but for float32's rounding, at one product of the
-TPU's unit. What else a block has of its tokens are the rows of its numbers.
+0 where i and j belong to different segments. Keys are passed unnormalised, and are normalised in
+the products: for keys in bfloat16 these are exact up to float32's rounding, with a single product
+of the TPU's matrix unit. The other data of a block's tokens are the rows of its numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a TPU multiplies tiles: its unit takes factors in bfloat16, and sums in float32.
+"""How a TPU multiplies tiles: its matrix unit multiplies bfloat16 and sums in float32.
 
-A factor in float32 is a sum of such factors. For inputs in float32, float32's accuracy is asked of
-the compiler, at six products for one. For inputs in bfloat16, a factor in float32 is two terms,
+A float32 factor is split into a sum of such factors. For float32 inputs, the compiler is asked for
+float32's accuracy, which takes six products. For bfloat16 inputs, a float32 factor is two terms,
 
     a = a₁ + a₂ + O(2⁻¹⁶ a),    a b ≈ a₁ b₁ + a₁ b₂ + a₂ b₁,
 
@@ -18,7 +18,7 @@ from jax import lax
 
 
 class TpuProducts(NamedTuple):
-    """How a kernel multiplies tiles; `precision.Products` is what a GPU does."""
+    """How a kernel multiplies tiles; `precision.Products` is the counterpart for a GPU."""
 
     half: bool
     """Whether inputs are in bfloat16, so that 2⁻¹⁶ is accurate enough."""
@@ -29,16 +29,16 @@ class TpuProducts(NamedTuple):
         if not self.half and (a.dtype == jnp.float32 or b.dtype == jnp.float32):
             return _dot(a.astype(jnp.float32), b.astype(jnp.float32), dimensions)
         (a, *a_rest), (b, *b_rest) = _terms(a), _terms(b)
-        found = _dot(a, b, dimensions)
+        result = _dot(a, b, dimensions)
         for rest in b_rest:
-            found = found + _dot(a, rest, dimensions)
+            result = result + _dot(a, rest, dimensions)
         for rest in a_rest:
-            found = found + _dot(rest, b, dimensions)
-        return found
+            result = result + _dot(rest, b, dimensions)
+        return result
 
     @property
     def exact(self) -> TpuProducts:
-        """The same of factors that lose nothing."""
+        """The same for factors that must not be rounded."""
         return self._replace(half=False)
 
 
@@ -48,7 +48,7 @@ def products(dtype: Any) -> TpuProducts:
 
 
 def _dot(a: Any, b: Any, dimensions: Any) -> Any:
-    # Said in full, since JAX's default for both is the user's to set.
+    # Given explicitly, since the user may change JAX's default for both.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
@@ -56,10 +56,10 @@ def _dot(a: Any, b: Any, dimensions: Any) -> Any:
 
 
 def _terms(a: Any) -> tuple[Any, ...]:
-    """In bfloat16: what is there, or two that float32 is nearly the sum of."""
+    """Terms in bfloat16: the array itself, or two terms whose sum is nearly a float32 array."""
     if a.dtype == jnp.bfloat16:
         return (a,)
-    # By bits: a compiler may take rounding there and back for no rounding at all.
+    # By bit operations: a compiler may remove a conversion to bfloat16 and back.
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) & jnp.int32(-65536)
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (a - high).astype(jnp.bfloat16)

@@ -1,6 +1,6 @@
-"""Leaves with a state on a TPU: as in `precondattn_pallas.recurrence`, by kernels of its own.
+"""Leaves with a state on a TPU: as in `precondattn_pallas.recurrence`, with separate kernels.
 
-What a program has in VMEM must fit there: queries that read one state come at once.
+The blocks of a program must fit VMEM; all queries of a state are loaded at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
 from precondattn_pallas.tpu.launch import in_lanes
 
 MOST_BYTES = 12 << 20
-"""Of blocks and scratch, of the 16 MiB that a kernel is given: the rest is for what it computes."""
+"""Bytes of blocks and scratch, of a kernel's 16 MiB: the rest is for intermediate results."""
 
 
 class TpuRecurrence(Recurrence):
-    """Of leaves of the linear family with one decay for each state, and of CCQ's query."""
+    """Algorithm of linear leaves with one decay for each state, and of CCQ's query."""
 
     form_of = staticmethod(on_a_tpu)
 
@@ -34,16 +34,16 @@ class TpuRecurrence(Recurrence):
         if isinstance(leaf, pa.Linear) and leaf.normalize:
             e += 1  # The sum of weights is one more channel.
         d, e = in_lanes(d), in_lanes(e)
-        found = bytes_of(r, d, e)
-        if found > MOST_BYTES:
+        size = bytes_of(r, d, e)
+        if size > MOST_BYTES:
             return (
                 f"its recurrence takes {MOST_BYTES >> 20} MiB of a TPU's VMEM at most; "
-                f"{r} queries to a state, d={d} and e={e} are {found / (1 << 20):.1f} MiB"
+                f"{r} queries to a state, d={d} and e={e} are {size / (1 << 20):.1f} MiB"
             )
         return None
 
 
 def bytes_of(r: int, d: int, e: int) -> int:
-    """What the gradient, the larger of the two kernels, has in VMEM: all blocks twice."""
+    """VMEM of the gradient, the larger of the two kernels: every block is stored twice."""
     rows = CHUNK * (r * (2 * d + e) + 2 * d + 2 * e)
     return 4 * (2 * (rows + 3 * d * e) + d * e)

@@ -1,8 +1,8 @@
 """Numbers of a block's tokens, as a row or a column of a tile.
 
-In memory, up to eight numbers of each token are the rows of a tile (8, 128) for each block; of
-other arrangements a TPU would fill up every number to a register's row. Along a row of tokens a
-kernel multiplies columns, along a column rows.
+In memory, up to eight numbers per token are the rows of a tile (8, 128) for each block; in other
+layouts a TPU would pad every number to a register's row. As a row, numbers multiply the columns of
+a tile; as a column, its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn_pallas.tpu.launch import SUBLANES
 
 
 def numbers_of(rows: Sequence[Any], size: int) -> Any:
-    """Arrays (m, T) as (m, T / size, 8, size), in float32; rows that nothing is given for are 0."""
+    """Arrays (m, T) as (m, T / size, 8, size), in float32; missing rows are 0."""
     m, tokens = rows[0].shape
     stacked = jnp.stack([row.astype(jnp.float32) for row in rows], axis=1)
     stacked = jnp.pad(stacked, ((0, 0), (0, SUBLANES - len(rows)), (0, 0)))
@@ -34,11 +34,11 @@ def number_of(numbers: Any, row: int) -> Any:
 def tile_of(rows: Sequence[Any]) -> Any:
     """Rows (1, C) as a tile (8, C)."""
     size = rows[0].shape[1]
-    place = lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 0)
-    found = jnp.zeros((SUBLANES, size), jnp.float32)
+    row_index = lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 0)
+    result = jnp.zeros((SUBLANES, size), jnp.float32)
     for index, row in enumerate(rows):
-        found = jnp.where(place == index, row, found)
-    return found
+        result = jnp.where(row_index == index, row, result)
+    return result
 
 
 def as_column(row: Any) -> Any:

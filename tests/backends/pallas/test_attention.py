@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import precondattn as pa
 from precondattn_pallas.softmax.attention import Attention
 from precondattn_pallas.softmax.score_tiles import (
-    Sight,
+    StaticMask,
     met_by_keys,
     met_by_queries,
     segments_of,
@@ -66,14 +66,14 @@ def test_logits_that_are_huge():
 @pytest.mark.parametrize(("t", "s"), [(50, 50), (23, 50)])
 def test_tiles_that_meet_are_those_in_which_someone_sees_someone(t, s, causal, window):
     """No tile is missed, and of those that causality, window or segments hide, none is visited."""
-    sight = Sight(t, s, causal, window)
+    mask = StaticMask(t, s, causal, window)
     segment = np.stack([np.arange(s) // 13, np.arange(s) // 30])
     frame = frame_of(t, s, 2, segments=(13, 30))
-    seen = np.broadcast_to(frame.visible(causal=causal, window=window)[:, 0], (2, t, s))
-    segments = segments_of(sight, 2, None, jnp.asarray(segment))
+    is_visible = np.broadcast_to(frame.visible(causal=causal, window=window)[:, 0], (2, t, s))
+    segments = segments_of(mask, 2, None, jnp.asarray(segment))
     for met, sees in (
-        (met_by_queries(sight, segments, 8, 4), seen),
-        (met_by_keys(sight, segments, 8, 4), seen.transpose(0, 2, 1)),
+        (met_by_queries(mask, segments, 8, 4), is_visible),
+        (met_by_keys(mask, segments, 8, 4), is_visible.transpose(0, 2, 1)),
     ):
         low, high = map(np.asarray, met)
         for b, i in np.ndindex(*low.shape):

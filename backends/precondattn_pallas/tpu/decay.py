@@ -1,11 +1,11 @@
-"""How a chunk's tokens fade, and the gates' gradient, from a row of gates.
+"""The decay between a chunk's tokens, and the gates' gradient, from a row of gates.
 
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 
-Every exponent is the sum of the gates it consists of, as in `chunk_tiles.py`: a strong gate costs
-the weak ones behind it no digits. A TPU has no running sums, so that those of D are a product with
-a triangle of ones, whose terms have one sign.
+Every exponent is the sum of its own gates, as in `chunk_tiles.py`: a strong gate costs the weak
+gates after it no accuracy. A TPU has no cumulative sums; those of D are a product with a triangle
+of ones, whose terms have one sign.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from precondattn_pallas.tpu.products import TpuProducts
 from precondattn_pallas.tpu.tiles import as_column
 
 
-class Fading(NamedTuple):
-    """Factors of a chunk; without gates 1, and then None but for D."""
+class Decay(NamedTuple):
+    """Factors of a chunk; without gates they are 1, and None except for D."""
 
     pairs: Any
     """D (C, C), 0 above the diagonal"""
@@ -32,17 +32,17 @@ class Fading(NamedTuple):
     """(1, 1)"""
 
 
-def fading_of(products: TpuProducts, g: Any, size: int) -> Fading:
-    """Of a row of gates (1, C), or None."""
+def decay_of(products: TpuProducts, g: Any, size: int) -> Decay:
+    """The decay of a row of gates (1, C), or of none."""
     i, j = tokens_of(size)
     zero, one = jnp.float32(0), jnp.float32(1)
     triangle = jnp.where(i >= j, one, zero)
     if g is None:
-        return Fading(triangle)
-    # Down the column of token j, the gates behind it.
+        return Decay(triangle)
+    # In the column of token j, the gates after it.
     behind = jnp.where(i > j, as_column(g), zero)
     pairs = triangle * jnp.exp(products.exact.dot(triangle, behind))
-    return Fading(
+    return Decay(
         pairs,
         jnp.exp(jnp.sum(jnp.where(j <= i, g, zero), axis=1, keepdims=True)),
         jnp.exp(jnp.sum(jnp.where(j > i, g, zero), axis=1, keepdims=True)),
@@ -51,17 +51,17 @@ def fading_of(products: TpuProducts, g: Any, size: int) -> Fading:
 
 
 def d_gates(products: TpuProducts, crossing: Any, read: Any, written: Any, kept: Any) -> Any:
-    """(1, C), from sums of dx ∘ x of what the gates are factors of.
+    """The gates' gradient (1, C), from sums of dx ∘ x of everything that the gates multiply.
 
-    Of pairs (C, C): gate t is in those of j < t ≤ i; of what token i reads of the state in front
-    (C, 1): i ≥ t; of what token j writes to that behind (C, 1): j < t; and of what the one keeps of
-    the other (1, 1).
+    `crossing` (C, C), of pairs: gate t is in those with j < t ≤ i. `read` (C, 1), of token i's
+    reads from the state before the chunk: i ≥ t. `written` (C, 1), of token j's writes to the state
+    after it: j < t. `kept` (1, 1), of the decayed state.
     """
     i, t = tokens_of(crossing.shape[0])
     zero = jnp.float32(0)
     before = products.exact.dot(crossing, jnp.where(i < t, jnp.float32(1), zero))
-    found = jnp.where(i >= t, before + read, written)
-    return jnp.sum(found, axis=0, keepdims=True) + kept
+    result = jnp.where(i >= t, before + read, written)
+    return jnp.sum(result, axis=0, keepdims=True) + kept
 
 
 def times(factor: Any, rows: Any) -> Any:
