@@ -2,9 +2,9 @@
 
     launch("unit_rows", "unit_rows<float>", (rows,), 128, (o, y, 96, 64, 1e-6))
 
-Arrays go as pointers, and None as the null pointer; whole numbers are `int`, others `float`, or
-what a NumPy scalar says. CuPy compiles a kernel at its first launch on a device, keeps it in its
-own cache on disk, and raises what the driver says of a launch. On a machine without a GPU, kernels
+Arrays are passed as pointers, and None as the null pointer; Python integers are passed as `int`,
+floats as `float`, and NumPy scalars with their own type. CuPy compiles a kernel at its first launch
+on a device, caches it on disk, and raises the driver's errors. On a machine without a GPU, kernels
 run in the simulator of the conformance suite, on NumPy arrays.
 """
 
@@ -28,14 +28,14 @@ CPP_TYPES = {
     "float64": "double",
 }
 STATIC_LIMIT = 48 << 10
-"""Bytes of dynamic shared memory that a kernel may have without asking."""
+"""Bytes of dynamic shared memory that a kernel may use without an attribute."""
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 SIMULATE = "PRECONDATTN_CUPY_SIMULATE"
-"""Of the environment: 1 to run kernels in the simulator, on NumPy arrays."""
+"""Environment variable: 1 runs kernels in the simulator, on NumPy arrays."""
 
 
 class Launch(NamedTuple):
-    """What was launched, for who wants to know."""
+    """The record of a launch."""
 
     file: str
     kernel: str
@@ -49,23 +49,23 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 def is_simulated() -> bool:
-    """Whether kernels run on this machine's CPU, or are noted only: no device is asked for."""
+    """Whether kernels are simulated on the CPU or only recorded: no device is needed."""
     return _recorded.get() is not None or os.environ.get(SIMULATE, "0") not in ("", "0")
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Launches inside are noted, and not run."""
-    found: list[Launch] = []
-    before = _recorded.set(found)
+    """Launches in this context are recorded, and not executed."""
+    result: list[Launch] = []
+    before = _recorded.set(result)
     try:
-        yield found
+        yield result
     finally:
         _recorded.reset(before)
 
 
 def cpp_type(array: Any) -> str:
-    """Of an array's numbers."""
+    """The C++ type of an array's elements."""
     return CPP_TYPES[str(array.dtype)]
 
 
@@ -82,16 +82,16 @@ def launch(
     Raises
     ------
     ValueError
-        where the grid is larger than a GPU takes, or a number than its parameter.
+        if the grid exceeds a GPU's limits, or a number its parameter's range.
     MemoryError
-        where the device has less shared memory for a block.
+        if the device has less shared memory per block than requested.
     """
     if any(
         not 0 < size <= limit for size, limit in zip(grid, GRID_LIMITS[: len(grid)], strict=True)
     ):
         raise ValueError(f"{kernel}: a grid has from 1 to {GRID_LIMITS} blocks, not {tuple(grid)}")
     simulated = is_simulated()
-    values = tuple(_value(kernel, given, simulated) for given in arguments)
+    values = tuple(_value(kernel, argument, simulated) for argument in arguments)
     noted = _recorded.get()
     if noted is not None:
         noted.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
@@ -111,21 +111,21 @@ def launch(
     function(tuple(grid), (threads,), values, shared_mem=shared_bytes)
 
 
-def _value(kernel: str, given: Any, simulated: bool) -> Any:
-    if given is None:
+def _value(kernel: str, argument: Any, simulated: bool) -> Any:
+    if argument is None:
         return None if simulated else np.uint64(0)
-    if isinstance(given, np.generic):
-        return given
-    if isinstance(given, (bool, int)):
-        if not -(2**31) <= given < 2**31:
-            raise ValueError(f"{kernel}: takes numbers of 32 bits, not {given}")
-        return np.int32(given)
-    return np.float32(given) if isinstance(given, float) else given
+    if isinstance(argument, np.generic):
+        return argument
+    if isinstance(argument, (bool, int)):
+        if not -(2**31) <= argument < 2**31:
+            raise ValueError(f"{kernel}: takes numbers of 32 bits, not {argument}")
+        return np.int32(argument)
+    return np.float32(argument) if isinstance(argument, float) else argument
 
 
 @functools.cache
 def _compiled(file: str, kernel: str, device: int) -> Any:
-    """A module has one kernel: what is not called is not compiled."""
+    """A module contains one kernel, so that only called kernels are compiled."""
     import cupy
 
     module = cupy.RawModule(

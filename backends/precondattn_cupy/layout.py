@@ -1,4 +1,4 @@
-"""How arrays lie for kernels: in C order, from a multiple of 16 bytes on; and masks as bytes."""
+"""Memory layout of arrays for kernels: C order, aligned to 16 bytes; and masks as bytes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from precondattn.arrays import Array, library_of, namespace
 from precondattn.frame import Frame
 
 ALIGNMENT = 16
-"""Bytes that are read at once."""
+"""Bytes of one aligned access."""
 
 
 def in_one_piece(array: Array) -> Array:
-    """The array itself where it lies as kernels read it, or else a copy."""
+    """The array itself if it has the kernels' layout, or else a copy."""
     if array.flags.c_contiguous and _address(array) % ALIGNMENT == 0:
         return array
-    found = empty(array, array.shape, array.dtype)
-    found[...] = array
-    return found
+    result = empty(array, array.shape, array.dtype)
+    result[...] = array
+    return result
 
 
 def _address(array: Array) -> int:
@@ -27,34 +27,34 @@ def _address(array: Array) -> int:
 
 
 def by_16(array: Array) -> bool:
-    """Whether each of its rows is a number of 16 bytes."""
+    """Whether the length of each row is a multiple of 16 bytes."""
     return bool(array.shape[-1] * array.dtype.itemsize % ALIGNMENT == 0)
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
-    """An array that no one has written, on the device of another one."""
+    """An uninitialized array on the device of `like`."""
     dtype = like.dtype if dtype is None else dtype
     return namespace(like).empty(shape, dtype=dtype, device=array_api_compat.device(like))
 
 
 class Masks(NamedTuple):
-    """What a frame hides, as kernels read it; None where nothing is hidden so."""
+    """Masks of a frame in the form that kernels read; None where nothing is masked."""
 
     q_valid: Array | None
     """(b, t), of bytes"""
     k_valid: Array | None
     """(b, s), of bytes"""
     q_segment: Array | None
-    """(b, t), which run of equal ids a query belongs to, of 32 bits"""
+    """(b, t), the index of a query's run of equal ids, in 32 bits"""
     k_segment: Array | None
-    """(b, s), of 32 bits"""
+    """(b, s), in 32 bits"""
 
 
 def masks_of(frame: Frame, b: int, t: int) -> Masks:
-    """For a full call of t queries, whose positions are those of the last t keys."""
+    """Masks of a full call of t queries, which have the positions of the last t keys."""
     q_segment, k_segment = None, frame.k_segment
     if k_segment is not None:
-        # Numbers of runs, since the ids themselves may have 64 bits; equal ids stand together.
+        # Indices of runs, since the ids themselves may have 64 bits; equal ids are contiguous.
         xp = namespace(k_segment)
         is_new = k_segment[:, 1:] != k_segment[:, :-1]
         k_segment = xp.zeros(
@@ -66,7 +66,7 @@ def masks_of(frame: Frame, b: int, t: int) -> Masks:
 
 
 def bytes_of(valid: Array | None, b: int) -> Array | None:
-    """(b, t), a byte each, of a mask for each sequence or for all."""
+    """(b, t), one byte per token, from a mask for each sequence or for all."""
     if valid is None:
         return None
     xp = namespace(valid)

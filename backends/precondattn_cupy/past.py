@@ -1,4 +1,4 @@
-"""What a step looks at of a cache, and how many processors share the work."""
+"""The part of a cache that a step reads, and the number of processors that share the work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from precondattn_cupy.launch import is_simulated
 from precondattn_cupy.layout import bytes_of
 
 SIMULATED = 4
-"""Processors of a device that is not there."""
+"""Processors of a simulated device"""
 
 
 class Past(NamedTuple):
-    """How many slots to look at, and what of them and of the new token counts."""
+    """The number of slots to read, and the validity of slots and of the new token."""
 
     count: int
-    """Of every sequence at most."""
+    """The largest number over all sequences"""
     valid: Array | None
     """(b, c), of bytes"""
     is_query: Array | None
@@ -28,11 +28,11 @@ class Past(NamedTuple):
 
 
 def past_of(frame: Frame, b: int, capacity: int) -> Past:
-    """Of a frame of one new token behind `capacity` slots."""
+    """From the frame of one new token after `capacity` slots."""
     if isinstance(frame, UniformFrame):
         return Past(frame.held, None, None, None)
     valid = frame.k_valid
-    assert valid is not None  # The frame of an extension always says which slots are filled.
+    assert valid is not None  # The frame of an extension always marks filled slots.
     return Past(
         capacity,
         bytes_of(valid[:, :capacity], b),
@@ -42,7 +42,7 @@ def past_of(frame: Frame, b: int, capacity: int) -> Past:
 
 
 def processors() -> int:
-    """Of the current device."""
+    """Multiprocessors of the current device."""
     if is_simulated():
         return SIMULATED
     import cupy

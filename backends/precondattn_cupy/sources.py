@@ -1,7 +1,7 @@
-"""The CUDA sources, with what they include written out.
+"""The CUDA sources, with their includes expanded.
 
-CuPy keeps what it has compiled by the text that it was given. What stands in a header of ours
-would not be part of that text, and a change of it would go unnoticed.
+CuPy caches compiled code by the text that it is passed. An included header would not be part of
+that text, and changes of it would go unnoticed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 
 @functools.cache
 def source(name: str) -> str:
-    """The text of `name`.cu, each header once, where it is first asked for."""
+    """The text of `name`.cu, with each header at its first include only."""
     return _written_out(f"{name}.cu", set())
 
 
@@ -25,4 +25,4 @@ def _written_out(file: str, seen: set[str]) -> str:
         return ""
     seen.add(file)
     text = (FOLDER / file).read_text(encoding="utf-8").replace("#pragma once\n", "")
-    return INCLUDE.sub(lambda found: _written_out(found[1], seen), text)
+    return INCLUDE.sub(lambda result: _written_out(result[1], seen), text)

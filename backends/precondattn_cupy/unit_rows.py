@@ -15,11 +15,11 @@ from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import in_one_piece
 
 WARPS = 4
-"""Of a block; each has a row."""
+"""Warps of a block; each has a row."""
 
 
 class UnitRows:
-    """Of the leaf `UnitRows`."""
+    """Algorithm of the leaf `UnitRows`."""
 
     dtypes = ("float16", "bfloat16", "float32", "float64")
 
@@ -56,7 +56,7 @@ class UnitRows:
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        """New tokens know nothing of old ones."""
+        """New tokens do not depend on cached ones."""
         return self.forward(leaf, x, frame)[0], {}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:

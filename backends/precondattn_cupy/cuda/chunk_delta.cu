@@ -1,17 +1,17 @@
-// What the delta rule writes in a chunk, as a function of the state in front of it: U = Y − W S.
+// What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
 //
 //     Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
 //
 // and backward, with X = Mᵀ dU,
 //
-//     dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − what chunk_gradient.cu has from the state,
+//     dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part from chunk_gradient.cu,
 //     dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
 //
-// A block has a chunk of one head, and goes over blocks of channels.
+// A block has a chunk of one head, and iterates over blocks of channels.
 #include "chunk_inverse.cuh"
 #include "chunk_tiles.cuh"
 
-// `inverse` (m, T, CHUNK) gets M, `y` (m, T, step) and `w` (m, T, width) Y and W.
+// Writes M to `inverse` (m, T, CHUNK), Y to `y` (m, T, step) and W to `w` (m, T, width).
 template <class T, int CHUNK, int BLOCK>
 __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
                               const float* __restrict__ sums, const float* __restrict__ strength,
@@ -42,12 +42,12 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
     __syncthreads();
     add_tiles<T, false, true, CHUNK, BLOCK>(scores, tile + row * STEP, STEP, tile, STEP);
   }
-  fade_pairs<true>(scores, gates, 1.0f);
+  decay_pairs<true>(scores, gates, 1.0f);
   scale_rows(scores, beta + row);
   store_product(lower + row * SQUARE, SQUARE, scores);
   unit_lower_inverse<CHUNK>(solved, lower, SQUARE);
 
-  // M as a factor lies where L did.
+  // M as a factor is stored where L was.
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += blockDim.x) {
     const int m = i / CHUNK, n = i % CHUNK;
     const float own = solved[m * SQUARE + n];
@@ -79,9 +79,9 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
   }
 }
 
-// `d_right` (m, T, step) gets X, `d_v` (b, s, m, e) the gradient of the values, `d_keys` (m, T,
-// CHUNK) what K is multiplied with for dK; `d_strength` and `crossing_keys` (m, T) the chunk's own
-// part of the gradient of β and of the gates.
+// Writes X to `d_right` (m, T, step), the values' gradient to `d_v` (b, s, m, e), and the factor of K
+// in dK to `d_keys` (m, T, CHUNK); the chunk's own part of the gradients of β and of the gates to
+// `d_strength` and `crossing_keys` (m, T).
 template <class T, class OUT, int CHUNK, int BLOCK>
 __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
                                const float* __restrict__ sums, const float* __restrict__ strength,
@@ -137,7 +137,7 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
   scores.clear();
   add_pairs<CHUNK, BLOCK>(scores, right, keys, start, written, keys, start);
 
-  fade_pairs<true>(among, gates, 1.0f);
+  decay_pairs<true>(among, gates, 1.0f);
   float* own_square = square + row * SQUARE;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {

@@ -1,11 +1,11 @@
-// Sums of gates over chunks, and the gradient of gates and β, a few numbers a token.
+// Sums of gates over chunks, and the gradients of gates and β, from a few numbers per token.
 //
-// The gradient of a gate is a sum over what it stands between: pairs of tokens (`crossing`), a
-// token and the state in front of the chunk (`read`), a token and the state behind it (`written`),
-// and both states (`overlap`). A block has a chunk of one head, and a thread for each token.
+// The gradient of a gate is a sum over everything that it separates: pairs of tokens (`crossing`), a
+// token and the state before the chunk (`read`), a token and the state after it (`written`), and the
+// two states (`overlap`). A block has a chunk of one head, and a thread for each token.
 #include "chunk_tiles.cuh"
 
-// g and β (b, s, m) as `sums` (m, T, 2) from the chunk's first token, and `strength` (m, T).
+// Reads g and β (b, s, m); writes `sums` (m, T, 2) from the chunk's first token, and `strength` (m, T).
 __global__ void sum_gates(const float* __restrict__ g, const float* __restrict__ beta,
                           float* __restrict__ sums, float* __restrict__ strength, int heads, int s,
                           int tokens) {
@@ -25,10 +25,10 @@ __global__ void sum_gates(const float* __restrict__ g, const float* __restrict__
   sums[2 * to + 1] = (float)(sum - (double)(float)sum);
 }
 
-// dg and dβ (b, s, m), of whichever there are. From sums by blocks of key channels: `read` (m r,
-// blocks, T), `written` and `from_keys` (m, blocks, T), `overlap` (m, chunks, blocks). `crossing`
-// (m r, T) and, by the delta rule, `crossing_keys` (m, T) are already by gate. `d_strength` (m, T)
-// is β's but for `from_keys`.
+// dg and dβ (b, s, m), if present. Inputs by blocks of key channels: `read` (m r, blocks, T), `written`
+// and `from_keys` (m, blocks, T), `overlap` (m, chunks, blocks). `crossing` (m r, T) and, with the
+// delta rule, `crossing_keys` (m, T) are already by gate. `d_strength` (m, T) is dβ without
+// `from_keys`.
 __global__ void gate_gradient(const float* __restrict__ sums, const float* __restrict__ strength,
                               const float* __restrict__ crossing_queries,
                               const float* __restrict__ crossing_keys,

@@ -2,16 +2,16 @@
 //
 //     dA = s D ∘ dO Uᵀ,    dQ = dA K + s reading ∘ dO Sᵀ,
 //     dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
-//          − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+//          − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K.
 //
-// the second line of dK by the delta rule only, with X and dL of chunk_delta.cu; S in front of the
-// chunk and dS behind it. A block has a chunk and some key channels, and goes over the value
-// channels. Besides, for the gates and for β, it has the sums of these products with what they are
-// the gradients of.
+// The second line of dK applies to the delta rule only, with X and dL from chunk_delta.cu; S is the
+// state before the chunk, dS the gradient of the state after it. A block has a chunk and some key
+// channels, and iterates over the value channels. For the gradients of the gates and β, it also sums
+// the products of these terms with Q or K.
 #include "chunk_tiles.cuh"
 
-// `d_scores` (m r, T, CHUNK) gets dA of one query of each token; where `crossing_scores` (m r, T)
-// is given, it gets the gates' gradient from it.
+// Writes dA of one query of each token to `d_scores` (m r, T, CHUNK), and its part of the gates'
+// gradient to `crossing_scores` (m r, T), unless that is null.
 template <class T, int CHUNK, int BLOCK>
 __global__ void d_scores_of(const T* __restrict__ q, const T* __restrict__ k,
                             const T* __restrict__ v, const float* __restrict__ u,
@@ -41,7 +41,7 @@ __global__ void d_scores_of(const T* __restrict__ q, const T* __restrict__ k,
     const Rows<const T> written = tokens_of(v, b, head / (heads / v_heads), v_heads, s, e);
     add_pairs<CHUNK, BLOCK>(found, own, outputs, start - s + t, other, written, start);
   }
-  fade_pairs<false>(found, gates, scale);
+  decay_pairs<false>(found, gates, scale);
   store(scratch_of(d_scores, to, CHUNK, CHUNK), row, 0, found);
   if (crossing_scores == nullptr) return;
   const Rows<const T> own_q = tokens_of(q, b, at_q * queries + query, q_heads * queries, t, d);
@@ -58,8 +58,8 @@ __global__ void d_scores_of(const T* __restrict__ q, const T* __restrict__ k,
   if (threadIdx.x < CHUNK) crossing_scores[to + threadIdx.x] = crossed;
 }
 
-// BLOCK channels of `d_q` (b, t, m, r, d), of one query of each token; where `read` (m r, blocks,
-// T) is given, it gets the sums of Q with dQ from the state.
+// Writes BLOCK channels of one query of each token to `d_q` (b, t, m, r, d), and the sums of Q with
+// the state's part of dQ to `read` (m r, blocks, T), unless that is null.
 template <class T, class OUT, int CHUNK, int BLOCK>
 __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
                           const T* __restrict__ d_o, const float* __restrict__ sums,
@@ -114,9 +114,10 @@ __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
   store(rows, start - s + t + row, first, found);
 }
 
-// BLOCK channels of `d_k` (b, s, m, d). With gates, `written` (m, blocks, T) gets the sums of K
-// with dK from the state behind, and `overlap` (m, chunks, blocks) Σ S ∘ dS; by the delta rule
-// `from_keys` (m, blocks, T) those of K with reading ∘ X Sᵀ. What is not asked for is null.
+// Writes BLOCK channels of `d_k` (b, s, m, d). With gates, writes the sums of K with the part of dK
+// from the state after the chunk to `written` (m, blocks, T), and Σ S ∘ dS to `overlap` (m, chunks,
+// blocks); with the delta rule the sums of K with reading ∘ X Sᵀ to `from_keys` (m, blocks, T). Outputs
+// that are not needed are null.
 template <class T, class OUT, int CHUNK, int BLOCK>
 __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,
                           const float* __restrict__ u, const float* __restrict__ sums,
@@ -144,7 +145,7 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
   const long long at = m * tokens + start, at_chunk = m * (tokens / CHUNK) + chunk;
   const long long to_sums = (m * blocks + block) * tokens + start + row;
   const Rows<const float> before = scratch_of(states, at_chunk * width, width, step);
-  const Rows<const float> behind = scratch_of(d_states, at_chunk * width, width, step);
+  const Rows<const float> lookback = scratch_of(d_states, at_chunk * width, width, step);
   load_sums<CHUNK>(gates, sums, at);
   Product<BLOCK> found, from_state;
   found.clear();
@@ -158,7 +159,7 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
       load<CHUNK, BLOCK>(own, tokens_of(v, b, head / (heads / v_heads), v_heads, s, e), start, c);
     if (d_right != nullptr) load<CHUNK, BLOCK>(right, scratch_of(d_right, at, CHUNK, step), 0, c);
     load<BLOCK, BLOCK>(state, before, first, c);
-    load<BLOCK, BLOCK>(d_state, behind, first, c);
+    load<BLOCK, BLOCK>(d_state, lookback, first, c);
     __syncthreads();
     add_tiles<T, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, d_state, STEP);
     if (d_right != nullptr)
@@ -185,7 +186,7 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
 #pragma unroll
   for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found.x[j][i] *= fading(gates, CHUNK - 1, row + row_of(i));
+    for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
   if (written != nullptr) sum_rows(written + to_sums, found, keys + row * STEP, STEP);
   if (d_keys != nullptr) {
 #pragma unroll

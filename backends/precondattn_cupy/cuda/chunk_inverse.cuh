@@ -2,17 +2,17 @@
 //
 //     N = (I + L)⁻¹,    L strictly lower triangular
 //
-// A warp has 16 rows. Tiles of 16 × 16 on the diagonal are solved row after row, and then put
-// together by recursive 2 × 2 block inversion,
+// A warp has 16 rows. Diagonal tiles of 16 × 16 are solved row by row, and then combined by
+// recursive 2 × 2 block inversion,
 //
 //     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]].
 //
-// Doubling the Neumann series instead would lose every digit on keys that nearly coincide.
+// Doubling the Neumann series instead would lose all digits for nearly equal keys.
 #pragma once
 
 #include "products.cuh"
 
-// Blocks of HALF rows are inverted; makes those of twice as many.
+// From inverted blocks of HALF rows, computes those of twice as many rows.
 template <int HALF>
 __device__ __forceinline__ void join_blocks(float* solved, const float* lower, int step) {
   const int row = 16 * warp(), own = row / HALF * HALF;
@@ -38,7 +38,8 @@ __device__ __forceinline__ void join_blocks(float* solved, const float* lower, i
   __syncthreads();
 }
 
-// `solved` gets N of `lower`, on and above whose diagonal nothing is looked at. Waits at both ends.
+// Writes N of `lower` to `solved`; entries of `lower` on and above the diagonal are not read. Starts
+// and ends with a barrier.
 template <int SIZE>
 __device__ __forceinline__ void unit_lower_inverse(float* solved, const float* lower, int step) {
   for (int at = threadIdx.x; at < SIZE * SIZE; at += blockDim.x) {

@@ -1,19 +1,19 @@
-// Products of tiles of float32 in shared memory, as accurate as the call's numbers need.
+// Products of float32 tiles in shared memory, as accurate as the call's dtype requires.
 //
-// What a chunk makes of its inputs (a state, an inverse, what is written) is not rounded to 16
-// bits: with keys that nearly coincide, the delta rule would make errors of a tenth of it. In a
-// call of bfloat16 factors are rounded to tf32, whose 11 bits are three more than its own, and
-// tensor cores multiply them. float16 has as many bits, and what cancels would lose them: a factor
-// x is two, x = h + l, and three products of tf32 are summed,
+// Intermediate results of a chunk (a state, an inverse, what is written) are not rounded to 16 bits:
+// for nearly equal keys, the delta rule would amplify this to relative errors of a tenth. In a bfloat16
+// call, factors are rounded to tf32, whose 11 bits are three more than bfloat16's, and tensor cores
+// multiply them. float16 has 11 bits too, which cancellation would lose: a factor x is split into two,
+// x = h + l, and three tf32 products are summed,
 //
 //     x y ≈ l_x h_y + h_x l_y + h_x h_y.
 //
-// In a call of float32 nothing is rounded.
+// In a float32 call nothing is rounded.
 #pragma once
 
 #include "products.cuh"
 
-// To the nearest number with 11 significant bits, ties away from 0.
+// Rounds to the nearest number with 11 significant bits, ties away from 0.
 __device__ __forceinline__ unsigned tf32(float x) {
 #ifdef PRECONDATTN_SIMULATED
   return (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
@@ -24,10 +24,10 @@ __device__ __forceinline__ unsigned tf32(float x) {
 #endif
 }
 
-// What that loses of x, to the nearest again.
+// The rounding error of that, rounded to nearest itself.
 __device__ __forceinline__ unsigned rest(float x) { return tf32(x - __uint_as_float(tf32(x))); }
 
-// On tensor cores. In the simulator, which has none, a test gives the instruction instead.
+// On tensor cores. The simulator has none; there, a test provides the instruction.
 #ifndef PRECONDATTN_SIMULATED
 
 // (16, 8) times (8, 8).
@@ -43,8 +43,7 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const unsigned (&a)
 
 #if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
 
-// A lane has rows l / 4 and that plus 8 of A, and column l / 4 of B, at depths l % 4 and that
-// plus 4.
+// A lane has rows l / 4 and l / 4 + 8 of A, and column l / 4 of B, at depths l % 4 and l % 4 + 4.
 template <bool IN_TWO, bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
 __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a, int a_step,
                                              const float* b, int b_step) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a
 
 #endif
 
-// C += A B as add_product (products.cuh) has it, for a call whose numbers are T.
+// C += A B like add_product (products.cuh), for a call of dtype T.
 template <class T, bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH>
 __device__ __forceinline__ void add_tiles(Product<COLUMNS>& c, const float* a, int a_step,
                                           const float* b, int b_step) {

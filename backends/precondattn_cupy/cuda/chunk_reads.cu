@@ -1,12 +1,12 @@
-// What chunks read, all at once, and what of the outputs' gradients reaches what was written there.
+// Reads of all chunks at once, and the outputs' part of the gradient of what is written.
 //
 //     O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO, over the queries of a state.
 //
-// A block has a chunk and some value channels; scores are made anew for every block of channels, so
-// that none stand in memory.
+// A block has a chunk and some value channels; scores are recomputed for every block of channels, so
+// that they are not stored.
 #include "chunk_tiles.cuh"
 
-// `o` (b, t, m, r, e): the outputs of one query of each token; where values are added, `u` is null.
+// Writes the outputs of one query of each token to `o` (b, t, m, r, e); `u` is null for additive states.
 template <class T, int CHUNK, int BLOCK>
 __global__ void read_chunks(const T* __restrict__ q, const T* __restrict__ k,
                             const T* __restrict__ v, const float* __restrict__ u,
@@ -50,7 +50,7 @@ __global__ void read_chunks(const T* __restrict__ q, const T* __restrict__ k,
   for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) found.x[j][i] *= scale * reading(gates, row + row_of(i));
-  fade_pairs<false>(pairs, gates, scale);
+  decay_pairs<false>(pairs, gates, scale);
   store_product(left + row * LEFT, LEFT, pairs);
   __syncthreads();
   const Rows<const T> own_v = tokens_of(v, b, head / (heads / v_heads), v_heads, s, e);
@@ -64,7 +64,7 @@ __global__ void read_chunks(const T* __restrict__ q, const T* __restrict__ k,
   store(outputs, start - s + t + row, first, found);
 }
 
-// `local` (m, T, step) gets A, of all queries of a state.
+// Writes A, summed over all queries of a state, to `local` (m, T, step).
 template <class T, int CHUNK, int BLOCK>
 __global__ void read_back(const T* __restrict__ q, const T* __restrict__ k,
                           const T* __restrict__ d_o, const float* __restrict__ sums,
@@ -94,7 +94,7 @@ __global__ void read_back(const T* __restrict__ q, const T* __restrict__ k,
     Product<CHUNK> pairs;
     pairs.clear();
     add_pairs<CHUNK, BLOCK>(pairs, own, own_q, start - s + t, keys, own_k, start);
-    fade_pairs<false>(pairs, gates, scale);
+    decay_pairs<false>(pairs, gates, scale);
     store_product(left + row * LEFT, LEFT, pairs);
     __syncthreads();
     load<CHUNK, BLOCK>(own, outputs, start - s + t, first);

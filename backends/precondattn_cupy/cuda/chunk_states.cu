@@ -1,14 +1,14 @@
-// The states between chunks, and their gradients: what has to go from chunk to chunk.
+// The states between chunks, and their gradients: the sequential part.
 //
 //     U = Y − W S,                    S ← total S + Kᵀ (writing ∘ U),
 //     dU = A + writing ∘ (K dS),      dS ← total dS + s Qᵀ (reading ∘ dO) − Wᵀ dU,
 //
-// with Y and W of chunk_delta.cu, where values are added U = V and W = 0; A is what the chunk's own
-// outputs make of U's gradient (chunk_reads.cu). A block has some value channels of one head, and
-// goes over the chunks with its part of the state, in float32, in the registers of its warps.
+// with Y and W from chunk_delta.cu; for additive states, U = V and W = 0. A is the part of U's gradient
+// from the chunk's own outputs (chunk_reads.cu). A block has some value channels of one head, and
+// iterates over the chunks with its part of the state, in float32, in the registers of its warps.
 #include "chunk_tiles.cuh"
 
-// WIDTH × BLOCK numbers of a state: warp w has its strips of 16 rows w, w + WARPS …
+// WIDTH × BLOCK elements of a state: warp w has the row blocks of 16 rows w, w + WARPS …
 template <int CHUNK, int WIDTH, int BLOCK>
 struct State {
   static constexpr int WARPS = CHUNK / 16, STRIPS = (WIDTH / 16 + WARPS - 1) / WARPS;
@@ -47,7 +47,7 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4; ++i) strip[n].x[j][i] *= by;
   }
-  // += Aᵀ B, of a chunk's rows A (CHUNK, WIDTH) and B (CHUNK, BLOCK).
+  // += Aᵀ B, for a chunk's rows A (CHUNK, WIDTH) and B (CHUNK, BLOCK).
   template <class T>
   __device__ __forceinline__ void add(const float* a, const float* b) {
 #pragma unroll
@@ -58,8 +58,8 @@ struct State {
   }
 };
 
-// `states` (m, chunks, WIDTH, step) gets the state in front of every chunk, `last` (m, d, e) the
-// one behind them all, from `initial`. By the delta rule `u` (m, T, step) gets U.
+// From the state `initial`, writes the state before every chunk to `states` (m, chunks, WIDTH, step)
+// and the one after the last to `last` (m, d, e). With the delta rule, writes U to `u` (m, T, step).
 template <class T, int CHUNK, int WIDTH, int BLOCK>
 __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
                              const float* __restrict__ y, const float* __restrict__ w,
@@ -111,7 +111,7 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) found.x[j][i] *= fading(gates, CHUNK - 1, row + row_of(i));
+      for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
     store_product(written + row * STEP, STEP, found);
     __syncthreads();
     state.fade(reading(gates, CHUNK - 1));
@@ -120,8 +120,8 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
   state.write(Rows<float>{last + m * d * e, e, d, e, false}, first);
 }
 
-// `d_states` (m, chunks, WIDTH, step) gets the gradient of the state behind every chunk, from
-// `d_last` (m, d, e); `d_initial` (m, d, e) that of the first, and `d_u` (m, T, step) that of U.
+// From `d_last` (m, d, e), writes the gradient of the state after every chunk to `d_states` (m, chunks,
+// WIDTH, step), that of the first state to `d_initial` (m, d, e), and that of U to `d_u` (m, T, step).
 // `local` (m, T, step) is A.
 template <class T, int CHUNK, int WIDTH, int BLOCK>
 __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k,
@@ -168,7 +168,7 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float* local_one = own + row_of(i) * STEP + column_of(j, i);
-        found.x[j][i] *= fading(gates, CHUNK - 1, row + row_of(i));
+        found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
         found.x[j][i] += *local_one;
         *local_one = -found.x[j][i];
       }

@@ -1,26 +1,26 @@
-// What the kernels of a recurrence in chunks have in common: how tokens fade, and where they lie.
+// What the kernels of a recurrence in chunks share: the decay between tokens, and memory layouts.
 //
 //     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
 //     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 //
-// An exponent is a difference of two sums over the chunk. A sum has two float32, high and low,
-// which hold 48 bits: a strong gate costs the weak ones behind it no digits. A gate of −∞ comes as
-// one of −200, of which float32's exponential is 0 as well.
+// An exponent is a difference of two sums over the chunk. A sum is two float32 numbers, high and low,
+// which hold 48 bits: a strong gate costs the weak gates after it no accuracy. A gate of −∞ is replaced
+// by −200, whose exponential is 0 in float32.
 //
-// With m the heads that have a state and T the tokens filled up to whole chunks of C, a user's
-// array is (b, tokens, heads, width), and one head of it may serve several that have a state; the t
-// queries are those of the last tokens. Scratch is rows (m, T, w), numbers (m, T), states (m,
-// chunks, w, W), with all sequences' heads in m. Tokens that fill up are 0, and their gates too.
+// With m the heads that have a state and T the tokens padded to whole chunks of C, a user's array is
+// (b, tokens, heads, width), and one of its heads may serve several that have a state; the t queries
+// are those of the last tokens. Scratch is rows (m, T, w), numbers (m, T) and states (m, chunks, w, W),
+// with the heads of all sequences in m. Padding is 0, and its gates too.
 #pragma once
 
 #include "chunk_products.cuh"
 #include "tiles.cuh"
 #include "warps.cuh"
 
-// Rows of shared tiles are this many numbers longer than what is in them.
+// Padding of the rows of shared tiles, in elements.
 constexpr int GAP = gap<float>();
 
-// Shared memory, taken piece by piece.
+// Allocates shared memory piece by piece.
 struct Memory {
   unsigned char* next;
   template <class T>
@@ -55,14 +55,14 @@ __device__ __forceinline__ Rows<T> scratch_of(T* array, long long first, int cou
   return {array + first * width, width, count, width, true};
 }
 
-// Rows from `start` and columns from `first`, 0 where there are none.
+// Rows from `start` and columns from `first`, 0 outside the array.
 template <int ROWS, int WIDTH, class T>
 __device__ __forceinline__ void load(float* tile, const Rows<T>& rows, int start, int first) {
   load_tile<ROWS, WIDTH>(tile, WIDTH + GAP, rows.head + first, rows.step, start, rows.count,
                          rows.width - first, rows.by_16);
 }
 
-// Times a number of each row; each thread has the numbers that it has loaded from rows of T.
+// Multiplies each row by a number; each thread has the elements that it loaded from rows of T.
 template <class T, int ROWS, int WIDTH>
 __device__ __forceinline__ void scale_loaded(float* tile, const float* factor) {
   constexpr int PART = 16 / sizeof(T);
@@ -73,8 +73,7 @@ __device__ __forceinline__ void scale_loaded(float* tile, const float* factor) {
   }
 }
 
-// The 16 rows of a product, as rows from `start` and columns from `first`, as far as there are
-// such.
+// The 16 rows of a product, written to rows from `start` and columns from `first` that exist.
 template <int COLUMNS, class T>
 __device__ __forceinline__ void store(const Rows<T>& rows, int start, int first,
                                       const Product<COLUMNS>& c) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void scale_rows(Product<COLUMNS>& c, const float* fac
     for (int i = 0; i < 4; ++i) c.x[j][i] *= factor[row_of(i)];
 }
 
-// Sums over a row of a product times a tile, whose 16 rows begin at `tile`, into `sums`.
+// Sums over a row of a product times a tile, whose 16 rows begin at `tile`, written to `sums`.
 template <int COLUMNS>
 __device__ __forceinline__ void sum_rows(float* sums, const Product<COLUMNS>& c, const float* tile,
                                          int step) {
@@ -114,14 +113,14 @@ __device__ __forceinline__ void sum_rows(float* sums, const Product<COLUMNS>& c,
   }
 }
 
-// Sums of the gates from a chunk's first token to each, (high, low); 0 where nothing decays.
+// Sums of the gates from a chunk's first token to each token, (high, low); 0 without decay.
 template <int CHUNK>
 __device__ __forceinline__ void load_sums(float* to, const float* sums, long long at) {
   for (int i = threadIdx.x; i < 2 * CHUNK; i += blockDim.x)
     to[i] = sums == nullptr ? 0.0f : sums[2 * at + i];
 }
 
-__device__ __forceinline__ float fading(const float* sums, int later, int earlier) {
+__device__ __forceinline__ float decay(const float* sums, int later, int earlier) {
   const float high = sums[2 * later] - sums[2 * earlier];
   return expf(fminf(high + (sums[2 * later + 1] - sums[2 * earlier + 1]), 0.0f));
 }
@@ -130,16 +129,16 @@ __device__ __forceinline__ float reading(const float* sums, int token) {
   return expf(fminf(sums[2 * token] + sums[2 * token + 1], 0.0f));
 }
 
-// A warp's 16 rows of pairs, times D, 0 above the diagonal, or, strictly, on it too.
+// A warp's 16 rows of pairs, times D; 0 above the diagonal, and if strict, also on it.
 template <bool STRICT, int CHUNK>
-__device__ __forceinline__ void fade_pairs(Product<CHUNK>& pairs, const float* sums, float scale) {
+__device__ __forceinline__ void decay_pairs(Product<CHUNK>& pairs, const float* sums, float scale) {
 #pragma unroll
   for (int j = 0; j < CHUNK / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int later = 16 * warp() + row_of(i), earlier = column_of(j, i);
       const bool seen = STRICT ? later > earlier : later >= earlier;
-      pairs.x[j][i] = seen ? pairs.x[j][i] * fading(sums, later, earlier) * scale : 0.0f;
+      pairs.x[j][i] = seen ? pairs.x[j][i] * decay(sums, later, earlier) * scale : 0.0f;
     }
 }
 

@@ -1,10 +1,10 @@
-// Products whose left factor a warp holds in registers, as an earlier product has left it.
+// Products whose left factor is in a warp's registers, as left there by an earlier product.
 //
-//     C += A B,    A (16, DEPTH) held,  B (DEPTH, COLUMNS) in shared memory,  C (16, COLUMNS)
+//     C += A B,    A (16, DEPTH) in registers,  B (DEPTH, COLUMNS) in shared memory,  C (16, COLUMNS)
 //
-// Where tensor cores leave a number of a product, there they look for it in a factor: A is rounded to
-// the numbers of B, and nothing moves. What rounding takes from A, `keep_rest` leaves behind, for
-// a second product where one has too few digits.
+// Tensor cores read a factor with the register layout in which they write a product: A is rounded to
+// the type of B, and no data is moved. `keep_rest` replaces A by its rounding error, for a second
+// product where one has too few digits.
 #pragma once
 
 #include "products.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void keep_rest(Product<COLUMNS>& a) {
     for (int i = 0; i < 4; ++i) a.x[j][i] -= rounded<T>(a.x[j][i]);
 }
 
-// A number of A lies in one of the four lanes of its row, from which it is fetched.
+// An element of A is in one of the four lanes of its row, from which it is fetched.
 template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void plain_held_product(Product<COLUMNS>& c, const Product<DEPTH>& a,
                                                    const T* b, int b_step) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_held_product(Product<COLUMNS>& c, const Prod
   plain_held_product<B_TRANSPOSED, COLUMNS, DEPTH>(c, a, b, b_step);
 }
 
-// C += A B, with A of two parts where its numbers are of 16 bits; A is used up.
+// C += A B, with A split into two parts where its numbers have 16 bits; overwrites A.
 template <int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void add_exact_product(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
                                                   int b_step) {

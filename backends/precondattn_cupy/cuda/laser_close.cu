@@ -1,22 +1,22 @@
 // LASER around the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc}.
 //
-// A kv head is *close* if no two values of a channel that count are further apart than R. Then, with ν_c
-// the largest of them, LASER is softmax attention to W:
+// A key/value head is *close* if no two valid values of a channel are further apart than R. Then, with
+// ν_c the largest of them, LASER is softmax attention with values W:
 //
 //     W = e^{v − ν} − u,    o = ν + log(u + A W),    G = do / (u + A W),    D = Σ_c G ∘ A W,
 //     dv = e^{v − ν} ∘ dW,    dW = Aᵀ G,    dS = A ∘ (G Wᵀ − D).
 //
-// Channels whose values lie within log 2 of each other have u = 1, all others u = 0: then what is
-// rounded in W is no larger than it need be. A value that a query does not see enters ν and u, and so
-// the rounding of an output, and nothing else.
+// Channels whose values are within log 2 of each other have u = 1, all others u = 0: this minimises the
+// rounding error of W. A value masked for a query may affect ν and u, and so the rounding of an output,
+// and nothing else.
 //
-// W and G are of float32, of bfloat16, or, where float16 has not the range, the sum of two of bfloat16.
+// W and G are float32, bfloat16, or, where float16's range is too small, the sum of two bfloat16 arrays.
 #include "held_products.cuh"
 
 #define LOG_2 0.69314718f
 
-// The largest and smallest value of each channel, of so many tokens: (b, n, segments, e).
-// Grid: segments, kv heads, sequences.
+// The largest and smallest value of each channel over a segment of tokens: (b, n, segments, e).
+// Grid: segments, key/value heads, sequences.
 template <class T>
 __global__ void value_ranges(const T* __restrict__ v, const unsigned char* __restrict__ k_valid,
                              float* __restrict__ largest, float* __restrict__ smallest, int s,
@@ -37,7 +37,7 @@ __global__ void value_ranges(const T* __restrict__ v, const unsigned char* __res
   }
 }
 
-// ν and u (b, n, e), and whether a head is close (b, n). A warp has a head, and so has a block.
+// ν and u (b, n, e), and whether a head is close (b, n). A warp, and so a block, has a head.
 __global__ void spread(const float* __restrict__ largest, const float* __restrict__ smallest,
                        float* __restrict__ shift, float* __restrict__ less,
                        int* __restrict__ is_close, int segments, int e, float range) {
@@ -49,7 +49,7 @@ __global__ void spread(const float* __restrict__ largest, const float* __restric
       high = fmaxf(high, largest[(head * segments + i) * e + c]);
       low = fminf(low, smallest[(head * segments + i) * e + c]);
     }
-    // With no value that counts there is nothing to shift.
+    // Without valid values there is nothing to shift.
     const float apart = high >= low ? high - low : 0.0f;
     shift[head * e + c] = high >= low ? high : 0.0f;
     less[head * e + c] = apart <= LOG_2 ? 1.0f : 0.0f;
@@ -59,7 +59,7 @@ __global__ void spread(const float* __restrict__ largest, const float* __restric
   if (threadIdx.x == 0) is_close[head] = widest <= range;
 }
 
-// x, and what its rounding leaves.
+// x, and its rounding error.
 template <class F, int PARTS>
 __device__ __forceinline__ void store_parts(F* __restrict__ to, F* __restrict__ rest, long long at,
                                             float x) {
@@ -67,11 +67,11 @@ __device__ __forceinline__ void store_parts(F* __restrict__ to, F* __restrict__ 
   if (PARTS > 1) rest[at] = narrow<F>(x - rounded<F>(x));
 }
 
-// What a warp has: a token (b, tokens, heads) of close heads.
+// The row of a warp: a token (b, tokens, heads) of a close head.
 struct Row {
   bool is_there;
   int head;
-  // Of its numbers, and of those of its kv head.
+  // Offsets of its elements, and of those of its key/value head.
   long long at, channels;
   __device__ __forceinline__ Row(const int* is_close, int tokens, int heads, int n, int e) {
     const int token = blockIdx.x * (blockDim.x / 32) + warp();
@@ -113,8 +113,8 @@ __global__ void outputs(const float* __restrict__ mean, const float* __restrict_
   }
 }
 
-// G, and D (b, h, t) of G as it is rounded: then rounding scales what a channel adds to dS, and the sum
-// of every row stays 0. Nothing is read of a query that sees nothing.
+// G, and D (b, h, t) computed from the rounded G: then rounding scales a channel's contribution to dS,
+// and the sum of every row stays 0. Queries without visible keys are not read.
 template <class T, class F, int PARTS>
 __global__ void cotangents(const T* __restrict__ d_o, const float* __restrict__ mean,
                            const float* __restrict__ log_total, const float* __restrict__ less,
@@ -137,7 +137,7 @@ __global__ void cotangents(const T* __restrict__ d_o, const float* __restrict__ 
   if (lane() == 0) d_sum[at] = total;
 }
 
-// dv, from dW, which is 0 at a key that no one sees, whatever its value.
+// dv, from dW, which is 0 at a key that no query attends to, whatever its value.
 template <class T>
 __global__ void value_gradients(const T* __restrict__ v, const float* __restrict__ shift,
                                 const int* __restrict__ is_close, const float* __restrict__ d_w,

@@ -1,9 +1,9 @@
 // LASER backward, of heads that are not close: laser_exact.cuh.
 //
-// laser_exact_gradient makes dq (tiles of queries × parts of their channels), or, OF_KEYS, dk (tiles of
-// keys × parts); a lane has a token of the other side, and goes over the channels of values. In
-// laser_exact_values, which makes dv (tiles of keys × parts of 32 channels), a lane has a channel. Both
-// have 16 rows in the registers of a lane. What concerns keys goes over the query heads of a group.
+// laser_exact_gradient computes dq (tiles of queries × parts of their channels), or, OF_KEYS, dk (tiles
+// of keys × parts); a lane has a token of the other side, and iterates over the value channels.
+// laser_exact_values computes dv (tiles of keys × parts of 32 channels); a lane has a channel. Both have
+// 16 rows in the registers of a lane. Gradients of keys and values loop over the query heads of a group.
 #include "laser_exact.cuh"
 
 template <class T, bool OF_KEYS, int ROWS, int COLUMNS, int KEY_WIDTH>
@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
     const float* __restrict__ log_total, T* __restrict__ d_own,
     const unsigned char* __restrict__ q_valid, const unsigned char* __restrict__ k_valid,
     const int* __restrict__ q_segment, const int* __restrict__ k_segment, float log_scale,
-    float scale, int t, int s, int h, int n, int d, int e, int behind, int ahead) {
+    float scale, int t, int s, int h, int n, int d, int e, int lookback, int lookahead) {
   static_assert(COLUMNS <= 32, "a lane has a column");
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = wide_step<COLUMNS>();
   constexpr int OWN = KEY_WIDTH < 128 ? KEY_WIDTH : 128, WIDE = wide_step<CHANNELS>();
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
   const int channel = blockIdx.x % parts * OWN, first = blockIdx.x / parts * ROWS;
   const int batch = blockIdx.z, kv = OF_KEYS ? blockIdx.y : blockIdx.y / group;
   if (is_close[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = OF_KEYS ? queries_of(sight, first, ROWS) : keys_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = OF_KEYS ? queries_of(mask, first, ROWS) : keys_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* own_tile = reinterpret_cast<T*>(memory);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
   const int row = first + 16 * warp() + row_of(0), column = min(lane(), COLUMNS - 1);
   int run[2];
   for (int i = 0; i < 2; ++i)
-    run[i] = OF_KEYS ? sight.run_of_key(row + 8 * i) : sight.run_of_query(row + 8 * i);
+    run[i] = OF_KEYS ? mask.run_of_key(row + 8 * i) : mask.run_of_query(row + 8 * i);
   scores += 16 * warp() * STEP;
   const long long k_head = (long long)batch * s * n + kv;
   Product<OWN> acc;
@@ -53,20 +53,20 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
       const int query = OF_KEYS ? start : first, key = OF_KEYS ? first : start;
       __syncthreads();
       load_tile<QUERIES, KEY_WIDTH>(OF_KEYS ? other_tile : own_tile, KEY_STEP, q_of,
-                                    (long long)h * d, query, t, d, by_16, sight.q_valid);
+                                    (long long)h * d, query, t, d, by_16, mask.q_valid);
       load_tile<KEYS, KEY_WIDTH>(OF_KEYS ? own_tile : other_tile, KEY_STEP, k_of, (long long)n * d,
-                                 key, s, d, by_16, sight.k_valid);
+                                 key, s, d, by_16, mask.k_valid);
       for (int i = threadIdx.x; i < QUERIES; i += blockDim.x)
         log_of[i] = query + i < t ? log_total[((long long)batch * h + head) * t + query + i]
                                   : INFINITE;
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x)
-        runs[i] = OF_KEYS ? sight.run_of_query(start + i) : sight.run_of_key(start + i);
+        runs[i] = OF_KEYS ? mask.run_of_query(start + i) : mask.run_of_key(start + i);
       __syncthreads();
       float log_of_row[2] = {0.0f, 0.0f};
       if (!OF_KEYS)
         for (int i = 0; i < 2; ++i) log_of_row[i] = log_of[16 * warp() + row_of(0) + 8 * i];
       store_scores<OF_KEYS, COLUMNS, KEY_WIDTH>(scores, own_tile + 16 * warp() * KEY_STEP,
-                                                other_tile, KEY_STEP, sight, log_scale, row, start,
+                                                other_tile, KEY_STEP, mask, log_scale, row, start,
                                                 run, runs, log_of_row, log_of);
       float log_a[16], a[16], found[16];
 #pragma unroll
@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
       for (int part = 0; part < e; part += CHANNELS) {
         __syncthreads();
         load_channels<KEYS>(v_tile, v + k_head * e + part, (long long)n * e, key, s, e - part,
-                            sight.k_valid);
+                            mask.k_valid);
         load_channels<QUERIES>(o_tile, full + q_head * e + part, (long long)h * e, query, t,
-                               e - part, sight.q_valid);
+                               e - part, mask.q_valid);
         load_channels<QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query, t,
-                               e - part, sight.q_valid);
+                               e - part, mask.q_valid);
         __syncthreads();
 #pragma unroll 2
         for (int c = 0; c < CHANNELS; ++c) {
@@ -128,15 +128,15 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
     const float* __restrict__ log_total, T* __restrict__ d_v,
     const unsigned char* __restrict__ q_valid, const unsigned char* __restrict__ k_valid,
     const int* __restrict__ q_segment, const int* __restrict__ k_segment, float log_scale, int t,
-    int s, int h, int n, int d, int e, int behind, int ahead) {
+    int s, int h, int n, int d, int e, int lookback, int lookahead) {
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = wide_step<COLUMNS>();
   constexpr int WIDE = wide_step<CHANNELS>();
   const int parts = (e + CHANNELS - 1) / CHANNELS, group = h / n;
   const int channel = blockIdx.x % parts * CHANNELS, first = blockIdx.x / parts * ROWS;
   const int kv = blockIdx.y, batch = blockIdx.z;
   if (is_close[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = queries_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = queries_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* k_tile = reinterpret_cast<T*>(memory);
@@ -150,16 +150,16 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
   const bool by_16 = d * sizeof(T) % 16 == 0;
   const long long k_head = (long long)batch * s * n + kv;
   load_tile<ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
-                             sight.k_valid);
+                             mask.k_valid);
   const int row = first + 16 * warp() + row_of(0), at = channel + lane();
-  const int run[2] = {sight.run_of_key(row), sight.run_of_key(row + 8)};
+  const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
   const float nothing[2] = {0.0f, 0.0f};
   scores += 16 * warp() * STEP;
   float value[16], acc[16];
 #pragma unroll
   for (int r = 0; r < 16; ++r) {
     const int token = first + 16 * warp() + r;
-    const bool counts = at < e && sight.run_of_key(token) >= 0;
+    const bool counts = at < e && mask.run_of_key(token) >= 0;
     value[r] = counts ? wide(v[(k_head + (long long)token * n) * e + at]) : 0.0f;
     acc[r] = 0.0f;
   }
@@ -168,19 +168,19 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
       load_tile<COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
-                                    by_16, sight.q_valid);
+                                    by_16, mask.q_valid);
       load_channels<COLUMNS>(o_tile, full + q_head * e + channel, (long long)h * e, start, t,
-                             e - channel, sight.q_valid);
+                             e - channel, mask.q_valid);
       load_channels<COLUMNS>(d_tile, d_o + q_head * e + channel, (long long)h * e, start, t,
-                             e - channel, sight.q_valid);
+                             e - channel, mask.q_valid);
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
         const int token = start + i;
         log_of[i] = token < t ? log_total[((long long)batch * h + head) * t + token] : INFINITE;
-        runs[i] = sight.run_of_query(token);
+        runs[i] = mask.run_of_query(token);
       }
       __syncthreads();
       store_scores<true, COLUMNS, KEY_WIDTH>(scores, k_tile + 16 * warp() * KEY_STEP, q_tile,
-                                             KEY_STEP, sight, log_scale, row, start, run, runs,
+                                             KEY_STEP, mask, log_scale, row, start, run, runs,
                                              nothing, log_of);
 #pragma unroll 2
       for (int i = 0; i < COLUMNS; ++i) {

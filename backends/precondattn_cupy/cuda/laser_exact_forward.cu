@@ -5,7 +5,7 @@
 //     M' = max(M, max_j (s + v)),    acc ← acc 2^{M − M'} + Σ_j 2^{s + v − M'},
 //     o = M + log acc − λ,    λ = m + log l.
 //
-// Grid: tiles of queries × parts of 32 channels, heads, sequences. t s e exponentials a head.
+// Grid: tiles of queries × parts of 32 channels, heads, sequences. t s e exponentials per head.
 #include "laser_exact.cuh"
 
 template <class T, int ROWS, int COLUMNS, int KEY_WIDTH>
@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                         const unsigned char* __restrict__ q_valid,
                         const unsigned char* __restrict__ k_valid,
                         const int* __restrict__ q_segment, const int* __restrict__ k_segment,
-                        float scale, int t, int s, int h, int n, int d, int e, int behind,
-                        int ahead) {
+                        float scale, int t, int s, int h, int n, int d, int e, int lookback,
+                        int lookahead) {
   static_assert(COLUMNS <= 32, "a lane has a column");
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = wide_step<COLUMNS>();
   constexpr int WIDE = wide_step<CHANNELS>();
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   const int part = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
   const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
   if (is_close[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = keys_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = keys_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* q_tile = reinterpret_cast<T*>(memory);
@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
   const bool by_16 = d * sizeof(T) % 16 == 0;
   load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
-                             sight.q_valid);
+                             mask.q_valid);
   const T* own = q_tile + 16 * warp() * KEY_STEP;
   scores += 16 * warp() * STEP;
   const int row = first + 16 * warp() + row_of(0);
-  const int run[2] = {sight.run_of_query(row), sight.run_of_query(row + 8)};
+  const int run[2] = {mask.run_of_query(row), mask.run_of_query(row + 8)};
   const float nothing[2] = {0.0f, 0.0f};
 
-  // Of each row; every lane has the same of m and l.
+  // Of each row; every lane has the same m and l.
   float largest[16], total[16], highest[16], acc[16];
 #pragma unroll
   for (int r = 0; r < 16; ++r) {
@@ -56,12 +56,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
     load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, start, s, d,
-                                  by_16, sight.k_valid);
+                                  by_16, mask.k_valid);
     load_channels<COLUMNS>(v_tile, v + k_head * e + channel, (long long)n * e, start, s,
-                           e - channel, sight.k_valid);
-    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = sight.run_of_key(start + j);
+                           e - channel, mask.k_valid);
+    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();
-    store_scores<false, COLUMNS, KEY_WIDTH>(scores, own, k_tile, KEY_STEP, sight, scale, row, start,
+    store_scores<false, COLUMNS, KEY_WIDTH>(scores, own, k_tile, KEY_STEP, mask, scale, row, start,
                                             run, runs, nothing, nullptr);
 #pragma unroll
     for (int r = 0; r < 16; ++r) {

@@ -1,20 +1,19 @@
-// LUCID one token at a time: every cached key and y is read once, by many blocks at once.
+// A step of LUCID by one token: many blocks together read every cached key and y once.
 //
 //     [S; Φ] = [s q; s k̂] Kᵀ,    [a; r] = [e^{S − m}; Φ] Y              (`lucid_read`, by splits)
 //     y = β (v − r),    o = (a + e^{S_new − m} y) / (Σ e^{S − m} + e^{S_new − m})   (`lucid_finish`)
 //
-// The query heads of a key/value head and the new key are the rows of one tile. A query's row has a
-// running maximum; the key's has none, since Φ ≤ 1. Queries and keys are multiplied as they came, and
-// weights as the sum of two numbers of 16 bits: a step waits for memory, and not for products.
+// The rows of a tile are the query heads of a key/value head and the new key. A query's row has a
+// running maximum; the key's row needs none, since Φ ≤ 1. Queries and keys are multiplied unnormalised,
+// and weights as the sum of two 16-bit numbers: a step is limited by memory, not by products.
 //
-// Buffers are (b, n, d, c): the tokens of a channel stand behind one another. They are operands as
-// they lie.
+// Buffers are (b, n, d, c): the tokens of a channel are contiguous. Products use this layout directly.
 #include "products.cuh"
 #include "warps.cuh"
 
-// The slots from `first` to `end` of a head's channels, (WIDTH, TOKENS). What is not there, or does not
-// count, is 0, whatever stands in its place. A thread has the same slots of several channels, and asks
-// for some of these before it waits for the first.
+// The slots from `first` to `end` of a head's channels, (WIDTH, TOKENS). Missing and invalid slots are
+// 0, whatever memory holds. A thread has the same slots of several channels, and issues several loads
+// before it waits for the first.
 template <int WIDTH, int TOKENS, int THREADS, class T>
 __device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, int width,
                                            int capacity, int first, int end, bool by_16,
@@ -62,15 +61,15 @@ __device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, 
   }
 }
 
-// How many slots of a sequence are filled: as many as all have, or `counts` (b) says.
+// The number of filled slots of a sequence: the common number, or `counts` (b).
 __device__ __forceinline__ int filled(const int* counts, long long b, int count, int capacity) {
   return counts == nullptr ? count : min(counts[b], capacity);
 }
 
-// One split of one key/value head, unless nothing of it is filled; the grid is (splits, m). `totals` (m,
-// splits, g + 1, WIDTH) gets a and r, `maxima` and `sums` (m, splits, g + 1) m and Σ e^{S − m}. q (b,
-// g n, d), k (b, n, d), keys (b, n, d, c), solved (b, n, e, c), rms (b, n, c) or null, `valid` (b, c) or
-// null.
+// One split of one key/value head, unless it has no filled slots; the grid is (splits, m). Writes a and
+// r to `totals` (m, splits, g + 1, WIDTH), and m and Σ e^{S − m} to `maxima` and `sums` (m, splits,
+// g + 1). q (b, g n, d), k (b, n, d), keys (b, n, d, c), solved (b, n, e, c), rms (b, n, c) or null,
+// `valid` (b, c) or null.
 template <class T, int ROWS, int TOKENS, int KEY_WIDTH, int WIDTH>
 __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ keys,
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
   T* value_tile = key_tile + KEY_WIDTH * STEP;
   T* weights = value_tile + WIDTH * STEP + 16 * warp() * STEP;
   T* rest = weights + ROWS * STEP;
-  // 1 / rms of a slot, or −1 if it does not count.
+  // 1 / rms of a slot, or −1 if it is invalid.
   float* one_by_rms = reinterpret_cast<float*>(value_tile + (WIDTH + (IS_HALF ? 2 : 1) * ROWS) * STEP);
   const long long head = blockIdx.y, b = head / heads;
   const int start = blockIdx.x * per_split;
@@ -203,9 +202,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
   }
 }
 
-// `out` (b, g n, e), `solved` (b, n, e) and `own_rms` (b, n), from the splits of a head; the grid is (g,
-// m), and warps share channels only. v (b, n, e), β (b, n) or null; which new tokens count as a query and
-// as a key, (b) or null.
+// Writes `out` (b, g n, e), `solved` (b, n, e) and `own_rms` (b, n), from the splits of a head; the grid
+// is (g, m), and warps split the channels only. v (b, n, e), β (b, n) or null; validity of the new
+// tokens as queries and as keys, (b) or null.
 template <class T>
 __global__ void lucid_finish(const T* __restrict__ q, const T* __restrict__ k,
                              const T* __restrict__ v, const T* __restrict__ beta,

@@ -1,13 +1,13 @@
 // The gradient of LUCID's keys, in one pass over all pairs of tiles.
 //
-//     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b behind a),
+//     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 //
-// and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). A block owns a tile of keys and goes
-// over all others, on both sides of it: nothing is added to from two blocks, and the result is the
-// same every time.
+// and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). A block owns a tile of keys and iterates
+// over all others, before and after it. No two blocks add to the same element, so the result is
+// deterministic.
 //
-// g has no bound, as keys have. Where keys are operands of 16 bits, a row of Φ ∘ g is divided by a power
-// of two, and what was summed before is too, when that grows.
+// g is unbounded, unlike keys. Where keys are 16-bit operands, a row of Φ ∘ g is divided by a power of
+// two, and the previous sum is rescaled when that power grows.
 #include "lucid_tiles.cuh"
 #include "tiles.cuh"
 #include "warps.cuh"
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
   Product<KEY_WIDTH> total;
   total.clear();
   float size[2] = {0.0f, 0.0f};
-  // The tiles that cross the diagonal come twice, each time with one side of it.
+  // Tiles that cross the diagonal are visited twice, each time for one side of it.
   for (int side = 0; side < 2; ++side) {
     const bool is_before = side == 0;
     const T *of_own = is_before ? d_v : y, *of_other = is_before ? y : d_v;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
       g.clear();
       for (int first = 0; first < width; first += WIDTH) {
         const int there = width - first;
-        // With one chunk of channels, its own rows stay.
+        // With a single chunk of channels, the block's own rows stay in shared memory.
         if (other == begin || width > WIDTH)
           load_tile<ROWS, WIDTH>(left, STEP, of_own + first, value_step, own, s, there, by_16, valid);
         load_tile<COLUMNS, WIDTH>(right, STEP, of_other + first, value_step, other, s, there, by_16,

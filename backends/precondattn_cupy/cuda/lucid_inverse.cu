@@ -1,20 +1,20 @@
 // The inverses of LUCID's diagonal super-blocks, all at once.
 //
-//     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  to solve forward,  diag(β) stril(Φ)  to solve backward,
+//     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  for the forward solve,  diag(β) stril(Φ)  for backward,
 //
 // by recursive 2×2 block inversion,
 //
 //     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
 //
-// C A⁻¹ first; the least blocks, of 16, by substitution. Doubling the Neumann series instead would
-// lose every digit on keys that nearly coincide. No entry of such an inverse is larger than 2, for β
-// in [0, 2] and any keys, so 16 bits hold them.
+// C A⁻¹ first; the smallest blocks, of 16, by substitution. Doubling the Neumann series instead would
+// lose all digits for nearly equal keys. For β in [0, 2] and any keys, no entry of such an inverse is
+// larger than 2, so 16 bits represent them.
 //
-// A super-block of S tokens has S × S numbers, of scratch (m, T, S): N below and on its diagonal, and
-// Lᵀ above, but that tiles on the diagonal are N only, with zeros.
+// A super-block of S tokens has S × S elements of scratch (m, T, S): N below and on its diagonal, and Lᵀ
+// above, except that diagonal tiles hold N only, with zeros.
 #include "lucid_tiles.cuh"
 
-// Of a diagonal block of 16 rows of L; a lane has a column.
+// Inverts a diagonal block of 16 rows of L; a lane has a column.
 __device__ __forceinline__ void invert_least(float* inverse, const float* strict, int step) {
   const int column = lane() % 16;
   float x[16];
@@ -30,8 +30,8 @@ __device__ __forceinline__ void invert_least(float* inverse, const float* strict
     for (int i = 0; i < 16; ++i) inverse[i * step + column] = x[i];
 }
 
-// From blocks of HALF rows, which are inverted, to blocks of twice as many, and on to the whole tile.
-// C A⁻¹ takes the place of C in `strict`.
+// From inverted blocks of HALF rows to blocks of twice as many rows, up to the whole tile. C A⁻¹
+// replaces C in `strict`.
 template <int TILE, int HALF>
 __device__ __forceinline__ void invert_larger(float* inverse, float* strict) {
   if constexpr (HALF < TILE) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void invert_larger(float* inverse, float* strict) {
   }
 }
 
-// A pair of tiles of a super-block, `low` and the one `apart` behind it: Lᵀ, or, of a tile and itself,
-// N. The grid is (T / TILE · S / TILE, m).
+// A pair of tiles of a super-block, `low` and the one `apart` after it: Lᵀ, or, for a diagonal tile, N.
+// The grid is (T / TILE · S / TILE, m).
 template <class T, int TILE, int KEY_WIDTH, bool BY_ROW>
 __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
     const T* __restrict__ keys, const float* __restrict__ factor, const int* __restrict__ segments,
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
   for (int j = 0; j < TILE / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // What is above the diagonal is transposed; what is on it is not.
+      // Tiles above the diagonal are transposed; diagonal tiles are not.
       const bool is_first = (apart > 0) != BY_ROW;
       found.x[j][i] *= factor[is_first ? low + row + row_of(i) : high + column_of(j, i)];
     }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
     inverse[at / TILE * super + at % TILE] = narrow<T>(own[at / TILE * STEP + at % TILE]);
 }
 
-// −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of columns of it. The grid is
+// −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of its columns. The grid is
 // (pairs · half / TILE, m); shared memory has (half + 2 TILE) rows of a tile.
 template <class T, int TILE>
 __global__ void __launch_bounds__(2 * TILE, 1) lucid_join(

@@ -1,14 +1,14 @@
-// What a solve starts from: normalised keys, β, and right-hand sides, in scratch; a warp has a token.
+// Inputs of a solve: normalised keys, β, and right-hand sides, in scratch; a warp has a token.
 //
 //     k̂ = k / rms(k),    rms(k) = √(mean(k²) + ε),  and 1 for a zero row where ε = 0
 //
-// Padding of a sequence is not looked at: whatever stands there, NaN too, becomes 0.
+// Padding of a sequence is not read: it becomes 0 even if memory holds NaN there.
 #include "numbers.cuh"
 #include "warps.cuh"
 
 // k (b, s, n, d), v (b, s, n, e), β (b, s, n) or null, `valid` (b, s) or null; the grid is (T / warps,
-// m). `unit` (m, T, key_step) gets k̂, `reciprocal` (m, T) 1 / rms, `factor` (m, T) β, or 0 where a
-// token does not count, and `right` (m, T, step) v.
+// m). Writes k̂ to `unit` (m, T, key_step), 1 / rms to `reciprocal` (m, T), β, or 0 at invalid tokens,
+// to `factor` (m, T), and v to `right` (m, T, step).
 template <class T, class OPERAND, bool NORMALIZE>
 __global__ void lucid_prepare(const T* __restrict__ k, const T* __restrict__ v,
                               const T* __restrict__ beta, const unsigned char* __restrict__ valid,

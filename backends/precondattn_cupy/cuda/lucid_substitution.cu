@@ -1,6 +1,6 @@
-// Block substitution with LUCID's matrix, super-block after super-block; Φ is never stored.
+// Block substitution with LUCID's matrix, one super-block after the other; Φ is never stored.
 //
-// Forward, from the first super-block J to the last, with N_J of `lucid_inverse.cu` and R = v,
+// Forward, from the first super-block J to the last, with N_J from `lucid_inverse.cu` and R = v,
 //
 //     ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
 //
@@ -8,9 +8,9 @@
 //
 //     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 //
-// Φ is symmetric, so that one kernel, `lucid_update`, serves both. Products of 16 bits take y divided
-// by a power of two, above the largest right side of its channel and super-block: since no entry of N
-// is larger than 2, no quotient is larger than 4 S, far from where float16 ends.
+// Φ is symmetric, so one kernel, `lucid_update`, serves both. In products of 16 bits, y is divided by a
+// power of two above the largest right side of its channel and super-block: since no entry of N is
+// larger than 2, no quotient is larger than 4 S, far below float16's maximum.
 #include "lucid_tiles.cuh"
 #include "warps.cuh"
 
@@ -21,9 +21,9 @@ __device__ __forceinline__ float4 four(const float* x) {
 // A tile of rows of the super-block that begins at `start`, and some channels; the grid is (tiles of
 // the super-block, m, chunks).
 //
-// `out` (b, s, n, e) gets y or dv; `solved` (m, T, step) the same as an operand, divided by `sizes`
-// (m, step). With a β, `rho` (b, s, n, e) gets ρ forward; backward it is read, and `d_factor`
-// (chunks, m, T) gets the channels' part of dβ = X · ρ.
+// Writes y or dv to `out` (b, s, n, e), and the same as an operand, divided by `sizes` (m, step), to
+// `solved` (m, T, step). With a β, `rho` (b, s, n, e) is ρ: written forward, read backward, where
+// `d_factor` (chunks, m, T) receives the channels' part of dβ = X · ρ.
 template <class T, class OPERAND, int TILE, int WIDTH, bool BACKWARD>
 __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
     const OPERAND* __restrict__ inverse, const float* __restrict__ factor,
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   inverse += head * tokens * super;
 
   if constexpr (SCALED) {
-    // Threads that have the same channels leave what they found beside one another.
+    // Threads with the same channels store their results next to one another.
     float* largest = reinterpret_cast<float*>(block);
     const int parts = blockDim.x / (WIDTH / 4), part = threadIdx.x / (WIDTH / 4);
     if (part < parts) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   }
 }
 
-// R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for a tile of rows and channels, the
+// R_I −= Φ_IJ y_J for the super-block J that begins at `start`, for a tile of rows and channels, the
 // first of which begins at `first_row`. The grid is (tiles, m, chunks).
 template <class OPERAND, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
 __global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(

@@ -1,21 +1,21 @@
-// Pieces of LUCID's matrix, and where the scratch of a solve stands.
+// Tiles of LUCID's matrix, and the layout of a solve's scratch arrays.
 //
 //     Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d} ≤ 1,    0 where i and j belong to different segments
 //
-// Scratch is (m, T, w), with m = b n the heads of all sequences, T the tokens filled up to whole
-// tiles, and rows of whole 16 bytes. Tokens that count for nothing, those that fill up among them,
-// have k̂ = 0, v = 0 and β = 0, so that nothing needs a mask any more.
+// Scratch is (m, T, w), with m = b n the heads of all sequences, T the tokens padded to whole tiles, and
+// rows padded to 16 bytes. Invalid tokens and padding have k̂ = 0, v = 0 and β = 0, so that the kernels
+// need no mask.
 #pragma once
 
 #include "products.cuh"
 
-// Between rows of a tile in shared memory.
+// Padding of the rows of a tile in shared memory.
 template <class T, int WIDTH>
 __host__ __device__ constexpr int step_of() {
   return WIDTH + gap<T>();
 }
 
-// Rows of scratch, which begin at `from`, to shared memory.
+// Copies rows of scratch, which begin at `from`, to shared memory.
 template <int ROWS, int WIDTH, class T>
 __device__ __forceinline__ void copy_tile(T* tile, const T* __restrict__ from, int from_step) {
   constexpr int PART = 16 / sizeof(T), PARTS = WIDTH / PART;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void copy_tile(T* tile, const T* __restrict__ from, i
   }
 }
 
-// A power of two above x, which is not negative, and its reciprocal. Both are normal numbers, so that
-// x is at most 8 times the power where it is enormous.
+// A power of two above x ≥ 0, and its reciprocal. Both are normal numbers; so for enormous x, x is at
+// most 8 times the power.
 __device__ __forceinline__ float power_above(float x) {
   const int exponent = __float_as_int(x) >> 23;
   return __int_as_float(min(max(exponent + 1, 2), 252) << 23);
@@ -37,14 +37,14 @@ __device__ __forceinline__ float one_by_power(float power) {
   return __int_as_float((254 << 23) - __float_as_int(power));
 }
 
-// How large exponents are, and which tokens never meet.
+// The scale of exponents, and the segments of tokens.
 struct Metric {
   const int* segments;  // (s), of this sequence, or null
   int s;
   float scale, shift;  // s and s d, times log₂ e
 };
 
-// Φ in place of ⟨k̂_i, k̂_j⟩, for a warp's 16 rows, which begin at token `i_first`.
+// Replaces ⟨k̂_i, k̂_j⟩ by Φ, for a warp's 16 rows, which begin at token `i_first`.
 template <int COLUMNS>
 __device__ __forceinline__ void exponentiate(Product<COLUMNS>& c, const Metric& metric, int i_first,
                                              int j_first) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void exponentiate(Product<COLUMNS>& c, const Metric& 
     for (int i = 0; i < 4; ++i) {
       float found = exp2f(c.x[j][i] * metric.scale - metric.shift);
       if (metric.segments != nullptr) {
-        // Whatever is behind the last token counts for nothing, in any segment.
+        // Tokens after the last one are padding, in any segment.
         const int last = metric.s - 1;
         const int own = metric.segments[min(i_first + row_of(i), last)];
         if (own != metric.segments[min(j_first + column_of(j, i), last)]) found = 0.0f;

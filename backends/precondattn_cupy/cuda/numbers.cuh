@@ -1,4 +1,4 @@
-// The numbers of arrays, and the numbers that sums are taken in.
+// Element types of arrays, and the types in which sums are computed.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@ __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// To the nearest, ties to even; what is too large becomes infinite.
+// Rounds to nearest, ties to even; overflow gives infinity.
 template <class T>
 __device__ __forceinline__ T narrow(float x);
 template <>
@@ -50,5 +50,5 @@ __device__ __forceinline__ T narrow(double x) {
   return T(x);
 }
 
-// NVRTC has no header with INFINITY in it.
+// NVRTC has no header that defines INFINITY.
 #define INFINITE __int_as_float(0x7f800000)

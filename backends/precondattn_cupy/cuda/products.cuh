@@ -2,12 +2,12 @@
 //
 //     C += A B,    A (16, DEPTH),  B (DEPTH, COLUMNS),  C (16, COLUMNS)
 //
-// A warp has 16 rows of C. A lane has four numbers of every eight columns: number i of eighth j is
+// A warp has 16 rows of C. A lane has four elements of every eight columns: element i of eighth j is
 //
 //     C[row_of(i)][column_of(j, i)]
 //
-// which is how tensor cores leave a product. float16 and bfloat16 go to them. float32 does not, as
-// it would lose 13 of its 23 bits there; plain_product takes it, and everything in the simulator.
+// which is how tensor cores return a product. float16 and bfloat16 use tensor cores. float32 does not,
+// as it would lose 13 of its 23 bits there; it uses plain_product, as does everything in the simulator.
 #pragma once
 
 #include "numbers.cuh"
@@ -17,8 +17,8 @@ __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 __device__ __forceinline__ int row_of(int i) { return lane() / 4 + 8 * (i / 2); }
 __device__ __forceinline__ int column_of(int j, int i) { return 8 * j + 2 * (lane() % 4) + i % 2; }
 
-// Rows of shared tiles are this many numbers longer than what is in them: eight rows that are read
-// at once then lie in different banks.
+// Padding of the rows of shared tiles, in elements: eight rows that are read at once are then in
+// different banks.
 template <class T>
 __host__ __device__ constexpr int gap() {
   return 16 / sizeof(T);
@@ -57,10 +57,10 @@ __device__ __forceinline__ void plain_product(Product<COLUMNS>& c, const T* a, i
   }
 }
 
-// On tensor cores. In the simulator, which has none, a test gives the two instructions instead.
+// On tensor cores. The simulator has none; there, a test provides the two instructions.
 #ifndef PRECONDATTN_SIMULATED
 
-// Four 8 × 8 matrices of 16-bit numbers; lane l says where row l % 8 of matrix l / 8 begins.
+// Four 8 × 8 matrices of 16-bit numbers; lane l provides the address of row l % 8 of matrix l / 8.
 template <bool TRANSPOSED, class T>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const T* row) {
   const unsigned at = (unsigned)__cvta_generic_to_shared(row);
@@ -102,8 +102,8 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&c)[4], const uns
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void tensor_product(Product<COLUMNS>& c, const T* a, int a_step,
                                                const T* b, int b_step) {
-  // Which row of which 8 × 8 matrix this lane points to: the second matrix lies in the next eight
-  // rows of A and in the next eight of B's depth, the third the other way.
+  // The row of the 8 × 8 matrix whose address this lane provides: the second matrix is the next eight
+  // rows of A, or the next eight of B's depth; the third is the other way round.
   const int row = lane() % 8, second = lane() / 8 % 2 * 8, third = lane() / 16 * 8;
 #pragma unroll
   for (int k = 0; k < DEPTH; k += 16) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_product(Product<COLUMNS>& c, const T* a, int
   plain_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
 }
 
-// Between a product and a tile in shared or global memory, 16 rows that begin at `tile`.
+// Between a product and a tile in shared or global memory: 16 rows that begin at `tile`.
 template <int COLUMNS, class T>
 __device__ __forceinline__ void store_product(T* tile, int step, const Product<COLUMNS>& c) {
 #pragma unroll

@@ -2,12 +2,12 @@
 //
 //     S' = e^g S,   u = v  (additive),  β (v − S'ᵀ k)  (delta rule),   S = S' + k uᵀ,   o = s Sᵀ q
 //
-// A block has 32 value channels of one head, a lane for each, and all queries that read it; its
-// warps share the key channels, and a thread has its numbers of the state in registers. Everything
-// is in float32, and there are no products of tiles: 7 d e FLOPs for 8 d e bytes wait for memory.
+// A block has 32 value channels of one head, one for each lane, and all queries that read the head; its
+// warps split the key channels, and a thread has its elements of the state in registers. Everything is
+// in float32, without products of tiles: 7 d e FLOPs for 8 d e bytes are limited by memory.
 #include "numbers.cuh"
 
-// Over the warps of a block: the sum of each lane's x. Waits twice.
+// The sum of each lane's x over the warps of a block. Has two barriers.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_block(float (&of_warps)[WARPS][32], float x) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -20,8 +20,7 @@ __device__ __forceinline__ float sum_of_block(float (&of_warps)[WARPS][32], floa
   return sum;
 }
 
-// `last` (m, d, e) of `initial`, and `o` (b, 1, m, r, e). g and β (b, 1, m) are null where there
-// are none.
+// Writes `last` (m, d, e) from `initial`, and `o` (b, 1, m, r, e). g and β (b, 1, m) may be null.
 template <class T, int WIDTH, int WARPS>
 __global__ void step_token(const T* __restrict__ q, const T* __restrict__ k,
                            const T* __restrict__ v, const float* __restrict__ g,

@@ -2,8 +2,8 @@
 //
 //     P = 2^{S − m'},    l ← l 2^{m − m'} + rowsum(P),    acc ← acc 2^{m − m'}  (+ P v)
 //
-// l sums P as it is multiplied with v, rounded or in two parts, so that acc / l is a mean. A lane has a
-// part of two rows: `close` adds l over the four lanes of a row, when all tiles are through.
+// l sums the rounded (or two-part) P that is multiplied with v, so that acc / l is a mean. A lane has a
+// part of two rows: `close` adds l over the four lanes of a row after the last tile.
 #pragma once
 
 #include "held_products.cuh"
@@ -16,7 +16,7 @@ struct RunningSoftmax {
     total[0] = total[1] = 0.0f;
   }
 
-  // From S, −∞ where hidden, to P, rounded to F or not at all; and acc as it fits P.
+  // From S, −∞ where masked, to P, rounded to F or unrounded; rescales acc to P.
   template <class F, bool IS_ROUNDED, int COLUMNS, int WIDTH>
   __device__ __forceinline__ void weigh(Product<COLUMNS>& p, Product<WIDTH>& acc) {
     float base[2], shrink[2];
@@ -51,7 +51,7 @@ struct RunningSoftmax {
     total[1] = sum_of_four(total[1]);
   }
 
-  // λ in units of log 2, and the mean; `nothing` and 0 where no key was seen.
+  // λ in units of log 2, and the mean; `nothing` and 0 without visible keys.
   __device__ __forceinline__ float log_total(int i, float nothing) const {
     return total[i] > 0.0f ? largest[i] + log2f(total[i]) : nothing;
   }

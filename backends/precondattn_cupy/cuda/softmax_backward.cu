@@ -9,18 +9,18 @@
 //     softmax_query_gradient    dq                tiles of queries × parts of channels, heads, …
 //     softmax_key_gradient      dk and dv         tiles of keys × parts of channels, kv heads, …
 //
-// A block of the last two has ROWS tokens, 16 for each warp, whole in shared memory beside a tile of
-// the others; scores and their gradients stay in registers. It has a part of the channels of what it
-// makes, and a block of the key gradient goes over all query heads that read its keys: nothing is added
-// by two blocks, and the result is the same every time.
+// A block of the last two has ROWS tokens, 16 for each warp, with all channels in shared memory, next to
+// a tile of the other tokens; scores and their gradients stay in registers. It computes a part of the
+// output channels. A block of the key gradient iterates over all query heads that read its keys: no two
+// blocks add to the same element, so the result is deterministic.
 //
-// dS is multiplied as the sum of two numbers of 16 bits: where keys are alike, its sums cancel, and one
-// would have too few digits. v and do may be sums of two arrays as well, as in softmax_forward.cu.
+// dS is multiplied as the sum of two 16-bit numbers: where keys are nearly equal, its sums cancel, and
+// one would have too few digits. v and do may also be sums of two arrays, as in softmax_forward.cu.
 #include "held_products.cuh"
-#include "sight.cuh"
+#include "masks.cuh"
 #include "tiles.cuh"
 
-// A warp has a row. Nothing is read of a query that sees nothing.
+// A warp has a row. Queries without visible keys are not read.
 template <class T>
 __global__ void row_products(const T* __restrict__ d_o, const float* __restrict__ o,
                              const float* __restrict__ log_total, float* __restrict__ d_sum, int t,
@@ -36,7 +36,7 @@ __global__ void row_products(const T* __restrict__ d_o, const float* __restrict_
   if (lane() == 0) d_sum[at] = found;
 }
 
-// Tokens of an array that is the sum of PARTS others, each a tile of its own.
+// Tokens of an array that is the sum of PARTS arrays, each in a tile of its own.
 template <int PARTS, int ROWS, int WIDTH, class F>
 __device__ __forceinline__ void load_parts(F* tile, const F* __restrict__ x,
                                            const F* __restrict__ rest, long long step, int first,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_parts(F* tile, const F* __restrict__ x,
                            count, width, by_16, valid);
 }
 
-// C += A Bᵀ of such tiles, of whose parts the smallest product is left out.
+// C += A Bᵀ of such tiles, without the product of the two smallest parts.
 template <int PARTS, int ROWS, int COLUMNS, int WIDTH, class F>
 __device__ __forceinline__ void add_product_of_parts(Product<COLUMNS>& c, const F* a, const F* b) {
   constexpr int STEP = WIDTH + gap<F>();
@@ -68,15 +68,15 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
     const float* __restrict__ d_sum, T* __restrict__ d_q, const unsigned char* __restrict__ q_valid,
     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
     const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
-    int d, int e, int behind, int ahead) {
+    int d, int e, int lookback, int lookahead) {
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
   constexpr int OWN = KEY_WIDTH < 128 ? KEY_WIDTH : 128;
   const int parts = (d + OWN - 1) / OWN, tiles = (t + ROWS - 1) / ROWS;
   const int channel = blockIdx.x % parts * OWN, head = blockIdx.y, batch = blockIdx.z;
   const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
   if (is_chosen && !is_chosen[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = keys_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = keys_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* q_tile = reinterpret_cast<T*>(memory);
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   if (PARTS > 1) d_o_rest += q_head * e;
   const bool by_16 = d * sizeof(T) % 16 == 0;
   load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
-                             sight.q_valid);
+                             mask.q_valid);
   load_parts<PARTS, ROWS, WIDTH>(d_o_tile, d_o + q_head * e, d_o_rest, (long long)h * e, first, t,
-                                 e, sight.q_valid);
+                                 e, mask.q_valid);
   const int row = first + 16 * warp() + row_of(0);
   int run[2];
   float log_of[2], sum_of[2];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   for (int i = 0; i < 2; ++i) {
     const int token = row + 8 * i;
     const long long at = ((long long)batch * h + head) * t + token;
-    run[i] = sight.run_of_query(token);
+    run[i] = mask.run_of_query(token);
     log_of[i] = token < t ? log_total[at] : INFINITE;
     sum_of[i] = token < t ? d_sum[at] : 0.0f;
   }
@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
     load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, by_16,
-                                  sight.k_valid);
+                                  mask.k_valid);
     load_parts<PARTS, COLUMNS, WIDTH>(v_tile, v, v_rest, (long long)n * e, start, s, e,
-                                      sight.k_valid);
-    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = sight.run_of_key(start + j);
+                                      mask.k_valid);
+    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();
 
     Product<COLUMNS> p, d_a;
@@ -124,14 +124,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
     add_product<false, true, COLUMNS, KEY_WIDTH>(p, q_tile + 16 * warp() * KEY_STEP, KEY_STEP,
                                                  k_tile, KEY_STEP);
     add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, d_o_tile, v_tile);
-    const bool is_open = sight.sees_all(first, ROWS, start, COLUMNS);
+    const bool is_open = mask.sees_all(first, ROWS, start, COLUMNS);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = column_of(j, i);
         const bool is_seen = is_open || (runs[column] == run[i / 2] &&
-                                         sight.is_near(row + 8 * (i / 2), start + column));
+                                         mask.is_near(row + 8 * (i / 2), start + column));
         const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[i / 2]) : 0.0f;
         p.x[j][i] = a * (d_a.x[j][i] - sum_of[i / 2]);
       }
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
     }
 }
 
-// All transposed: keys × queries. dv goes to `d_v`, or, as it is, to `d_v_full`.
+// Everything is transposed: keys × queries. dv is written to `d_v`, or, unrounded, to `d_v_full`.
 template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
 __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
@@ -158,15 +158,15 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     float* __restrict__ d_v_full, const unsigned char* __restrict__ q_valid,
     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
     const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
-    int d, int e, int behind, int ahead) {
+    int d, int e, int lookback, int lookahead) {
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
   constexpr int OWN_KEY = KEY_WIDTH < 128 ? KEY_WIDTH : 128, OWN = WIDTH < 128 ? WIDTH : 128;
   const int parts = max((d + OWN_KEY - 1) / OWN_KEY, (e + OWN - 1) / OWN);
   const int part = blockIdx.x % parts, kv = blockIdx.y, batch = blockIdx.z;
   const int first = blockIdx.x / parts * ROWS, group = h / n;
   if (is_chosen && !is_chosen[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = queries_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = queries_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* k_tile = reinterpret_cast<T*>(memory);
@@ -180,11 +180,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
   const long long k_head = (long long)batch * s * n + kv;
   const bool by_16 = d * sizeof(T) % 16 == 0;
   load_tile<ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
-                             sight.k_valid);
+                             mask.k_valid);
   load_parts<PARTS, ROWS, WIDTH>(v_tile, v + k_head * e, PARTS > 1 ? v_rest + k_head * e : v_rest,
-                                 (long long)n * e, first, s, e, sight.k_valid);
+                                 (long long)n * e, first, s, e, mask.k_valid);
   const int row = first + 16 * warp() + row_of(0);
-  const int run[2] = {sight.run_of_key(row), sight.run_of_key(row + 8)};
+  const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
 
   Product<OWN_KEY> key_acc;
   Product<OWN> acc;
@@ -195,14 +195,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
       load_tile<COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
-                                    by_16, sight.q_valid);
+                                    by_16, mask.q_valid);
       load_parts<PARTS, COLUMNS, WIDTH>(d_o_tile, d_o + q_head * e,
                                         PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
-                                        (long long)h * e, start, t, e, sight.q_valid);
+                                        (long long)h * e, start, t, e, mask.q_valid);
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
         const int token = start + i;
         const long long at = ((long long)batch * h + head) * t + token;
-        runs[i] = sight.run_of_query(token);
+        runs[i] = mask.run_of_query(token);
         log_of[i] = token < t ? log_total[at] : INFINITE;
         sum_of[i] = token < t ? d_sum[at] : 0.0f;
       }
@@ -214,14 +214,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
       add_product<false, true, COLUMNS, KEY_WIDTH>(p, k_tile + 16 * warp() * KEY_STEP, KEY_STEP,
                                                    q_tile, KEY_STEP);
       add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, v_tile, d_o_tile);
-      const bool is_open = sight.sees_all(start, COLUMNS, first, ROWS);
+      const bool is_open = mask.sees_all(start, COLUMNS, first, ROWS);
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int column = column_of(j, i);
           const bool is_seen = is_open || (runs[column] == run[i / 2] &&
-                                           sight.is_near(start + column, row + 8 * (i / 2)));
+                                           mask.is_near(start + column, row + 8 * (i / 2)));
           const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[column]) : 0.0f;
           d_a.x[j][i] = a * (d_a.x[j][i] - sum_of[column]);
           p.x[j][i] = a;

@@ -1,15 +1,14 @@
-// Softmax attention and LASER of one new token: every cached key and value is read once for all query
-// heads of a group, by many blocks at once.
+// Softmax attention and LASER of one new token: many blocks together read every cached key and value
+// once, for all query heads of a group.
 //
-//     λ_p = log Σ e^{S},    o_p = Σ e^{S − λ_p} v,    or, of LASER,    o_p = log Σ e^{S + v}    (read_*)
+//     λ_p = log Σ e^{S},    o_p = Σ e^{S − λ_p} v,    or, for LASER,   o_p = log Σ e^{S + v}    (read_*)
 //     λ = log Σ_p e^{λ_p},    o = Σ_p e^{λ_p − λ} o_p,               o = log Σ_p e^{o_p} − λ    (combine)
 //
-// A part p is what one warp has seen: of a tile of tokens each of the 4 warps of a block has its own,
-// for 16 rows, which are query heads. The new token is a part by itself. Logarithms are in units of
-// log 2.
+// A part p is the result of one warp: each of the 4 warps of a block has its own tokens of a tile, for 16
+// rows, which are query heads. The new token is a part by itself. Logarithms are in units of log 2.
 //
-// In a cache the tokens of a channel stand behind one another, (b, n, channels, capacity), and so do they
-// in shared memory. A slot that does not count is 0 there, whatever it holds.
+// In a cache the tokens of a channel are contiguous, (b, n, channels, capacity), and likewise in shared
+// memory. Invalid slots are 0 there, whatever they hold.
 //
 // Grids: splits of the cache, tiles of query heads × kv heads, sequences; and query heads, sequences.
 #include "running_softmax.cuh"
@@ -17,7 +16,7 @@
 
 constexpr int DECODING_WARPS = 4;
 
-// Some slots by all channels; `counts` says which of them count.
+// Some slots by all channels; `counts` marks the valid ones.
 template <int WIDTH, int TOKENS, class T>
 __device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, int capacity,
                                            int start, int width, const unsigned char* counts) {
@@ -45,7 +44,7 @@ struct Past {
   static constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = TOKENS + gap<T>();
   T *q_tile, *k_tile, *v_tile;
   unsigned char* counts;
-  // Of the rows of this block: the first, the number, and the place of the first one's part.
+  // The rows of this block: the first, their number, and the index of the first row's part.
   int first, rows, kv;
   long long part;
 
@@ -152,7 +151,7 @@ __global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const 
   total = sum_of_warp(total) + own;
   for (int c = threadIdx.x; c < e; c += blockDim.x) {
     float found = 0.0f;
-    // Nothing is read of a value that does not count.
+    // Invalid values are not read.
     const float value = own > 0.0f || (IS_LASER && score > -INFINITE) ? wide(v[kv * e + c]) : 0.0f;
     if (is_some && IS_LASER) {
       const float new_one = score + value * 1.44269504f;
@@ -171,7 +170,7 @@ __global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const 
   }
 }
 
-// A lane has some channels of each row: the logarithm of their sums so far.
+// A lane has some channels of each row: the logarithms of their sums so far.
 template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
 __global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
     read_laser(const T* __restrict__ q, const T* __restrict__ keys, const T* __restrict__ values,

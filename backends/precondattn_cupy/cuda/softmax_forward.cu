@@ -3,21 +3,21 @@
 //     S = s q kᵀ,    P = 2^{S − m},    l = rowsum(P),    o = P v / l,    λ = m + log₂ l,
 //
 // with s in units of log 2. A block has ROWS queries of one head, 16 for each warp, and WIDTH channels
-// of the values. In shared memory are its queries and a tile of keys and values; in registers acc and
-// the tile's scores, which become P, and never leave. A query that sees nothing has o = 0 and λ = ∞:
-// its weights vanish.
+// of the values. Shared memory holds its queries and a tile of keys and values; registers hold acc and
+// the tile's scores, which become P. A query without visible keys has o = 0 and λ = ∞: its weights
+// are 0.
 //
-// Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs a
-// head, half of them where causal; keys and values are read once for every tile of queries.
+// Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs per
+// head, half of them with causality; keys and values are read once for every tile of queries.
 //
-// P is multiplied as the sum of two numbers of 16 bits. The gradient takes the mean of do vᵀ from o: with
+// P is multiplied as the sum of two 16-bit numbers. The gradient takes the mean of do vᵀ from o: with
 // weights of 8 or 11 bits there and of 24 in dS, the rows of dS would not sum to 0, and where keys are
-// alike, that is all of dq.
+// nearly equal, that error would be all of dq.
 //
 // Values may have another type than queries, and be the sum of two arrays (`v` and `v_rest`), as the
-// exponentials of LASER are. `is_chosen` (b, n) then says of which heads they are; others end at once.
+// exponentials of LASER are. `is_chosen` (b, n) then selects their heads; blocks of others return at once.
 #include "running_softmax.cuh"
-#include "sight.cuh"
+#include "masks.cuh"
 #include "tiles.cuh"
 
 template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
@@ -28,15 +28,15 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
                     const unsigned char* __restrict__ q_valid,
                     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
                     const int* __restrict__ k_segment, float scale, int t, int s, int h, int n,
-                    int d, int e, int behind, int ahead) {
+                    int d, int e, int lookback, int lookahead) {
   constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
   const int parts = (e + WIDTH - 1) / WIDTH, tiles = (t + ROWS - 1) / ROWS;
   const int part = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
-  // The last first: where causal, they have the most to do.
+  // The last tiles first: with causality, they have the most work.
   const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
   if (is_chosen && !is_chosen[batch * n + kv]) return;
-  const Sight sight(batch, t, s, behind, ahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = keys_of(sight, first, ROWS);
+  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
+  const Span span = keys_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
   T* q_tile = reinterpret_cast<T*>(memory);
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   if (PARTS > 1) v_rest += k_head * e + channel;
   const bool d_by_16 = d * sizeof(T) % 16 == 0, e_by_16 = e * sizeof(F) % 16 == 0;
   load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d,
-                             d_by_16, sight.q_valid);
+                             d_by_16, mask.q_valid);
   const T* own = q_tile + 16 * warp() * KEY_STEP;
   const int row = first + 16 * warp() + row_of(0);
-  const int q_run[2] = {sight.run_of_query(row), sight.run_of_query(row + 8)};
+  const int q_run[2] = {mask.run_of_query(row), mask.run_of_query(row + 8)};
 
   RunningSoftmax running;
   Product<WIDTH> acc;
@@ -62,26 +62,26 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
     load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, d_by_16,
-                                  sight.k_valid);
+                                  mask.k_valid);
     load_tile<COLUMNS, WIDTH>(v_tile, STEP, v, (long long)n * e, start, s, e - channel, e_by_16,
-                              sight.k_valid);
+                              mask.k_valid);
     if (PARTS > 1)
       load_tile<COLUMNS, WIDTH>(v_tile + COLUMNS * STEP, STEP, v_rest, (long long)n * e, start, s,
-                                e - channel, e_by_16, sight.k_valid);
-    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = sight.run_of_key(start + j);
+                                e - channel, e_by_16, mask.k_valid);
+    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();
 
     Product<COLUMNS> p;
     p.clear();
     add_product<false, true, COLUMNS, KEY_WIDTH>(p, own, KEY_STEP, k_tile, KEY_STEP);
-    const bool is_open = sight.sees_all(first, ROWS, start, COLUMNS);
+    const bool is_open = mask.sees_all(first, ROWS, start, COLUMNS);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = column_of(j, i);
         const bool is_seen = is_open || (runs[column] == q_run[i / 2] &&
-                                         sight.is_near(row + 8 * (i / 2), start + column));
+                                         mask.is_near(row + 8 * (i / 2), start + column));
         p.x[j][i] = is_seen ? p.x[j][i] * scale : -INFINITE;
       }
     running.weigh<F, false>(p, acc);

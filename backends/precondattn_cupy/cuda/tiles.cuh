@@ -1,13 +1,13 @@
-// Tiles: some tokens of one head by all of its channels, from memory to shared memory.
+// Tiles: some tokens of one head with all of its channels, copied from memory to shared memory.
 //
-// A user's array (b, t, h, d) lies in one piece, so that a head's rows lie h d numbers apart. What
-// is not there, beyond the last token or channel, is 0 in the tile, and so is a token that does not
-// count, whatever stands in its place.
+// A user's array (b, t, h, d) is contiguous, so that consecutive rows of a head are h d elements apart.
+// Elements beyond the last token or channel are 0 in the tile, and so are invalid tokens, whatever memory
+// holds.
 #pragma once
 
 #include "products.cuh"
 
-// `by_16`: rows begin at multiples of 16 bytes, and are as long as some of them.
+// `by_16`: rows are aligned to 16 bytes, and their length is a multiple of 16 bytes.
 template <int ROWS, int WIDTH, class T, class U>
 __device__ __forceinline__ void load_tile(U* tile, int tile_step, const T* __restrict__ head,
                                           long long step, int first, int count, int width,

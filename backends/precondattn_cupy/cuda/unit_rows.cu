@@ -3,11 +3,11 @@
 //     y = o / max(‖o‖, ε),    do = dy / max(‖o‖, ε),    or, with the norm differentiated and
 //     ‖o‖ > ε,  do = (dy − y (y · dy)) / ‖o‖
 //
-// A row is brought to size 1 before it is squared, so that nothing overflows or vanishes.
+// A row is scaled to size 1 before it is squared, so that nothing overflows or underflows.
 #include "numbers.cuh"
 #include "warps.cuh"
 
-// Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
+// Two factors whose product is max(‖o‖, ε), and whether that is ‖o‖.
 template <class S>
 struct Divisor {
   S size, root;

@@ -1,4 +1,4 @@
-// What the lanes of a warp, or of a quarter row of it, make together; every lane gets it.
+// Results that the lanes of a warp, or of four lanes of it, compute together; every lane gets them.
 #pragma once
 
 #define ALL_LANES 0xffffffffu
@@ -17,7 +17,7 @@ __device__ __forceinline__ S max_of_warp(S x) {
   return x;
 }
 
-// Of four neighbours, who share a row of a product (products.cuh).
+// Over four neighbouring lanes, which share a row of a product (products.cuh).
 __device__ __forceinline__ float sum_of_four(float x) {
   x += __shfl_xor_sync(ALL_LANES, x, 1);
   return x + __shfl_xor_sync(ALL_LANES, x, 2);

@@ -1,14 +1,13 @@
 """LUCID's solve and its gradient by CUDA kernels: from a user's arrays to launches.
 
-Everything else is in the kernels' own files: what they start from (`lucid_prepare.cu`), the
-inverses of diagonal super-blocks (`lucid_inverse.cu`), substitution (`lucid_substitution.cu`), and
-the gradient of the keys (`lucid_gradient.cu`). In memory stand, for T tokens of a key/value head,
-keys and y as operands, a right side in float32, and S numbers a token for inverses; nothing is
-T × T.
+The mathematics is in the kernels' own files: preparation (`lucid_prepare.cu`), the inverses of
+diagonal super-blocks (`lucid_inverse.cu`), substitution (`lucid_substitution.cu`), and the gradient
+of the keys (`lucid_gradient.cu`). For T tokens of a key/value head, memory holds keys and y as
+operands, a right side in float32, and S numbers per token for inverses; nothing is T × T.
 
 Half precision is computed in float16, whatever the inputs are: Φ ≤ 1, keys have norm √d, and
-float16 has 3 more bits than bfloat16. Keys that come normalised by somebody else are not trusted to
-be so, and are computed in float32.
+float16 has 3 more bits than bfloat16. Keys that are declared as already normalised may not be, and
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from precondattn_cupy.layout import by_16, empty, in_one_piece, masks_of
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
-"""Channels of values that a block takes at once."""
+"""Value channels that a block processes at once."""
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 MOST_HEADS = GRID_LIMITS[1]
-"""Of all sequences: a grid has no more along that axis."""
+"""Of all sequences together: the limit of a grid along that axis."""
 WARPS = 4
-"""Of a block of `lucid_prepare`; each has a token."""
+"""Warps of a block of `lucid_prepare`; each has a token."""
 
 
 class Plan(NamedTuple):
-    """Sizes of one call, and how its kernels are cut."""
+    """Sizes of one call, and the tiles of its kernels."""
 
     b: int
     s: int
@@ -46,14 +45,14 @@ class Plan(NamedTuple):
     d: int
     e: int
     tokens: int
-    """s, filled up to whole tiles of every kernel."""
+    """s, padded to whole tiles of every kernel."""
     super_block: int
     key_width: int
     chunk: int
     chunks: int
     scale: float
     operand: np.dtype[Any]
-    """Of products."""
+    """Dtype of the factors of products"""
     inverse: Configuration
     update: Configuration
     gradient: Configuration
@@ -64,12 +63,12 @@ class Plan(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Channels of a row of scratch."""
+        """Channels of a row of scratch"""
         return self.chunk * self.chunks
 
     @property
     def score_factors(self) -> tuple[float, float]:
-        """s and s d for powers of two."""
+        """s and s d for powers of two"""
         return self.scale * LOG2_E, self.scale * self.d * LOG2_E
 
 
@@ -94,7 +93,7 @@ def plan_of(leaf: Any, k: Array, v: Array) -> Plan:
 
 
 class System:
-    """One call's matrix: solves with it and with its transpose, of right-hand sides as given."""
+    """The matrix of one call: solves with it and with its transpose."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame, right: Array) -> None:
         k = in_one_piece(x["k"])
@@ -120,7 +119,7 @@ class System:
         )  # fmt: skip
 
     def inverses(self, *, backward: bool) -> Array:
-        """Of all super-blocks (m, T, S)."""
+        """The inverses of all super-blocks (m, T, S)."""
         plan, tile, super_block = self.plan, self.plan.inverse.rows, self.plan.super_block
         operand = self.types.split(", ")[1]
         inverse = empty(self.keys, (plan.heads, plan.tokens, super_block))
@@ -152,7 +151,7 @@ class System:
         return inverse
 
     def solve(self, out: Array, rho: Array | None, *, backward: bool) -> Array | None:
-        """y or dv into `out`; ρ into `rho`, or, backward and with a β, dβ (b, s, n) from it."""
+        """Write y or dv to `out` and ρ to `rho`; backward and with a β, return dβ (b, s, n)."""
         plan, tile, operand = self.plan, self.plan.inverse.rows, self.types.split(", ")[1]
         inverse = self.inverses(backward=backward)
         solved = empty(self.right, self.right.shape, plan.operand)
@@ -222,7 +221,7 @@ class System:
 
 
 def _bytes(rows: int, width: int, dtype: Any) -> int:
-    """Of a tile in shared memory, whose rows have 16 bytes more than is in them."""
+    """Bytes of a tile in shared memory, whose rows are padded by 16 bytes."""
     return rows * (width * np.dtype(dtype).itemsize + 16)
 
 
@@ -231,7 +230,7 @@ def _text(flag: bool) -> str:
 
 
 class LucidSolve:
-    """Of the leaf `LucidSolve`."""
+    """Algorithm of the leaf `LucidSolve`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if leaf.metric != DOT:
@@ -273,10 +272,10 @@ class LucidSolve:
         rho = in_one_piece(residuals[0]) if leaf.beta else None
         d_beta = system.solve(d_v, rho, backward=True)
         system.key_gradient(in_one_piece(out), d_v, d_k)
-        found = {"k": d_k, "v": d_v}
+        result = {"k": d_k, "v": d_v}
         if d_beta is not None:
-            found["lucid_beta"] = namespace(d_beta).astype(d_beta, x["lucid_beta"].dtype)
-        return found
+            result["lucid_beta"] = namespace(d_beta).astype(d_beta, x["lucid_beta"].dtype)
+        return result
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -1,6 +1,6 @@
-"""A recurrence's arrays as its kernels read them, how tokens are cut, and launches.
+"""A recurrence's arrays in the layout of its kernels, its chunks, and launches.
 
-Inputs and outputs are in the dtype of the call. All that stands between them is float32.
+Inputs and outputs are in the dtype of the call. All intermediate arrays are float32.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FILES = {
 
 
 def tokens_first(x: Array) -> Array:
-    """(b, heads, tokens, …) as (b, tokens, heads, …), in one piece."""
+    """(b, heads, tokens, …) as (b, tokens, heads, …), contiguous."""
     order = (0, 2, 1, *range(3, x.ndim))
     return in_one_piece(namespace(x).permute_dims(x, order))
 
 
 def heads_first(x: Array) -> Array:
-    """The same axes exchanged, as a view."""
+    """The same axes exchanged back, as a view."""
     return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
 
 
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def heads(self) -> int:
-        """Of all sequences, those that have a state."""
+        """Heads of all sequences that have a state."""
         return self.b * self.m
 
     @property
@@ -88,15 +88,15 @@ class Call:
         return -(-self.d // self.block)
 
     def scratch(self, *shape: int) -> Array:
-        """In float32."""
+        """An uninitialized array in float32."""
         return empty(self.k, shape, namespace(self.k).float32)
 
     def outputs(self, *shape: int) -> Array:
-        """In the call's dtype."""
+        """An uninitialized array in the call's dtype."""
         return empty(self.v, shape)
 
     def of_heads(self, x: Array, heads: int, *shape: int) -> Array:
-        """For a gradient by heads with a state: sums over those that share are in float32."""
+        """An array for a gradient by heads with a state; float32 where heads are to be summed."""
         return empty(x, shape, x.dtype if heads == self.m else namespace(x).float32)
 
     def sums_of_rows(self) -> int:
@@ -104,7 +104,7 @@ class Call:
         return 4 * 4 * self.chunk
 
     def tile(self, rows: int, columns: int) -> int:
-        """Bytes of a tile."""
+        """Bytes of a tile"""
         return rows * (4 * columns + 16)
 
     def launch(
@@ -116,9 +116,9 @@ class Call:
         *sizes: int,
         out: Array | None = None,
     ) -> None:
-        """Of a kernel that is made for the call's dtype, maybe for that of a result, and for some
-        sizes; those of a few numbers a token are made for none."""
+        """Launch a kernel, instantiated for the call's dtype, optionally for that of a result, and
+        for some sizes; kernels of a few numbers per token have no template arguments."""
         types = [cpp_type(self.k)] + ([] if out is None else [cpp_type(out)])
-        made = f"<{', '.join([*types, *(str(size) for size in sizes)])}>" if sizes else ""
+        template = f"<{', '.join([*types, *(str(size) for size in sizes)])}>" if sizes else ""
         threads = 2 * self.chunk if sizes else self.chunk
-        launch(FILES[kernel], kernel + made, grid, threads, arguments, shared)
+        launch(FILES[kernel], kernel + template, grid, threads, arguments, shared)

@@ -4,13 +4,13 @@
     S ← total S + (writing ∘ K)ᵀ U
 
 with D and the factors of `cuda/chunk_tiles.cuh` and M of `cuda/chunk_inverse.cuh`. Chunks are
-prepared all at once (`cuda/chunk_delta.cu`), states go from chunk to chunk
-(`cuda/chunk_states.cu`), and chunks are read all at once (`cuda/chunk_reads.cu`). The gradient
-(`chunkwise_gradient.py`) makes the states anew, goes back over them, and has the rest of all chunks
-at once. One token alone has a kernel of its own (`cuda/recurrent_step.cu`).
+prepared all at once (`cuda/chunk_delta.cu`), states are passed from chunk to chunk
+(`cuda/chunk_states.cu`), and outputs are read all at once (`cuda/chunk_reads.cu`). The gradient
+(`chunkwise_gradient.py`) recomputes the states, propagates their gradients back, and computes the
+rest for all chunks at once. A single token has a kernel of its own (`cuda/recurrent_step.cu`).
 
-In memory stand, besides inputs, outputs and their gradients, a state of d e numbers in float32 for
-each chunk, M and two rows of numbers for each token; in the gradient, twice that and a few rows.
+Besides inputs, outputs and their gradients, memory holds a state of d e numbers in float32 for each
+chunk, and M and two rows of numbers for each token; in the gradient, twice that and a few rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STEP_WARPS = 8
 
 
 class Prepared(NamedTuple):
-    """What chunks know before any state; None where there is nothing of the kind."""
+    """Arrays of chunks that do not depend on a state; None where the rule has no such array."""
 
     sums: Array | None
-    """Of gates (m, T, 2)"""
+    """Cumulative sums of gates (m, T, 2)"""
     strength: Array | None
     """β (m, T)"""
     inverse: Array | None
@@ -42,21 +42,21 @@ class Prepared(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What is known when the states have gone through the chunks."""
+    """Arrays computed from the states."""
 
     states: Array
-    """In front of every chunk (m, chunks, width, step)"""
+    """Before every chunk (m, chunks, width, step)"""
     u: Array | None
-    """What is written (m, T, step), where it is not the values"""
+    """What is written (m, T, step); None where it is the values"""
     last: Array
-    """The state behind all chunks (b, m, d, e)"""
+    """The state after all chunks (b, m, d, e)"""
 
 
 class Chunkwise:
     """A `Form` of the recurrence (`precondattn.spec.recurrence`), with the outputs times `scale`.
 
     A stream's queries, keys and values may have fewer heads than the state; `decays` says whether
-    there are gates. Gradients are of the queries without the scale.
+    there are gates. The queries' gradient does not include the scale.
     """
 
     def __init__(self, *, decays: bool, scale: float = 1.0) -> None:
@@ -100,7 +100,7 @@ def _step(call: Call) -> tuple[Array, Array]:
 
 
 def prepare(call: Call) -> Prepared:
-    """Sums of gates; by the delta rule M, Y and W."""
+    """Sums of gates; with the delta rule also M, Y and W."""
     heads, tokens = call.heads, call.tokens
     sums = None if call.g is None else call.scratch(heads, tokens, 2)
     strength = None if call.beta is None else call.scratch(heads, tokens)

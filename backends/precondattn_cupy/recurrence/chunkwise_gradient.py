@@ -1,8 +1,8 @@
-"""The gradient of the recurrence in chunks: launches, in the order in which one needs another.
+"""The gradient of the recurrence in chunks: launches, in the order of their dependencies.
 
-From the states in front of every chunk, and what the delta rule has prepared: what the chunks' own
-outputs make of U's gradient; back over the chunks, the gradient of states and of U; then of all
-chunks at once what is left.
+From the states before every chunk and the arrays prepared for the delta rule: first the part of U's
+gradient from the chunks' own outputs; then, from the last chunk to the first, the gradients of
+states and of U; then the rest for all chunks at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from precondattn_cupy.recurrence.chunkwise import Carried, Prepared
 
 
 class Back(NamedTuple):
-    """What is known when the gradients of the states have gone back over the chunks."""
+    """Arrays computed from the gradients of the states."""
 
     d_states: Array
-    """Behind every chunk (m, chunks, width, step)"""
+    """After every chunk (m, chunks, width, step)"""
     d_u: Array
-    """Of what is written (m, T, step)"""
+    """The gradient of what is written (m, T, step)"""
     d_initial: Array
     """(b, m, d, e)"""
 
 
 class OfDelta(NamedTuple):
-    """What the delta rule makes of dU; all None where values are added."""
+    """The delta rule's results from dU; all None for additive states."""
 
     d_right: Array | None = None
     """X (m, T, step)"""
@@ -43,7 +43,7 @@ class OfDelta(NamedTuple):
 def gradients(
     call: Call, x: Stream, prepared: Prepared, carried: Carried, d_o: Array, d_final: Array
 ) -> Gradients:
-    """Of a call whose states have been carried forward."""
+    """The gradients of a call, from the states of its forward pass."""
     d_o = tokens_first(namespace(d_o).astype(d_o, call.k.dtype, copy=False))
     back = _carry_back(call, prepared, d_o, d_final)
     d_scores, crossing = _d_scores(call, prepared, carried, d_o)
@@ -99,7 +99,7 @@ def _carry_back(call: Call, prepared: Prepared, d_o: Array, d_final: Array) -> B
 def _d_scores(
     call: Call, prepared: Prepared, carried: Carried, d_o: Array
 ) -> tuple[Array, Array | None]:
-    """dA (m r, T, C), and what the gates have from it (m r, T)."""
+    """dA (m r, T, C), and its part of the gates' gradient (m r, T)."""
     queries = call.heads * call.r
     d_scores = call.scratch(queries, call.tokens, call.chunk)
     crossing = None if call.g is None else call.scratch(queries, call.tokens)
@@ -122,25 +122,25 @@ def _d_scores(
 def _d_values(
     call: Call, x: Stream, prepared: Prepared, carried: Carried, back: Back
 ) -> tuple[Array, OfDelta]:
-    """(b, m, s, e), and by the delta rule what else comes from dU."""
+    """(b, m, s, e), and with the delta rule the other results from dU."""
     heads, tokens = call.heads, call.tokens
     if call.beta is None:
         d_v = namespace(back.d_u).reshape(back.d_u, (call.b, call.m, tokens, call.step))
         return d_v[:, :, : call.s, : call.e], OfDelta()
-    found = OfDelta(
+    result = OfDelta(
         call.scratch(heads, tokens, call.step),
         call.scratch(heads, tokens, call.chunk),
         call.scratch(heads, tokens),
         None if call.g is None else call.scratch(heads, tokens),
     )
     d_v = call.of_heads(x.v, call.v_heads, call.b, call.s, call.m, call.e)
-    given = (prepared.sums, prepared.strength, prepared.inverse, carried.u, back.d_u)
-    results = (found.d_right, d_v, found.d_keys, found.d_strength, found.crossing)
+    inputs = (prepared.sums, prepared.strength, prepared.inverse, carried.u, back.d_u)
+    results = (result.d_right, d_v, result.d_keys, result.d_strength, result.crossing)
     numbers = (call.m, call.k_heads, call.v_heads, call.s, tokens, call.d, call.e, call.step)
     call.launch(
         "delta_gradient",
         (call.count, heads),
-        (call.k, call.v, *given, *results, *numbers),
+        (call.k, call.v, *inputs, *results, *numbers),
         call.tile(call.chunk, call.chunk)
         + call.tile(call.chunk, call.chunk)
         + call.tile(4 * call.chunk, call.block)
@@ -149,13 +149,13 @@ def _d_values(
         call.block,
         out=d_v,
     )
-    return heads_first(d_v), found
+    return heads_first(d_v), result
 
 
 def _d_queries(
     call: Call, prepared: Prepared, carried: Carried, d_o: Array, d_scores: Array
 ) -> tuple[Array, Array | None]:
-    """(b, t, m, r, d), and its sums with the queries (m r, blocks, T), of what is from states."""
+    """(b, t, m, r, d), and the sums of the states' part with the queries (m r, blocks, T)."""
     queries = call.heads * call.r
     read = None if call.g is None else call.scratch(queries, call.key_blocks, call.tokens)
     d_q = call.of_heads(call.q, call.q_heads, call.b, call.t, call.m, call.r, call.d)
@@ -193,14 +193,14 @@ def _d_keys(
     if call.beta is not None:
         from_keys = call.scratch(heads, blocks, tokens)
     d_k = call.of_heads(call.k, call.k_heads, call.b, call.s, call.m, call.d)
-    given = (call.q, call.k, call.v, carried.u, prepared.sums, prepared.strength, d_scores)
+    inputs = (call.q, call.k, call.v, carried.u, prepared.sums, prepared.strength, d_scores)
     of_states = (of_delta.d_right, of_delta.d_keys, carried.states, back.d_states)
     numbers = (call.m, call.r, call.q_heads, call.k_heads, call.v_heads)
     sizes = (call.s, call.t, tokens, call.d, call.e, call.width, call.step)
     call.launch(
         "d_keys_of",
         (call.count * blocks, heads),
-        (*given, *of_states, d_k, written, from_keys, overlap, *numbers, *sizes),
+        (*inputs, *of_states, d_k, written, from_keys, overlap, *numbers, *sizes),
         call.tile(2 * call.chunk + 2 * call.block, call.block)
         + call.tile(call.chunk, call.chunk)
         + call.sums_of_rows()

@@ -1,7 +1,7 @@
 """Softmax attention in tiles: launches of `cuda/softmax_forward.cu` and `softmax_backward.cu`.
 
-Values are one array, or the sum of two of 16 bits, and may have another type than queries and keys.
-λ is (b, h, t) in units of log 2, ∞ where a query sees nothing.
+Values are one array, or the sum of two 16-bit arrays, and may have another type than queries and
+keys. λ is (b, h, t) in units of log 2, ∞ for a query without visible keys.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from precondattn_cupy.layout import Masks, empty, masks_of
 LOG2_E = math.log2(math.e)
 WIDEST = {"k": 256, "v": 512}
 PART = 128
-"""Channels that a block makes."""
+"""Channels that a block computes."""
 EVERYWHERE = 1 << 30
-"""As far as a query sees without a window; there are fewer tokens."""
+"""The reach of a query without a window; there are fewer tokens than that."""
 ROW_WARPS = 8
-"""Of a block of `row_products`; each has a row."""
+"""Warps of a block of `row_products`; each has a row."""
 
 declare(
     "softmax_forward",
@@ -51,11 +51,11 @@ for _kernel in ("forward", "query_gradient", "key_gradient"):
 
 
 class Values(NamedTuple):
-    """(b, s, n, e)"""
+    """Values (b, s, n, e)"""
 
     array: Array
     rest: Array | None = None
-    """What the first has lost by rounding."""
+    """The rounding error of the first array"""
 
     @property
     def parts(self) -> int:
@@ -63,29 +63,29 @@ class Values(NamedTuple):
 
     @property
     def cpp_type(self) -> str:
-        """Two parts are of bfloat16, as whatever the array says that they lie in."""
+        """The C++ type; two parts are bfloat16, whatever the dtype of the array that holds them."""
         return cpp_type(self.array) if self.rest is None else "__nv_bfloat16"
 
 
 class Call(NamedTuple):
-    """What forward and backward have in common. Arrays lie in one piece."""
+    """What forward and backward have in common. Arrays are contiguous."""
 
     q: Array
     k: Array
     v: Values
     masks: Masks
     scale: float
-    behind: int
-    ahead: int
+    lookback: int
+    lookahead: int
     is_chosen: Array | None = None
-    """(b, n), of which heads `v` are the values; None for all."""
+    """(b, n), the heads to which `v` applies; None for all."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """t, s, h, n, d and e, and how far a query sees."""
+        """t, s, h, n, d and e, and how far a query attends before and after its position."""
         _, t, h, d = self.q.shape
         _, s, n, e = self.v.array.shape
-        return t, s, h, n, d, e, self.behind, self.ahead
+        return t, s, h, n, d, e, self.lookback, self.lookahead
 
 
 def call_of(
@@ -93,35 +93,35 @@ def call_of(
 ) -> Call:
     around = EVERYWHERE if leaf.window is None else min(leaf.window - 1, EVERYWHERE)
     masks = masks_of(frame, *q.shape[:2])
-    ahead = 0 if leaf.causal else around
-    return Call(q, k, v, masks, leaf.scale_for(q.shape[3]), around, ahead, is_chosen)
+    lookahead = 0 if leaf.causal else around
+    return Call(q, k, v, masks, leaf.scale_for(q.shape[3]), around, lookahead, is_chosen)
 
 
-def refusal(what: str, leaf: Any, request: Request) -> str | None:
-    """Why the kernels do not take a full call."""
+def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
+    """Why the kernels do not support a full call."""
     if leaf.metric != DOT:
-        return f"has kernels for {what} with scores ⟨q, k⟩ only, not of {leaf.name}"
+        return f"has kernels for {algorithm} with scores ⟨q, k⟩ only, not of {leaf.name}"
     for option, is_used in (("a bias", leaf.bias), ("a forget gate", leaf.forget != "none")):
         if is_used:
-            return f"has no kernel for {what} with {option}"
+            return f"has no kernel for {algorithm} with {option}"
     shapes = dict(request.shapes)
     for name, kind in (("k", "keys"), ("v", "values")):
         if shapes[name][3] > WIDEST[name]:
             return (
-                f"has kernels for {what} with {kind} of at most {WIDEST[name]} channels; "
+                f"has kernels for {algorithm} with {kind} of at most {WIDEST[name]} channels; "
                 f"found {shapes[name][3]}"
             )
     if 0 in shapes["q"] + shapes["v"]:
-        return f"its {what} takes no empty arrays"
+        return f"its {algorithm} takes no empty arrays"
     if max(shapes["q"][0], shapes["q"][2]) > GRID_LIMITS[1]:
-        return f"its {what} takes at most {GRID_LIMITS[1]} sequences, and as many heads"
+        return f"its {algorithm} takes at most {GRID_LIMITS[1]} sequences, and as many heads"
     if max(shapes["q"][1], shapes["k"][1]) >= EVERYWHERE:
-        return f"its {what} takes fewer than {EVERYWHERE} tokens"
+        return f"its {algorithm} takes fewer than {EVERYWHERE} tokens"
     return None
 
 
 def attend(call: Call, out: Array | None, full: Array | None) -> Array:
-    """λ; the output goes to `out` in its dtype, and to `full` in float32, where there are such."""
+    """λ; the output is written to `out` in its dtype, and to `full` in float32, where present."""
     (b, t, h, d), e = call.q.shape, call.v.array.shape[3]
     log_total = empty(call.q, (b, h, t), "float32")
     widths = padded_width(d), min(padded_width(e), PART)
@@ -193,7 +193,7 @@ def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configura
 
 
 def _row_bytes(call: Call, widths: tuple[int, int]) -> tuple[int, int]:
-    """Of a token's key and value in shared memory."""
+    """Bytes of a token's key and of its value in shared memory."""
     key, value = call.q.dtype.itemsize, call.v.array.dtype.itemsize
     return widths[0] * key + 16, call.v.parts * (widths[1] * value + 16)
 

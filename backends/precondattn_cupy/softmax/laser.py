@@ -1,7 +1,7 @@
-"""LASER as a backend's leaf: close heads by the kernels of softmax attention, others by their own.
+"""LASER as a leaf of the backend: kernels of softmax attention for close heads, and others.
 
-Kept for the gradient: λ (b, h, t), in units of log 2; how far values lie apart; and (b, t, h, e) in
-float32, of close heads A W, of others the output.
+Residuals: λ (b, h, t), in units of log 2; the range of the values; and (b, t, h, e) in float32, A W
+for close heads, the output for others.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 SEGMENT = 256
 """Tokens whose values a block compares."""
 WARPS = 8
-"""Of a block; each has a row."""
+"""Warps of a block; each has a row."""
 WIDEST_OF_TWO = 128
-"""Channels in float16, where the exponentials of values are two numbers each."""
+"""Widest rows in float16, where the exponentials of values are two numbers each."""
 
 
 class Spread(NamedTuple):
-    """How far the values of each kv head lie apart."""
+    """The range of the values of each key/value head."""
 
     shift: Array
     """ν (b, n, e), float32: the largest value of a channel"""
     less: Array
-    """u (b, n, e), float32: 1 where the values of a channel lie within log 2, else 0"""
+    """u (b, n, e), float32: 1 where the values of a channel are within log 2, else 0"""
     is_close: Array
     """(b, n), int32"""
 
 
 class Laser:
-    """Of `Softmax` that reads in exponential space."""
+    """Algorithm of `Softmax` with the read in exponential space."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if request.verb == "extend":
@@ -89,10 +89,10 @@ class Laser:
         known = Spread(*spread_of)
         d_out = in_one_piece(cast(cotangent, v.dtype))
         call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
-        found = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
-        _close_backward(call, v, known, full, log_total, d_out, found)
-        laser_exact.backward(call, v, full, log_total, d_out, found)
-        return {name: cast(d, x[name].dtype) for name, d in found.items()}
+        result = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
+        _close_backward(call, v, known, full, log_total, d_out, result)
+        laser_exact.backward(call, v, full, log_total, d_out, result)
+        return {name: cast(d, x[name].dtype) for name, d in result.items()}
 
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
@@ -112,7 +112,7 @@ class Laser:
 
 
 def spread(v: Array, k_valid: Array | None) -> Spread:
-    """Of the values that count."""
+    """The range of the valid values."""
     b, s, n, e = v.shape
     segments = -(-s // SEGMENT)
     largest, smallest = (empty(v, (b, n, segments, e), "float32") for _ in range(2))
@@ -136,7 +136,7 @@ def spread(v: Array, k_valid: Array | None) -> Spread:
 
 
 def weights(v: Array, known: Spread) -> Values:
-    """W (b, s, n, e) of close heads; anything in other heads, and at keys that do not count."""
+    """W (b, s, n, e) of close heads; undefined in other heads, and at masked keys."""
     w = _factors(v, v.shape)
     kernel = f"weights<{cpp_type(v)}, {w.cpp_type}, {w.parts}>"
     _by_rows(v, kernel, (v, *known, *w), None)
@@ -144,14 +144,14 @@ def weights(v: Array, known: Spread) -> Values:
 
 
 def _factors(v: Array, shape: tuple[int, ...]) -> Values:
-    """Of exponentials. float16 has not the range, and bfloat16 has not the digits for it."""
+    """Uninitialized arrays for exponentials; for float16, in two parts of bfloat16."""
     if v.dtype == "float16":
         return Values(*(empty(v, shape, _bfloat16()) for _ in range(2)))
     return Values(empty(v, shape))
 
 
 def _bfloat16() -> Any:
-    """For what no one sees but kernels: CuPy has it only where ml_dtypes is installed."""
+    """CuPy has bfloat16 only where ml_dtypes is installed; only kernels read this array."""
     if not is_simulated():
         return "uint16"
     import ml_dtypes
@@ -166,22 +166,22 @@ def _close_backward(
     full: Array,
     log_total: Array,
     d_out: Array,
-    found: dict[str, Array],
+    result: dict[str, Array],
 ) -> None:
     g, n = _factors(v, d_out.shape), v.shape[2]
     d_sum = empty(log_total, log_total.shape)
     kernel = f"cotangents<{cpp_type(v)}, {g.cpp_type}, {g.parts}>"
     arguments = (d_out, full, log_total, known.less, known.is_close, *g, d_sum)
     _by_rows(d_out, kernel, arguments, n)
-    query_gradient(call, g, log_total, d_sum, found["q"])
+    query_gradient(call, g, log_total, d_sum, result["q"])
     d_w = empty(v, v.shape, "float32")
-    key_gradient(call, g, log_total, d_sum, found["k"], None, d_w)
-    arguments = (v, known.shift, known.is_close, d_w, found["v"])
+    key_gradient(call, g, log_total, d_sum, result["k"], None, d_w)
+    arguments = (v, known.shift, known.is_close, d_w, result["v"])
     _by_rows(v, f"value_gradients<{cpp_type(v)}>", arguments, None)
 
 
 def _by_rows(rows: Array, kernel: str, arguments: tuple[Any, ...], n: int | None) -> None:
-    """A warp for each row (b, tokens, heads, e); with how many kv heads, where they are others."""
+    """One warp for each row (b, tokens, heads, e); `n` is the number of kv heads if other."""
     b, tokens, heads, e = rows.shape
     sizes = (tokens, heads, e) if n is None else (tokens, heads, n, e)
     grid = (-(-tokens // WARPS), heads, b)

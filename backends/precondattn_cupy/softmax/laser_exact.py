@@ -1,6 +1,6 @@
-"""LASER of heads whose values lie far apart: launches of `cuda/laser_exact_*.cu`.
+"""LASER of heads whose values are far apart: launches of `cuda/laser_exact_*.cu`.
 
-Programs of heads that are close end at once.
+Blocks of close heads return at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.softmax.attention import LOG2_E, PART, Call
 
 CHANNELS = 32
-"""Of values that are taken at once, as in `laser_exact.cuh`."""
+"""Value channels that are processed at once, as in `laser_exact.cuh`."""
 
 for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
     declare(
@@ -24,7 +24,7 @@ for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
 
 
 def forward(call: Call, v: Array, out: Array, full: Array, log_total: Array) -> None:
-    """To the same arrays as the close heads."""
+    """Writes to the same arrays as the kernels of close heads."""
     t, _, h, _, _, e, *_ = call.sizes
     tile, widths = _tile(call, "forward")
     _launch(
@@ -42,7 +42,7 @@ def backward(
     full: Array,
     log_total: Array,
     d_out: Array,
-    found: dict[str, Array],
+    result: dict[str, Array],
 ) -> None:
     t, s, h, n, d, e, *_ = call.sizes
     inputs = (call.q, call.k, v, call.is_chosen, d_out, full, log_total)
@@ -55,20 +55,20 @@ def backward(
         _launch(
             call, f"laser_exact_gradient<{cpp_type(v)}, {is_of_keys}, {widths}>", "backward",
             (-(-tokens // rows) * -(-d // PART), heads), tile,
-            (*inputs, found[side], *call.masks, *scales),
+            (*inputs, result[side], *call.masks, *scales),
             channels=keys + 2 * queries, numbers=queries + columns,
         )  # fmt: skip
     tile, widths = _tile(call, "values")
     _launch(
         call, f"laser_exact_values<{cpp_type(v)}, {widths}>", "backward",
         (-(-s // tile.rows) * -(-e // CHANNELS), n), tile,
-        (*inputs, found["v"], *call.masks, scales[0]),
+        (*inputs, result["v"], *call.masks, scales[0]),
         channels=2 * tile.columns, numbers=2 * tile.columns,
     )  # fmt: skip
 
 
 def _tile(call: Call, kernel: str) -> tuple[Configuration, str]:
-    """And what a name expression says of it."""
+    """The tile of a kernel, and its part of the name expression."""
     width = padded_width(call.q.shape[3])
     tile = configuration(f"laser_exact_{kernel}", width, call.q.dtype.itemsize == 2)
     return tile, f"{tile.rows}, {tile.columns}, {width}"
@@ -85,7 +85,7 @@ def _launch(
     channels: int,
     numbers: int,
 ) -> None:
-    """With shared memory for so many rows of channels, and so many single numbers of 4 bytes."""
+    """Launch with shared memory for rows of channels and for single 4-byte numbers."""
     row_bytes = padded_width(call.q.shape[3]) * call.q.dtype.itemsize + 16
     launch(
         f"laser_exact_{file}",

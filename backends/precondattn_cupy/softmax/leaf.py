@@ -1,8 +1,8 @@
-"""Softmax attention as a backend's leaf.
+"""Softmax attention as a leaf of the backend.
 
-Kept for the gradient: λ (b, h, t), in units of log 2, and where the output is rounded to half
-precision, the output as it was: D = do · o has to make the sum of every row of dS vanish, or where
-keys are alike, what is left of it is all that dq has.
+Residuals: λ (b, h, t), in units of log 2, and, where the output is rounded to half precision, the
+unrounded output: D = do · o must make the sum of every row of dS vanish. Otherwise, where keys are
+equal, the rounding error would be all of dq.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 
 
 class Softmax:
-    """Of `Softmax` that reads means."""
+    """Algorithm of `Softmax` with the mean as its read."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if request.verb == "extend":
@@ -61,8 +61,8 @@ class Softmax:
         d_q, d_k, d_v = (empty(a, a.shape) for a in (q, k, v))
         query_gradient(call, Values(d_out), log_total, d_sum, d_q)
         key_gradient(call, Values(d_out), log_total, d_sum, d_k, d_v, None)
-        found = {"q": d_q, "k": d_k, "v": d_v}
-        return {name: cast(d, x[name].dtype) for name, d in found.items()}
+        result = {"q": d_q, "k": d_k, "v": d_v}
+        return {name: cast(d, x[name].dtype) for name, d in result.items()}
 
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
@@ -77,7 +77,7 @@ class Softmax:
 
 
 def inputs_of(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
-    """Queries, keys and values, in the dtype of the values and in one piece."""
+    """Queries, keys and values, in the dtype of the values and contiguous."""
     dtype = x["v"].dtype
     q, k, v = (in_one_piece(cast(x[name], dtype)) for name in "qkv")
     return q, k, v

@@ -17,17 +17,17 @@ from precondattn_cupy.past import past_of, processors
 from precondattn_cupy.softmax.attention import LOG2_E, refusal
 
 WARPS, COLUMNS, ROWS = 4, 16, 16
-"""Of a block; cached tokens of a warp's tile, and query heads."""
+"""Warps of a block; cached tokens of a warp's tile; query heads of a tile."""
 BLOCKS_PER_PROCESSOR = 2
-"""Enough to hide that each waits for memory."""
+"""Enough to hide memory latency."""
 MOST_SPLITS = 64
-"""Of a cache: so many times four parts are read again to combine them."""
+"""Most splits of a cache: four times as many parts are read again to combine them."""
 WIDEST = {"k": 256, "v": 128}
 COMBINING_THREADS = 128
 
 
 def refusal_of_step(leaf: Any, request: Request) -> str | None:
-    """Why the kernels do not take an extension of a cache."""
+    """Why the kernels do not support an extension of a cache."""
     shapes = dict(request.shapes)
     if shapes["q"][1] != 1:
         return f"its step is of one token; found t={shapes['q'][1]}"
@@ -48,7 +48,7 @@ def step(
 ) -> tuple[Array, Updates]:
     xp = namespace(x["q"])
     names = leaf.program.calls[0].slot_keys()
-    # As a cache lies in memory: a copy only of one that comes from elsewhere.
+    # Arrays with the layout of a cache: copied only if they come from elsewhere.
     keys, values = (
         in_one_piece(xp.permute_dims(past[names[name]], (0, 2, 3, 1))) for name in ("key", "value")
     )
@@ -85,7 +85,7 @@ def step(
 
 
 def shared_bytes(widths: tuple[int, int], itemsize: int, *, is_laser: bool) -> int:
-    """Queries, two tiles of slots and which of these count; of LASER, scores."""
+    """Queries, two tiles of slots and their validity; with LASER also scores."""
     tokens = WARPS * COLUMNS
     of_slots = sum(widths) * (tokens * itemsize + 16) + tokens
     scores = WARPS * ROWS * COLUMNS * 4 if is_laser else 0
@@ -93,7 +93,7 @@ def shared_bytes(widths: tuple[int, int], itemsize: int, *, is_laser: bool) -> i
 
 
 def _splits(count: int, heads: int) -> tuple[int, int]:
-    """How many blocks share a head's tokens, and how many each takes: whole tiles."""
+    """The number of blocks that share a head's tokens, and tokens of each: whole tiles."""
     tile = WARPS * COLUMNS
     tiles = -(-count // tile)
     wanted = min(max(BLOCKS_PER_PROCESSOR * processors() // heads, 1), MOST_SPLITS)
