@@ -26,7 +26,7 @@ def launch(
     grid: tuple[int, ...],
     inputs: Arrays,
     outputs: Arrays,
-    cut: Configuration,
+    configuration: Configuration,
     /,
     *,
     interpret: bool,
@@ -47,7 +47,9 @@ def launch(
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         out_shape={name: shape for name, (shape, _) in outputs.items()},
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=configuration.warps, num_stages=configuration.stages
+        ),
         interpret=interpret,
     )({name: array for name, (array, _) in inputs.items()})
     return result

@@ -11,49 +11,49 @@
 // WIDTH × BLOCK elements of a state: warp w has the row blocks of 16 rows w, w + WARPS …
 template <int CHUNK, int WIDTH, int BLOCK>
 struct State {
-  static constexpr int WARPS = CHUNK / 16, STRIPS = (WIDTH / 16 + WARPS - 1) / WARPS;
-  Product<BLOCK> strip[STRIPS];
+  static constexpr int WARPS = CHUNK / 16, ROW_BLOCKS = (WIDTH / 16 + WARPS - 1) / WARPS;
+  Product<BLOCK> row_blocks[ROW_BLOCKS];
 
   static __device__ __forceinline__ int row(int n) { return 16 * (warp() + n * WARPS); }
 
   __device__ __forceinline__ void read(const float* from, int d, int e, int first) {
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n)
+    for (int n = 0; n < ROW_BLOCKS; ++n)
 #pragma unroll
       for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int key = row(n) + row_of(i), channel = first + column_of(j, i);
           const bool there = key < d && channel < e;
-          strip[n].x[j][i] = there ? from[(long long)key * e + channel] : 0.0f;
+          row_blocks[n].x[j][i] = there ? from[(long long)key * e + channel] : 0.0f;
         }
   }
   template <class T>
   __device__ __forceinline__ void write(const Rows<T>& to, int first) const {
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n) store(to, row(n), first, strip[n]);
+    for (int n = 0; n < ROW_BLOCKS; ++n) store(to, row(n), first, row_blocks[n]);
   }
   __device__ __forceinline__ void share(float* tile) const {
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n)
+    for (int n = 0; n < ROW_BLOCKS; ++n)
       if (row(n) < WIDTH)
-        store_product(tile + row(n) * (BLOCK + GAP), BLOCK + GAP, strip[n]);
+        store_product(tile + row(n) * (BLOCK + GAP), BLOCK + GAP, row_blocks[n]);
   }
-  __device__ __forceinline__ void fade(float by) {
+  __device__ __forceinline__ void scale_by(float by) {
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n)
+    for (int n = 0; n < ROW_BLOCKS; ++n)
 #pragma unroll
       for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) strip[n].x[j][i] *= by;
+        for (int i = 0; i < 4; ++i) row_blocks[n].x[j][i] *= by;
   }
   // += Aᵀ B, for a chunk's rows A (CHUNK, WIDTH) and B (CHUNK, BLOCK).
   template <class T>
   __device__ __forceinline__ void add(const float* a, const float* b) {
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n)
+    for (int n = 0; n < ROW_BLOCKS; ++n)
       if (row(n) < WIDTH)
-        add_tiles<T, true, false, BLOCK, CHUNK>(strip[n], a + row(n), WIDTH + GAP, b,
+        add_tiles<T, true, false, BLOCK, CHUNK>(row_blocks[n], a + row(n), WIDTH + GAP, b,
                                                BLOCK + GAP);
   }
 };
@@ -114,7 +114,7 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
       for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
     store_product(written + row * STEP, STEP, found);
     __syncthreads();
-    state.fade(reading(gates, CHUNK - 1));
+    state.scale_by(reading(gates, CHUNK - 1));
     state.template add<T>(keys, written);
   }
   state.write(Rows<float>{last + m * d * e, e, d, e, false}, first);
@@ -173,7 +173,7 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
         *local_one = -found.x[j][i];
       }
     store(scratch_of(d_u, at, CHUNK, step), row, first, found);
-    state.fade(reading(gates, CHUNK - 1));
+    state.scale_by(reading(gates, CHUNK - 1));
     for (int query = 0; query < queries; ++query) {
       const int at_q = head / (heads / q_heads) * queries + query;
       const Rows<const T> own_q = tokens_of(q, b, at_q, q_heads * queries, t, d);

@@ -64,8 +64,8 @@ class Call:
         self.q_heads, self.k_heads, self.v_heads = (a.shape[2] for a in (self.q, self.k, self.v))
         self.width, self.step = padded_width(self.d), -(-self.e // 16) * 16
         half, widest = self.k.dtype.itemsize == 2, max(self.width, padded_width(self.e))
-        cut = configuration("chunk_states", self.width, half)
-        self.chunk, self.values = cut.rows, min(cut.columns, padded_width(self.e))
+        tile = configuration("chunk_states", self.width, half)
+        self.chunk, self.values = tile.rows, min(tile.columns, padded_width(self.e))
         self.block = min(configuration("chunk_blocks", widest, half).columns, widest)
         self.count = -(-self.s // self.chunk)
         self.tokens = self.count * self.chunk

@@ -52,8 +52,8 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
     total = jnp.zeros(out["d_keys"].shape, jnp.float32)
     end = divide(a_start + rows + columns - 1, columns)
     total = loop(0, end, side("d_v", "y", before=True), total)
-    behind = divide(a_start, columns)
-    total = loop(behind, whole(count, columns), side("y", "d_v", before=False), total)
+    diagonal_tile = divide(a_start, columns)
+    total = loop(diagonal_tile, whole(count, columns), side("y", "d_v", before=False), total)
     out["d_keys"][...] = total
 
 
@@ -63,7 +63,7 @@ def d_keys(
     segments: Any,
     y: Any,
     d_v: Any,
-    cut: Configuration,
+    configuration: Configuration,
     *,
     count: int,
     chunk: int,
@@ -85,18 +85,18 @@ def d_keys(
         inputs["segments"] = segments
     result = launch(
         key_gradient,
-        (whole(tokens, cut.rows), m),
+        (whole(tokens, configuration.rows), m),
         {name: all_of(array) for name, array in inputs.items()},
         {
             "d_keys": (
                 shape_of((m, tokens, d), jnp.float32),
-                pl.BlockSpec((None, cut.rows, d), lambda i, h: (h, i, 0)),
+                pl.BlockSpec((None, configuration.rows, d), lambda i, h: (h, i, 0)),
             )
         },
-        cut,
+        configuration,
         interpret=phi.products.interpret,
         phi=phi,
-        columns=cut.columns,
+        columns=configuration.columns,
         chunk=chunk,
         count=count,
     )

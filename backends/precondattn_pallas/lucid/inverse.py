@@ -109,7 +109,7 @@ def inverses(
     keys: Any,
     factor: Any,
     segments: Any,
-    cut: Configuration,
+    configuration: Configuration,
     *,
     super_block: int,
     backward: bool,
@@ -133,7 +133,7 @@ def inverses(
         zeros = (0,) * (1 + len(rest))
         return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
 
-    half = min(FIRST_BLOCK, cut.rows, super_block)
+    half = min(FIRST_BLOCK, configuration.rows, super_block)
     own = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
     everything = {"keys": all_of(keys, d), "factor": all_of(factor)}
     if segments is not None:
@@ -147,13 +147,13 @@ def inverses(
         (tokens // half, m),
         {**own, "inverse": (inverse, diagonal)},
         {"inverse": (shape, diagonal)},
-        cut,
+        configuration,
         overwrites="inverse",
         by_row=backward,
         **common,
     )["inverse"]
     while half < super_block:
-        tile = min(half, cut.rows)
+        tile = min(half, configuration.rows)
         tiles, pairs = half // tile, tokens // (2 * half)
         sizes = {"half": half, "tile": tile, "super_block": super_block}
         left = launch(
@@ -161,7 +161,7 @@ def inverses(
             (pairs * tiles * tiles, m),
             {**everything, "inverse": all_of(inverse, super_block)},
             {"left": (shape_of((m, pairs * half, half), keys.dtype), _tile_of_left(tile, tiles))},
-            cut,
+            configuration,
             by_row=backward,
             **sizes,
             **common,
@@ -174,7 +174,7 @@ def inverses(
                 "left": (left, _column_of_left(pairs * half, tile, tiles)),
             },
             {"inverse": (shape, _tile_of_inverse(tile, tiles, super_block))},
-            cut,
+            configuration,
             overwrites="inverse",
             **sizes,
             **common,

@@ -59,8 +59,8 @@ def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
     if "g" in x:
         since = jnp.exp(jnp.cumsum(x["g"][second], axis=0))
         i, j = tokens_of(half)
-        behind = jnp.where(i > j, x["g"][first][:, None], jnp.float32(0))
-        corner = corner * since[:, None] * jnp.exp(jnp.sum(behind, axis=0))[None, :]
+        after = jnp.where(i > j, x["g"][first][:, None], jnp.float32(0))
+        corner = corner * since[:, None] * jnp.exp(jnp.sum(after, axis=0))[None, :]
     exact = products.exact
     out["inverse"][second, first] = -exact.dot(exact.dot(blocks[1], corner), blocks[0])
     out["inverse"][first, second] = jnp.zeros((half, half), jnp.float32)

@@ -40,8 +40,8 @@ def decay_of(products: TpuProducts, g: Any, size: int) -> Decay:
     if g is None:
         return Decay(triangle)
     # In the column of token j, the gates after it.
-    behind = jnp.where(i > j, as_column(g), zero)
-    pairs = triangle * jnp.exp(products.exact.dot(triangle, behind))
+    after = jnp.where(i > j, as_column(g), zero)
+    pairs = triangle * jnp.exp(products.exact.dot(triangle, after))
     return Decay(
         pairs,
         jnp.exp(jnp.sum(jnp.where(j <= i, g, zero), axis=1, keepdims=True)),
