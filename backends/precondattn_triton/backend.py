@@ -162,9 +162,9 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
 
     if is_interpreting():
         # Triton's own interpreter has another arithmetic than a GPU, and a wrong one of bfloat16.
-        from precondattn_kernel_tools.triton_interpreter import mend
+        from precondattn_kernel_tools.triton_interpreter import patch_interpreter
 
-        mend()
+        patch_interpreter()
     first = next(iter(inputs.values()))
     device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
     with torch.no_grad(), device:

@@ -1,19 +1,19 @@
 """Checking GPU kernels, also where there is no GPU.
 
-triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU: what do they compute?
-triton_memory       what they read and write there, and which program does
-triton_compiler     Triton kernels for a GPU that is not there: do they compile, and do they fit?
-triton_launches     what a package would launch, noted and not run, to be compiled
-pallas_compiler     Pallas kernels for GPUs and TPUs that are not there, by the same questions
-pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and memory that nobody wrote
-tpu_compiler        Pallas kernels for a TPU by its own compiler, where that is installed
-cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is watched
-cuda_compiler       CUDA kernels for a GPU that is not there, as CuPy compiles them
-cuda_toolkit        where CUDA's headers and its compiler are
-nvrtc               that compiler, called as a library
+triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
+triton_memory       their loads and stores there: bounds, and races between programs
+triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
+triton_launches     the launches of a package, recorded and not run, to be compiled
+pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
+pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory
+tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed
+cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is checked
+cuda_compiler       CUDA kernels compiled without a GPU, by NVRTC as in CuPy
+cuda_toolkit        finds CUDA's headers and NVRTC
+nvrtc               NVRTC, called as a library
 ahead_of_time       the command line of these compilers, their processes and reports
 triton_code         a Triton kernel's code as a text, by which a saved report is known to hold
-resources           what a compiled kernel takes of a multiprocessor, and whether it is too much
+resources           the resources of a compiled kernel, and whether they are too many
 
-None is imported before it is used, and what it needs is needed only then.
+Each module is imported on its own, and needs its own dependencies only.
 """

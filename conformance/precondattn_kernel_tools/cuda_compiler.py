@@ -1,10 +1,10 @@
-"""Compiling CUDA kernels for GPUs that are not there: do they compile, and do they fit?
+"""Compiling CUDA kernels without a GPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.cuda_compiler MODULE --target sm_90 --save FILE
 
-`MODULE.variants(target)` gives the variants that a package ships for a target. Each is compiled to
-machine code by NVRTC, as CuPy does at run time, and what it needs of a multiprocessor is read from
-the assembler's log. A variant that spills more, or takes more shared memory than there is, is a
+`MODULE.variants(target)` yields the variants that a package ships for a target. NVRTC compiles each
+to machine code, as in CuPy at run time, and its resources are read from the assembler's log. A
+variant that spills more than its limit, or needs more shared memory than a block may have, is a
 failure.
 """
 
@@ -32,30 +32,30 @@ from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge
 TARGETS = tuple(target for target in SHARED_LIMITS if target.startswith("sm_"))
 
 REGISTERS = 65536
-"""Of a multiprocessor, and so of a block."""
+"""Of a multiprocessor, and so the most of a block."""
 
 
 class Variant(NamedTuple):
     """One way in which a kernel is shipped."""
 
     name: str
-    """Its own: no other variant of the module has it."""
+    """Unique in the module."""
     source: str | Path
     """The code, or the path of its file."""
     name_expression: str
-    """As `cupy.RawModule` takes it, "solve<__half, 64>"; a name alone is `extern "C"`."""
+    """As for `cupy.RawModule`: "solve<__half, 64>"; a plain name is `extern "C"`."""
     options: tuple[str, ...] = ()
-    """NVRTC's, such as "-DTILE=64". CUDA's headers and the file's folder are found without."""
+    """Of NVRTC, such as "-DTILE=64". CUDA's headers and the file's folder need none."""
     dynamic_shared_bytes: int = 0
-    """What a launch asks for, beside what the kernel declares."""
+    """Requested by a launch, in addition to the kernel's static shared memory."""
     spill_limit: int = 0
     """Bytes that a thread may spill."""
     threads: int = 0
-    """Of a block, if registers for so many are to be held to what there are."""
+    """Of a block; if given, their registers must not exceed those of a multiprocessor."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
-    """For a target such as "sm_90"; what the compiler refuses is a failure.
+    """For a target such as "sm_90"; an error of the compiler is a failure.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     """
     if target not in TARGETS:
         raise ValueError(f"target has to be one of {', '.join(TARGETS)}, not {target!r}")
-    found = Resources(variant.name, target)
+    resources = Resources(variant.name, target)
     folders = [include_folder()]
     code, name = str(variant.source), "kernel.cu"
     start = time.perf_counter()
@@ -77,26 +77,26 @@ def compile_variant(variant: Variant, target: str) -> Resources:
         options = (*variant.options, *(f"-I{folder}" for folder in folders))
         compiled = nvrtc.compile_kernel(code, name, variant.name_expression, target, options)
     except (nvrtc.NvrtcError, OSError) as error:
-        found.failures.append(f"{type(error).__name__}: {error}")
-        return found
-    found.seconds = round(time.perf_counter() - start, 2)
-    found.registers, found.spilt_bytes = compiled.registers, compiled.spilt_bytes
-    found.shared_bytes = compiled.shared_bytes + variant.dynamic_shared_bytes
-    judge(found, variant.spill_limit)
-    # A warp gets registers in eights for each thread; a launch that needs more fails.
-    needed = -(-found.registers // 8) * 8 * (-(-variant.threads // 32) * 32)
+        resources.failures.append(f"{type(error).__name__}: {error}")
+        return resources
+    resources.seconds = round(time.perf_counter() - start, 2)
+    resources.registers, resources.spilt_bytes = compiled.registers, compiled.spilt_bytes
+    resources.shared_bytes = compiled.shared_bytes + variant.dynamic_shared_bytes
+    judge(resources, variant.spill_limit)
+    # Registers are allocated in units of eight for each thread of a warp.
+    needed = -(-resources.registers // 8) * 8 * (-(-variant.threads // 32) * 32)
     if needed > REGISTERS:
-        found.failures.append(
+        resources.failures.append(
             f"needs {needed} registers for {variant.threads} threads, of {REGISTERS}: "
             "__launch_bounds__ holds the compiler to fewer"
         )
-    return found
+    return resources
 
 
 def key_of_variant(variant: Variant, target: str) -> str:
     """The key of a variant (`ahead_of_time.py`)."""
     code = variant.source
-    # What a file includes is not known here, so the key of a file would miss changes.
+    # A file's includes are not read here, so a key of the file would miss their changes.
     text = without_comments(code) if isinstance(code, str) and '#include "' not in code else ""
     if not text:
         return ""

@@ -1,6 +1,6 @@
-"""Where the parts of CUDA are that need no GPU: its headers, and its compiler as a library.
+"""Finds the parts of CUDA that need no GPU: its headers, and NVRTC.
 
-They come as wheels, with the extra `kernels`, or with a toolkit that `CUDA_PATH` names.
+They are installed as wheels by the extra `kernels`, or belong to a toolkit in `CUDA_PATH`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INSTALL = "pip install 'precondattn[kernels]', or set CUDA_PATH to a CUDA toolki
 
 
 class MissingToolError(RuntimeError):
-    """What is needed here is not installed; says what, and how to install it."""
+    """A tool is not installed. The message names it, and says how to install it."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def include_folder() -> Path:
 
 @functools.cache
 def nvrtc_library() -> Path:
-    """The newest `libnvrtc.so` that is found first.
+    """The newest `libnvrtc.so` of the first folder that has one.
 
     Raises
     ------
@@ -42,9 +42,9 @@ def nvrtc_library() -> Path:
     """
     for name in ("lib", "lib64"):
         for folder in _folders(name):
-            found = sorted(folder.glob("libnvrtc.so*"))
-            if found:
-                return found[-1]
+            libraries = sorted(folder.glob("libnvrtc.so*"))
+            if libraries:
+                return libraries[-1]
     raise MissingToolError(f"NVRTC is needed, and libnvrtc.so is not found: {INSTALL}")
 
 

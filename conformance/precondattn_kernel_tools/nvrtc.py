@@ -1,6 +1,6 @@
-"""NVIDIA's run-time compiler, as a library: CUDA C++ in, machine code and the assembler's log out.
+"""NVIDIA's run-time compiler: from CUDA C++ to machine code and the assembler's log.
 
-It needs neither a GPU nor a driver. CuPy hands sources to the same library.
+It needs neither a GPU nor a driver. CuPy compiles with the same library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STATIC_LIMIT = 48 << 10
 
 
 class NvrtcError(RuntimeError):
-    """What the compiler refuses, in its own words."""
+    """An error of the compiler, with its message."""
 
 
 class Compiled(NamedTuple):
@@ -27,7 +27,7 @@ class Compiled(NamedTuple):
     registers: int
     spilt_bytes: int
     shared_bytes: int
-    """Static: what is dynamic, the launch says."""
+    """Static shared memory; the launch requests the dynamic one."""
 
 
 def compile_kernel(
@@ -76,7 +76,7 @@ def version() -> str:
 @functools.cache
 def _library() -> Any:
     path = nvrtc_library()
-    # It asks for this one by its name alone, which is enough once it is loaded.
+    # NVRTC loads this library by its name, which succeeds once it is loaded.
     for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):
         ctypes.CDLL(str(part))
     library = ctypes.CDLL(str(path))
@@ -102,7 +102,7 @@ def _log(program: ctypes.c_void_p) -> str:
 
 
 def _with_too_large(log: str) -> str:
-    """Some versions fail without a word when more shared memory is declared than there may be."""
+    """Some versions fail without a message when a kernel declares too much shared memory."""
     sizes = [int(size) for size in re.findall(r"(\d+) bytes smem", log)]
     if "error" not in log and max(sizes, default=0) > STATIC_LIMIT:
         return f"{max(sizes)} bytes of shared memory are declared, of {STATIC_LIMIT}\n{log}"
@@ -110,7 +110,7 @@ def _with_too_large(log: str) -> str:
 
 
 def _of(lowered: str, log: str) -> Compiled:
-    """What the assembler says of one kernel; a source may have others, which are not asked for."""
+    """The resources of one kernel; the log may have those of other kernels too."""
     for part in re.split(r"Compiling entry function ", log)[1:]:
         if not part.startswith(f"'{lowered}'"):
             continue
@@ -119,4 +119,4 @@ def _of(lowered: str, log: str) -> Compiled:
         if registers and spilt:
             shared = re.search(r"(\d+) bytes smem", part)
             return Compiled(int(registers[1]), int(spilt[1]), int(shared[1]) if shared else 0)
-    raise NvrtcError(f"the assembler says nothing of {lowered!r}:\n{log}")
+    raise NvrtcError(f"the assembler's log has nothing on {lowered!r}:\n{log}")

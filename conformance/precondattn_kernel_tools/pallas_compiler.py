@@ -1,16 +1,16 @@
-"""Compiling Pallas kernels for GPUs and TPUs that are not there: do they compile, and do they fit?
+"""Compiling Pallas kernels without a GPU or TPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.pallas_compiler MODULE --target sm_90 --save FILE
 
-`MODULE.variants(target)` gives the functions that a package ships for a target. Each is lowered by
-JAX as for such a device; every Pallas kernel in it becomes Triton's intermediate code, is compiled
-to machine code, and what it needs of a multiprocessor is read from the assembler, as
-`triton_compiler.py` does. For the target `tpu`, lowering is all there is: it shows blocks of a
-wrong shape and operations that a TPU has not, and nothing of what fits its memory:
-`tpu_compiler.py` shows that, where a TPU's compiler is installed.
+`MODULE.variants(target)` yields the functions that a package ships for a target. JAX lowers each of
+them for such a device. Every Pallas kernel in it is lowered to Triton's intermediate representation
+and compiled to machine code, and its resources are read as in `triton_compiler.py`. For the target
+`tpu` a kernel is lowered only: this finds blocks of a wrong shape and operations that a TPU does not
+support, but not whether it fits the memory. `tpu_compiler.py` finds that, where a TPU's compiler is
+installed.
 
-Kernels need explicit `compiler_params`, Triton's for a GPU. Later versions of JAX than 0.10 hand
-over machine code of the device that they find: this needs one that hands over Triton's code.
+Kernels need explicit `compiler_params`, Triton's for a GPU. Versions of JAX after 0.10 compile for
+the device that is present: this needs a version that emits Triton's intermediate representation.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, 
 TPU = "tpu"
 TARGETS = (*(target for target in SHARED_LIMITS if target.startswith("sm_")), TPU)
 TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
-"""What a lowered kernel is called, or is part of the name."""
+"""The names of calls of lowered kernels, or parts of the names."""
 
 
 class Variant(NamedTuple):
     """A function that launches kernels, as it is shipped."""
 
     name: str
-    """Its own: no other variant of the module has it."""
+    """Unique in the module."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     """`jax.ShapeDtypeStruct`s, or trees of them."""
@@ -52,35 +52,35 @@ class Variant(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of a variant, before it is compiled."""
+    """A lowered kernel of a variant."""
 
     name: str
-    """That of the variant, and its own."""
+    """That of the variant, then that of the kernel."""
     code: str
-    """In Triton's intermediate language; empty of a TPU's."""
+    """In Triton's intermediate representation; empty for a TPU."""
     options: tuple[tuple[str, int], ...]
     """num_warps, num_stages."""
     spill_limit: int
 
 
 def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
-    """All that it launches on "cuda" or "tpu", in order, each once.
+    """The kernels that it launches on "cuda" or "tpu", in order, each once.
 
     Raises
     ------
     Exception
-        what JAX raises where it can not lower one.
+        that JAX raises where it can not lower one.
     """
     import jax
 
     traced = jax.jit(variant.function).trace(*variant.arguments)
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
-    found: dict[tuple[str, Any], str] = {}
+    names: dict[tuple[str, Any], str] = {}
     for name, code, options in _calls(module, platform):
-        found.setdefault((code, options), name)
+        names.setdefault((code, options), name)
     counts: Counter[str] = Counter()
     kernels = []
-    for (code, options), name in found.items():
+    for (code, options), name in names.items():
         counts[name] += 1
         number = f" {counts[name]}" if counts[name] > 1 else ""
         text = _as_text(code) if platform == "cuda" else ""
@@ -90,7 +90,7 @@ def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
 
 
 def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[str, int], ...]]]:
-    """Name, code and options of the calls of kernels in a lowered module."""
+    """Name, code and options of each kernel call in a lowered module."""
     from jax._src.lib.mlir import ir
 
     operations = []
@@ -118,7 +118,7 @@ def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[s
             name = "kernel_name" if "kernel_name" in attributes else "call_target_name"
             yield ir.StringAttr(attributes[name]).value, str(operation), ()
         elif "triton_kernel_call" in target:
-            raise NotImplementedError("this version of JAX hands over no code of Triton's")
+            raise NotImplementedError("this version of JAX emits no Triton code")
 
 
 def _as_text(code: bytes) -> str:
@@ -133,19 +133,19 @@ def _as_text(code: bytes) -> str:
 
 
 def compile_kernel(kernel: Kernel, target: str) -> Resources:
-    """For an NVIDIA GPU; what the compiler refuses is a failure."""
-    found = Resources(kernel.name, target)
+    """For an NVIDIA GPU; an error of the compiler is a failure."""
+    resources = Resources(kernel.name, target)
     start = time.perf_counter()
     try:
         compiled = _compiled(kernel, target)
-        found.seconds = round(time.perf_counter() - start, 2)
-        found.registers, found.spilt_bytes = of_a_thread(compiled.asm)
-    except Exception as error:  # Whatever stops a compiler is what is asked for here.
-        found.failures.append(f"{type(error).__name__}: {error}")
-        return found
-    found.shared_bytes = compiled.metadata.shared
-    judge(found, kernel.spill_limit)
-    return found
+        resources.seconds = round(time.perf_counter() - start, 2)
+        resources.registers, resources.spilt_bytes = of_a_thread(compiled.asm)
+    except Exception as error:  # An error of the compiler's is a result, not a fault.
+        resources.failures.append(f"{type(error).__name__}: {error}")
+        return resources
+    resources.shared_bytes = compiled.metadata.shared
+    judge(resources, kernel.spill_limit)
+    return resources
 
 
 def _compiled(kernel: Kernel, target: str) -> Any:
@@ -153,7 +153,7 @@ def _compiled(kernel: Kernel, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
 
     with tempfile.TemporaryDirectory() as folder, triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
+        triton.knobs.compilation.always_compile = True  # A cached kernel would take no time.
         path = Path(folder) / "kernel.ttir"
         path.write_text(kernel.code)
         machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)

@@ -1,12 +1,11 @@
-"""JAX's interpreter of TPU kernels, with its findings as errors.
+"""JAX's interpreter of TPU kernels, with its findings raised as errors.
 
-The interpreter has the memories of a TPU, their copies and semaphores, and runs kernels on the CPU.
-It fills memory that nobody wrote with NaN, raises where a kernel reads beyond an array, and notes
-where two accesses of the same memory have no order. It says so in print, and goes on: `checked`
-makes an error of it, and runs programs along the parallel axes of a grid in any order, on as many
-cores as it is told.
+The interpreter simulates the memories of a TPU, its copies and semaphores on the CPU. It fills
+uninitialised memory with NaN, raises where a kernel reads outside of an array, and detects unordered
+accesses to the same memory. Of those it prints a message and continues: `checked` raises an error,
+and runs programs along the parallel axes of a grid in a random order, on the given number of cores.
 
-What stays hidden: what the compiler makes of a kernel, whether it fits VMEM, and the last bits.
+Not detected: errors of the compiler, whether a kernel fits VMEM, and differences in the last bits.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ class RaceError(RuntimeError):
 def checked(seed: int = 0, *, cores: int = 1) -> Iterator[Any]:
     """Parameters for `interpret=`; when it ends, no kernel that ran with them may have had a race.
 
-    `seed` is for the order of programs along parallel axes. With two cores, as some TPUs have,
-    these share the programs, which takes a few times as long.
+    `seed` determines the order of programs along parallel axes. With two cores, as some TPUs have,
+    the cores share the programs, which takes a few times as long.
 
     Raises
     ------
     RaceError
-        where a race was found; what accessed what has been printed.
+        where there was a race; the accesses have been printed.
     RuntimeError
-        where no kernel has been interpreted, for then nothing was checked.
+        where no kernel has been interpreted, because then nothing was checked.
     """
     interpreter: Any = importlib.import_module(
         "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
     )
-    # The interpreter forgets the findings of one kernel when the next one starts.
+    # The interpreter discards the findings of one kernel when the next one starts.
     states: list[Any] = []
-    made = interpreter.RaceDetectionState
+    detection = interpreter.RaceDetectionState
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        states.append(made(*arguments, **options))
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        states.append(detection(*arguments, **options))
         return states[-1]
 
-    interpreter.RaceDetectionState = noted
+    interpreter.RaceDetectionState = recorded
     try:
         yield pltpu.InterpretParams(
             detect_races=True,
@@ -65,7 +64,7 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[Any]:
         pltpu.reset_tpu_interpret_mode_state()
         raise
     finally:
-        interpreter.RaceDetectionState = made
+        interpreter.RaceDetectionState = detection
     if not states:
         raise RuntimeError("no TPU kernel has been interpreted here, so that nothing was checked")
     if races := sum(state.races_found for state in states):

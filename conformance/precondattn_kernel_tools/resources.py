@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a multiprocessor, and whether that is too much."""
+"""The resources of a compiled kernel, and whether they are too many for a multiprocessor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED_LIMITS = {
 
 @dataclass
 class Resources:
-    """What a compiled variant takes."""
+    """The resources of a compiled variant."""
 
     name: str
     target: str
@@ -41,17 +41,19 @@ class Resources:
     """Of the code, configuration, target and compiler (`ahead_of_time.py`)."""
 
 
-def judge(found: Resources, spill_limit: int) -> None:
-    """Note as failures what is too much of it."""
-    limit = SHARED_LIMITS[found.target] << 10
-    if found.spilt_bytes > spill_limit:
-        found.failures.append(f"spills {found.spilt_bytes} bytes (at most {spill_limit})")
-    if found.shared_bytes > limit:
-        found.failures.append(f"needs {found.shared_bytes} bytes of shared memory, of {limit}")
+def judge(resources: Resources, spill_limit: int) -> None:
+    """Add a failure for each resource of which the variant needs too much."""
+    limit = SHARED_LIMITS[resources.target] << 10
+    if resources.spilt_bytes > spill_limit:
+        resources.failures.append(f"spills {resources.spilt_bytes} bytes (at most {spill_limit})")
+    if resources.shared_bytes > limit:
+        resources.failures.append(
+            f"needs {resources.shared_bytes} bytes of shared memory, of {limit}"
+        )
 
 
 def of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
-    """Registers, and bytes spilt."""
+    """Registers, and spilled bytes."""
     if "amdgcn" in assembly:
         text = assembly["amdgcn"]
         spilt = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -61,7 +63,7 @@ def of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _assembler_log(ptx: str) -> str:
-    """What the assembler that Triton takes says of the resources."""
+    """The log of the assembler that Triton uses."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     architecture = re.search(r"\.target (sm_(\d+)\w*)", ptx)
@@ -76,17 +78,17 @@ def _assembler_log(ptx: str) -> str:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
-        raise ValueError(f"the assembler does not say {pattern!r}")
-    return int(found[1])
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"the assembler's log has no {pattern!r}")
+    return int(match[1])
 
 
-def line(found: Resources) -> str:
-    """For the terminal."""
+def line(resources: Resources) -> str:
+    """The line that the terminal shows."""
     numbers = (
-        f"{found.target:6s}  {found.registers:3d} registers  {found.spilt_bytes:5d} spilt  "
-        f"{found.shared_bytes:6d} shared  {found.seconds:6.2f} s  {found.name}"
+        f"{resources.target:6s}  {resources.registers:3d} registers  {resources.spilt_bytes:5d} spilt  "
+        f"{resources.shared_bytes:6d} shared  {resources.seconds:6.2f} s  {resources.name}"
     )
-    failures = (textwrap.indent(failure, "    ") for failure in found.failures)
+    failures = (textwrap.indent(failure, "    ") for failure in resources.failures)
     return "\n".join([numbers, *failures])

@@ -21,11 +21,11 @@ from precondattn_kernel_tools.ahead_of_time import variants_of
 from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""The smallest of its machines, of which one chip is compiled for."""
+"""The smallest topology of each chip; kernels are compiled for one chip of it."""
 
 
 def compiler_for(chip: str) -> Callable[[Variant], str]:
-    """What compiles all kernels of a variant for one chip, and returns the error, or "".
+    """A function that compiles all kernels of a variant for a chip, and returns the error or "".
 
     Raises
     ------
@@ -36,7 +36,7 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
         importlib.import_module("libtpu")
     except ModuleNotFoundError as missing:
         raise ImportError(
-            "a TPU's compiler is in libtpu: pip install the version that jax[tpu] asks for"
+            "a TPU's compiler is in libtpu: pip install the version that jax[tpu] requires"
         ) from missing
     import jax
     from jax.experimental import topologies
@@ -52,7 +52,7 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
         try:
             traced = jax.jit(variant.function).trace(*jax.tree.map(on_the_chip, variant.arguments))
             traced.lower(lowering_platforms=(TPU,)).compile()
-        except Exception as error:  # Whatever stops a compiler is what is asked for here.
+        except Exception as error:  # An error of the compiler's is a result, not a fault.
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile a package's Pallas kernels for a TPU.")
     parser.add_argument("module", help='the module whose variants("tpu") are compiled')
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
-    parser.add_argument("--match", default="", help="only variants whose name has this in it")
+    parser.add_argument("--match", default="", help="only variants whose name contains this")
     given = parser.parse_args(arguments)
     chosen = [v for v in variants_of(given.module, TPU).values() if given.match in v.name]
     if not chosen:

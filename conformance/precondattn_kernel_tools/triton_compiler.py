@@ -1,13 +1,13 @@
-"""Compiling Triton kernels for GPUs that are not there: do they compile, and do they fit?
+"""Compiling Triton kernels without a GPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.triton_compiler MODULE --target sm_90 --save FILE
 
-`MODULE.variants(target)` gives the variants that a package ships for a target. Each is compiled to
-machine code, and what it needs of a multiprocessor is read from the assembler: registers and bytes
-spilt to memory by each thread, shared memory by each block. A variant that spills more, or takes
-more shared memory than there is, is a failure.
+`MODULE.variants(target)` yields the variants that a package ships for a target. Each is compiled to
+machine code, and its resources are read from the assembler's log: registers and spilled bytes of a
+thread, shared memory of a block. A variant that spills more than its limit, or needs more shared
+memory than a block may have, is a failure.
 
-It has to be a process of its own: with TRITON_INTERPRET=1, kernels are declared to be interpreted.
+It has to run in a process of its own: with TRITON_INTERPRET=1, kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Variant(NamedTuple):
     """One way in which a kernel is shipped."""
 
     name: str
-    """Its own: no other variant of the module has it."""
+    """Unique in the module."""
     function: Any
-    """What `triton.jit` made."""
+    """The result of `triton.jit`."""
     signature: Mapping[str, str]
     """By argument: "*bf16" (a pointer), "i32", "fp32" …"""
     constants: Mapping[str, Any]
-    """The values of the others, which are known at compile time."""
+    """The other arguments, which are compile-time constants."""
     options: Mapping[str, int]
     """num_warps, num_stages."""
     spill_limit: int = 0
     """Bytes that a thread may spill."""
     divisible: Sequence[str] = ()
-    """Integers that are multiples of 16, as Triton sees when it is called with them."""
+    """Arguments that are multiples of 16, for which Triton specialises a kernel."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
-    """For a target such as "sm_90" or "gfx942"; what the compiler refuses is a failure.
+    """For a target such as "sm_90" or "gfx942"; an error of the compiler is a failure.
 
     Raises
     ------
@@ -60,18 +60,18 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     """
     if target not in SHARED_LIMITS:
         raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
-    found = Resources(variant.name, target)
+    resources = Resources(variant.name, target)
     start = time.perf_counter()
     try:
         kernel = _compiled(variant, target)
-        found.seconds = round(time.perf_counter() - start, 2)
-        found.registers, found.spilt_bytes = of_a_thread(kernel.asm)
-    except Exception as error:  # Whatever stops a compiler is what is asked for here.
-        found.failures.append(f"{type(error).__name__}: {error}")
-        return found
-    found.shared_bytes = kernel.metadata.shared
-    judge(found, variant.spill_limit)
-    return found
+        resources.seconds = round(time.perf_counter() - start, 2)
+        resources.registers, resources.spilt_bytes = of_a_thread(kernel.asm)
+    except Exception as error:  # An error of the compiler's is a result, not a fault.
+        resources.failures.append(f"{type(error).__name__}: {error}")
+        return resources
+    resources.shared_bytes = kernel.metadata.shared
+    judge(resources, variant.spill_limit)
+    return resources
 
 
 def _compiled(variant: Variant, target: str) -> Any:
@@ -104,7 +104,7 @@ def _compiled(variant: Variant, target: str) -> Any:
     else:
         machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     with triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True  # What is in a cache takes no time.
+        triton.knobs.compilation.always_compile = True  # A cached kernel would take no time.
         return triton.compile(source, target=machine, options=dict(variant.options))
 
 

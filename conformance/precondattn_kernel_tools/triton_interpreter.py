@@ -1,21 +1,21 @@
-"""Triton's interpreter, as honest as the hardware.
+"""Triton's interpreter with the arithmetic and the memory of a GPU.
 
-With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in NumPy. What it computes then differs from
-what a GPU computes, and what it forgives, a GPU does not:
+With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in NumPy. Its results differ from those of a
+GPU, and it accepts kernels that are wrong on a GPU:
 
 ==================  ====================================================================
-bfloat16            is kept as the bits of an integer, and calculated with as one
-tf32 products       are done in float32
-autotuning          asks for a driver, and there is none
-out of bounds       whatever memory lies there is read, or written
-programs            run one after the other, the first first: a race shows no harm
+bfloat16            is stored as integers, and computed with as integers
+tf32 products       are computed in float32
+autotuning          needs a driver, and there is none
+out of bounds       an access reads or writes whatever memory is at the address
+programs            run in order, one at a time: a race has no effect
 ==================  ====================================================================
 
-`mend` puts the first three right for the process. `checked` holds every access to its own tensor
-and every element to one program that writes it, and runs the programs of a grid in another order:
-the output of a kernel without races is the same in any.
+`patch_interpreter` corrects the first three for the process. `checked` raises where an access is
+outside of its tensor or where two programs write one element, and it runs the programs of a grid in
+another order: the output of a kernel without races does not depend on the order.
 
-What stays hidden: races within a program, and whatever depends on the number of warps.
+Not detected: races within a program, and effects of the number of warps.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ except ModuleNotFoundError as missing:
         "bfloat16 on a CPU needs ml_dtypes: pip install 'precondattn[kernels]'"
     ) from missing
 
-__all__ = ["OutOfBoundsError", "RaceError", "checked", "is_interpreting", "mend"]
+__all__ = ["OutOfBoundsError", "RaceError", "checked", "is_interpreting", "patch_interpreter"]
 
 interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 
 
 def is_interpreting() -> bool:
-    """Whether kernels that are declared from now on run on the CPU.
+    """Whether kernels that are defined from now on run on the CPU.
 
-    Triton's own, such as `tl.sum`, are declared when it is imported.
+    Triton's own, such as `tl.sum`, are defined when it is imported.
     """
     of_triton = isinstance(tl.sum, interpreter.InterpretedFunction)
     return of_triton and bool(triton.knobs.runtime.interpret)
 
 
-def mend() -> None:
-    """Bfloat16, tf32 and autotuning as on a GPU, in this process. More than once does no harm.
+def patch_interpreter() -> None:
+    """Bfloat16, tf32 and autotuning as on a GPU, in this process. It may be called repeatedly.
 
     Raises
     ------
     RuntimeError
-        when kernels are not interpreted, for then nothing would be checked.
+        when kernels are not interpreted, because then nothing would be checked.
     """
     if not is_interpreting():
         raise RuntimeError(
@@ -76,26 +76,26 @@ def mend() -> None:
     if isinstance(interpreter._interpreter, Memory):
         return
     interpreter._interpreter = Memory(interpreter._interpreter)
-    _mend_types()
-    _mend_products()
-    _mend_indices()
-    _mend_launches(interpreter._interpreter)
-    # There is no driver to time with. All take the same time, so that the first is taken.
+    _patch_types()
+    _patch_products()
+    _patch_indices()
+    _patch_launches(interpreter._interpreter)
+    # There is no driver to measure times with. All times are equal, so the first is chosen.
     Autotuner._bench = lambda self, *args, config, **meta: 0.0
 
 
 @contextmanager
 def checked(seed: int | None = None) -> Iterator[None]:
-    """Kernels that are launched inside are watched.
+    """Kernels that are launched inside are checked.
 
-    With a seed, the programs of each grid run in an order that is drawn from it, else in their own.
+    With a seed, the programs of each grid run in a random order, else in their order.
 
     Raises
     ------
     OutOfBoundsError, RaceError
-        from the launch; the traceback ends below the kernel's own line.
+        from the launch; the traceback ends at the line of the kernel.
     """
-    mend()
+    patch_interpreter()
     memory = interpreter._interpreter
     before = memory.watch
     memory.watch = Watch(seed)
@@ -105,8 +105,8 @@ def checked(seed: int | None = None) -> Iterator[None]:
         memory.watch = before
 
 
-def _mend_launches(memory: Memory) -> None:
-    """The watch, if there is one, hears of every launch, its tensors, its grid and its programs."""
+def _patch_launches(memory: Memory) -> None:
+    """The watch, if there is one, is notified of each launch, its tensors, grid and programs."""
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     launch, convert = executor.__call__, interpreter._implicit_cvt
     set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
@@ -128,10 +128,10 @@ def _mend_launches(memory: Memory) -> None:
                 raise
 
     def numbered(argument: Any) -> Any:
-        found = convert(argument)
+        converted = convert(argument)
         if memory.watch is not None and hasattr(argument, "data_ptr"):
-            found.handle.data += memory.watch.number(interpreter._unwrap_tensor(argument))
-        return found
+            converted.handle.data += memory.watch.number(interpreter._unwrap_tensor(argument))
+        return converted
 
     def watched_size(self: Any, *size: int) -> None:
         if memory.watch is not None:
@@ -146,16 +146,16 @@ def _mend_launches(memory: Memory) -> None:
     builder.set_grid_dim, builder.set_grid_idx = watched_size, watched_place
 
 
-def _mend_types() -> None:
+def _patch_types() -> None:
     builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
 
-    def honest_type(dtype: Any) -> Any:
+    def dtype_of(dtype: Any) -> Any:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
         return BFLOAT16 if scalar == tl.bfloat16 else numpy_type(dtype)
 
     def cast(self: Any, source: Any, dtype: Any) -> Any:
         # To the nearest, ties to even, as the hardware's conversions do.
-        data = source.data.astype(honest_type(dtype))
+        data = source.data.astype(dtype_of(dtype))
         return interpreter.TensorHandle(data, dtype.scalar)
 
     convert = builder.create_fp_to_fp
@@ -166,7 +166,7 @@ def _mend_types() -> None:
             return convert(self, source, dtype, rounding)
         return cast(self, source, dtype)
 
-    interpreter._get_np_dtype = honest_type
+    interpreter._get_np_dtype = dtype_of
     builder.cast_impl = cast
     builder.create_fp_to_fp = between_floats
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
@@ -174,7 +174,7 @@ def _mend_types() -> None:
     )
 
 
-def _mend_products() -> None:
+def _patch_products() -> None:
     builder = interpreter.InterpreterBuilder
     product = builder.create_dot
 
@@ -189,9 +189,9 @@ def _mend_products() -> None:
 
 
 def _factor(data: Any, is_tf32: bool) -> Any:
-    """As tensor cores take it. Of a float32, tf32 has the first 10 bits of the fraction.
+    """A factor as tensor cores read it: of a float32, tf32 has the first 10 bits of the fraction.
 
-    Triton's compiler hands over the float32 without rounding it, and the other bits are not read.
+    Triton's compiler passes the float32 without rounding it, and the other bits are not read.
     """
     if not is_tf32 or data.dtype != np.float32:
         return data
@@ -199,8 +199,8 @@ def _factor(data: Any, is_tf32: bool) -> Any:
     return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def _mend_indices() -> None:
-    """NumPy from 2.4 on makes no integer of an array with one element; Triton up to 3.6 asks it."""
+def _patch_indices() -> None:
+    """NumPy 2.4 and later convert no array of one element to an integer; Triton up to 3.6 does."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:

@@ -1,12 +1,12 @@
-"""What a package would launch, without a GPU: its own launching code, on tensors without memory.
+"""The launches of a package, recorded without a GPU: its launching code runs on meta tensors.
 
     with recorded() as launches:
         backend.forward(mechanism, inputs_on_the_meta_device, frame)
     variants = [launch.variant("lucid d128") for launch in launches]
 
-So what is compiled ahead of time (`triton_compiler.py`) is what is shipped: the same types, the
-same constants, the same number of warps, and integers specialised as they are at run time (1
-becomes a constant, multiples of 16 are known to be so).
+So the variants that are compiled ahead of time (`triton_compiler.py`) are those that are shipped:
+the same types, constants and numbers of warps, and integers specialised as at run time (1 is a
+constant, and multiples of 16 are known to be divisible).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def variant(self, name: str) -> Variant:
-        """What Triton would compile for it, called `name` and the kernel's own name."""
+        """The variant that Triton would compile for it, named `name` and the kernel's name."""
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         divisible = []
@@ -73,19 +73,19 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Launches are noted in the list, and nothing is run."""
+    """Launches are appended to the list, and nothing is run."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
     launches: list[Launch] = []
 
-    def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         arguments = dict(zip(self.arg_names, args, strict=False)) | named
         size = grid(arguments) if callable(grid) else grid
         launches.append(Launch(self, tuple(map(int, size)), arguments, options))
 
-    JITFunction.run = note
+    JITFunction.run = record
     try:
         yield launches
     finally:

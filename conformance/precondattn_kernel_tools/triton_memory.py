@@ -1,7 +1,8 @@
-"""What Triton's interpreter reads and writes, watched.
+"""The loads and stores of Triton's interpreter, checked.
 
-A pointer is an address, and above its 48 bits the number of the tensor that it was made from. So an
-access is held to its own tensor: one that is outside of it, and by chance inside another, is seen.
+A pointer is an address of 48 bits and, above them, the number of the tensor from which it was
+computed. So an access is checked against its tensor: one that is outside of it and by chance inside
+another tensor is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ADDRESS_BITS = 48
 
 
 class OutOfBoundsError(IndexError):
-    """A lane that is not masked lies outside of the tensor whose pointer it was made from."""
+    """The address of an unmasked lane is outside of the tensor from which it was computed."""
 
 
 class RaceError(RuntimeError):
@@ -25,14 +26,14 @@ class RaceError(RuntimeError):
 
 
 class Extent:
-    """Where a tensor of the call lies, and which program wrote to it."""
+    """The memory of a tensor of the call, and the programs that wrote to it."""
 
     def __init__(self, tensor: Any) -> None:
         self.shape, self.strides = tuple(tensor.shape), tuple(tensor.stride())
         self.itemsize = tensor.element_size()
         steps = zip(self.shape, self.strides, strict=True)
         last = sum((size - 1) * stride for size, stride in steps)
-        # From the first element of a view to behind its last; the storage may be larger.
+        # From the first element of a view to the end of its last; the storage may be larger.
         self.first = tensor.data_ptr()
         self.bytes = (last + 1) * self.itemsize if tensor.numel() else 0
         self.writers = np.full(0, -1)
@@ -41,7 +42,7 @@ class Extent:
         return f"a tensor of shape {self.shape} and strides {self.strides}"
 
     def check(self, addresses: Any, size: int, verb: str, count: int) -> None:
-        """Of a block with `count` elements that are not masked, those that are made from here."""
+        """Check those addresses of a block of `count` unmasked elements that belong to this tensor."""
         offsets = addresses.astype(np.int64) - self.first
         is_outside = (offsets < 0) | (offsets + size > self.bytes)
         if is_outside.any():
@@ -52,7 +53,7 @@ class Extent:
             )
 
     def note_writer(self, addresses: Any, is_new: Any, program: int) -> Any:
-        """A program writes; the others that wrote there before, where it is something else now."""
+        """Record a write; returns the other programs whose elements it changes."""
         if not self.writers.size:
             self.writers = np.full(self.bytes, -1, dtype=np.int32)
         offsets = addresses.astype(np.int64) - self.first
@@ -62,21 +63,21 @@ class Extent:
 
 
 class Watch:
-    """What is known of the launch that is under way."""
+    """The state of the current launch."""
 
     def __init__(self, seed: int | None) -> None:
         self.random = None if seed is None else np.random.default_rng(seed)
         self.begin()
 
     def begin(self) -> None:
-        """A launch begins: nothing is known yet of its tensors and its grid."""
+        """A launch begins: its tensors and its grid are not known yet."""
         self.extents: list[Extent] = []
         self.grid: tuple[int, ...] = ()
         self.order: Any = None
         self.program = 0
 
     def number(self, tensor: Any) -> Any:
-        """What is to be added to the address in the pointers to a tensor."""
+        """The number to add to the address in the pointers to a tensor."""
         self.extents.append(Extent(tensor))
         return np.uint64(len(self.extents) << ADDRESS_BITS)
 
@@ -86,18 +87,18 @@ class Watch:
             self.order = self.random.permutation(math.prod(grid))
 
     def set_program(self, place: tuple[int, ...]) -> tuple[int, ...]:
-        """The place of the program that runs when it would be the turn of the one at `place`."""
+        """The position in the grid of the program that runs in place of the one at `place`."""
         turn = int(np.ravel_multi_index(place, self.grid))
         self.program = turn if self.order is None else int(self.order[turn])
         return self._place(self.program)
 
     def addresses(self, pointers: Any, mask: Any, size: int, verb: str) -> Any:
-        """The addresses in pointers, where all that are not masked are inside their tensors.
+        """The addresses of pointers, all unmasked ones of which must be inside their tensors.
 
         Raises
         ------
         OutOfBoundsError
-            otherwise, with how many are not.
+            otherwise, with the number of elements outside.
         """
         numbers, addresses = _parts(pointers)
         count = int(mask.sum())
@@ -105,19 +106,19 @@ class Watch:
             here = mask & (numbers == number)
             if not 1 <= number <= len(self.extents):
                 raise OutOfBoundsError(
-                    f"{here.sum()} of {count} elements are {verb} at an address that was not made "
-                    "from a tensor of the call"
+                    f"{here.sum()} of {count} elements are {verb} at an address that was not "
+                    "computed from a tensor of the call"
                 )
             self.extents[number - 1].check(addresses[here], size, verb, count)
         return addresses
 
     def note_writer(self, pointers: Any, is_new: Any, mask: Any) -> None:
-        """The program that runs writes, and where `is_new` something else than was there.
+        """Record a write of the current program, which changes the elements where `is_new`.
 
         Raises
         ------
         RaceError
-            when that was written by another program.
+            when another program wrote one of those.
         """
         numbers, addresses = _parts(pointers)
         for number in np.unique(numbers[mask]).tolist():
@@ -134,9 +135,9 @@ class Watch:
 
 
 class Memory:
-    """The interpreter's loads and stores, watched when there is a watch.
+    """The interpreter's loads and stores, checked while there is a watch.
 
-    They know NumPy's own types only, so that what they move are the bits.
+    They support NumPy's own types only, so they move the bits.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -180,15 +181,15 @@ class Memory:
         return self._memory.atomic_cas(pointers, expected, value, order)
 
     def _add_bfloat16(self, pointers: Any, value: Any, mask: Any) -> Any:
-        """The one atomic operation that Triton has for bfloat16. Lanes may share an address."""
-        found = np.zeros_like(value)
+        """The only atomic operation of Triton on bfloat16. Lanes may share an address."""
+        old = np.zeros_like(value)
         lane = np.ones(1, dtype=bool)
         for at in zip(*np.nonzero(mask), strict=True):
             pointer = pointers[at].reshape(1)
             bits = self._memory.load(pointer, lane, np.zeros(1, np.uint16), np.dtype(np.uint16))
-            found[at] = bits.view(BFLOAT16)[0]
+            old[at] = bits.view(BFLOAT16)[0]
             self._memory.store(pointer, _bits(bits.view(BFLOAT16) + value[at]), lane)
-        return found
+        return old
 
 
 def _parts(pointers: Any) -> tuple[Any, Any]:

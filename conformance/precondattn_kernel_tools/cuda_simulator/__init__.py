@@ -1,23 +1,22 @@
-"""CUDA kernels on a CPU: g++ compiles them, and every thread, barrier and access is watched.
+"""CUDA kernels on a CPU: g++ compiles them, and every thread, barrier and access is checked.
 
 ==================  ==============================================================================
-arrays              each lies alone: what is read or written outside of it is found, and so is
-                    what is not aligned
-shared memory       the same; what is read in it was written before, by a thread of the block
-races               two uses of an element that no barrier orders, whatever the order of the run
-barriers            all threads come to the same one; in a warp, all lanes of the mask
-shuffles            read a lane that takes part
-float16, bfloat16   are those of CUDA's own headers
+arrays              an access outside of its array, or a misaligned one, is an error
+shared memory       the same, and reading an element that no thread of the block has written
+races               two accesses to an element that no barrier orders, in any order of the run
+barriers            all threads must reach the same one; in a warp, all lanes of the mask
+shuffles            must read a lane that participates
+float16, bfloat16   are those of CUDA's headers
 ==================  ==============================================================================
 
-Blocks run one after the other, and the threads of a block in turn, each until it waits: in their
-own order, in reverse, or in one drawn from a seed (`checked`).
+Blocks run one at a time, and the threads of a block in turn, each until it waits: in order, in
+reverse, or in a random order (`checked`).
 
 Not simulated: tensor cores (`wmma`, `mma`), asynchronous copies, cooperative groups, clusters and
-inline PTX. `PRECONDATTN_SIMULATED` is defined, for a kernel to choose plain C++ in their place.
+inline PTX. `PRECONDATTN_SIMULATED` is defined, so that a kernel can use plain C++ instead.
 
-device/    what kernels include: CUDA's builtins, and CUDA's headers
-runtime/   threads, warps, memory and what is wrong with them
+device/    the headers of kernels: CUDA's builtins, and CUDA's own headers
+runtime/   threads, warps and memory, and their errors
 """
 
 from precondattn_kernel_tools.cuda_simulator.errors import (

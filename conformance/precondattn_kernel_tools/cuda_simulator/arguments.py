@@ -1,6 +1,6 @@
-"""What a kernel is called with: NumPy arrays for pointers, NumPy scalars by value.
+"""The arguments of a kernel: NumPy arrays for pointers, NumPy scalars by value.
 
-As strict as a GPU would have it: a kernel that takes `int` and is given eight bytes reads four.
+Types are checked strictly: on a GPU, a kernel with an `int` parameter reads four of eight bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ except ModuleNotFoundError as missing:
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT = 256
-"""Of an array that is no view, on a GPU."""
+"""Of the first byte of an allocated array on a GPU."""
 
 
 class Parameter(NamedTuple):
-    """Of a kernel: a value, or a pointer to such values."""
+    """A parameter of a kernel: a number, or a pointer to such numbers."""
 
     is_pointer: bool
     is_constant: bool
@@ -44,25 +44,25 @@ class Parameter(NamedTuple):
             kind = f"{words[self.letter]} of {8 * self.size} bits"
         return f"a pointer to {kind}" if self.is_pointer else kind
 
-    def takes(self, dtype: np.dtype[Any]) -> bool:
+    def accepts(self, dtype: np.dtype[Any]) -> bool:
         if self.letter == "b":
             return dtype == BFLOAT16
         if self.letter == "x":
             return self.is_pointer or dtype.itemsize == self.size
         if self.is_pointer and (self.letter == "v" or (self.letter, self.size) == ("u", 1)):
-            return True  # Bytes are cast to something else in the kernel.
+            return True  # The kernel casts bytes to another type.
         kinds = {"f": "f", "i": "i", "u": "u", "t": "b"}
         return dtype.kind == kinds[self.letter] and dtype.itemsize == self.size
 
 
 def parameters(signature: str) -> list[Parameter]:
-    """Of "*cf4 *f4 i4": const float*, float*, int."""
-    found = []
+    """From "*cf4 *f4 i4": const float*, float*, int."""
+    parsed = []
     for word in signature.split():
         parts = re.fullmatch(r"(\*?)(c?)(\w)(\d+)", word)
         assert parts is not None, word
-        found.append(Parameter(bool(parts[1]), bool(parts[2]), parts[3], int(parts[4])))
-    return found
+        parsed.append(Parameter(bool(parts[1]), bool(parts[2]), parts[3], int(parts[4])))
+    return parsed
 
 
 class Array(ctypes.Structure):
@@ -78,12 +78,12 @@ class Array(ctypes.Structure):
 
 
 class Arguments:
-    """Of one launch, as the runtime takes them.
+    """The arguments of one launch, as the runtime needs them.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument, what the kernel takes and what was found.
+        with the argument, the expected type and the one that was passed.
     """
 
     def __init__(self, kernel: str, wanted: Sequence[Parameter], args: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class Arguments:
                 shift = low - np.lib.array_utils.byte_bounds(base)[0]
                 groups.append([low, high, x.itemsize, shift % ALIGNMENT, name])
             places += [i, len(groups) - 1]
-            # Of a view that runs backwards, the pointer is that of its first element.
+            # The pointer of a view with negative strides is that of its first element.
             offsets.append(x.__array_interface__["data"][0] - groups[-1][0])
         self.arrays = (Array * len(groups))()
         for group, array in zip(groups, self.arrays, strict=True):
@@ -137,19 +137,19 @@ class Arguments:
 def _require_array(name: str, parameter: Parameter, value: Any) -> None:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name} has to be an array for {parameter}, not {type(value).__name__}")
-    if not parameter.takes(value.dtype):
+    if not parameter.accepts(value.dtype):
         raise TypeError(f"{name} is {parameter}, and the array has {value.dtype}")
     if not parameter.is_constant and not value.flags.writeable:
         raise ValueError(f"{name} may be written by the kernel, and the array is read-only")
 
 
 def _by_value(name: str, parameter: Parameter, value: Any) -> bytes:
-    # Python's own numbers are those that CuPy makes of them.
+    # Python's numbers are converted as in CuPy.
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         value = np.asarray(value)[()]
     if not isinstance(value, np.generic):
         raise TypeError(f"{name} has to be a number for {parameter}, not {type(value).__name__}")
-    if not parameter.takes(value.dtype):
+    if not parameter.accepts(value.dtype):
         raise TypeError(
             f"{name} is {parameter}, and a value of {value.dtype} is given: pass a NumPy scalar "
             "of the kernel's type"

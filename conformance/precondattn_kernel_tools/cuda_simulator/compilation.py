@@ -35,24 +35,24 @@ INSTRUMENTED = (
     *("--param", "tsan-instrument-func-entry-exit=0", "--param", "tsan-distinguish-volatile=1"),
     "-fsanitize=bounds,alignment,integer-divide-by-zero,shift,signed-integer-overflow",
 )
-# What no one has written is then no number that looks right. Older compilers can not.
+# Uninitialised variables then hold no plausible number. Older compilers do not support it.
 PATTERN = "-ftrivial-auto-var-init=pattern"
-OWN_OPTIONS = ("-D", "-I", "-U")
-OTHER_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
-"""NVRTC's options that are taken and change nothing here."""
+SUPPORTED_OPTIONS = ("-D", "-I", "-U")
+IGNORED_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
+"""Options of NVRTC that are accepted and have no effect here."""
 
-# A line for each, so that the compiler's messages say which name it did not find.
+# One line each, so that the compiler's messages show which name is unknown.
 ENTRY = (
     'extern "C" __attribute__((visibility("default"))) '
-    "void simulated_signature_{number}(char* to, unsigned long room) "
-    "{{ ::simulated::signature(&{name}, to, room); }} "
+    "void simulated_signature_{number}(char* to, unsigned long size) "
+    "{{ ::simulated::signature(&{name}, to, size); }} "
     'extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) '
     "void simulated_call_{number}(void** arguments) {{ ::simulated::call(&{name}, arguments); }}\n"
 )
 
 
 class Built:
-    """A library, and the kernels in it by their number."""
+    """A library, and the names of its kernels by their number."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self.path, self.names = path, tuple(names)
@@ -61,22 +61,22 @@ class Built:
 def build(
     code: str, source: str, expressions: Sequence[str], options: Sequence[str], folder: Path | None
 ) -> Built:
-    """The library of a source. What it includes is looked for in the folder first.
+    """The library of a source, whose includes are searched in the folder first.
 
     Raises
     ------
     CompilationError
         with the compiler's message.
     MissingToolError
-        when there is no g++, or no header of CUDA.
+        when g++ or CUDA's headers are not installed.
     """
-    given = [*_own(options), *([f"-I{folder}"] if folder else [])]
+    given = [*_supported(options), *([f"-I{folder}"] if folder else [])]
     whole = f'#include "cuda_on_cpu.h"\n# 1 "{source}"\n{code}\n'
     text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *given, "-"], whole)
-    text = text.replace('"<stdin>"', f'"{source}"')  # In debugging information it comes back.
+    text = text.replace('"<stdin>"', f'"{source}"')  # Debugging information has it.
     translated = translate(text, source)
-    found = plain_kernels(text, source)
-    names = [*expressions, *(name for name in found if name not in expressions)]
+    plain = plain_kernels(text, source)
+    names = [*expressions, *(name for name in plain if name not in expressions)]
     if not names:
         raise CompilationError(
             f'{source} has no kernel: name_expressions is empty, and nothing is extern "C"'
@@ -84,35 +84,35 @@ def build(
     entries = "".join(ENTRY.format(number=i, name=name) for i, name in enumerate(names))
     translated += f'\n# 1 "name_expressions"\n{entries}'
     runtime = _runtime()
-    flags = [*COMMON, *INSTRUMENTED, *([PATTERN] if _takes_pattern() else [])]
+    flags = [*COMMON, *INSTRUMENTED, *([PATTERN] if _supports_pattern() else [])]
     key = _key(translated, runtime.name, *flags)
 
     def make(path: Path) -> None:
         unit = path.with_suffix(".o")
         _run(["-c", "-x", "c++-cpp-output", *flags, "-o", str(unit), "-"], translated)
-        # Not the sanitizers' own libraries: the runtime has what they would be asked for.
+        # Without the sanitizers' libraries: the runtime defines the functions that are called.
         _run(["-shared", "-Wl,--no-undefined", "-o", str(path), str(unit), str(runtime)])
 
     return Built(_cached(f"module-{key}.so", make), names)
 
 
 def cache_folder() -> Path:
-    """Of the user. It may be removed at any time."""
+    """The user's cache folder. It may be removed at any time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "precondattn" / "cuda_simulator"
 
 
-def _own(options: Sequence[str]) -> list[str]:
-    found = []
+def _supported(options: Sequence[str]) -> list[str]:
+    supported = []
     for option in options:
-        if option.startswith(OWN_OPTIONS):
-            found.append(option)
-        elif not option.startswith(OTHER_OPTIONS):
+        if option.startswith(SUPPORTED_OPTIONS):
+            supported.append(option)
+        elif not option.startswith(IGNORED_OPTIONS):
             raise ValueError(
-                f"options has {option!r}: the simulator takes {', '.join(OWN_OPTIONS)} with what "
-                f"follows at once, and leaves aside {', '.join(OTHER_OPTIONS)}"
+                f"options has {option!r}: the simulator supports {', '.join(SUPPORTED_OPTIONS)} with "
+                f"their argument attached, and ignores {', '.join(IGNORED_OPTIONS)}"
             )
-    return found
+    return supported
 
 
 def _includes() -> list[str]:
@@ -143,7 +143,7 @@ def _compiler() -> tuple[str, str]:
 
 
 @functools.cache
-def _takes_pattern() -> bool:
+def _supports_pattern() -> bool:
     return int(_run(["-dumpversion"]).partition(".")[0]) >= 12
 
 
@@ -162,7 +162,7 @@ def _key(*texts: str) -> str:
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The file of that name; several processes may make it at once, and each finds a whole one."""
+    """The file of that name. Several processes may create it at once; each gets a complete one."""
     folder = cache_folder()
     path = folder / name
     if not path.exists():

@@ -1,10 +1,10 @@
-"""What a simulated kernel does wrong."""
+"""The errors of simulated kernels."""
 
 from __future__ import annotations
 
 
 class CompilationError(RuntimeError):
-    """The source does not compile for the simulator; has the compiler's message."""
+    """The source does not compile for the simulator. Has the compiler's message."""
 
 
 class KernelError(RuntimeError):
@@ -16,16 +16,16 @@ class OutOfBoundsError(KernelError, IndexError):
 
 
 class RaceError(KernelError):
-    """Two threads use the same element, one of them writes, and nothing orders the two."""
+    """Two threads access the same element without an order, and one of them writes."""
 
 
 class UninitializedError(KernelError):
-    """Shared memory is read that no thread of the block has written."""
+    """A thread reads shared memory that no thread of the block has written."""
 
 
 class SynchronizationError(KernelError):
-    """A barrier, a shuffle or a vote that not all of its threads come to, or that never ends."""
+    """A barrier, a shuffle or a vote that some of its threads do not reach, or a deadlock."""
 
 
 KINDS = (KernelError, OutOfBoundsError, RaceError, UninitializedError, SynchronizationError)
-"""By the runtime's number of the kind."""
+"""Indexed by the runtime's number of the kind."""

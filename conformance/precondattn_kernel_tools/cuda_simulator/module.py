@@ -24,7 +24,7 @@ _order: ContextVar[Order] = ContextVar("order", default=None)
 _one_at_a_time = threading.Lock()
 
 STATIC_LIMIT, SHARED_LIMIT = 48 << 10, 227 << 10
-"""Bytes of shared memory without asking for more, and with."""
+"""Bytes of shared memory by default, and at most."""
 MOST_THREADS = 1024
 GRID_LIMITS, BLOCK_LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
 
@@ -33,8 +33,8 @@ GRID_LIMITS, BLOCK_LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
 def checked(seed: Order = None) -> Iterator[None]:
     """Kernels that are launched inside run in another order.
 
-    With a seed, the blocks and the threads of each run in an order that is drawn from it; with
-    "reverse", the last first; without, the first first.
+    With a seed, blocks and the threads of a block run in a random order; with "reverse", in reverse
+    order; without, in order.
     """
     if seed is not None and seed != "reverse" and (not isinstance(seed, int) or seed < 0):
         raise ValueError(f"seed has to be None, 'reverse' or an integer from 0 on, not {seed!r}")
@@ -46,22 +46,22 @@ def checked(seed: Order = None) -> Iterator[None]:
 
 
 class SimulatedModule:
-    """A CUDA source for this machine's CPU.
+    """A CUDA source, compiled for the CPU.
 
     Parameters
     ----------
     source
         The code, or the path of its file.
     name_expressions
-        Kernels that are templates, as `cupy.RawModule` takes them: "solve<__half, 64>". Others are
-        found by themselves when they are `extern "C"`.
+        Kernels that are templates, as for `cupy.RawModule`: "solve<__half, 64>". Kernels that are
+        `extern "C"` need none.
     options
         "-DNAME=VALUE", "-Ifolder".
 
     Raises
     ------
     CompilationError
-        when it does not compile; has the compiler's message.
+        when it does not compile, with the compiler's message.
     MissingToolError
         when g++ or CUDA's headers are not installed.
     """
@@ -84,12 +84,12 @@ class SimulatedModule:
         self._library = ctypes.CDLL(str(self._built.path))
 
     def get_function(self, name: str) -> SimulatedFunction:
-        """The kernel of that name expression, or of that name.
+        """The kernel of a name expression, or of a name.
 
         Raises
         ------
         KeyError
-            when there is none; the message has those that there are.
+            when there is none, with the names that exist.
         """
         if name not in self._built.names:
             raise KeyError(f"no kernel {name!r} among {', '.join(map(repr, self._built.names))}")
@@ -111,7 +111,7 @@ class SimulatedFunction:
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
-        """Bytes of dynamic shared memory that a launch may ask for: 48 KiB until it is raised."""
+        """Bytes of dynamic shared memory that a launch may request: 48 KiB unless raised."""
         return self._dynamic_limit
 
     @max_dynamic_shared_size_bytes.setter
@@ -125,14 +125,14 @@ class SimulatedFunction:
     def __call__(
         self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared_mem: int = 0
     ) -> None:
-        """Run every block, and write the arrays when all were right.
+        """Run every block, and write the arrays if none had an error.
 
         Raises
         ------
         KernelError
-            for what a thread does wrong; see `errors.py` for its kinds.
+            for an error of a thread; see `errors.py` for its kinds.
         TypeError, ValueError
-            when the kernel can not be launched like this.
+            for arguments with which the kernel can not be launched.
         """
         sizes = [*_size("grid", grid, GRID_LIMITS), *_size("block", block, BLOCK_LIMITS)]
         if (count := sizes[3] * sizes[4] * sizes[5]) > MOST_THREADS:
@@ -168,20 +168,20 @@ class SimulatedFunction:
 
     def _with_lines(self, text: str) -> str:
         path = self._built.path
-        return re.sub(r"<code ([0-9a-f]+)>", lambda found: _line(path, int(found[1], 16)), text)
+        return re.sub(r"<code ([0-9a-f]+)>", lambda match: _line(path, int(match[1], 16)), text)
 
 
 @functools.cache
 def _line(path: Path, code: int) -> str:
-    """Of the instruction before that address, where the call was."""
+    """The source line of the instruction before that address, which is the call."""
     command = ["addr2line", "-i", "-e", str(path), hex(code - 1)]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return f"code at {code:#x} (the line is known where addr2line is installed)"
-    # The innermost first: a function that was inlined, and then its callers.
+    # Innermost first: an inlined function, then its callers.
     foreign = (str(DEVICE), str(include_folder()))
-    frames = [line for line in found.split("\n") if line and not line.startswith(foreign)]
+    frames = [line for line in lines.split("\n") if line and not line.startswith(foreign)]
     places = [
         f"line {number[2]} of {Path(number[1]).name}"
         for frame in frames

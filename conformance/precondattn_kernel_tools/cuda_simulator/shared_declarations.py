@@ -1,7 +1,7 @@
-"""From CUDA's keywords to C++: what is done to a source after the preprocessor has gone over it.
+"""From CUDA's keywords to C++: the rewriting of a preprocessed source.
 
-A variable in shared memory becomes a reference to memory that the runtime hands out by block, with
-guards around it and the variable's name:
+A variable in shared memory becomes a reference to memory that the runtime allocates for each block,
+with guard regions around it and with the variable's name:
 
     __shared__ float tile[32][33];     typedef float tile_type[32][33]; … tile_type& tile = …;
     extern __shared__ float rows[];    float* rows = …;
@@ -28,20 +28,20 @@ def translate(text: str, source: str) -> str:
     Raises
     ------
     CompilationError
-        where it has inline PTX, or a declaration that is not understood.
+        for inline PTX, or for a declaration that can not be parsed.
     """
-    for line, code in _own_lines(text, source):
+    for line, code in _source_lines(text, source):
         if ASSEMBLY.search(code):
             raise CompilationError(
-                f"line {line} has inline PTX, which is not simulated: choose plain C++ in its "
-                "place with #ifdef PRECONDATTN_SIMULATED"
+                f"line {line} has inline PTX, which is not simulated: use plain C++ "
+                "instead with #ifdef PRECONDATTN_SIMULATED"
             )
     return GLOBAL.sub("", SHARED.sub(_declaration, text))
 
 
 def plain_kernels(text: str, source: str) -> list[str]:
     """The names of kernels with C linkage, which need no name expression."""
-    text = "\n".join(code for _, code in _own_lines(text, source))
+    text = "\n".join(code for _, code in _source_lines(text, source))
     in_block = re.search(r'extern\s+"C"\s*\{', text) is not None
     names = []
     for found in GLOBAL.finditer(text):
@@ -54,16 +54,16 @@ def plain_kernels(text: str, source: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _own_lines(text: str, source: str) -> Iterator[tuple[int, str]]:
-    """Number and text of the lines that are the author's own, not the system's."""
-    has_begun, is_own, number = False, False, 0
+def _source_lines(text: str, source: str) -> Iterator[tuple[int, str]]:
+    """Number and text of the lines that do not come from system headers."""
+    has_begun, is_source, number = False, False, 0
     for line in text.split("\n"):
         if marker := MARKER.match(line):
             number = int(marker[1])
             has_begun = has_begun or marker[2] == source
-            is_own = has_begun and "3" not in marker[3].split()
+            is_source = has_begun and "3" not in marker[3].split()
             continue
-        if is_own:
+        if is_source:
             yield number, line
         number += 1
 
@@ -100,7 +100,7 @@ def _declaration(found: re.Match[str]) -> str:
 
 
 def _without_markers(text: str) -> tuple[str, str]:
-    """On one line, and what keeps the count of the lines right behind it.
+    """The text on one line, and the end of it that keeps later line numbers right.
 
     The preprocessor marks where a macro of a system header begins and ends.
     """
@@ -116,7 +116,7 @@ def _without_markers(text: str) -> tuple[str, str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Between the commas that are in no bracket."""
+    """Split at the commas outside of brackets."""
     depth, start = 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "<([{") - (letter in ">)]}")

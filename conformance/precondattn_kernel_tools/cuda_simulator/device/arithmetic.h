@@ -1,4 +1,4 @@
-// CUDA's functions of numbers that C++ has not. The fast ones are as exact here as the others.
+// CUDA's arithmetic functions that C++ does not have. Fast versions are as exact as the others.
 #pragma once
 
 namespace simulated {
@@ -7,7 +7,7 @@ using Number = typename std::enable_if<std::is_arithmetic<A>::value && std::is_a
                                        typename std::common_type<A, B>::type>::type;
 }
 
-// Of numbers of two kinds too; of a NaN and a number, the number.
+// For two types too; of a NaN and a number, the number.
 template <class A, class B>
 ::simulated::Number<A, B> max(A a, B b) {
   using T = ::simulated::Number<A, B>;
@@ -31,7 +31,7 @@ inline float __log2f(float x) { return log2f(x); }
 inline float __log10f(float x) { return log10f(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
-#define __exp10f(x) exp10f(x)  // The C library keeps the name for itself.
+#define __exp10f(x) exp10f(x)  // The C library reserves the name.
 inline float __powf(float x, float y) { return powf(x, y); }
 inline float __fdividef(float x, float y) { return x / y; }
 
@@ -80,7 +80,7 @@ inline unsigned __umulhi(unsigned x, unsigned y) {
   return (unsigned)((unsigned long long)x * y >> 32);
 }
 
-// Loads and stores with a wish for the cache are loads and stores.
+// Loads and stores with cache hints are plain loads and stores.
 #define SIMULATED_LOAD(name)       \
   template <class T>               \
   T name(const T* address) {       \

@@ -1,4 +1,4 @@
-// Atomic operations, for the types that CUDA has them for.
+// Atomic operations, for the types for which CUDA has them.
 #pragma once
 
 namespace simulated {
@@ -6,7 +6,7 @@ namespace simulated {
 template <class T, class... Among>
 constexpr bool is_one_of = (std::is_same<T, Among>::value || ...);
 
-// Always inlined, so that an error names the kernel's own line.
+// Always inlined, so that an error names the line of the kernel.
 template <class T, class Change>
 __attribute__((always_inline)) inline T update(T* address, Change change) {
   T old;
@@ -17,7 +17,7 @@ __attribute__((always_inline)) inline T update(T* address, Change change) {
 }
 
 template <class T>
-using Same = typename std::common_type<T>::type;  // Not deduced from: the pointer says the type.
+using Same = typename std::common_type<T>::type;  // Not deduced: the pointer determines the type.
 
 }  // namespace simulated
 

@@ -1,10 +1,10 @@
-// CUDA C++ for g++: what a kernel may use without including anything.
+// CUDA C++ for g++: the builtins that a kernel uses without an include.
 //
 // The types, among them float16 and bfloat16, are those of CUDA's own headers, whose code for the
-// host rounds as a GPU does. `PRECONDATTN_SIMULATED` is defined, for kernels that choose plain C++
+// host rounds as a GPU does. `PRECONDATTN_SIMULATED` is defined, for kernels that use plain C++
 // in place of tensor cores or PTX. `__shared__` declarations are rewritten before compilation.
 #pragma once
-// Those of C++ that end in .h: abs, exp and isnan are global, and of float where x is.
+// C++'s headers that end in .h: abs, exp and isnan are global, with an overload for float.
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
@@ -40,7 +40,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-// `__global__` and `__shared__` stay: they are looked for, and rewritten, in what is left of them.
+// `__global__` and `__shared__` are kept here: the preprocessed text is searched for them.
 
 #include "interface.h"
 #include "threads.h"

@@ -1,4 +1,4 @@
-// Functions of float16 and bfloat16 that CUDA's headers have for a GPU only: calculated in float or
+// Functions of float16 and bfloat16 that CUDA's headers define for a GPU only: computed in float or
 // double, and rounded once.
 #pragma once
 

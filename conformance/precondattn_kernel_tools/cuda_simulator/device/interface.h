@@ -1,4 +1,4 @@
-// What a simulated kernel asks of the runtime. Kernels are instrumented, the runtime is not.
+// The runtime's functions for simulated kernels. Kernels are instrumented, the runtime is not.
 #pragma once
 #include <vector_types.h>
 
@@ -7,19 +7,19 @@
 
 namespace simulated {
 
-// Constant for as long as a frame of a kernel lives: one thread runs on one stack.
+// Constant during a call of the kernel: one thread runs on one stack.
 __attribute__((const)) uint3 thread_index();
 __attribute__((const)) uint3 block_index();
 __attribute__((const)) dim3 block_size();
 __attribute__((const)) dim3 grid_size();
 __attribute__((const)) unsigned lane();
 
-// A place in the source.
+// A position in the source.
 struct Site {
   const char* file;
   int line;
 };
-// As the last parameters of a function: where it is called.
+// The last parameters of a function: the position of its call.
 #define SIMULATED_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define SIMULATED_SITE (::simulated::Site{file, line})
 
@@ -27,11 +27,11 @@ enum BarrierResult { NOTHING, COUNT, ALL, ANY };
 int barrier(BarrierResult what, int predicate, Site site);
 
 enum WarpOperation { SYNCHRONIZE, SHUFFLE, BALLOT, MATCH, ADD, MINIMUM, MAXIMUM, AND, OR, XOR };
-// All lanes of the mask exchange a value of 64 bits. A shuffle gets that of the lane `source`,
-// the others get what the operation makes of all of them.
+// All lanes of the mask exchange 64 bits. A shuffle returns those of the lane `source`, the other
+// operations return a reduction over all lanes.
 uint64_t exchange(WarpOperation operation, unsigned mask, uint64_t value, int source, Site site);
 
-// One static variable in shared memory. Its memory is found when a block first comes by.
+// A static variable in shared memory. Its memory is allocated when a block first reaches it.
 struct SharedVariable {
   void* memory;
   unsigned launch;
@@ -40,10 +40,10 @@ void* shared_variable(SharedVariable* variable, size_t bytes, size_t alignment, 
 void* dynamic_shared_memory(size_t alignment);
 
 void fence();
-// Between these two no other thread runs: what an atomic operation reads, and what it leaves.
+// No other thread runs between the read and the write of an atomic operation.
 void atomic_read(const void* address, void* value, size_t bytes);
 void atomic_write(void* address, const void* value, size_t bytes);
-// For what the compiler does not instrument: memcpy, memset.
+// For accesses that the compiler does not instrument: memcpy, memset.
 void check_range(const void* address, size_t bytes, bool is_write);
 [[noreturn]] void stop(const char* why, Site site);
 

@@ -1,4 +1,4 @@
-// Where a thread is, and barriers of its block.
+// Indices of a thread, and barriers of its block.
 #pragma once
 
 #define threadIdx (::simulated::thread_index())
@@ -23,7 +23,7 @@ inline int __syncthreads_or(int predicate, SIMULATED_CALLER) {
 inline void __threadfence() { ::simulated::fence(); }
 inline void __threadfence_system() { ::simulated::fence(); }
 inline void __nanosleep(unsigned) {}
-// Between threads of a block, only barriers are taken to order memory.
+// Between threads of a block, only barriers order memory.
 inline void __threadfence_block() {}
 
 [[noreturn]] inline void __trap(SIMULATED_CALLER) {

@@ -29,12 +29,12 @@ inline int width_of(int width, Site site) {
   return width;
 }
 
-// Reductions are of 32 bits, as the hardware's.
+// Reductions are of 32 bits, as in hardware.
 template <class T>
 T reduce(WarpOperation operation, unsigned mask, T value, Site site) {
   static_assert(sizeof(T) == 4 && std::is_integral<T>::value,
                 "the hardware reduces integers of 32 bits");
-  // Signed integers keep their order with the sign in the upper half.
+  // Signed integers keep their order with the sign bits in the upper half.
   return (T)exchange(operation, mask, (uint64_t)(int64_t)value, 0, site);
 }
 
@@ -71,7 +71,7 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
                   SIMULATED_CALLER) {
   const int lane = ::simulated::lane(), other = (lane ^ lanes) & 31;
-  // Groups before one's own may be read, those behind it may not.
+  // A lane may read preceding groups, not following ones.
   const bool inside = (other | (::simulated::width_of(width, SIMULATED_SITE) - 1)) <= (lane | (width - 1));
   return ::simulated::shuffle(mask, value, inside ? other : lane, SIMULATED_SITE);
 }

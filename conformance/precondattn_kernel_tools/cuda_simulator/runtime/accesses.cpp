@@ -1,18 +1,18 @@
-// Every load and store of a kernel comes by here.
+// Checks of every load and store of a kernel.
 //
-// The compiler instruments kernels as for its thread sanitizer, whose functions are ours.
+// The compiler instruments kernels as for its thread sanitizer, whose functions are defined here.
 #include "runtime.h"
 
 namespace simulated {
 
-// A thread that waits for what another one does, without a barrier, waits for ever here.
+// A thread that waits for another thread without a barrier never ends.
 constexpr uint64_t PATIENCE = uint64_t(1) << 24;
 
 [[noreturn]] static void fail_outside(const Region& region, const char* address, size_t bytes,
                                       bool is_write, uint32_t code) {
   const long offset = address - region.begin, size = region.end - region.begin;
   const long granule = region.is_shared ? 1 : region.granule;
-  // Rounded down, in front of the array too.
+  // Rounded down, before the array too.
   const long element = offset >= 0 ? offset / granule : -((-offset + granule - 1) / granule);
   const char* unit = granule == 1 ? "byte" : "element";
   fail(FaultKind::OUT_OF_BOUNDS, "%s %s %zu bytes at %s %ld of %s, which has %ld, %s",
@@ -34,7 +34,7 @@ constexpr uint64_t PATIENCE = uint64_t(1) << 24;
 
 void check(const void* where_to, size_t bytes, bool is_write, Use use,
            const void* caller) {
-  if (launch.current < 0) return;  // While the module is loaded.
+  if (launch.current < 0) return;  // The module is being loaded.
   const char* address = static_cast<const char*>(where_to);
   const Thread& me = launch.all[launch.current];
   if (address >= me.stack && address + bytes <= me.stack + STACK) return;
@@ -50,8 +50,8 @@ void check(const void* where_to, size_t bytes, bool is_write, Use use,
   }
   if (address < region->begin || address + bytes > region->end)
     fail_outside(*region, address, bytes, is_write, code);
-  // What is volatile in global memory is meant to be seen by other blocks. In shared memory, a
-  // warp without barriers once relied on it, and no longer can.
+  // A volatile access to global memory is meant to be visible to other blocks. In shared memory,
+  // volatile does not replace a barrier of the warp.
   const bool is_atomic = use == ATOMIC || (use == VOLATILE && !region->is_shared);
   if (is_atomic && !region->is_shared) launch.blocks.back().has_read_atomically = true;
   note(*region, address, bytes, is_write, is_atomic, code);

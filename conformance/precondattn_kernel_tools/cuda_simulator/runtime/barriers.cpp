@@ -1,4 +1,4 @@
-// Barriers of a block: all threads come to the same one, or something is wrong.
+// Barriers of a block: all threads must reach the same one.
 #include "runtime.h"
 
 namespace simulated {
@@ -11,7 +11,7 @@ int barrier(BarrierResult what, int predicate, Site site) {
   return me.result;
 }
 
-// Every thread waits here or has returned: nothing else could go on.
+// Every thread waits here or has returned: no other thread can run.
 void release_barrier() {
   int first = -1, returned = -1, count = 0;
   for (int i = 0; i < launch.threads; ++i) {

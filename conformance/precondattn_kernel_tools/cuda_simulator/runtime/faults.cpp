@@ -1,4 +1,4 @@
-// What is wrong, in words.
+// The messages of errors.
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -48,8 +48,8 @@ void stop(const char* why, Site site) {
 
 }  // namespace simulated
 
-// The compiler's checks of undefined behaviour, with handlers of our own. Their data begin with the
-// place in the source.
+// Handlers of the compiler's checks of undefined behaviour. Their data begin with the position in
+// the source.
 namespace {
 
 struct Type {
@@ -94,7 +94,7 @@ __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(OutOfBou
             "index " + std::to_string(value) + " is outside of an array of type " +
                 data->array->name);
 }
-// A vector is loaded and stored at once, at a multiple of its size.
+// A vector is loaded and stored by one instruction, at a multiple of its size.
 void __ubsan_handle_type_mismatch_v1(Mismatch* data, char* address) {
   std::string what = std::string("a ") + data->type->name + " is used";
   if (const simulated::Region* region = simulated::find_region(address))

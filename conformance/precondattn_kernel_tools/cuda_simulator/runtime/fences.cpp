@@ -1,5 +1,4 @@
-// What one block makes known to another: behind a fence of the one, an atomic access of the other,
-// and a fence of that one.
+// Order between blocks: a fence of one block, an atomic access of another, and a fence of that.
 #include <algorithm>
 
 #include "runtime.h"
@@ -18,7 +17,7 @@ void fence() {
     me.acquired_clock = me.clock[lane];
     if (!block.first_acquired) block.first_acquired = launch.epoch;
   }
-  ++me.clock[lane];  // What comes behind the fence is another time.
+  ++me.clock[lane];  // Accesses after the fence have a later time.
 }
 
 static const Block& block_of(const Access& access) { return launch.blocks[block_number(access)]; }
@@ -30,7 +29,7 @@ int block_number(const Access& access) {
   return int(behind - launch.blocks.begin()) - 1;
 }
 
-// A fence of a thread that knew of the access: its own, or one that a barrier ordered before.
+// A fence of a thread to which the access is ordered: its own, or one that a barrier orders before.
 static bool is_published(const Access& access) {
   const Block& block = block_of(access);
   if (block.last_fence > access.epoch) return true;
@@ -43,7 +42,7 @@ static bool is_published(const Access& access) {
   return false;
 }
 
-// A fence of this thread, or of one that a barrier ordered before what it does now.
+// A fence of this thread, or of one that a barrier orders before its current access.
 static bool has_acquired() {
   const Block& block = launch.blocks.back();
   if (block.first_acquired && block.first_acquired < launch.epoch) return true;

@@ -1,13 +1,13 @@
-// Two threads use the same element, one of them writes, and nothing orders the two.
+// Two threads access the same element without an order, and one of them writes.
 //
-// In a block a barrier orders, and in a warp __syncwarp does, as vector clocks tell; between blocks
-// fences do. So races are found in whatever order the threads run.
+// Within a block barriers order accesses, and within a warp __syncwarp does, by vector clocks;
+// between blocks fences do. So a race is found in any order in which the threads run.
 #include "runtime.h"
 
 namespace simulated {
 
 static bool is_before(const Access& access, bool is_shared) {
-  if (access.epoch < launch.block_epoch) {  // Another block's, or none.
+  if (access.epoch < launch.block_epoch) {  // Of another block, or none.
     return is_shared || access.epoch == 0 || is_handed_over(access);
   }
   if (access.epoch < launch.epoch || access.thread == launch.current) return true;
@@ -54,7 +54,7 @@ void note(Region& region, const char* address, size_t bytes, bool is_write, bool
         if (conflicts(*read)) fail_in_race(region, i, *read, false, true, code);
       shadow.write = now;
     } else {
-      // Two threads are enough: of two that read, one is not the one that writes.
+      // Two threads are enough: at least one of two readers is not the writer.
       if (shadow.read.thread != now.thread || shadow.read.epoch < launch.block_epoch)
         shadow.other_read = shadow.read;
       shadow.read = now;

@@ -1,4 +1,4 @@
-// Memory of the arrays and of shared variables, each with much room around it.
+// Memory of the arrays and of shared variables, each inside a large guard region.
 #include <link.h>
 #include <sys/mman.h>
 
@@ -10,7 +10,7 @@
 
 namespace simulated {
 
-// No access goes as far by mistake as from one array to the next.
+// Larger than any accidental offset from one array to the next.
 constexpr size_t ROOM_OF_ARRAY = size_t(64) << 20, ROOM_OF_SHARED = size_t(1) << 20;
 constexpr size_t PAGE = 4096;
 
@@ -23,17 +23,17 @@ static char* map(size_t bytes, int protection) {
 }
 
 static Region& add_region(const char* name, bool is_shared, size_t bytes, size_t granule,
-                          size_t shift, size_t room) {
+                          size_t shift, size_t guard) {
   Region region{};
   region.name = name;
   region.is_shared = is_shared;
   region.granule = granule;
   const size_t middle = whole_pages(shift + bytes);
-  region.first = map(2 * room + middle, PROT_NONE);
-  region.last = region.first + 2 * room + middle;
-  region.begin = region.first + room + shift;
+  region.first = map(2 * guard + middle, PROT_NONE);
+  region.last = region.first + 2 * guard + middle;
+  region.begin = region.first + guard + shift;
   region.end = region.begin + bytes;
-  if (middle && mprotect(region.first + room, middle, PROT_READ | PROT_WRITE))
+  if (middle && mprotect(region.first + guard, middle, PROT_READ | PROT_WRITE))
     fail(FaultKind::OTHER, "no memory for %zu bytes", bytes);
   region.shadow_bytes = whole_pages((bytes / granule + 2) * sizeof(Shadow));
   region.shadow = reinterpret_cast<Shadow*>(map(region.shadow_bytes, PROT_READ | PROT_WRITE));
@@ -60,13 +60,13 @@ void end_regions(bool copies_back, const Array* arrays, int count) {
   launch.regions.clear();
 }
 
-// Shared memory has nothing of the block before; as floating point it is NaN.
+// Shared memory keeps nothing of the previous block; as floating point it is NaN.
 void begin_block_of_regions() {
   for (Region& region : launch.regions)
     if (region.is_shared) memset(region.begin, 0xff, region.end - region.begin);
 }
 
-// At an odd multiple of the alignment: what relies on more than was declared is misaligned.
+// At an odd multiple of the alignment: code that relies on a larger alignment is misaligned.
 static Region& add_shared(const char* name, size_t bytes, size_t alignment) {
   launch.shared_bytes = (launch.shared_bytes + alignment - 1) / alignment * alignment + bytes;
   if (launch.shared_bytes > launch.shared_limit)
@@ -105,7 +105,7 @@ Region* find_region(const char* address) {
   return nullptr;
 }
 
-// Where the module with the kernels lies, with its constants and `__device__` variables.
+// The address range of the module with the kernels, its constants and `__device__` variables.
 struct Image {
   const char* base;
   const char* first;

@@ -19,12 +19,12 @@ enum class FaultKind { OTHER, OUT_OF_BOUNDS, RACE, UNINITIALIZED, SYNCHRONIZATIO
 
 enum class State { READY, AT_BARRIER, IN_WARP, DONE };
 
-// A CUDA thread: a stack of its own, and what it waits for.
+// A CUDA thread: its stack, and the event for which it waits.
 struct Thread {
   State state;
   bool is_started;
   uint3 index;
-  char* stack;  // Its lowest byte; a page below it can not be touched.
+  char* stack;  // Its lowest byte; the page below it is protected.
   ucontext_t start;
   jmp_buf place;
   Site site;
@@ -38,19 +38,19 @@ struct Thread {
   int source;
   uint64_t value;
   uint64_t received;
-  // By lane, what of its memory is known here: all up to that clock.
+  // By lane: the clock up to which its accesses are ordered before this thread's.
   uint32_t clock[WARP];
-  // When it first fenced behind an atomic access of the block.
+  // Its first fence after an atomic access of the block.
   uint32_t acquired_epoch, acquired_clock;
 };
 
-// A thread's last fence: when, and what it knew then.
+// A thread's last fence: its time, and the accesses that were ordered before it.
 struct Fence {
   uint32_t epoch;
   uint32_t clock[WARP];
 };
 
-// A block that has run, or runs: what others may know of it.
+// A block that has run or is running: its accesses that are visible to others.
 struct Block {
   uint32_t first_epoch;
   uint32_t last_fence;
@@ -59,7 +59,7 @@ struct Block {
   std::map<int, Fence> fences;  // By thread.
 };
 
-// An access to memory, as it is remembered.
+// The record of an access to memory.
 struct Access {
   uint32_t epoch;  // The launch's, which barriers and blocks advance; 0 is none.
   uint32_t clock;  // The thread's, which __syncwarp and fences advance.
@@ -73,20 +73,20 @@ struct Shadow {
   Access write, read, other_read;
 };
 
-// Memory that a kernel may use: an array of the call, or a variable in shared memory.
+// Memory that a kernel may access: an array of the call, or a variable in shared memory.
 struct Region {
   std::string name;
   bool is_shared;
   char* begin;
   char* end;
-  char* first;  // Of the address space that is kept free around it.
+  char* first;  // The first byte of the reserved address range around it.
   char* last;
-  size_t granule;  // Bytes to a shadow.
+  size_t granule;  // Bytes per shadow entry.
   Shadow* shadow;
   size_t shadow_bytes;
 };
 
-// An array of the call, as Python hands it over.
+// An array of the call, as Python passes it.
 struct Array {
   char* memory;
   size_t bytes;
@@ -100,8 +100,8 @@ struct Launch {
   dim3 grid, block;
   int threads = 0;
   uint3 block_at{};
-  int current = -1;  // The thread that runs; -1 is none.
-  uint64_t accesses = 0;  // Of the thread that runs, since it was resumed.
+  int current = -1;  // The running thread; -1 is none.
+  uint64_t accesses = 0;  // Of the running thread, since it was resumed.
   jmp_buf scheduler, end;
   std::vector<Thread> all;
   std::vector<Region> regions;
@@ -118,7 +118,7 @@ struct Launch {
 };
 extern Launch launch;
 
-// Ends the launch. In the format, %s takes what place() and who() give.
+// Ends the launch. In the format, %s is replaced by the results of place() and who().
 [[noreturn]] void fail(FaultKind kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
 std::string place(Site site);
 std::string place_of_code(uint32_t code);  // Python finds the line.
@@ -126,11 +126,11 @@ std::string who(int thread);
 std::string where(int thread);  // Thread and block.
 
 // threads.cpp
-void wait(State state, Site site);  // Until another thread, or all, let this one go on.
+void wait(State state, Site site);  // Until one or all other threads let this one continue.
 
 // warps.cpp
 bool release_warps();
-[[noreturn]] void fail_in_warp();  // Nothing moves, and some thread waits for its warp.
+[[noreturn]] void fail_in_warp();  // No thread can run, and one waits for its warp.
 
 // barriers.cpp
 void release_barrier();

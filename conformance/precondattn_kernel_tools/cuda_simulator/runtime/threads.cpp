@@ -1,4 +1,4 @@
-// A launch: blocks one after the other, the threads of a block in turn, each on a stack of its own.
+// A launch: blocks one at a time, the threads of a block in turn, each with its own stack.
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -23,7 +23,7 @@ void wait(State state, Site site) {
   Thread& me = launch.all[launch.current];
   me.state = state;
   me.site = site;
-  // Back to the scheduler. It comes back here with `current` as it was.
+  // Switch to the scheduler, which returns here with the same `current`.
   if (!_setjmp(me.place)) _longjmp(launch.scheduler, 1);
 }
 
@@ -91,7 +91,7 @@ static uint3 at(unsigned number, const dim3& size) {
   return uint3{number % size.x, number / size.x % size.y, number / size.x / size.y};
 }
 
-// Stacks are kept from launch to launch, each behind a page that can not be touched.
+// Stacks are kept between launches, each above a protected page.
 static void make_threads() {
   constexpr size_t PAGE = 4096;
   while ((int)launch.all.size() < launch.threads) {
@@ -111,10 +111,10 @@ static void make_threads() {
 static struct sigaction before;
 static pthread_t runner;
 
-// What the compiler's instrumentation does not see: a stack that is too small, above all.
+// Errors that the compiler's instrumentation does not see, mostly a stack overflow.
 static void on_signal(int, siginfo_t* info, void*) {
   if (launch.current < 0 || !pthread_equal(pthread_self(), runner)) {
-    sigaction(SIGSEGV, &before, nullptr);  // Not ours: it happens again, to whom it belongs.
+    sigaction(SIGSEGV, &before, nullptr);  // Not from a kernel: it is raised again for the previous handler.
     return;
   }
   const char* address = static_cast<const char*>(info->si_addr);
@@ -164,12 +164,12 @@ static void run_blocks(int kind, unsigned seed) {
 
 }  // namespace simulated
 
-// What Python calls. Returns 0, or 1 and the number of the kind of fault, a line and its text.
+// Called by Python. Returns 0, or 1 and the number of the kind of error, a newline and its text.
 extern "C" __attribute__((visibility("default"))) int simulated_launch(
     void (*kernel)(void**), void** arguments, simulated::Array* arrays, int array_count,
     const int* places, const size_t* offsets, int pointer_count, const unsigned* sizes,
     size_t dynamic_bytes, size_t shared_limit, int order, unsigned seed, char* message,
-    size_t room) {
+    size_t size) {
   using namespace simulated;
   ++launch.number;
   launch.grid = dim3(sizes[0], sizes[1], sizes[2]);
@@ -187,7 +187,7 @@ extern "C" __attribute__((visibility("default"))) int simulated_launch(
   if (!_setjmp(launch.end)) {
     make_threads();
     begin_regions(arrays, array_count);
-    // The argument of each pointer: its place, the array that it points into, and how far.
+    // Each pointer argument: its index, the array that it points into, and the offset.
     for (int i = 0; i < pointer_count; ++i)
       *static_cast<char**>(arguments[places[2 * i]]) =
           launch.regions[places[2 * i + 1]].begin + offsets[i];
@@ -197,6 +197,6 @@ extern "C" __attribute__((visibility("default"))) int simulated_launch(
   watch_signals(false);
   end_regions(is_right, arrays, array_count);
   if (is_right) return 0;
-  snprintf(message, room, "%d\n%s", (int)launch.fault, launch.message.c_str());
+  snprintf(message, size, "%d\n%s", (int)launch.fault, launch.message.c_str());
   return 1;
 }

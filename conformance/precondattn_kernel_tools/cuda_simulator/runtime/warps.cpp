@@ -1,4 +1,4 @@
-// What lanes of a warp do together: all that the mask names and that have not returned.
+// Operations of a warp: all lanes that the mask names and that have not returned.
 #include <algorithm>
 
 #include "runtime.h"
@@ -35,7 +35,7 @@ uint64_t exchange(WarpOperation operation, unsigned mask, uint64_t value, int so
   return me.received;
 }
 
-// The lanes of a mask that are there, or none while one of them is not yet.
+// The lanes of a mask that have arrived, or none while one has not.
 static std::vector<int> arrived(int first, unsigned mask) {
   std::vector<int> lanes;
   const int end = std::min(first / WARP * WARP + WARP, launch.threads);
@@ -104,7 +104,7 @@ static uint64_t result(int lane, const std::vector<int>& lanes) {
   }
 }
 
-// Each lane knows now of all that any of them did. Of the operations, this one alone says so.
+// Orders the accesses of all lanes. Only this operation does.
 static void join_clocks(const std::vector<int>& lanes) {
   uint32_t joint[WARP] = {};
   for (int i : lanes)
