@@ -5,9 +5,8 @@
 `MODULE.variants(target)` yields the functions that a package ships for a target. JAX lowers each of
 them for such a device. Every Pallas kernel in it is lowered to Triton's intermediate representation
 and compiled to machine code, and its resources are read as in `triton_compiler.py`. For the target
-`tpu` a kernel is lowered only: this finds blocks of a wrong shape and operations that a TPU does not
-support, but not whether it fits the memory. `tpu_compiler.py` finds that, where a TPU's compiler is
-installed.
+`tpu` a kernel is lowered only: this finds blocks of a wrong shape and unsupported operations, but
+not whether it fits the memory. `tpu_compiler.py` finds that, where a TPU's compiler is installed.
 
 Kernels need explicit `compiler_params`, Triton's for a GPU. Versions of JAX after 0.10 compile for
 the device that is present: this needs a version that emits Triton's intermediate representation.

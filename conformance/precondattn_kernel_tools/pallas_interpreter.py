@@ -1,9 +1,9 @@
 """JAX's interpreter of TPU kernels, with its findings raised as errors.
 
 The interpreter simulates the memories of a TPU, its copies and semaphores on the CPU. It fills
-uninitialised memory with NaN, raises where a kernel reads outside of an array, and detects unordered
-accesses to the same memory. Of those it prints a message and continues: `checked` raises an error,
-and runs programs along the parallel axes of a grid in a random order, on the given number of cores.
+uninitialised memory with NaN, raises where a kernel reads outside of an array, and detects accesses
+to the same memory without an order. It prints those and continues: `checked` raises an error, and
+runs programs along the parallel axes of a grid in a random order, on the given number of cores.
 
 Not detected: errors of the compiler, whether a kernel fits VMEM, and differences in the last bits.
 """

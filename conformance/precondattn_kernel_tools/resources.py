@@ -86,9 +86,10 @@ def _number(pattern: str, text: str) -> int:
 
 def line(resources: Resources) -> str:
     """The line that the terminal shows."""
+    r = resources
     numbers = (
-        f"{resources.target:6s}  {resources.registers:3d} registers  {resources.spilt_bytes:5d} spilt  "
-        f"{resources.shared_bytes:6d} shared  {resources.seconds:6.2f} s  {resources.name}"
+        f"{r.target:6s}  {r.registers:3d} registers  {r.spilt_bytes:5d} spilt  "
+        f"{r.shared_bytes:6d} shared  {r.seconds:6.2f} s  {r.name}"
     )
-    failures = (textwrap.indent(failure, "    ") for failure in resources.failures)
+    failures = (textwrap.indent(failure, "    ") for failure in r.failures)
     return "\n".join([numbers, *failures])

@@ -42,7 +42,7 @@ class Extent:
         return f"a tensor of shape {self.shape} and strides {self.strides}"
 
     def check(self, addresses: Any, size: int, verb: str, count: int) -> None:
-        """Check those addresses of a block of `count` unmasked elements that belong to this tensor."""
+        """Check the addresses, of a block of `count` unmasked elements, in this tensor."""
         offsets = addresses.astype(np.int64) - self.first
         is_outside = (offsets < 0) | (offsets + size > self.bytes)
         if is_outside.any():

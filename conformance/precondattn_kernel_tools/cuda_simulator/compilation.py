@@ -109,8 +109,8 @@ def _supported(options: Sequence[str]) -> list[str]:
             supported.append(option)
         elif not option.startswith(IGNORED_OPTIONS):
             raise ValueError(
-                f"options has {option!r}: the simulator supports {', '.join(SUPPORTED_OPTIONS)} with "
-                f"their argument attached, and ignores {', '.join(IGNORED_OPTIONS)}"
+                f"options has {option!r}: the simulator supports {', '.join(SUPPORTED_OPTIONS)}, "
+                f"each joined to its argument, and ignores {', '.join(IGNORED_OPTIONS)}"
             )
     return supported
 
