@@ -90,7 +90,9 @@ def test_a_planted_fault_is_found_at_its_line(name, kind, says, order):
     assert np.isnan(y).all()  # Nothing of a launch that failed is kept.
 
 
-@pytest.mark.skipif(not missing(compiler) and not compilation._supports_pattern(), reason="g++ < 12")
+@pytest.mark.skipif(
+    not missing(compiler) and not compilation._supports_pattern(), reason="g++ < 12"
+)
 def test_a_local_variable_that_no_one_has_written_shows():
     y = unwritten(4)
     faults().get_function("uninitialized_local")((1,), (4,), (normal(64), y, np.int32(64)))
