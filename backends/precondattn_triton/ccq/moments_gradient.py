@@ -62,7 +62,7 @@ def carry_moments_back(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write B to `d_moments` (m, chunks, WIDTH, WIDTH), η to `d_sums` (m, chunks, WIDTH)."""
+    """For every chunk, write B to `d_moments` (m, chunks, WIDTH, WIDTH), η to `d_sums`."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK

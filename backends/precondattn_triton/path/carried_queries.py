@@ -1,8 +1,7 @@
 """PaTH backward: queries as they enter each chunk, and their gradients.
 
-For a group of queries, let x_c be the query as it enters chunk c, before its own chunk
-(`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x_{c−1}, which chunk c passes to
-the chunks before it:
+For a group of queries, let x_c be the query as it enters chunk c, which precedes the query's own
+chunk (`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x_{c−1}:
 
     carry             X[c] = x_c                                          c = last … 0
     query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last

@@ -3,9 +3,9 @@
     A = Σ k̄ k̄ᵀ,    m = Σ k̄,    n = Σ 1,
 
 over the valid tokens so far of the same segment. They are sums without a decay: the contribution of
-a chunk does not depend on the moments before it. They are therefore computed in the backbone's own
-pass over the keys (`chunk_states.py`), or in a separate pass, which is here. Grid: one program per
-block of columns of A and m, of one head: 2 T d² FLOPs per head.
+a chunk does not depend on the moments before it. They can therefore be computed in the backbone's
+own pass over the keys (`chunk_states.py`), or in a separate pass, which is here. Grid: one program
+per block of columns of A and m, of one head: 2 T d² FLOPs per head.
 
 A is stored in the dtype of the factors that it is used as (`factor_dtype`).
 """
