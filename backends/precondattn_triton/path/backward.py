@@ -4,7 +4,7 @@ Queries are processed in groups of a few chunks: they are carried to the first c
 gradients are carried back (`carried_queries.py`). From both, the gradients of keys, values and
 reflections are computed (`key_gradient.py`). Memory grows with the number of tokens times the
 queries of a group, not with the square of the number of tokens. Then follow the scores within
-chunks (`own_chunk.py`) and the gradients of the chunks' inputs (`chunk_gradient.py`).
+chunks (`within_chunk.py`) and the gradients of the chunks' inputs (`chunk_gradient.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from precondattn_triton.path import carried_queries as path_carry
 from precondattn_triton.path import key_gradient as path_key_gradient
-from precondattn_triton.path import own_chunk as path_own
+from precondattn_triton.path import within_chunk as path_within_chunk
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import Chunks
 from precondattn_triton.precision import padded_width, product_precision
@@ -121,7 +121,7 @@ def path_backward(
     a, d_s, b_within, d_b_within = (w.new_empty((b, h, t, size)) for _ in range(4))
     tuned = configured("path_own_scores", q, v)
     tile = min(tuned.rows, size)
-    path_own.scores[(count * size // tile * b * h,)](
+    path_within_chunk.scores[(count * size // tile * b * h,)](
         q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a, d_s, b_within, d_b_within,
         *masks, *sizes, t, s, h, n, tokens,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
@@ -139,7 +139,7 @@ def path_backward(
         (b_within, d_s.transpose(1, 2), d_zr, -1.0),
     ):
         part = min(total.shape[2], tuned.columns)
-        path_own.gather[(count * total.shape[2] // part * b * n,)](
+        path_within_chunk.gather[(count * total.shape[2] // part * b * n,)](
             left, right, total, masks.q_valid, sign, t, s, h, n, tokens, *right.stride(),
             IS_SUM=total is d_v, WIDTH=right.shape[3], PADDED=total.shape[2], PART=part,
             ROWS=min(tuned.rows, size), **common,

@@ -7,7 +7,7 @@ chunk (`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x
     query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last
 
 with dS = s A ∘ (do vᵀ − D). The last y is the gradient of the query as it leaves its own chunk
-(`own_chunk.py`). y needs the x in reverse order, and x cannot be recomputed backward, since
+(`within_chunk.py`). y needs the x in reverse order, and x cannot be recomputed backward, since
 reflections may be projections and have no inverse. So X is stored, for a group of a few chunks of
 queries at a time, and Y too, for the gradient of the reflections. Both are (b, h, chunks, rows of
 the group, D).
