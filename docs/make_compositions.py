@@ -1,4 +1,4 @@
-"""Write `compositions.md`: which preconditioner goes around what, and why not the others.
+"""Write `compositions.md`: which preconditioner goes around which base, and why not others.
 
 python docs/make_compositions.py
 """
@@ -14,20 +14,32 @@ PAGE = Path(__file__).with_name("compositions.md")
 HEAD = """\
 # What composes with what
 
-Rows stand around columns: the row `lucid` and the column `path` are `lucid(path)`. A ✓ has an
-output, gradients and, where it is causal, a cache, all derived from its steps; conformance holds
-them to the oracle. A number is a refusal at construction, for the reason given below.
+The row is the outer mechanism, the column the inner one: row `lucid`, column `path` is
+`lucid(path)`. Every composition with a ✓ has an output, gradients and, if it is causal, a cache,
+all derived from its steps and tested by the conformance suite. A number refers to the reason, below,
+for which the composition is refused at construction.
 
-This page is generated from the mechanisms themselves by `docs/make_compositions.py`.
+This page is generated from the declarations of the mechanisms by `docs/make_compositions.py`.
 
 """
 
-EXTRA_COLUMNS = ("softmax[causal=false]",)
-"""Bases that differ from their default in what they offer."""
+
+def other_bases(bases: dict[str, type[pa.Mechanism]]) -> list[str]:
+    """Variants of the bases, one of each that other preconditioners refuse than the default."""
+    rows = [c for c in pa.mechanisms().values() if c.role == "preconditioner"]
+    found: list[str] = []
+    for name, base in bases.items():
+        columns: list[list[bool]] = []
+        for expression in (name, *base.variants):
+            column = [refusal(row, expression) is None for row in rows]
+            if column not in columns:
+                columns.append(column)
+                found.append(expression)
+    return [expression for expression in found if expression not in bases]
 
 
 def refusal(outer: type[pa.Mechanism], inner: str) -> str | None:
-    """Why a preconditioner refuses a base; None where it does not."""
+    """The reason for which a preconditioner refuses a base; None where it accepts it."""
     try:
         outer(base=pa.parse(inner))  # type: ignore[call-arg]
     except TypeError as error:
@@ -41,8 +53,8 @@ def page() -> str:
         n: c for n, c in sorted(pa.mechanisms().items()) if c.__module__.startswith("precondattn.")
     }
     rows = {n: c for n, c in classes.items() if c.role == "preconditioner"}
-    bases = [n for n, c in classes.items() if c.role == "base"]
-    columns = [*bases, *EXTRA_COLUMNS, *rows]
+    bases = {n: c for n, c in classes.items() if c.role == "base"}
+    columns = [*bases, *other_bases(bases), *rows]
     reasons: dict[str, int] = {}
     refused: dict[str, list[str]] = {}
     lines = [f"| | {' | '.join(f'`{c}`' for c in columns)} |", "|---" * (len(columns) + 1) + "|"]

@@ -34,7 +34,13 @@ def register(cls: type[Mechanism]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a mechanism, such as one that was tried out in a notebook."""
+    """Remove a mechanism, for example to define its class again in a notebook.
+
+    Raises
+    ------
+    ValueError
+        if no mechanism has this name.
+    """
     if name not in _classes:
         raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(_classes))}")
     del _classes[name]

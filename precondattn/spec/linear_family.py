@@ -74,7 +74,16 @@ def forget_other_segments(g: Array, frame: Frame) -> Array:
 
 @dataclass(frozen=True)
 class LinearFamily(Stateful):
-    """A leaf that is one recurrence."""
+    """A leaf that is one recurrence on a state (d, e) for each head.
+
+    Subclasses declare `heads`, `gate` and `is_delta`. Where the decay is not an input g, they
+    override `inputs`, `log_decay` and `log_decay_vjp`.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+    """
 
     heads: ClassVar[str] = "n"
     """The letter of the heads that have a state: n (keys), h (queries) or u (values)."""

@@ -146,6 +146,7 @@ class TokenByToken:
 
 
 RECURRENT: Form = TokenByToken()
+"""The definition of the recurrence: one token after another."""
 
 
 def _for_every_token(queries: Array, k: Array) -> Array:
