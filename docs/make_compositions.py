@@ -25,7 +25,7 @@ This page is generated from the declarations of the mechanisms by `docs/make_com
 
 
 def other_bases(bases: dict[str, type[pa.Mechanism]]) -> list[str]:
-    """Variants of the bases, one of each that other preconditioners refuse than the default."""
+    """Variants of the bases that differ in which preconditioners refuse them."""
     rows = [c for c in pa.mechanisms().values() if c.role == "preconditioner"]
     found: list[str] = []
     for name, base in bases.items():
