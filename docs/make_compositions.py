@@ -16,7 +16,7 @@ HEAD = """\
 
 The row is the outer mechanism, the column the inner one: row `lucid`, column `path` is
 `lucid(path)`. Every composition with a ✓ has an output, gradients and, if it is causal, a cache,
-all derived from its steps and tested by the conformance suite. A number refers to the reason, below,
+all derived from its steps and tested by the conformance suite. A number refers to the reason below,
 for which the composition is refused at construction.
 
 This page is generated from the declarations of the mechanisms by `docs/make_compositions.py`.
