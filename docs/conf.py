@@ -19,8 +19,6 @@ version = release = precondattn.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 exclude_patterns = ["_build"]
-# The index of mechanisms has a pattern for pages of new ones; usually there are none.
-suppress_warnings = ["toc.empty_glob"]
 html_theme = "furo"
 html_title = f"precondattn {version}"
 
