@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The entry point, which says what to install when its own needs are missing."""
+    """The entry point; it names the extra to install if a dependency is missing."""
     try:
         from precondattn.command_line.commands import app
     except ModuleNotFoundError as error:

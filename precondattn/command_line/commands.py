@@ -1,4 +1,4 @@
-"""The subcommands of `precondattn`. Each imports what it needs when it is asked for."""
+"""The subcommands of `precondattn`. Each imports its dependencies when it is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     help="Preconditioned attention: mechanisms, backends, conformance, benchmarks.",
 )
-# A report in a file or a pipe keeps whole lines; only a terminal is as narrow as it is.
+# Reports in files and pipes have a fixed width; a terminal has its own.
 console = Console() if Console().is_terminal else Console(width=120)
 
 
@@ -31,12 +31,12 @@ def list_all() -> None:
         inputs = ", ".join(f"{n} ({pattern.text})" for n, pattern in mechanism.inputs.items())
         table.add_row(name, cls.role, inputs)
     console.print(table)
-    found = discover()
+    discovered = discover()
     table = Table("backend", "arrays of", "made for", title="backends", title_justify="left")
-    for backend in found.backends:
+    for backend in discovered.backends:
         libraries = ", ".join(sorted(backend.libraries)) or "any library"
         table.add_row(backend.name, libraries, ", ".join(sorted(backend.accelerates)) or "–")
-    for name, error in found.broken:
+    for name, error in discovered.broken:
         table.add_row(name, "[red]could not be imported[/red]", error)
     console.print(table)
 
@@ -60,8 +60,8 @@ def explain(
         chosen = {name: int(size) for name, _, size in (s.partition("=") for s in sizes.split(","))}
         parsed, arrays_of = pa.parse(mechanism), libraries.named(library, device)
         with arrays_of.precision(dtype):
-            made = make_inputs(parsed, Layout("explain", **chosen), "random")
-            arrays = {name: arrays_of.array(array, dtype) for name, array in made.items()}
+            inputs = make_inputs(parsed, Layout("explain", **chosen), "random")
+            arrays = {name: arrays_of.array(array, dtype) for name, array in inputs.items()}
             if verb == "extend":
                 cache = parsed.init_cache(**arrays, capacity=chosen["s"])
                 explanation = parsed.explain(**arrays, cache=cache)
@@ -112,7 +112,7 @@ def conformance(
         bool, typer.Option("--self-test", help="plant faults, and see that the suite finds them")
     ] = False,
 ) -> None:
-    """Hold backends to the oracle, by every check of every mechanism; say where they are wrong."""
+    """Compare backends with the oracle, by every check of every mechanism, and report errors."""
     from precondattn_conformance.command import conformance as run
     from precondattn_conformance.session import Session
 
@@ -180,7 +180,7 @@ def bench(
         Path | None, typer.Option(help="write pytest-benchmark's own record, with every round")
     ] = None,
 ) -> None:
-    """Measure: time beside peers, error, FLOP/s, bytes/s and memory of each case."""
+    """Measure time, error, FLOP/s, bytes/s and memory of each case, and the time of peers."""
     from precondattn_conformance.bench import command
 
     if list_:
@@ -221,7 +221,7 @@ def compare(
         float, typer.Option(help="of conformance: by which factor an error may grow")
     ] = 3.0,
 ) -> None:
-    """What is worse between two saved runs: fails, is slower, less exact; exit code 1 where any."""
+    """Report what is worse in the later of two saved runs; exit code 1 if anything is."""
     from precondattn_conformance.report import command
 
     try:
@@ -259,6 +259,6 @@ def new_backend(
 
 
 def _stop(error: Exception) -> None:
-    """Say what is wrong with the arguments, and leave with the exit code for that."""
+    """Print the error of the arguments, and exit with code 2."""
     Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
     raise typer.Exit(2) from None

@@ -1,1 +1,1 @@
-"""Measurements of how mechanisms relate, to be made on a user's own arrays."""
+"""Diagnostics: quantities that show, on a user's own arrays, whether a mechanism may help."""

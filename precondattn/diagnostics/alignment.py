@@ -1,10 +1,10 @@
-"""Whether keys lie in the directions in which keys vary most: what CCQ assumes of distractors.
+"""The alignment of keys with the directions in which keys vary most.
 
     a_t = ‖Uᵀ (k̄_t − m)‖² / ‖k̄_t − m‖²,    U the top eigenvectors of the covariance of k̄, m its mean
 
-CCQ contracts queries along U. It helps when the keys that are looked for lie off it and the others
-in it: when the gap between their mean alignments is negative. Source: CCQ (arXiv 2606.01294),
-App. H, Eq. 28 and 29.
+CCQ contracts queries along U. It helps if relevant keys have small and distractors large alignment,
+that is, if the gap between their means is negative. Source: CCQ (arXiv 2606.01294), App. H, Eq. 28
+and 29.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def alignment(k: Array, rank: int = 16) -> Array:
     k : array (b, s, n, d)
         Keys; they are normalised to length 1 here, as CCQ does.
     rank : int
-        How many eigenvectors, 1 ≤ rank ≤ d; the paper has 16 of 128 or 256.
+        The number of eigenvectors, 1 ≤ rank ≤ d; the paper uses 16 of 128 or 256.
 
     Returns
     -------
     array (b, s, n)
-        In float32 for keys in half precision. NaN for a key that is the mean of its head's keys, up
-        to rounding, and so has no energy.
+        In float32 for keys in half precision. NaN for a key that equals the mean of its head's
+        keys up to rounding, and so has no energy.
 
     Raises
     ------
     TypeError, ValueError
-        for what is no array of four axes, and a rank out of range.
+        if k is not an array of four axes, or the rank is out of range.
 
     Source
     ------
@@ -51,35 +51,35 @@ def alignment(k: Array, rank: int = 16) -> Array:
     xp = namespace(k)
     unit = xp.permute_dims(l2_norm(upcast(k), 0.0), (0, 2, 1, 3))  # (b, n, s, d)
     centred = unit - xp.mean(unit, axis=2, keepdims=True)
-    covariance = xp.matrix_transpose(centred) @ centred  # Its scale is of no matter.
+    covariance = xp.matrix_transpose(centred) @ centred  # The scale does not affect eigenvectors.
     top = xp.linalg.eigh(covariance)[1][..., -rank:]
     energy = xp.sum(centred * centred, axis=-1)
     within = xp.sum((centred @ top) ** 2, axis=-1)
     eps = xp.finfo(unit.dtype).eps
-    nothing = energy <= k.shape[3] * (16 * eps) ** 2  # Not told from the mean of rounded keys.
-    share = within / xp.where(nothing, 1.0, energy)
-    return xp.permute_dims(xp.where(nothing, float("nan"), share), (0, 2, 1))
+    is_mean = energy <= k.shape[3] * (16 * eps) ** 2  # Up to rounding.
+    share = within / xp.where(is_mean, 1.0, energy)
+    return xp.permute_dims(xp.where(is_mean, float("nan"), share), (0, 2, 1))
 
 
 def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
-    """How much more the needle's keys are aligned than the others'; CCQ assumes less than 0.
+    """The mean alignment of the needle's keys minus that of the others; CCQ assumes it is below 0.
 
     Parameters
     ----------
     k : array (b, s, n, d)
         Keys.
     needle : boolean array (b, s)
-        The tokens that are looked for.
+        The relevant tokens.
     context : boolean array (b, s), optional
-        The tokens to compare with, all that are not the needle's by default; the paper leaves out
-        the question at the end.
+        The tokens to compare with; by default all others. The paper excludes the question at the
+        end.
     rank : int
         As in `alignment`.
 
     Returns
     -------
     array (b, n)
-        NaN where a sequence has no needle or no context. Keys without an alignment do not count.
+        NaN where a sequence has no needle or no context. Keys whose alignment is NaN are ignored.
 
     Source
     ------
@@ -105,7 +105,7 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
 
 
 def _mean_of(share: Array, tokens: Array) -> Array:
-    """The mean over chosen tokens (b, s) of a number for each (b, s, n), NaN left out."""
+    """The mean of `share` (b, s, n) over the chosen tokens (b, s), ignoring NaN."""
     xp = namespace(share)
     chosen = tokens[:, :, None] & (share == share)
     total = xp.sum(xp.where(chosen, share, 0.0), axis=1)
@@ -120,8 +120,8 @@ def _check_keys(k: Array, rank: int) -> None:
         raise TypeError(f"k must be of a floating dtype; found {dtype_name(k)}")
     if k.ndim != 4:
         raise ValueError(f"k must be an array (b, s, n, d); found shape {tuple(k.shape)}")
-    whole = isinstance(rank, int) and not isinstance(rank, bool)
-    if not whole or not 1 <= rank <= k.shape[3]:
+    is_whole = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_whole or not 1 <= rank <= k.shape[3]:
         raise ValueError(f"rank must be a whole number from 1 to d = {k.shape[3]}; found {rank!r}")
 
 

@@ -1,7 +1,7 @@
 """The two public head layouts of differential attention.
 
-A layer of 2h query heads makes h pairs. Which heads form a pair is a matter of layout, and weights
-trained with one are of no use to the other:
+A layer of 2h query heads has h pairs. Which heads form a pair depends on the layout, and weights
+trained with one layout can not be used with the other:
 
     adjacent:   (2i, 2i + 1)      microsoft/unilm
     halves:     (i, i + h)        Hugging Face Transformers' diffllama
@@ -17,9 +17,9 @@ LAYOUTS = ("adjacent", "halves")
 def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
     """The first and the second heads of all pairs, each (b, t, h, d), of x (b, t, 2h, d).
 
-    For queries and for keys: `q, q2 = split_heads(queries, "halves")`. With fewer key heads than
-    query heads the keys are split alike; there has to be an even number of both. (unilm's
-    flash-attention code does so; its other version repeats key heads before it pairs them.)
+    For queries and for keys: `q, q2 = split_heads(queries, "halves")`. Keys with fewer heads are
+    split the same way; both numbers of heads must be even. (unilm's flash-attention code does so;
+    its other version repeats key heads before it pairs them.)
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
     Raises
     ------
     TypeError, ValueError
-        for what is no array of four axes, an odd number of heads, or an unknown layout.
+        if x is not an array of four axes, for an odd number of heads, or an unknown layout.
 
     Examples
     --------
@@ -56,10 +56,10 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
 
 
 def pair_values(v: Array, layout: str) -> Array:
-    """The values of all pairs (b, t, n, 2e), of v (b, t, 2n, e): those of both heads, side by side.
+    """The values of all pairs (b, t, n, 2e), of v (b, t, 2n, e): both heads are concatenated.
 
-    Differential attention's values are twice as wide as its keys. unilm projects them so, with n
-    heads already; diffllama makes 2n heads, which this puts together. "halves" is its layout.
+    The values of differential attention are twice as wide as its keys. unilm projects to n heads of
+    that width; diffllama projects to 2n heads in the layout "halves", which this function joins.
 
     Examples
     --------

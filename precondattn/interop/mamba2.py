@@ -45,28 +45,28 @@ def mamba2_inputs(
     x : array (b, t, u, e)
         Values of u heads.
     dt : array (b, t, u)
-        Step sizes, or what `dt_bias` and `dt_softplus` make them of.
+        Step sizes Δ, or the numbers from which `dt_bias` and `dt_softplus` compute them.
     A : array (u,)
-        Below 0; −exp(A_log) in a layer.
+        At most 0; −exp(A_log) in a layer.
     B, C : array (b, t, h, d)
-        Of h groups, which divide u; head i is of group ⌊i h / u⌋.
+        One per group. The number h of groups divides u; head i is in group ⌊i h / u⌋.
     dt_bias : array (u,), optional
         Added to dt.
     dt_softplus : bool
         Whether Δ = softplus(dt).
     dt_limit : (float, float)
-        Δ is clipped to it.
+        The range to which Δ is clipped.
 
     Returns
     -------
     dict
-        `g` in float32 where x is in half precision, the others like x. Every piece is
-        differentiable where the library is.
+        `g` in float32 where x is in half precision, the others like x. All are differentiable if
+        the library has automatic differentiation.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument, for shapes, dtypes or libraries that do not go together.
+        naming the argument, for inconsistent shapes, dtypes or libraries.
 
     Examples
     --------
@@ -107,13 +107,13 @@ def mamba2(
 ) -> Array:
     """Mamba-2's recurrence on its own arguments: y (b, t, u, e), D x included.
 
-    The arguments are those of `mamba2_inputs`, and D (u,) of the direct path, left out by default.
-    A gate z, initial states and packed sequences are not among them: call `SSD` on what
-    `mamba2_inputs` makes, which has caches and masks.
+    The arguments are those of `mamba2_inputs`, and optionally D (u,) of the skip connection. A gate
+    z, initial states and packed sequences are not included: for caches and masks call `SSD` with
+    the result of `mamba2_inputs`.
 
     Examples
     --------
-    A memory that halves, with the input beside it:
+    A state that halves at every token, plus 10 x:
 
     >>> import numpy as np, precondattn as pa
     >>> x = np.asarray([1.0, 0, 0]).reshape(1, 3, 1, 1)

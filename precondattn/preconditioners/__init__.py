@@ -1,6 +1,6 @@
-"""The preconditioners, a file each: a list of steps, and the reasons why some bases will not do.
+"""The preconditioners, one per file: a list of steps, and the reasons why some bases are refused.
 
-No mathematics stands here; it is in `spec/`, a file a leaf.
+The mathematics is in `spec/`, one file per leaf.
 """
 
 from precondattn.preconditioners.ccq import CCQ

@@ -1,4 +1,4 @@
-"""CCQ: the base reads with a query contracted by the covariance of the keys."""
+"""CCQ: the query of the base is contracted by the covariance of the keys."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ class CCQ(Preconditioner):
     """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, with Σ the running covariance of k̄.
 
     q̄ and k̄ are queries and keys of length 1, and λ in [0, 1] is an input `contraction` (b, t, h),
-    which `contraction_gate` makes from learnt parameters. With λ = 0 it is the base on q̄. The
-    spectrum of I − λΣ lies in [1 − λ, 1], whatever the length. Value heads of the base may be more
-    than query heads, and query heads more than key heads, whose statistics they then share.
+    which `contraction_gate` computes from learnt parameters. With λ = 0 it is the base on q̄. The
+    spectrum of I − λΣ is in [1 − λ, 1] for any number of tokens. There may be more value heads than
+    query heads, and more query heads than key heads; query heads of one key head share statistics.
 
     Parameters
     ----------
     base : Mechanism
-        Any causal base with one map of scores that does not normalise its queries, which would
-        undo the contraction of their length.
+        Any causal base with one score map that does not normalise its queries, which would undo
+        the contraction of their length.
     covariance : {"running", "decayed", "query_weighted"}
-        Of all keys so far alike; forgetting them as the base does, which has to have one gate for
-        each query head (or for each key channel: their mean); or under the softmax weights of the
-        query, which takes quadratic time and is meant for comparisons.
+        "running": all keys so far have equal weight. "decayed": their weights decay as the state
+        of the base does, which must have one gate per query head or per key channel (of which the
+        mean is taken). "query_weighted": the weights are the query's softmax weights; this takes
+        quadratic time and is meant for comparisons.
     backbone_key : {"auto", "raw", "unit"}
-        Whether the base reads k or k̄; "auto" is k̄ for the delta rule, and k for all others.
+        Whether the base reads k or k̄; "auto" means k̄ for the delta rule, and k for all others.
     tau : float
         The temperature of "query_weighted".
     eps : float
@@ -107,14 +108,14 @@ class CCQ(Preconditioner):
 
     @property
     def _reads_unit_keys(self) -> bool:
-        wanted = {"raw": False, "unit": True}
-        return wanted.get(self.backbone_key, self.base.offers.unit_keys)
+        is_unit = {"raw": False, "unit": True}
+        return is_unit.get(self.backbone_key, self.base.offers.unit_keys)
 
     def _unit_key(self) -> Step:
         return step("k_unit", L2Norm(self.eps), x="k")
 
     def conditioned_query(self) -> Leaf:
-        """The preconditioner's own piece."""
+        """The piece that contracts the query."""
         if self.covariance == "query_weighted":
             return QueryWeightedQuery(self.tau, self.eps)
         decay = self.base.offers.decay if self.covariance == "decayed" else None

@@ -15,19 +15,19 @@ from precondattn.spec.softmax import Softmax
 class Differential(Preconditioner):
     """o = base(q, k, v) − λ base(q2, k2, v).
 
-    Two maps of scores on the same values. What the base is, each map is: `differential(lucid)`
-    decorrelates v by k for one and by k2 for the other. The paper's heads come in pairs, and
-    `split_heads` and `pair_values` make the inputs from either public layout. The group norm that
-    the published layer puts behind the difference is not part of it.
+    Two score maps on the same values. Each map is the whole base: `differential(lucid)`
+    decorrelates v by k for one and by k2 for the other. The paper's heads come in pairs;
+    `split_heads` and `pair_values` convert either public layout to these inputs. The group norm
+    that the published layer applies to the difference is not included.
 
     Parameters
     ----------
     base : Mechanism
-        Any base with one map of scores.
+        Any base with one score map.
     per : {"layer", "head", "token"}
         Whether `lam` is a single number (a 0-d array), of shape (h,), or of shape (b, t, h).
     paired : names
-        The inputs that the two maps do not share: for each there is a second one, `q2` for `q`.
+        The inputs that the two maps do not share. For each there is a second one, such as `q2`.
 
     Source
     ------

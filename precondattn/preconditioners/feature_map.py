@@ -1,4 +1,4 @@
-"""Feature maps: what goes into the base are features of queries and keys, φ(q) and φ(k)."""
+"""Feature maps: the base reads features φ(q) and φ(k) of queries and keys."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from precondattn.spec.softmax import Softmax
 
 
 class FeatureMap(Preconditioner):
-    """o = base(φ(q), φ(k), v). Subclasses say which map, and of which inputs it is made."""
+    """o = base(φ(q), φ(k), v). Subclasses define the map and its parameters."""
 
     base: Mechanism
 
     def feature_map(self) -> TokenWise:
+        """The leaf φ."""
         raise NotImplementedError
 
     def parameters(self, name: str) -> dict[str, str]:
-        """The map's other inputs, and what they are called for q or for k."""
+        """The other inputs of φ, and their names for `name`, which is q or k."""
         return {}
 
     @property
@@ -31,10 +32,12 @@ class FeatureMap(Preconditioner):
         return base._replace(key_steps=(self._of("k"), *base.key_steps), unit_keys=False)
 
     def refuses(self) -> str | None:
-        own = [value for name in "qk" for value in self.parameters(name).values()]
-        twice = [name for name in own if name in self.base.inputs]
-        if twice:
-            return f"{', '.join(twice)} are inputs of the base already, and would be used twice"
+        parameters = [value for name in "qk" for value in self.parameters(name).values()]
+        duplicates = [name for name in parameters if name in self.base.inputs]
+        if duplicates:
+            return (
+                f"{', '.join(duplicates)} are inputs of the base already, and would be used twice"
+            )
         return misses_second_map(self.name, self.base)
 
     def _of(self, name: str) -> Step:
@@ -51,9 +54,9 @@ class Elu1(FeatureMap):
     Parameters
     ----------
     base : Mechanism
-        Any base with one map of scores, but for the delta rule, whose keys may not be longer
-        than 1. Made for `Linear(normalize=True)`, whose weights are then positive and sum to one,
-        up to its `eps`.
+        Any base with one score map, except the delta rule, whose keys must not be longer than 1.
+        Meant for `Linear(normalize=True)`, whose weights are then positive and sum to one, up to
+        its `eps`.
 
     Source
     ------
@@ -87,12 +90,13 @@ class Hedgehog(FeatureMap):
     """o = base(φ(q), φ(k), v) with φ(x) = softmax([y, −y]), y = c (W x + b), of width 2d.
 
     `q_weight` and `k_weight` are the W of queries and keys, `q_bias` and `k_bias` their b; pass the
-    same arrays for both if the maps are tied. A base's gate for each key channel has 2d of them.
+    same arrays for both if the maps are tied. If the base has a gate per key channel, there are 2d
+    channels.
 
     Parameters
     ----------
     base : Mechanism
-        Any base with one map of scores. Features are positive and sum to 1.
+        Any base with one score map. Features are positive and sum to 1.
     factor : float
         c; 1 by default. flash-linear-attention has 2.
     per : {"layer", "head"}

@@ -1,4 +1,4 @@
-"""LASER: the base reads its values in exponential space (`spec/laser.py`)."""
+"""LASER: the base reads the values in exponential space (`spec/laser.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Laser(Preconditioner):
     Parameters
     ----------
     base : Mechanism
-        A base that reads its values as a mean, with non-negative weights that sum to one.
+        A base whose output is a mean of the values, with non-negative weights that sum to one.
 
     Source
     ------

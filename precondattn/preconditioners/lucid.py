@@ -16,10 +16,10 @@ from precondattn.spec.softmax import Softmax
 class Lucid(Preconditioner):
     """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
 
-    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is built with the base's own score function, from the
-    keys that its metric sees, and inherits its causality, window, segments and lengths. What the
-    base does to queries alone (a temperature), or adds to its logits (a bias, a forget gate), Φ
-    does not see. There is one solve for each key/value head, however many query heads read it.
+    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is computed with the base's own score function, from the
+    keys that its metric reads, and has its causality, window, segments and lengths. Φ does not
+    depend on what the base does to queries alone (a temperature) or adds to its logits (a bias, a
+    forget gate). There is one solve per key/value head, for all query heads that read it.
 
     With `normalize` "keys" or "queries_and_keys", no `beta` and no window, the inverse P of the
     matrix obeys |P_ij| ≤ 1 and cond ≤ N √(N + 1) for any keys, duplicate and zero ones included.
@@ -29,18 +29,18 @@ class Lucid(Preconditioner):
     base : Mechanism
         Any causal base with a score function.
     normalize : {"keys", "queries_and_keys", "rows", "none"}
-        What is normalised: the keys inside Φ (Eq. 2); queries and keys everywhere; each row of the
+        What is normalised: the keys in Φ (Eq. 2); queries and keys everywhere; each row of the
         matrix by its maximum (the paper's "max"; unbounded); nothing (Table 1; unbounded, and
-        overflows for long keys).
+        overflows for keys of large norm).
     scale : float, optional
-        s inside Φ; the base's own by default.
+        s in Φ; that of the base by default.
     eps : float
         In the norm: rms(k) = √(mean(k²) + eps).
     beta : bool
-        Whether there is an input `lucid_beta` (b, s, n). Values are not looked at; beyond [0, 2]
-        the solve is still what the equation says, and has no bound.
+        Whether there is an input `lucid_beta` (b, s, n). Entries outside [0, 2] are not rejected;
+        the equation still holds for them, but the solution has no bound.
     detach_max : bool
-        With "rows": whether the maximum is constant to the gradient.
+        With "rows": whether the maximum is constant for the gradient.
 
     Source
     ------
@@ -95,7 +95,8 @@ class Lucid(Preconditioner):
 
     @property
     def offers(self) -> Offers:
-        # A row of A E⁻¹ neither sums to one nor is non-negative, and the score is used up.
+        # Rows of A E⁻¹ need not be non-negative nor sum to one, and no second solve can use the
+        # metric.
         return self.base.offers._replace(
             metric=None,
             read=None,
@@ -127,7 +128,7 @@ class Lucid(Preconditioner):
         return self.normalize == "queries_and_keys"
 
     def solve(self) -> LucidSolve:
-        """The preconditioner's own piece."""
+        """The piece that decorrelates the values."""
         base = self.base.offers
         normalize = "given" if self._normalizes_all else self.normalize
         return LucidSolve(
@@ -152,15 +153,15 @@ class Lucid(Preconditioner):
         )
 
     def _keys(self) -> tuple[tuple[Step, ...], str]:
-        """What the base does to its keys, done for Φ too, and the name of the result.
+        """The base's steps on its keys, repeated for Φ, and the name of the resulting key.
 
-        The base's own steps are the same calls on the same values, and so are made once.
+        They are the same calls on the same values as in the base, and so are computed once.
         """
-        made: list[Step] = []
+        key_steps: list[Step] = []
         key = "k"
         for i, (_, mechanism, renamed) in enumerate(self.base.offers.key_steps):
             name = f"key{i + 1}"
             wiring = tuple((a, key if value == "k" else value) for a, value in renamed)
-            made.append(Step(name, mechanism, wiring))
+            key_steps.append(Step(name, mechanism, wiring))
             key = name
-        return tuple(made), key
+        return tuple(key_steps), key

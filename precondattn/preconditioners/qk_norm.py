@@ -1,4 +1,4 @@
-"""QK-norm: queries and keys normalised before they meet (`spec/norm.py` and its kinds)."""
+"""QK-norm: queries and keys are normalised before the scores (`spec/norm.py`, its subclasses)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm
 class QKNorm(Preconditioner):
     """o = base(norm(q), norm(k), v).
 
-    LASER puts a layer norm here, Table 5 of LUCID an RMS norm, layers with a delta rule an L2 norm.
-    A LUCID around it builds Φ from the normalised keys, as one inside it does.
+    LASER uses a layer norm here, Table 5 of LUCID an RMS norm, layers with a delta rule an L2 norm.
+    LUCID around it or inside it computes Φ from the normalised keys.
 
     Parameters
     ----------
     base : Mechanism
-        Any base with one map of scores that does not normalise its queries itself.
+        Any base with one score map that does not normalise its queries itself.
     norm : {"rms", "layer", "l2"}
-        Root-mean-square norm, layer norm without bias, or rows of length 1. The delta rule takes
-        "l2" without gain only: with longer keys it diverges.
+        Root-mean-square norm, layer norm without bias, or rows of length 1. The delta rule allows
+        only "l2" without gain: with longer keys it diverges.
     eps : float
-        Inside the root.
+        The ε inside the root.
     gain : bool
         Whether there are inputs `q_gain` and `k_gain` (d) that multiply the normalised rows.
 

@@ -1,4 +1,4 @@
-"""What preconditioners that change queries have in common: the bases they refuse."""
+"""Reasons to refuse a base, shared by the preconditioners that change queries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from precondattn.algebra.mechanism import Mechanism
 
 
 def misses_second_map(name: str, base: Mechanism) -> str | None:
-    """Why a base with two maps will not do for a preconditioner that knows of one."""
+    """Why a base with two score maps is refused by a preconditioner for one, or None."""
     if not base.offers.paired:
         return None
     other = ", ".join(base.offers.paired)
@@ -14,7 +14,7 @@ def misses_second_map(name: str, base: Mechanism) -> str | None:
 
 
 def refuses_query_side(name: str, base: Mechanism) -> str | None:
-    """Why a base will not do for a preconditioner that scales queries."""
+    """Why a base is refused by a preconditioner that scales queries, or None."""
     missed = misses_second_map(name, base)
     if missed is not None:
         return missed

@@ -20,13 +20,13 @@ class RowNormalized(Preconditioner):
     base : Mechanism
         Any base whose rows are not of length 1 already.
     eps : float
-        Shorter rows are taken to have this length.
+        The lower bound ε of the divisor.
     detach : bool
-        Whether the norm is constant to the gradient, as in the paper. Such a gradient is not that
-        of finite differences; with `detach=False` it is.
+        Whether the norm is constant for the gradient, as in the paper. The gradient then differs
+        from finite differences; with `detach=False` it agrees with them.
     axis : {"auto", "token", "channel"}
-        What a row is: a token's output, or a channel's over all tokens, which needs a base that
-        is not causal. "auto" takes the base's own rows.
+        What a row is: the output of a token, or that of a channel over all tokens, which requires a
+        base that is not causal. "auto" means the rows of the base.
 
     Source
     ------

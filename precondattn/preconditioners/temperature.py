@@ -16,8 +16,8 @@ from precondattn.spec.tempered import Tempered
 class Temperature(Preconditioner):
     """Logits s ⟨q, k⟩ / τ, with τ > 0 an input `tau`: one number, or one for each query head.
 
-    A bias or a forget gate of the base is not divided. A LUCID around or inside it does not see τ:
-    its Φ is built from keys alone.
+    A bias or a forget gate of the base is not divided. τ does not affect LUCID around or inside it,
+    whose Φ depends on keys only.
 
     Parameters
     ----------
