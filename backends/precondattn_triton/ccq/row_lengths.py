@@ -2,10 +2,10 @@
 
     n = √(‖x‖² + ε),    x̄ = x / n
 
-A row is divided by its largest magnitude before it is squared, so that no square overflows or
-underflows. Queries are not copied; they are divided by their lengths when they are used. Keys of
-length 1 are stored, since several kernels read them. Grid: one program per chunk of one head or
-query head.
+A row is divided by its largest magnitude, or by √ε if that is larger, before it is squared, so that
+no square overflows or underflows. Queries are not copied; they are divided by their lengths when
+they are used. Keys of length 1 are stored, since several kernels read them. Grid: one program per
+chunk of one head or query head.
 """
 
 from __future__ import annotations
