@@ -1,0 +1,48 @@
+"""The documentation: a short sidebar, pages that need no network, figures of the mechanisms."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
+
+
+def toctrees(page):
+    """The captions and entries of the toctrees of a page."""
+    for body in re.findall(
+        r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    ):
+        caption = re.search(r"^:caption: (.*)$", body, re.MULTILINE)
+        entries = [line for line in body.splitlines() if line and not line.startswith(":")]
+        yield caption and caption.group(1), entries
+
+
+def test_the_sidebar_has_three_captions_with_at_most_nine_entries_each():
+    parts = dict(toctrees(DOCS / "index.md"))
+    assert list(parts) == ["Use it", "Extend it", "How it is checked and how fast it is"]
+    assert all(len(entries) <= 9 for entries in parts.values()), parts
+
+
+def test_scripts_and_styles_come_from_the_build():
+    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    settings = runpy.run_path(str(DOCS / "conf.py"))
+    sources = [settings["mathjax_path"], *settings["html_css_files"]]
+    assert not [source for source in sources if "//" in source]
+    for folder in settings["html_static_path"]:
+        assert (DOCS / folder).exists(), folder
+    for style in (DOCS / "_static").glob("*.css"):
+        assert "//" not in style.read_text(encoding="utf-8"), style
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
+    text = page.read_text(encoding="utf-8")
+    figure = text.index(":::{figure} ")
+    assert text.startswith("# ")
+    assert figure < text.index("$$") < text.index("\n## ")
+    assert re.search(r"^:alt: \S", text, re.MULTILINE)
+    drawn = re.match(r":::\{figure\} (\S+)", text[figure:]).group(1)
+    assert (page.parent / drawn).is_file(), drawn
