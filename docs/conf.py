@@ -24,7 +24,7 @@ html_title = f"precondattn {version}"
 
 # One file with its own glyphs, from the package, so that formulas need no network.
 _mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
-assert _mathjax is not None
+assert _mathjax is not None, "needs the extra: pip install '.[docs]'"
 assert _mathjax.origin is not None
 html_static_path = [
     "_static",

@@ -27,7 +27,7 @@ def test_the_sidebar_has_three_captions_with_at_most_nine_entries_each():
 
 
 def test_scripts_and_styles_come_from_the_build():
-    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    pytest.importorskip("sphinx-mathjax-offline", reason="the extra `docs` is not installed")
     settings = runpy.run_path(str(DOCS / "conf.py"))
     sources = [settings["mathjax_path"], *settings["html_css_files"]]
     assert not [source for source in sources if "//" in source]
