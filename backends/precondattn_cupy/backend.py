@@ -1,8 +1,8 @@
 """The CuPy backend: which leaves are computed by which kernels.
 
-What has none goes to the backend `portable`, on CuPy arrays; `explain` says so. Where kernels are
-simulated, on a machine without a GPU, they are for checking and not for use: the backend then takes
-NumPy arrays, and only when it is asked for by name.
+Leaves without kernels here run on the backend `portable`, on CuPy arrays; `explain` shows it. Where
+kernels are simulated, on a machine without a GPU, they are for checking only: the backend then
+takes NumPy arrays, and only when it is requested by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import precondattn as pa
 from precondattn.arrays import Array, library_of
 from precondattn.backend import Request
-from precondattn.kernel_backend import VERBS, KernelBackend
+from precondattn.kernel_backend import KernelBackend
+from precondattn.kernel_backend.kernel_table import ByOption, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
@@ -24,10 +25,24 @@ from precondattn_cupy.launch import is_simulated
 DTYPES = ("float32", "bfloat16", "float16")
 """Unless kernels have a list of their own."""
 
-RECURRENCES = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
-
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
+
+RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+
+KERNELS: KernelTable = {
+    pa.UnitRows: "precondattn_cupy.unit_rows:UnitRows",
+    **dict.fromkeys(RECURRENT, "precondattn_cupy.recurrence.leaves:Recurrence"),
+    pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolve",
+    pa.Softmax: ByOption(
+        "read",
+        {
+            MEAN: "precondattn_cupy.softmax.leaf:Softmax",
+            LOG_MEAN_EXP: "precondattn_cupy.softmax.laser:Laser",
+        },
+    ),
+    (pa.LucidSolve, pa.Softmax): "precondattn_cupy.lucid.step:LucidStep",
+}
 
 
 class Cupy(KernelBackend):
@@ -36,6 +51,7 @@ class Cupy(KernelBackend):
     name = "cupy"
     accelerates = frozenset({"cuda"})
     preference = 20
+    table = KERNELS
 
     @property
     def libraries(self) -> frozenset[str]:  # type: ignore[override]
@@ -45,73 +61,25 @@ class Cupy(KernelBackend):
     def only_by_name(self) -> bool:  # type: ignore[override]
         return is_simulated()
 
-    def refusal(self, mechanism: Any, request: Request) -> str | None:
-        return _refusal(mechanism, request)
-
-    def kernels(self, mechanism: Any) -> Any:
-        return _kernels(mechanism)
-
-    def at_work(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
-        return _on_device(inputs)
-
-
-def _refusal(mechanism: Any, request: Request) -> str | None:
-    kernels = _kernels(mechanism)
-    if kernels is None:
-        return f"has no kernels for {mechanism}"
-    dtypes = getattr(kernels, "dtypes", DTYPES)
-    if request.dtype not in dtypes:
-        return f"takes {', '.join(dtypes)}; found {request.dtype}"
-    if not hasattr(kernels, VERBS[request.verb]):
-        return f"has no {VERBS[request.verb]} of {mechanism}"
-    if not is_simulated():
+    def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
+        dtypes = getattr(kernels, "dtypes", DTYPES)
+        if request.dtype not in dtypes:
+            return f"takes {', '.join(dtypes)}; found {request.dtype}"
+        if is_simulated():
+            return None
         if find_spec("cupy") is None:
             return "CuPy is not installed; install precondattn with its extra 'cupy'"
-        if (found := _capability()) < LEAST_CAPABILITY:
-            return f"its kernels need compute capability {LEAST_CAPABILITY}; found {found}"
-    reason: str | None = kernels.refuses(mechanism, request)
-    return reason
+        if (capability := _capability()) < LEAST_CAPABILITY:
+            return f"its kernels need compute capability {LEAST_CAPABILITY}; found {capability}"
+        return None
 
-
-def _kernels(mechanism: Any) -> Any:
-    """What computes a leaf or group, by its own class; None where nothing does."""
-    if len(mechanism.program.calls) > 1:
-        return _group_kernels([*map(type, mechanism.program.leaves)])
-    if type(mechanism) is pa.UnitRows:
-        from precondattn_cupy.unit_rows import UnitRows
-
-        return UnitRows()
-    if type(mechanism) in RECURRENCES:
-        from precondattn_cupy.recurrence.leaves import Recurrence
-
-        return Recurrence()
-    if type(mechanism) is pa.LucidSolve:
-        from precondattn_cupy.lucid.solve import LucidSolve
-
-        return LucidSolve()
-    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
-        from precondattn_cupy.softmax.leaf import Softmax
-
-        return Softmax()
-    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
-        from precondattn_cupy.softmax.laser import Laser
-
-        return Laser()
-    return None
-
-
-def _group_kernels(leaves: list[type]) -> Any:
-    """What computes several calls in one go, by their leaves."""
-    if leaves == [pa.LucidSolve, pa.Softmax]:
-        from precondattn_cupy.lucid.step import LucidStep
-
-        return LucidStep()
-    return None
+    def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
+        return _on_device(inputs)
 
 
 @cache
 def _capability() -> int:
-    """Of the current device: 90 for 9.0."""
+    """The compute capability of the current device: 90 for 9.0."""
     import cupy
 
     return int(cupy.cuda.Device().compute_capability)
@@ -119,7 +87,7 @@ def _capability() -> int:
 
 @contextmanager
 def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Launches go to the device of the inputs."""
+    """Kernels are launched on the device of the inputs."""
     first = next(iter(inputs.values()))
     if library_of(first) != "cupy":
         yield

@@ -1,87 +1,38 @@
 """Tiles of every kernel: data. Whatever the tiles, a kernel computes the same.
 
-A kernel asks with the larger of its widths of keys and values, padded, and whether its products
-are of 16 bits. What stands here was chosen to compile for compute capability 8.0 and above without
-spills up to 128 channels; nothing was measured.
+A kernel is looked up with the larger of its padded widths of keys and values, and whether its
+products have 16-bit factors. The numbers were chosen to compile for compute capability 8.0 and
+above without spills up to 128 channels; none has been measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+from precondattn.kernel_backend import limits
+from precondattn.kernel_backend.configurations import Configurations
+
 WIDTHS = (16, 32, 64, 128, 256, 512)
-"""Of tiles: an array of other widths is filled up with zeros."""
+"""The widths of tiles: an array of another width is padded with zeros."""
 
 
 class Configuration(NamedTuple):
-    """How a kernel is cut."""
+    """How a kernel is tiled."""
 
     rows: int
     """Tokens of a block's own tile: 16 for each of its warps."""
     columns: int = 16
-    """Tokens of the tiles that it goes over."""
+    """Tokens of the tiles that it iterates over."""
 
     @property
     def threads(self) -> int:
         return 2 * self.rows
 
 
-class Key(NamedTuple):
-    """What a configuration depends on."""
-
-    kernel: str
-    width: int
-    half: bool
-
-
-UNTUNED: dict[Key, Configuration] = {}
-
-_forced: dict[str, Configuration] = {}
-
-
-def declare(
-    kernel: str, half: Mapping[int, Configuration], full: Mapping[int, Configuration]
-) -> None:
-    """A kernel's configurations by the largest width that each is for."""
-    for is_half, by_width in ((True, half), (False, full)):
-        for width in WIDTHS:
-            fitting = [w for w in sorted(by_width) if w >= width]
-            if fitting:
-                UNTUNED[Key(kernel, width, is_half)] = by_width[fitting[0]]
-
-
-def padded_width(width: int) -> int:
-    """The least width of tiles that holds so many channels.
-
-    Raises
-    ------
-    ValueError
-        where none does.
-    """
-    found = next((w for w in WIDTHS if w >= width), None)
-    if found is None:
-        raise ValueError(f"rows have at most {WIDTHS[-1]} numbers; found {width}")
-    return found
-
-
-def configuration(kernel: str, width: int, half: bool) -> Configuration:
-    """For a kernel, at a padded width."""
-    return _forced.get(kernel) or UNTUNED[Key(kernel, width, half)]
-
-
-@contextmanager
-def forced(**configurations: Configuration) -> Iterator[None]:
-    """Other tiles for some kernels, by their names."""
-    before = dict(_forced)
-    _forced.update(configurations)
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
-
+REGISTRY = Configurations[Configuration](WIDTHS)
+declare, forced, configuration = REGISTRY.declare, REGISTRY.forced, REGISTRY.find
+padded_width = partial(limits.padded_width, widest=WIDTHS[-1])
 
 declare(
     "lucid_inverse",

@@ -1,10 +1,10 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
 On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
-TPU: LUCID's solve and the recurrences, by kernels of their own. Where there is neither, kernels are
-interpreted by JAX on a CPU, for checking and not for use: the backend then takes arrays there, and
-only when it is asked for by name. Interpreted are a GPU's kernels, or, where the environment has
-PRECONDATTN_PALLAS_INTERPRET=tpu, a TPU's.
+TPU: LUCID's solve and the recurrences, by kernels of their own. Where there is neither, JAX
+interprets the kernels on a CPU, for checking only: the backend then takes arrays there, and only
+when it is requested by name. It interprets a GPU's kernels, or a TPU's where the environment has
+PRECONDATTN_PALLAS_INTERPRET=tpu.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn.kernel_backend import VERBS, KernelBackend
+from precondattn.kernel_backend import KernelBackend
+from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
@@ -26,7 +27,7 @@ DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")
 """By the device that kernels are for."""
 
 INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
-"""Of the environment: for which device the kernels are that a CPU interprets."""
+"""The environment variable that names the device whose kernels a CPU interprets."""
 
 RECURRENT = (
     pa.GatedDelta,
@@ -38,12 +39,31 @@ RECURRENT = (
     pa.GSA,
     pa.ConditionedQuery,
 )
-"""Leaves made of recurrences."""
+
+KERNELS: dict[str, KernelTable] = {
+    CUDA: {
+        pa.LucidSolve: "precondattn_pallas.lucid.solve:LucidSolve",
+        **dict.fromkeys(RECURRENT, "precondattn_pallas.recurrence.leaves:Recurrence"),
+        pa.Softmax: ByOption(
+            "read",
+            {
+                MEAN: "precondattn_pallas.softmax.attention:Attention",
+                LOG_MEAN_EXP: "precondattn_pallas.softmax.laser:Laser",
+            },
+        ),
+        (pa.LucidSolve, pa.Softmax): "precondattn_pallas.lucid.step:LucidStep",
+    },
+    TPU: {
+        pa.LucidSolve: "precondattn_pallas.tpu.lucid_solve:TpuLucidSolve",
+        **dict.fromkeys(RECURRENT, "precondattn_pallas.tpu.recurrence:TpuRecurrence"),
+    },
+}
+"""By the device that kernels are for."""
 
 
 @cache
 def _device() -> str:
-    """Where this process computes: "cpu", "cuda", "tpu" …"""
+    """The device that this process computes on: "cpu", "cuda", "tpu" …"""
     import jax
 
     platform = jax.default_backend()
@@ -51,9 +71,9 @@ def _device() -> str:
 
 
 def _has_started() -> bool:
-    """Whether JAX has looked for devices: whoever has an array of it has made it do so.
+    """Whether JAX has looked for devices, as it has in every process that has a JAX array.
 
-    Others, who may have imported it and work with another library, do not have it take a GPU.
+    It is not made to look here: a process that works with another library would lose GPU memory.
     """
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)()
@@ -71,17 +91,17 @@ def target() -> str:
 
 @cache
 def _interpreted() -> str:
-    """Whose kernels a CPU interprets; the environment is read once, as plans of calls are kept.
+    """The device whose kernels a CPU interprets. It is read once, because plans are cached.
 
     Raises
     ------
     ValueError
-        where it asks for the kernels of another device.
+        when the environment names another device.
     """
-    asked = os.environ.get(INTERPRETED, CUDA)
-    if asked not in DTYPES:
-        raise ValueError(f"{INTERPRETED} has to be one of {', '.join(DTYPES)}; found {asked!r}")
-    return asked
+    device = os.environ.get(INTERPRETED, CUDA)
+    if device not in DTYPES:
+        raise ValueError(f"{INTERPRETED} has to be one of {', '.join(DTYPES)}; found {device!r}")
+    return device
 
 
 class Pallas(KernelBackend):
@@ -96,81 +116,37 @@ class Pallas(KernelBackend):
     def only_by_name(self) -> bool:
         return is_interpreting()
 
-    def refusal(self, mechanism: Any, request: Request) -> str | None:
-        return _refusal(mechanism, request)
+    def refuses_request(self, request: Request) -> str | None:
+        if find_spec("jax") is None:
+            return "JAX is not installed; install precondattn with its extra 'jax'"
+        kernels_for = target()
+        device = "cpu" if is_interpreting() else kernels_for
+        if request.device != device:
+            machine = "a GPU" if kernels_for == CUDA else "a TPU"
+            how = "interprets its kernels here" if is_interpreting() else f"found {machine} here"
+            return f"{how}, and then takes arrays on {device}; found {request.device}"
+        if request.dtype not in DTYPES[kernels_for]:
+            return f"takes {', '.join(DTYPES[kernels_for])}; found {request.dtype}"
+        return None
+
+    def on_device(self) -> str:
+        return " on a TPU" if target() == TPU else ""
 
     def kernels(self, mechanism: Any) -> Any:
-        return _kernels(mechanism)
-
-
-def _refusal(mechanism: Any, request: Request) -> str | None:
-    if find_spec("jax") is None:
-        return "JAX is not installed; install precondattn with its extra 'jax'"
-    own = target()
-    place = "cpu" if is_interpreting() else own
-    if request.device != place:
-        machine = "a GPU" if own == CUDA else "a TPU"
-        how = "interprets its kernels here" if is_interpreting() else f"found {machine} here"
-        return f"{how}, and then takes arrays on {place}; found {request.device}"
-    if request.dtype not in DTYPES[own]:
-        return f"takes {', '.join(DTYPES[own])}; found {request.dtype}"
-    kernels = _kernels(mechanism)
-    if kernels is None:
-        return f"has no kernels for {mechanism}" + (" on a TPU" if own == TPU else "")
-    if not hasattr(kernels, VERBS[request.verb]):
-        return f"has no {VERBS[request.verb]} of {mechanism}"
-    reason: str | None = kernels.refuses(mechanism, request)
-    return reason
-
-
-def _kernels(mechanism: Any) -> Any:
-    return kernels_of(mechanism, interpret=is_interpreting(), target=target())
+        return kernels_of(mechanism, interpret=is_interpreting(), target=target())
 
 
 def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
-    """What computes a leaf or group on a device, `"cuda"` or `"tpu"`; None where nothing does.
+    """An object that computes a leaf or group on `"cuda"` or `"tpu"`; None where there is none.
 
-    `interpret` is what JAX is told: for a TPU's kernels it may be `InterpretParams`, which True
-    stands for the defaults of.
+    `interpret` is passed to JAX: for a TPU's kernels it may be an `InterpretParams`, and True
+    stands for its defaults.
     """
-    if target == TPU:
-        return _kernels_of_a_tpu(mechanism, interpret)
-    if len(mechanism.program.calls) > 1:
-        if [*map(type, mechanism.program.leaves)] != [pa.LucidSolve, pa.Softmax]:
-            return None
-        from precondattn_pallas.lucid.step import LucidStep
-
-        return LucidStep(interpret=interpret)
-    if type(mechanism) is pa.LucidSolve:
-        from precondattn_pallas.lucid.solve import LucidSolve
-
-        return LucidSolve(interpret=interpret)
-    if type(mechanism) in RECURRENT:
-        from precondattn_pallas.recurrence.leaves import Recurrence
-
-        return Recurrence(interpret=interpret)
-    if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
-        from precondattn_pallas.softmax.attention import Attention
-
-        return Attention(interpret=interpret)
-    if type(mechanism) is pa.Softmax and mechanism.read == LOG_MEAN_EXP:
-        from precondattn_pallas.softmax.laser import Laser
-
-        return Laser(interpret=interpret)
-    return None
-
-
-def _kernels_of_a_tpu(mechanism: Any, interpret: Any) -> Any:
-    if interpret is True:
+    kernel_class = kernels_in(KERNELS[target], mechanism)
+    if kernel_class is None:
+        return None
+    if target == TPU and interpret is True:
         from jax.experimental.pallas import tpu as pltpu
 
         interpret = pltpu.InterpretParams()
-    if type(mechanism) is pa.LucidSolve:
-        from precondattn_pallas.tpu.lucid_solve import TpuLucidSolve
-
-        return TpuLucidSolve(interpret=interpret)
-    if type(mechanism) in RECURRENT:
-        from precondattn_pallas.tpu.recurrence import TpuRecurrence
-
-        return TpuRecurrence(interpret=interpret)
-    return None
+    return kernel_class(interpret=interpret)

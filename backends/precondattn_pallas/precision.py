@@ -1,4 +1,4 @@
-"""How products are done: the dtype of their factors, and what becomes of factors in float32."""
+"""How products are computed: the dtype of their factors, and how float32 factors are multiplied."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
-"""Settings of `jax_default_matmul_precision` that are no more exact than tf32. Where nothing is
-set, a product of float32 has float32's accuracy, unlike JAX's own on a GPU."""
+"""Settings of `jax_default_matmul_precision` that are no more exact than tf32. Without a setting, a
+float32 product has float32's accuracy, unlike JAX's own on a GPU."""
 
 
 class Products(NamedTuple):
     """How a kernel multiplies tiles."""
 
     interpret: bool
-    """Whether it is interpreted, on a CPU, where factors of 16 bits are multiplied in float32."""
+    """Whether it is interpreted, on a CPU, with 16-bit factors multiplied in float32."""
     tf32: bool
-    """Whether factors in float32 may lose their last 13 bits; else they are three of tf32 each."""
+    """Whether float32 factors may lose their last 13 bits; else each is split into three."""
 
     def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
         """a b in float32, with the left or the right factor transposed.
@@ -44,12 +44,12 @@ class Products(NamedTuple):
 
     @property
     def exact(self) -> Products:
-        """The same of factors that lose nothing."""
+        """The same, with factors that lose no bits."""
         return self._replace(tf32=False)
 
 
 def _tf32(x: Any) -> Any:
-    """As tensor cores take a float32: the first 10 bits of the fraction, and the others not."""
+    """A float32 as tensor cores read it: with the first 10 bits of the fraction only."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
 
@@ -57,13 +57,8 @@ def _tf32(x: Any) -> Any:
 def products(dtype: Any, *, interpret: bool) -> Products:
     """For inputs of this dtype.
 
-    Of the 11 bits that tf32 and float16 have, tensor cores read 10 and round none: where sums
+    Tensor cores read 10 of the 11 bits that tf32 and float16 have, and do not round: where sums
     cancel, that is too few for float16.
     """
     allowed = jax.config.jax_default_matmul_precision in TF32_ALLOWED
     return Products(interpret, allowed or dtype == jnp.bfloat16)
-
-
-def padded_width(width: int) -> int:
-    """The power of two, 16 or more, that a tile of this width has."""
-    return max(16, 1 << (width - 1).bit_length())

@@ -1,4 +1,4 @@
-"""How products are done: the dtype of their factors, and what becomes of factors in float32."""
+"""How products are computed: the dtype of their factors, and how float32 factors are multiplied."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _compiling_for_amd: bool | None = None
 
 
 def is_amd() -> bool:
-    """Whether kernels are for AMD's GPUs: those of this PyTorch, unless told otherwise."""
+    """Whether kernels are for AMD's GPUs: as this PyTorch is, unless inside `compiling_for`."""
     return torch.version.hip is not None if _compiling_for_amd is None else _compiling_for_amd
 
 
 @contextmanager
 def compiling_for(amd: bool) -> Iterator[None]:
-    """Kernels for a GPU that is not here."""
+    """Kernels are for a GPU that this machine need not have."""
     global _compiling_for_amd
     before, _compiling_for_amd = _compiling_for_amd, amd
     try:
@@ -27,28 +27,28 @@ def compiling_for(amd: bool) -> Iterator[None]:
 
 
 def exact() -> str:
-    """Of float32 factors, with float32's accuracy: three products of tf32, where there is one."""
+    """Float32 factors with float32's accuracy: three tf32 products, where the GPU has tf32."""
     return "ieee" if is_amd() else "tf32x3"
 
 
 def as_the_user_allows() -> str:
-    """Of float32 factors: tf32 only where PyTorch may use it too."""
+    """Float32 factors: tf32 only where PyTorch may use it too."""
     matmul = torch.backends.cuda.matmul
-    # Newer versions refuse to answer in the old words what was said in the new ones.
+    # Newer versions raise when the old setting is read after the new one was written.
     is_new = hasattr(matmul, "fp32_precision")
     allowed = matmul.fp32_precision == "tf32" if is_new else matmul.allow_tf32
     return sixteen_bits() if allowed else exact()
 
 
 def sixteen_bits() -> str:
-    """Of float32 factors that stand for numbers of 16 bits: tf32 has no fewer digits than they."""
+    """Float32 factors that hold 16-bit numbers: tf32 has no fewer digits."""
     return "ieee" if is_amd() else "tf32"
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether tf32 is enough, and kernels are cut for it.
+    """Whether tf32 is enough, and kernels are tiled for it.
 
-    Of the 11 bits that tf32 and float16 have, tensor cores read 10 and round none: where sums
+    Tensor cores read 10 of the 11 bits that tf32 and float16 have, and do not round: where sums
     cancel, that is too few for float16.
     """
     return dtype == torch.bfloat16
@@ -57,8 +57,3 @@ def is_half(dtype: torch.dtype) -> bool:
 def product_precision(dtype: torch.dtype) -> str:
     """How factors in float32 are multiplied, for inputs of this dtype."""
     return sixteen_bits() if is_half(dtype) else as_the_user_allows()
-
-
-def padded_width(width: int) -> int:
-    """The power of two, 16 or more, that a tile of this width has."""
-    return max(16, 1 << (width - 1).bit_length())

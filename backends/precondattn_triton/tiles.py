@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import padded_width
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
-from precondattn_triton.precision import padded_width
 
 WIDEST = 512
 

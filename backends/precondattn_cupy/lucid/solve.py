@@ -21,17 +21,16 @@ import numpy as np
 from precondattn.arrays import Array, namespace
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.metric import DOT
 from precondattn_cupy.configurations import Configuration, configuration, padded_width
-from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
+from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import by_16, empty, in_one_piece, masks_of
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
 """Value channels that a block processes at once."""
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
-MOST_HEADS = GRID_LIMITS[1]
-"""Of all sequences together: the limit of a grid along that axis."""
 WARPS = 4
 """Warps of a block of `lucid_prepare`; each has a token."""
 

@@ -8,52 +8,35 @@ from typing import Any
 import numpy as np
 
 from precondattn.arrays import Array, namespace
-from precondattn.backend import Request
-from precondattn.cache import Append, Updates
-from precondattn.dispatch.recognition import is_lucid
+from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.lucid_step import LucidStepKernels
 from precondattn_cupy.configurations import configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import by_16, empty, in_one_piece
-from precondattn_cupy.lucid.solve import LOG2_E, MOST_HEADS
+from precondattn_cupy.lucid.solve import LOG2_E
 from precondattn_cupy.past import past_of, processors
 
 BLOCKS_PER_PROCESSOR = 8
 """Of `lucid_read`, which has few warps: enough to hide that each waits for memory."""
-WIDEST = 256
 MOST_ROWS = 64
 """Queries of a key/value head, and the new key."""
 FINISHING_THREADS = 128
 
 
-class LucidStep:
-    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+class LucidStep(LucidStepKernels):
+    """The group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
-    def refuses(self, group: Any, request: Request) -> str | None:
-        solve, softmax = group.program.leaves
-        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
-            return "its step is that of plain LUCID around causal softmax"
-        shapes = dict(request.shapes)
-        b, t, h, d = shapes["q"]
-        n, e = shapes["v"][2:]
-        if t != 1:
-            return f"its step is of one token; found t={t}"
-        if 0 in shapes["q"] + shapes["v"]:
-            return "its step takes no empty arrays"
-        if b * n > MOST_HEADS:
-            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
-        if max(d, e) > WIDEST or h // n >= MOST_ROWS:
-            return (
-                f"its step takes d, e ≤ {WIDEST}, and fewer than {MOST_ROWS} query heads to a "
-                f"key/value head; found d={d}, e={e} and {h // n}"
-            )
-        return None
+    fitting = f"fewer than {MOST_ROWS} query heads to a key/value head"
+
+    def fits(self, rows: int, dtype: str, width: int) -> bool:
+        return rows <= MOST_ROWS
 
     def step(
         self, group: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         solve, softmax = group.program.leaves
-        solve_keys, softmax_keys = (call.slot_keys() for call in group.program.calls)
+        solve_keys = group.program.calls[0].slot_keys()
         xp = namespace(x["q"])
         keys, solved = (
             in_one_piece(xp.permute_dims(past[solve_keys[name]], (0, 2, 3, 1)))
@@ -106,14 +89,7 @@ class LucidStep:
                 scale,
             ),
         )  # fmt: skip
-        updates: dict[str, Any] = {
-            softmax_keys["key"]: Append(x["k"]),
-            solve_keys["key"]: Append(x["k"]),
-            solve_keys["solved"]: Append(y),
-        }
-        if own_rms is not None:
-            updates[solve_keys["rms"]] = Append(own_rms)
-        return out, updates
+        return out, self.updates(group, x["k"], y, own_rms)
 
 
 def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:

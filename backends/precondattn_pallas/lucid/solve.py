@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import gradient as lucid_gradient
@@ -38,14 +39,11 @@ from precondattn_pallas.lucid.arrays import (
 )
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
-from precondattn_pallas.precision import padded_width, products
+from precondattn_pallas.precision import products
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
-
-MOST_HEADS = 65535
-"""Of all sequences together: the limit of a grid along that axis."""
 
 
 class Plan(NamedTuple):

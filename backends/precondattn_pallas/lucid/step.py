@@ -15,27 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precondattn.backend import Request
-from precondattn.cache import Append, Updates
-from precondattn.dispatch.recognition import is_lucid
+from precondattn.cache import Updates
 from precondattn.dispatch.reference import upcast_all
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.lucid_step import LucidStepKernels
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
-from precondattn_pallas.lucid.solve import LOG2_E, MOST_HEADS
+from precondattn_pallas.lucid.solve import LOG2_E
 from precondattn_pallas.masks import where_valid
-from precondattn_pallas.precision import Products, padded_width, products
+from precondattn_pallas.precision import Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
 PROGRAMS = 256
 """Of `read_past`, at least, if there are as many tiles: two for a processor of a large GPU."""
 
-LARGEST_TILE = 8192
-"""Numbers of a tile of queries and the new key: what fits every multiprocessor."""
-
 
 class Plan(NamedTuple):
-    """What is known of a step before its values."""
+    """What is known of a step without its arrays."""
 
     group: Any
     """The mechanism."""
@@ -52,33 +49,11 @@ class Plan(NamedTuple):
         return tuple(call.slot_keys() for call in self.group.program.calls)
 
 
-class LucidStep:
-    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+class LucidStep(LucidStepKernels):
+    """The group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
-
-    def refuses(self, group: Any, request: Request) -> str | None:
-        solve, softmax = group.program.leaves
-        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
-            return "its step is that of plain LUCID around causal softmax"
-        shapes = dict(request.shapes)
-        _, t, h, d = shapes["q"]
-        n, e = shapes["v"][2:]
-        if t != 1:
-            return f"its step is of one token; found t={t}"
-        if 0 in shapes["q"] + shapes["v"]:
-            return "its step takes no empty arrays"
-        if shapes["q"][0] * n > MOST_HEADS:
-            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
-        rows, width = padded_width(h // n + 1), padded_width(max(d, e))
-        most_rows = 32 if request.dtype == "float32" else 64
-        if width > 256 or rows > most_rows or rows * width > LARGEST_TILE:
-            return (
-                f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
-                f"tile; found d={d}, e={e} and {h // n}"
-            )
-        return None
 
     def step(
         self, group: Any, past: Mapping[str, Any], x: Mapping[str, Any], frame: Frame
@@ -90,24 +65,16 @@ class LucidStep:
             configuration("lucid_decode", widest, q.dtype.itemsize == 2),
             products(q.dtype, interpret=self.interpret),
         )
-        solve, softmax = plan.slots
         masks = (frame.q_position, frame.k_position, frame.q_valid, frame.k_valid)
         out, y, rms = _step(plan, dict(past), dict(x), masks)
-        updates: dict[str, Any] = {
-            softmax["key"]: Append(x["k"]),
-            solve["key"]: Append(x["k"]),
-            solve["solved"]: Append(y),
-        }
-        if rms is not None:
-            updates[solve["rms"]] = Append(rms)
-        return out, updates
+        return out, self.updates(group, x["k"], y, rms)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
     """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
-    found: tuple[Any, Any, Any] = _by_kernel(plan, past, x, masks)
-    return found
+    result: tuple[Any, Any, Any] = _by_kernel(plan, past, x, masks)
+    return result
 
 
 @partial(jax.jit, static_argnums=0)
@@ -121,7 +88,7 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
     new, held = valid[:, capacity:], valid[:, :capacity]
-    # A token whose own key is hidden reads the others all the same.
+    # A token whose own key is masked still attends to the other keys.
     is_token = jnp.ones((b, 1), bool) if q_valid is None else jnp.broadcast_to(q_valid, (b, 1))
     k, v = (where_valid(new, x[name]).astype(jnp.float32) for name in ("k", "v"))
     rms = None
@@ -146,7 +113,7 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     if rms is not None:
         buffers["rms"] = padded(past[slots["rms"]], tokens, n)
     filled_slots = jnp.max(jnp.where(held, jnp.arange(1, capacity + 1), 0), axis=1)
-    found = lucid_decode.read(
+    partial_sums = lucid_decode.read(
         rows,
         buffers,
         filled_slots.astype(jnp.int32),
@@ -156,12 +123,12 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
         shift=key_scale * d,
         splits=max(min(math.ceil(PROGRAMS / m), tokens // plan.cut.columns), 1),
     )
-    found = found._replace(totals=found.totals[..., :e])
+    partial_sums = partial_sums._replace(totals=partial_sums.totals[..., :e])
     factor = jnp.ones((b, 1, n)) if beta is None else beta
     factor = where_valid(new, factor).astype(jnp.float32).reshape(m)
     counts = jnp.repeat(new[:, 0], n)
     out, y = lucid_decode.finished(
-        found, queries, k.reshape(m, d), counts, v.reshape(m, e), factor, group
+        partial_sums, queries, k.reshape(m, d), counts, v.reshape(m, e), factor, group
     )
     out = where_valid(is_token, out.reshape(b, 1, h, e)).astype(x["v"].dtype)
     return out, y.reshape(b, 1, n, e).astype(x["v"].dtype), rms

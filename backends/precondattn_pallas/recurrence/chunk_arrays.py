@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.recurrence import Stream
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.launch import divide, launch, remainder, shape_of, whole
-from precondattn_pallas.precision import Products, padded_width
+from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.gate_sums import factors_of
 
 LOWEST = -200.0

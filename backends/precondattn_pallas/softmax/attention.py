@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
-from precondattn_pallas.precision import padded_width, products
+from precondattn_pallas.precision import products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import Tiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
@@ -29,8 +30,6 @@ LOG2_E = math.log2(math.e)
 WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
 """Widest keys and values: limited by the registers of a multiprocessor."""
 
-MOST_HEADS = 65535
-"""Also of sequences: the limits of a grid along these axes."""
 
 Masks = tuple[Any, Any, Any]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""

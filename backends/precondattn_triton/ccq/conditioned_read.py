@@ -25,6 +25,7 @@ from torch import Tensor
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.stateful import gradients_of, is_plain, stream_of
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.linear_family import queries_of_states, rows_of_states
 from precondattn.spec.recurrence import Stream
@@ -33,13 +34,7 @@ from precondattn_triton.precision import is_half
 from precondattn_triton.recurrence.chunk_arrays import Call, tokens_of_chunk
 from precondattn_triton.recurrence.chunkwise import carry, prepare, read
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
-from precondattn_triton.recurrence.leaves import (
-    Recurrence,
-    form_of,
-    gradients_of,
-    is_plain,
-    stream_of,
-)
+from precondattn_triton.recurrence.leaves import Recurrence, form_of
 
 Tensors = Mapping[str, Tensor]
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.metric import DOT
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import padded_width, product_precision, sixteen_bits
+from precondattn_triton.precision import product_precision, sixteen_bits
 
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.metric import DOT
 from precondattn_triton.lucid import gradient as lucid_gradient
 from precondattn_triton.lucid import inverse as lucid_inverse
@@ -29,9 +30,6 @@ from precondattn_triton.lucid.plan import plan_of
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
 from precondattn_triton.tiles import masks_of
-
-MOST_HEADS = 65535
-"""The largest size of a grid along the axis of heads, of all sequences."""
 
 
 class Prepared(NamedTuple):

@@ -8,51 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.backend import Request
-from precondattn.cache import Append, Updates
-from precondattn.dispatch.recognition import is_lucid
+from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.lucid_step import LucidStepKernels
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.lucid import decode as lucid_decode
 from precondattn_triton.lucid.plan import LOG2_E
-from precondattn_triton.lucid.solve import MOST_HEADS
-from precondattn_triton.precision import is_half, padded_width, product_precision
-
-LARGEST_TILE = 8192
-"""Numbers of a tile of queries and the new key: what fits every multiprocessor."""
+from precondattn_triton.precision import is_half, product_precision
 
 
-class LucidStep:
-    """Of the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
-
-    def refuses(self, group: Any, request: Request) -> str | None:
-        solve, softmax = group.program.leaves
-        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
-            return "its step is that of plain LUCID around causal softmax"
-        shapes = dict(request.shapes)
-        _, t, h, d = shapes["q"]
-        n, e = shapes["v"][2:]
-        if t != 1:
-            return f"its step is of one token; found t={t}"
-        if 0 in shapes["q"] + shapes["v"]:
-            return "its step takes no empty arrays"
-        if shapes["q"][0] * n > MOST_HEADS:
-            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
-        rows, width = padded_width(h // n + 1), padded_width(max(d, e))
-        most_rows = 32 if request.dtype == "float32" else 64
-        if width > 256 or rows > most_rows or rows * width > LARGEST_TILE:
-            return (
-                f"its step takes d, e ≤ 256, and as many query heads to a key/value head as fit a "
-                f"tile; found d={d}, e={e} and {h // n}"
-            )
-        return None
+class LucidStep(LucidStepKernels):
+    """The group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
     def step(
         self, group: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
         solve, softmax = group.program.leaves
-        solve_keys, softmax_keys = (call.slot_keys() for call in group.program.calls)
+        solve_keys = group.program.calls[0].slot_keys()
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
         rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
@@ -91,11 +65,4 @@ class LucidStep:
             NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
             ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
         )  # fmt: skip
-        updates: dict[str, Any] = {
-            softmax_keys["key"]: Append(k),
-            solve_keys["key"]: Append(k),
-            solve_keys["solved"]: Append(y),
-        }
-        if own_rms is not None:
-            updates[solve_keys["rms"]] = Append(own_rms)
-        return out, updates
+        return out, self.updates(group, k, y, own_rms)

@@ -15,12 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.path import carried_queries as path_carry
 from precondattn_triton.path import key_gradient as path_key_gradient
 from precondattn_triton.path import within_chunk as path_within_chunk
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import Chunks
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.tiles import Masks, configured
 

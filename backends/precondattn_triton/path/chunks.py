@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.precision import exact, padded_width, product_precision
+from precondattn_triton.precision import exact, product_precision
 from precondattn_triton.tiles import (
     Masks,
     addresses,

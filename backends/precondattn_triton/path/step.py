@@ -11,10 +11,11 @@ from torch import Tensor
 
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame, UniformFrame
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.path import decode as path_decode
-from precondattn_triton.precision import is_half, padded_width, product_precision
+from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.tiles import LOG2_E
 
 FLUSH_ROWS = 32

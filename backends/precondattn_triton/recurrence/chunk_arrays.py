@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.precision import padded_width
 
 WIDEST_BLOCK = 64
 """The largest block of value channels."""

@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
-from precondattn_triton.precision import exact, padded_width
+from precondattn_triton.precision import exact
 from precondattn_triton.recurrence import (
     channel_gates,
     chunk_inverse,

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.differential_forward import Maps, row_weights, triton_dtype
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import (

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import (
     LOG2_E,

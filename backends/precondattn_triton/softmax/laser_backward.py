@@ -33,7 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.laser_forward import Spread, exact_channels, weights
 from precondattn_triton.tiles import (
     LOG2_E,

@@ -42,8 +42,9 @@ import torch
 import triton
 import triton.language as tl
 
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
-from precondattn_triton.precision import padded_width, product_precision
+from precondattn_triton.precision import product_precision
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,

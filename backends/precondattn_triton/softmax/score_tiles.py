@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.precision import padded_width
+from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.tiles import LOG2_E, is_token, load_tile, tile_of_program
 
 ELEMENTS = 4096

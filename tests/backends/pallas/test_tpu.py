@@ -297,11 +297,11 @@ def run_as_told(code, told):
 def test_the_environment_says_whose_kernels_are_interpreted():
     code = """
 import jax, jax.numpy as jnp, precondattn as pa
-from precondattn_pallas.backend import _kernels
+from precondattn_pallas.backend import Pallas
 q = k = v = jnp.ones((2, 3, 1, 4), jnp.float32)
 g = beta = jnp.zeros((2, 3, 1), jnp.float32)
 m = pa.GatedDelta()
-print(type(_kernels(m)).__name__)
+print(type(Pallas().kernels(m)).__name__)
 print(m.explain(q, k, v, g=g, beta=beta, backend="pallas").backends)
 loss = lambda v: jnp.sum(m(q, k, v, g=g, beta=beta + 1, backend="pallas"))
 print(jax.jit(jax.vmap(jax.grad(loss)))(v[None]).shape)

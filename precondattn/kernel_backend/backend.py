@@ -1,0 +1,125 @@
+"""A backend whose pieces have kernels of their own: it looks them up, and passes the work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.kernel_backend.kernel_table import KernelTable, kernels_in
+
+VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
+"""The method that answers a verb."""
+
+
+class KernelBackend(Backend):
+    """Subclass it with a `table`, and `refuses_request` for what no kernel supports.
+
+    The classes in the table have those methods of a backend that they can answer, and `refuses`.
+    """
+
+    table: ClassVar[KernelTable] = {}
+    """Which class computes which leaf or group. What is not in it is declined."""
+
+    def kernels(self, mechanism: Any) -> Any:
+        """An object that computes a leaf or group; None where the backend has none."""
+        kernel_class = kernels_in(self.table, mechanism)
+        return None if kernel_class is None else kernel_class()
+
+    def refuses_request(self, request: Request) -> str | None:
+        """The reason why no kernel supports a request: its device, its dtype; None otherwise."""
+        return None
+
+    def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
+        """The reason why these kernels do not support a request, whatever the mechanism."""
+        return None
+
+    def on_device(self) -> str:
+        """What a refusal adds where the table depends on the device: " on a TPU"."""
+        return ""
+
+    def refusal(self, mechanism: Any, request: Request) -> str | None:
+        """The reason why the backend does not support a request; None where it does."""
+        reason = self.refuses_request(request)
+        if reason is not None:
+            return reason
+        kernels = self.kernels(mechanism)
+        if kernels is None:
+            return f"has no kernels for {mechanism}{self.on_device()}"
+        reason = self.refuses_kernels(kernels, request)
+        if reason is not None:
+            return reason
+        if not hasattr(kernels, VERBS[request.verb]):
+            return f"has no {VERBS[request.verb]} of {mechanism}"
+        own: str | None = kernels.refuses(mechanism, request)
+        return own
+
+    def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
+        """The context in which kernels are launched on these inputs."""
+        return nullcontext()
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        reason = self.refusal(mechanism, request)
+        return Support.yes() if reason is None else Support.no(reason)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        with self.launching(inputs):
+            result: tuple[Array, Residuals] = self.kernels(mechanism).forward(
+                mechanism, inputs, frame
+            )
+            return result
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        with self.launching(inputs):
+            gradients: Arrays = self.kernels(mechanism).backward(
+                mechanism, inputs, frame, out, residuals, cotangent
+            )
+            return gradients
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        with self.launching(inputs):
+            result: tuple[Array, Updates] = self.kernels(mechanism).step(
+                mechanism, past, inputs, frame
+            )
+            return result
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        with self.launching(inputs):
+            gradients: tuple[Arrays, Arrays] = self.kernels(mechanism).step_backward(
+                mechanism, past, inputs, frame, cotangent, d_buffers
+            )
+            return gradients
+
+    def residual_shapes(
+        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        shapes: tuple[ArraySpec, ...] = self.kernels(mechanism).residual_shapes(mechanism, inputs)
+        return shapes

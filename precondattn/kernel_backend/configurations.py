@@ -1,0 +1,63 @@
+"""A registry of tile sizes: for every kernel, what it is launched with at each width.
+
+Whatever the configuration, a kernel computes the same. Numbers that were measured on a device are
+preferred to those that were only chosen to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+C = TypeVar("C")
+
+
+class Key(NamedTuple):
+    """What a configuration depends on."""
+
+    kernel: str
+    width: int
+    """The larger of the padded widths of keys and values."""
+    half: bool
+    """Whether products have 16-bit factors, not 32-bit ones."""
+
+
+class Configurations(Generic[C]):
+    """A backend's configurations, of a type of its own."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = tuple(widths)
+        """The padded widths that tiles may have, in ascending order."""
+        self.untuned: dict[Key, C] = {}
+        """Chosen to compile, for every device."""
+        self.tuned: dict[str, dict[Key, C]] = {}
+        """Measured, by the name of the device."""
+        self._forced: dict[str, C] = {}
+
+    def declare(self, kernel: str, half: Mapping[int, C], full: Mapping[int, C]) -> None:
+        """A kernel's configurations by the largest width that each is for."""
+        for is_half, by_width in ((True, half), (False, full)):
+            for width in self.widths:
+                fitting = [w for w in sorted(by_width) if w >= width]
+                if fitting:
+                    self.untuned[Key(kernel, width, is_half)] = by_width[fitting[0]]
+
+    def find(self, kernel: str, width: int, half: bool, device: str = "") -> C:
+        """The configuration of a kernel at a padded width, on a device if it was measured there."""
+        if kernel in self._forced:
+            return self._forced[kernel]
+        key = Key(kernel, width, half)
+        tuned = self.tuned.get(device, {})
+        return tuned[key] if key in tuned else self.untuned[key]
+
+    @contextmanager
+    def forced(self, **configurations: C) -> Iterator[None]:
+        """These configurations by kernel, on every device: for tests, and for tuning."""
+        before = dict(self._forced)
+        self._forced.update(configurations)
+        try:
+            yield
+        finally:
+            self._forced.clear()
+            self._forced.update(before)

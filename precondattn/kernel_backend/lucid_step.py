@@ -1,0 +1,61 @@
+"""The group that a step of LUCID is: `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import Array
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+
+WIDEST = 256
+LARGEST_TILE = 8192
+"""Elements of a tile of queries and the new key: what fits every multiprocessor."""
+
+
+class LucidStepKernels:
+    """Subclass it with `step`: one new token of every sequence, and a cache."""
+
+    fitting = "as many query heads to a key/value head as fit a tile"
+
+    def fits(self, rows: int, dtype: str, width: int) -> bool:
+        """Whether a tile holds the query heads of a key/value head and the new key."""
+        rows = padded_width(rows)
+        return rows <= (32 if dtype == "float32" else 64) and rows * width <= LARGEST_TILE
+
+    def refuses(self, group: Any, request: Request) -> str | None:
+        """The reason why the kernels do not support a request; None where they do."""
+        solve, softmax = group.program.leaves
+        if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
+            return "its step is that of plain LUCID around causal softmax"
+        shapes = dict(request.shapes)
+        b, t, h, d = shapes["q"]
+        n, e = shapes["v"][2:]
+        if t != 1:
+            return f"its step is of one token; found t={t}"
+        if 0 in shapes["q"] + shapes["v"]:
+            return "its step takes no empty arrays"
+        if b * n > MOST_HEADS:
+            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
+        width = padded_width(max(d, e))
+        if width > WIDEST or not self.fits(h // n + 1, request.dtype, width):
+            return (
+                f"its step takes d, e ≤ {WIDEST}, and {self.fitting}; "
+                f"found d={d}, e={e} and {h // n}"
+            )
+        return None
+
+    @staticmethod
+    def updates(group: Any, k: Array, y: Array, rms: Array | None) -> Updates:
+        """The updates of the group's buffers: the new key, what was solved, and rms(k) if kept."""
+        solve, softmax = (call.slot_keys() for call in group.program.calls)
+        updates: Updates = {
+            softmax["key"]: Append(k),
+            solve["key"]: Append(k),
+            solve["solved"]: Append(y),
+        }
+        if rms is not None:
+            updates[solve["rms"]] = Append(rms)
+        return updates

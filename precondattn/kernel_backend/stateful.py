@@ -1,0 +1,212 @@
+"""Leaves with a state on a backend's kernels: their own definition, on a recurrence in chunks.
+
+A leaf that is one recurrence of its inputs ("plain") passes them to the kernels as they are stored,
+in the call's dtype. What another leaf computes from its inputs first (a norm, a softmax, a column
+of ones) is computed in float32. States, gates and β are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from precondattn.arrays import Array, Arrays, cast, namespace, placement, upcast, upcast_all
+from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Replace, Updates
+from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS
+from precondattn.spec.array_functions import swap_time_and_heads
+from precondattn.spec.conditioned_query import ConditionedQuery
+from precondattn.spec.linear import Linear
+from precondattn.spec.linear_family import (
+    LinearFamily,
+    forget_other_segments,
+    queries_of_states,
+    rows_of_states,
+    where_valid,
+)
+from precondattn.spec.recurrence import Form, Stream
+
+WIDEST_KEYS, WIDEST_VALUES = 256, 512
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether it is one recurrence of its own inputs."""
+    return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
+
+
+def decays(leaf: Any, frame: Frame) -> bool:
+    """Whether the recurrence has gates. A gate of −∞ forgets other packed segments."""
+    if frame.k_segment is not None:
+        return True
+    if isinstance(leaf, ConditionedQuery):
+        return bool(leaf.decay != "none")
+    return "g" in leaf.inputs or leaf.offers.decay is not None
+
+
+def scale_in_form(leaf: Any, x: Mapping[str, Array]) -> float:
+    """The scale that the form multiplies by: that of a plain leaf, whose stream has none."""
+    return float(leaf.scale_for(x["q"].shape[3])) if is_plain(leaf) else 1.0
+
+
+def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
+    """The stream of a plain leaf, without its scale and without repeating heads."""
+    m = leaf.state_heads(x)
+    q, k = x["q"], x["k"]
+    q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)
+    return Stream(
+        q,
+        where_valid(swap_time_and_heads(k), frame),
+        swap_time_and_heads(x["v"]),
+        _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
+        swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
+    )
+
+
+def _gates(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+    """(b, m, s, 1 or d, 1) in float32."""
+    # A fixed decay takes the number of keys and its dtype from k: one channel of k is enough.
+    small = {**x, "k": upcast(x["k"][..., :1])}
+    if "g" in x:
+        small["g"] = upcast(x["g"])
+    return forget_other_segments(leaf.log_decay(small, frame), frame)
+
+
+def _no_gates(k: Array, m: int) -> Array:
+    xp, (b, s) = namespace(k), k.shape[:2]
+    zero = xp.zeros((), dtype=xp.float32, **placement(k))
+    return xp.broadcast_to(zero, (b, m, s, 1, 1))
+
+
+def gradients_of(leaf: Any, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    """The gradients of a plain leaf's inputs, from those of its stream.
+
+    The form has multiplied by the scale.
+    """
+    gradients: Arrays = replace(leaf, scale=1.0).gradients(x, d, frame)
+    return gradients
+
+
+class StatefulKernels:
+    """Subclass it with `form`."""
+
+    def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Form:
+        """The recurrence in chunks, as a leaf and its inputs need it.
+
+        It multiplies by `scale_in_form`, and has gates where `decays`.
+        """
+        raise NotImplementedError
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        """The reason why the kernels do not support a request; None where they do."""
+        shapes = dict(request.shapes)
+        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        slots = shapes["s"][3] if "s" in shapes else 0
+        if slots > WIDEST_KEYS:
+            return f"its recurrence takes at most {WIDEST_KEYS} slots; found m={slots}"
+        if d > WIDEST_KEYS or e > WIDEST_VALUES:
+            return (
+                f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
+                f"found d={d}, e={e}"
+            )
+        if any(0 in shape for shape in shapes.values()):
+            return "its recurrence takes no empty arrays"
+        heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
+        if shapes["q"][0] * heads > MOST_HEADS:
+            return f"its recurrence takes at most {MOST_HEADS} heads of all sequences together"
+        return None
+
+    def run(
+        self,
+        leaf: Any,
+        state: Mapping[str, Array] | None,
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Arrays]:
+        """The output and the new state, from a state, or from zeros where it is None."""
+        form = self.form(leaf, x, frame)
+        state = leaf.zero_state(x) if state is None else state
+        if is_plain(leaf):
+            o, final = form.forward(stream_of(leaf, x, frame), state["state"])
+            return rows_of_states(o), {"state": final}
+        out, finals = leaf.run(state, upcast_all(x), frame, form)
+        return cast(out, x["v" if "v" in x else "q"].dtype), finals
+
+    def run_vjp(
+        self,
+        leaf: Any,
+        state: Mapping[str, Array] | None,
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array] | None,
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of inputs and state, from those of the output and the new state."""
+        form = self.form(leaf, x, frame)
+        state = leaf.zero_state(x) if state is None else state
+        d_state = leaf.zero_state(x) if d_state is None else d_state
+        if is_plain(leaf):
+            d_o = queries_of_states(cast(cotangent, x["v"].dtype), leaf.state_heads(x))
+            d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_state["state"])
+            gradients, d_past = gradients_of(leaf, x, d.stream, frame), {"state": d.state}
+        else:
+            gradients, d_past = leaf.run_vjp(
+                state, upcast_all(x), frame, upcast(cotangent), d_state, form
+            )
+        return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
+
+    def run_step(
+        self, leaf: Any, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Arrays]:
+        """`run` in an extension, where a framework may differentiate it."""
+        return self.run(leaf, state, x, frame)
+
+    def forward(
+        self, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, tuple[Array, ...]]:
+        return self.run(leaf, None, x, frame)[0], ()
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> Arrays:
+        return self.run_vjp(leaf, None, x, frame, cotangent, None)[0]
+
+    def step(
+        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        keys = leaf.program.calls[0].slot_keys()
+        state = {slot: past[key] for slot, key in keys.items()}
+        out, final = self.run_step(leaf, state, x, _without_masks_if_uniform(frame))
+        return out, {keys[slot]: Replace(value) for slot, value in final.items()}
+
+    def step_backward(
+        self,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        keys = leaf.program.calls[0].slot_keys()
+        state, d_state = (
+            {slot: buffers[key] for slot, key in keys.items()} for buffers in (past, d_buffers)
+        )
+        frame = _without_masks_if_uniform(frame)
+        gradients, d_past = self.run_vjp(leaf, state, x, frame, cotangent, d_state)
+        return gradients, {keys[slot]: d_slot for slot, d_slot in d_past.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return ()
+
+
+def _without_masks_if_uniform(frame: Frame) -> Frame:
+    """The frame of an extension, whose arrays are not computed where nothing is masked."""
+    return frame if frame.held is None else Frame(None, None)
