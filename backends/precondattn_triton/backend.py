@@ -77,12 +77,11 @@ class Triton(KernelBackend):
     def refuses_request(self, request: Request) -> str | None:
         if not _is_installed():
             return "Triton is not installed; install precondattn with its extra 'triton'"
-        device = "cpu" if is_interpreting() else "cuda"
+        device, reason = "cuda", "is for GPUs, and"
+        if is_interpreting():
+            device, reason = "cpu", "interprets its kernels here, and then"
         if request.device != device:
-            how = (
-                "interprets its kernels here, and then" if is_interpreting() else "is for GPUs, and"
-            )
-            return f"{how} takes arrays on {device}; found {request.device}"
+            return f"{reason} takes arrays on {device}; found {request.device}"
         if request.dtype not in DTYPES:
             return f"takes {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:

@@ -26,8 +26,8 @@ from precondattn_pallas.precision import products
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 
 Masks = tuple[Any, Any, Any]
-"""Valid queries, valid keys, and the keys' segments; None where all are valid, or where there is one
-segment."""
+"""Valid queries, valid keys, and the keys' segments; None where all are valid, or where there is
+one segment."""
 
 FormOf = Callable[..., Form]
 """(dtype of the inputs, dtype of q, k and v in the form, *, decays, interpret) → the form."""
