@@ -1,8 +1,8 @@
-"""Every kernel as it is shipped, to be compiled where there is no GPU.
+"""Every kernel as it is shipped, to be compiled on a machine without a GPU.
 
     python -m precondattn_kernel_tools.cuda_compiler precondattn_cupy.variants …
 
-The backend's own launching code runs, and its launches are noted.
+The backend's own launching code runs, and its launches are recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from precondattn_kernel_tools.cuda_compiler import Variant
 
 HALF, ALL = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
 Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]
-"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+"""Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 
 CALLS: Shipped = (
     ("unit_rows", (*ALL, "float64"), ((64, 64),)),
@@ -47,7 +47,7 @@ STEPS: Shipped = (
 """Extensions of a cache by one token."""
 
 SHARED = {"gated_delta": (1, 2)}
-"""How many heads of values share one of keys, where a gradient of keys then is in float32."""
+"""How many value heads share a key head. Where they do, the gradient of the keys is in float32."""
 
 TOKENS, HEADS, BATCH, SLOTS = 1024, 2, 1, 64
 WIDE_SPILLS = 0
@@ -91,8 +91,8 @@ def launches(
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Cupy()
-    # What nobody computes is whatever stood in memory.
-    with recorded() as found, np.errstate(all="ignore"):
+    # Nothing is computed: outputs hold whatever was in memory.
+    with recorded() as recorded_launches, np.errstate(all="ignore"):
         if is_step:
             past = {
                 key: _zeros(pattern.shape(sizes), "float32" if slot.wide else dtype)
@@ -106,7 +106,7 @@ def launches(
             frame = Frame(position, position)
             out, residuals = backend.forward(piece, x, frame)
             backend.backward(piece, x, frame, out, residuals, np.zeros_like(out))
-    return found
+    return recorded_launches
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

@@ -1,7 +1,7 @@
 """The JAX backend: which leaves are computed by which algorithm.
 
-A call of a leaf is one compiled function: outside `jax.jit` it is compiled once for its shapes, and
-within, it is a part of what is compiled.
+A call of a leaf is one compiled function: outside `jax.jit` it is compiled once for its shapes;
+inside, it is part of the surrounding computation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Jax(Portable):
         return JAX
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
-        """How a leaf is computed; None where it is not."""
+        """The algorithm for a leaf; None where this backend has none."""
         from precondattn_jax.algorithms import algorithm_of
 
         return algorithm_of(leaf)
@@ -55,8 +55,8 @@ class Jax(Portable):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        given = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        return self._compiled(Portable.backward, mechanism, *given)
+        arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
+        return self._compiled(Portable.backward, mechanism, *arrays)
 
     def step(
         self,
@@ -76,17 +76,17 @@ class Jax(Portable):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        given = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        return self._compiled(Portable.step_backward, mechanism, *given)
+        arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
+        return self._compiled(Portable.step_backward, mechanism, *arrays)
 
-    # In half precision, outputs are float32 as the reference's are: the gradient and the next piece
-    # want them so, and the core rounds the last one.
+    # In half precision, outputs are in float32 as the reference's are: the gradient and the next
+    # piece need them so, and the core rounds the last one.
 
     def _wide_forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(next(iter(inputs.values())))
-        return self._own(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
+        return self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
 
     def _wide_step(
         self,
@@ -97,9 +97,9 @@ class Jax(Portable):
     ) -> tuple[Array, Updates]:
         ops = self.arithmetic(next(iter(inputs.values())))
         keys = mechanism.program.calls[0].slot_keys()
-        own = {slot: past[key] for slot, key in keys.items()}
+        buffers = {slot: past[key] for slot, key in keys.items()}
         x = upcast_all(inputs)
-        out, updates = self._own(mechanism).step(ops, mechanism, own, x, frame)
+        out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def _compiled(self, method: Any, mechanism: Any, *arrays: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Methods of the backend as compiled functions, of which the leaf is a static argument.
+"""Methods of the backend as compiled functions, with the leaf as a static argument.
 
-Called without `jax.jit` around it, an algorithm of hundreds of operations would be compiled one
-operation at a time.
+Outside `jax.jit`, an algorithm of hundreds of operations would otherwise be compiled one operation
+at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-import precondattn.execution.autograd_jax  # noqa: F401  (It makes frames known as pytrees.)
+import precondattn.execution.autograd_jax  # noqa: F401  (It registers frames as pytrees.)
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 
@@ -29,7 +29,7 @@ def _call(
 
 
 def _sizes() -> tuple[int, ...]:
-    """What a compiled function depends on besides its arguments."""
+    """Module constants that compiled functions depend on; tests change them."""
     return (
         layout.BLOCK,
         layout.FEWEST,

@@ -1,9 +1,9 @@
-"""Every kernel as it is shipped, to be compiled where there is no GPU, or TPU.
+"""Every kernel as it is shipped, to be compiled on a machine without a GPU or TPU.
 
     python -m precondattn_kernel_tools.pallas_compiler precondattn_pallas.variants …
 
-The backend's own launching code is traced with arrays without values, and its kernels are found in
-what JAX makes of it.
+The backend's own launching code is traced with abstract arrays, and its kernels are extracted from
+JAX's trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("gsa", ("bfloat16", "float32"), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
 )
-"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+"""Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 
 TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 512), (256, 256), (128, 128), (64, 64))),
@@ -41,7 +41,7 @@ TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] 
         for name in ("gated_delta", "ssd")
     ),
 )
-"""The same of a TPU's; widths are filled up to whole rows of 128 before."""
+"""The same for a TPU, where widths are padded to multiples of 128 first."""
 
 STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
 TOKENS, HEADS, KEY_HEADS, BATCH, SLOTS = 4096, 16, 4, 2, 64
@@ -61,7 +61,7 @@ def variants(target: str) -> Iterator[Variant]:
 
 
 def _of_step(dtype: str, width: int) -> Variant:
-    """One token of LUCID behind a cache."""
+    """A step of LUCID by one token after those in a cache."""
     group: Any = Group(group_of("lucid[beta=true]"))
     sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
     sizes |= {"t": 1, "s": 1}
@@ -114,7 +114,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterat
 
 
 def _frame(masks: dict[str, Any]) -> Frame:
-    """Of a full call. Positions are known without looking."""
+    """The frame of a full call. Its positions are known without arrays."""
     return Frame(None, None, **masks)
 
 

@@ -1,7 +1,7 @@
 """The portable backend: which leaves are computed by which algorithm.
 
-A group of leaves is claimed where doing them in one go saves something (`fused.py`); else leaves
-are taken one at a time. Subclasses serve another library with the same algorithms, or better ones.
+A group of leaves is claimed where computing them together is cheaper (`fused.py`); otherwise leaves
+are computed one at a time. Subclasses serve another library with the same or better algorithms.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Portable(Backend):
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(_any(inputs))
-        out, residuals = self._own(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
+        out, residuals = self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
         rounded = cast(out, _like_output(inputs).dtype)
-        # The gradient goes by the output as it was, wherever it was rounded to half precision.
+        # The gradient needs the output before it was rounded to half precision.
         return rounded, residuals if rounded is out else (*residuals, out)
 
     def backward(
@@ -108,8 +108,8 @@ class Portable(Backend):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        ops, algorithm = self.arithmetic(_any(inputs)), self._own(mechanism)
-        if dtype_name(out) in HALF and residuals:  # A kernel that rounds itself keeps none.
+        ops, algorithm = self.arithmetic(_any(inputs)), self._claimed(mechanism)
+        if dtype_name(out) in HALF and residuals:  # A kernel that rounds by itself keeps none.
             *first, out = residuals
             residuals = tuple(first)
         return algorithm.backward(
@@ -127,12 +127,12 @@ class Portable(Backend):
         x = upcast_all(inputs)
         dtype = _like_output(inputs).dtype
         if len(mechanism.program.calls) > 1:
-            together = LucidStep(self._own(mechanism.program.leaves[1]))
-            out, updates = together.step(ops, mechanism, past, x, frame)
+            group_step = LucidStep(self._claimed(mechanism.program.leaves[1]))
+            out, updates = group_step.step(ops, mechanism, past, x, frame)
             return cast(out, dtype), updates
         keys = mechanism.program.calls[0].slot_keys()
-        own_past = {slot: past[key] for slot, key in keys.items()}
-        out, updates = self._own(mechanism).step(ops, mechanism, own_past, x, frame)
+        buffers = {slot: past[key] for slot, key in keys.items()}
+        out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
         out = cast(out, dtype)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
@@ -146,7 +146,7 @@ class Portable(Backend):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         keys = mechanism.program.calls[0].slot_keys()
-        gradients, d_past = self._own(mechanism).step_backward(
+        gradients, d_past = self._claimed(mechanism).step_backward(
             self.arithmetic(_any(inputs)),
             mechanism,
             {slot: past[key] for slot, key in keys.items()},
@@ -160,17 +160,17 @@ class Portable(Backend):
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        own = self._own(mechanism).residual_shapes(mechanism, inputs)
+        shapes = self._claimed(mechanism).residual_shapes(mechanism, inputs)
         if inputs["v" if "v" in inputs else next(iter(inputs))].dtype not in HALF:
-            return own
+            return shapes
         sizes = mechanism.inputs.sizes(
             str(mechanism), {n: spec.shape for n, spec in inputs.items()}
         )
-        return (*own, ArraySpec(mechanism.program.output.shape(sizes), "float32"))
+        return (*shapes, ArraySpec(mechanism.program.output.shape(sizes), "float32"))
 
-    def _own(self, leaf: Any) -> Algorithm:
+    def _claimed(self, leaf: Any) -> Algorithm:
         algorithm = self.algorithm(leaf)
-        assert algorithm is not None  # `supports` has said so.
+        assert algorithm is not None  # `supports` has declined all other leaves.
         return algorithm
 
 
@@ -179,5 +179,5 @@ def _any(inputs: Mapping[str, Array]) -> Array:
 
 
 def _like_output(inputs: Mapping[str, Array]) -> Array:
-    """The input whose dtype the output has."""
+    """The input that determines the output's dtype."""
     return inputs["v"] if "v" in inputs else _any(inputs)

@@ -1,8 +1,8 @@
-"""Every kernel as it is shipped, to be compiled where there is no GPU.
+"""Every kernel as it is shipped, to be compiled on a machine without a GPU.
 
     python -m precondattn_kernel_tools.triton_compiler precondattn_triton.variants …
 
-The backend's own launching code runs on tensors without memory, and its launches are noted.
+The backend's own launching code runs on meta tensors, and its launches are recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precondattn_triton.backend import WIDEST_ON_AMD, Triton
 from precondattn_triton.precision import compiling_for
 
 Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...]
-"""Mechanisms, dtypes, and widths of keys and values; what is narrower has the same tiles."""
+"""Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 
 CALLS: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
@@ -58,7 +58,7 @@ CALLS: Shipped = (
     ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
 )
-"""Full calls, with their gradients; what is narrower has the same tiles."""
+"""Full calls, with their gradients."""
 
 STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
@@ -71,10 +71,10 @@ CUT = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
     *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS"),
 )
-"""The constants of a kernel that its configuration decides, and which way it goes."""
+"""The constants of a kernel that depend on its configuration or select a code path."""
 WIDE_SPILLS = 10400
-"""Bytes that a thread may spill where rows are wider than 128: in float32 some do, for the most on
-compute capability 8.0 PaTH's at 256."""
+"""Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
+at 256 spill most, on compute capability 8.0."""
 
 
 def variants(target: str) -> Iterator[Variant]:
@@ -108,22 +108,22 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
 
 
 def _first_dtype(launch: Launch) -> torch.dtype:
-    """Of the first array: a kernel may have operands of its own, or of a call's dtype."""
+    """The dtype of the first array: operands may be in the call's dtype or in another."""
     arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
     return next(arrays).dtype
 
 
 def _way(launch: Launch) -> str:
-    """What tells a kernel's launches of one call from each other."""
+    """The part of a name that distinguishes a kernel's launches within one call."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
     decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
     sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
-    told = (" backward" if is_backward else "") + "".join(
+    name = (" backward" if is_backward else "") + "".join(
         f" {n} {size}" for n, size in sizes if size
     )
     if decay is not None:
-        told += f" decay of {decay}"
-    return told + (f" width {gated}" if gated else "")
+        name += f" decay of {decay}"
+    return name + (f" width {gated}" if gated else "")
 
 
 def _launches(

@@ -18,9 +18,9 @@ from precondattn_cupy.lucid.solve import LOG2_E
 from precondattn_cupy.past import past_of, processors
 
 BLOCKS_PER_PROCESSOR = 8
-"""Of `lucid_read`, which has few warps: enough to hide that each waits for memory."""
+"""Blocks of `lucid_read`, which has few warps: enough to hide the latency of memory."""
 MOST_ROWS = 64
-"""Queries of a key/value head, and the new key."""
+"""The queries of a key/value head, and the new key."""
 FINISHING_THREADS = 128
 
 
@@ -93,14 +93,14 @@ class LucidStep(LucidStepKernels):
 
 
 def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:
-    """Of `lucid_read`: rows, two tiles of slots, weights in one or two parts, and 1 / rms."""
+    """Bytes of `lucid_read`: rows, two tiles of slots, weights in one or two parts, 1 / rms."""
     weights = rows * 4 // itemsize if itemsize == 2 else rows
     of_slots = (key_width + width + weights) * (tokens * itemsize + 16)
     return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens
 
 
 def splits_of(count: int, heads: int, tile: int) -> tuple[int, int]:
-    """How many blocks share a head's tokens, and how many each takes: whole tiles."""
+    """How many blocks share a head's tokens, and how many tokens each has: whole tiles."""
     tiles = max(-(-count // tile), 1)
     wanted = max(BLOCKS_PER_PROCESSOR * processors() // heads, 1)
     per_split = -(-tiles // min(wanted, tiles)) * tile

@@ -28,7 +28,8 @@ from precondattn_pallas.precision import Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
 PROGRAMS = 256
-"""Of `read_past`, at least, if there are as many tiles: two for a processor of a large GPU."""
+"""Programs of `read_past`, at least, if there are as many tiles: two for each processor of a large
+GPU."""
 
 
 class Plan(NamedTuple):
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
 
     @property
     def slots(self) -> Any:
-        """By the leaves' names, of the solve and of softmax."""
+        """The keys of the solve's and of softmax's buffers, by the leaves' own names."""
         return tuple(call.slot_keys() for call in self.group.program.calls)
 
 
