@@ -1,0 +1,68 @@
+"""What the kernel backends share: the table of kernels, the registry of configurations, limits."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+import precondattn as pa
+from precondattn.kernel_backend.configurations import Configurations, Key
+from precondattn.kernel_backend.kernel_table import ByOption, kernels_in
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn_cupy.backend import KERNELS as OF_CUPY
+from precondattn_pallas.backend import KERNELS as OF_PALLAS
+from precondattn_triton.backend import KERNELS as OF_TRITON
+
+TABLES = {"cupy": OF_CUPY, "triton": OF_TRITON, **OF_PALLAS}
+
+
+def test_a_table_is_searched_by_the_exact_classes_and_by_an_option():
+    table = {
+        pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "fractions:Fraction"}),
+        pa.UnitRows: ByOption("eps", {}, otherwise="decimal:Decimal"),
+        (pa.LucidSolve, pa.Softmax): "colorsys:rgb_to_hsv",
+    }
+    group = pa.parse("lucid")
+    assert kernels_in(table, pa.Softmax()) is None
+    assert kernels_in(table, replace(pa.Softmax(), read=LOG_MEAN_EXP)).__name__ == "Fraction"
+    assert kernels_in(table, pa.UnitRows()).__name__ == "Decimal"
+    assert kernels_in(table, pa.Path()) is None
+    sys.modules.pop("colorsys", None)
+    assert kernels_in(table, pa.LucidSolve()) is None
+    assert "colorsys" not in sys.modules
+    assert kernels_in(table, group).__name__ == "rgb_to_hsv"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_entry_of_a_table_names_a_class(name):
+    for entry in TABLES[name].values():
+        rows = {pa.Softmax: entry}
+        if isinstance(entry, ByOption):
+            named = [*entry.classes.values(), *([entry.otherwise] if entry.otherwise else [])]
+        else:
+            named = [entry]
+        for text in named:
+            rows[pa.Softmax] = text
+            assert hasattr(kernels_in(rows, pa.Softmax()), "refuses")
+
+
+def test_a_configuration_that_was_forced_or_measured_is_preferred():
+    registry = Configurations((16, 32, 64))
+    registry.declare("kernel", half={32: "narrow", 64: "wide"}, full={32: "full"})
+    assert registry.find("kernel", 16, half=True) == "narrow"
+    assert registry.find("kernel", 64, half=True) == "wide"
+    with pytest.raises(KeyError):
+        registry.find("kernel", 64, half=False)
+    registry.tuned["device"] = {Key("kernel", 64, True): "measured"}
+    assert registry.find("kernel", 64, True, "device") == "measured"
+    assert registry.find("kernel", 32, True, "device") == "narrow"
+    with registry.forced(kernel="forced"):
+        assert registry.find("kernel", 64, False, "device") == "forced"
+    assert registry.find("kernel", 64, True, "device") == "measured"
+
+
+def test_padded_widths():
+    assert [padded_width(width) for width in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    with pytest.raises(ValueError, match="at most 64 channels; found 65"):
+        padded_width(65, 64)
