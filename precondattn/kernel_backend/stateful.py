@@ -16,7 +16,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
-from precondattn.spec.array_functions import swap_time_and_heads
+from precondattn.spec.array_functions import swap_time_and_heads, where_valid
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
@@ -24,7 +24,6 @@ from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_states,
     rows_of_states,
-    where_valid,
 )
 from precondattn.spec.recurrence import Form, Stream
 
