@@ -1,8 +1,8 @@
 """The code of a Triton kernel as a text that changes whenever its meaning can, and seldom else.
 
 The text is the kernel's syntax tree without comments and docstrings. In it, the name of a
-`triton.jit` function is replaced by the text of that function, a global by its value, and a local
-variable by a number. So neither names nor the module in which a function is defined matter.
+`triton.jit` function is replaced by the text of that function, a global by its value, and a
+parameter or local variable by a number. So neither names nor the module of a function matter.
 Triton's own functions keep their names: the version of Triton is a part of the key beside the text.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def code_of(function: Any) -> str:
-    """The text of a function that `triton.jit` returned.
+    """The text of a function that `triton.jit` returned. Its parameters are numbered in order.
 
     Raises
     ------
@@ -38,35 +38,54 @@ class _Canonical(ast.NodeTransformer):
 
     def __init__(self, python: Any, definition: ast.FunctionDef) -> None:
         self.globals = python.__globals__
-        self.parameters = set(inspect.signature(python).parameters)
+        names = enumerate(_parameters(python))
+        self.local = {name: f"parameter {number}" for number, name in names}
         stored = (
             node.id
             for node in ast.walk(definition)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         )
-        local = [name for name in dict.fromkeys(stored) if name not in self.parameters]
-        self.local = {name: f"local {number}" for number, name in enumerate(local)}
+        local = [name for name in dict.fromkeys(stored) if name not in self.local]
+        self.local |= {name: f"local {number}" for number, name in enumerate(local)}
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self.parameters:
-            return node
         if node.id in self.local:
             node.id = self.local[node.id]
             return node
         return self._replaced(node, node.id, self.globals.get(node.id))
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if isinstance(node.value, ast.Name):
-            module = self.globals.get(node.value.id)
-            if isinstance(module, ModuleType) and not _is_triton(module.__name__):
-                return self._replaced(node, node.attr, getattr(module, node.attr))
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = self.local[node.arg]
         return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        called = self._global(node.func)
+        if _is_kernel(called):
+            numbers = {name: number for number, name in enumerate(_parameters(called.fn))}
+            for keyword in node.keywords:
+                if keyword.arg in numbers:
+                    keyword.arg = f"parameter {numbers[keyword.arg]}"
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        value = self._global(node)
+        return self.generic_visit(node) if value is None else self._replaced(node, node.attr, value)
+
+    def _global(self, node: ast.AST) -> Any:
+        """The global that a name, or an attribute of one of the package's modules, refers to."""
+        if isinstance(node, ast.Name) and node.id not in self.local:
+            return self.globals.get(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = self._global(node.value)
+            if isinstance(module, ModuleType) and not _is_triton(module.__name__):
+                return getattr(module, node.attr)
+        return None
 
     def _replaced(self, node: ast.AST, name: str, value: Any) -> ast.AST:
         """`value` is None for a builtin, and for the constant None."""
         if value is None or isinstance(value, ModuleType):
             return node
-        if hasattr(value, "fn") and not _is_triton(value.fn.__module__):
+        if _is_kernel(value):
             return ast.Name(hashlib.sha256(code_of(value).encode()).hexdigest())
         if type(value).__name__ == "constexpr":
             return ast.Name(f"constant {value.value!r}")
@@ -75,6 +94,15 @@ class _Canonical(ast.NodeTransformer):
         if _is_triton(getattr(value, "__module__", None) or ""):
             return node
         raise ValueError(f"{name} is a {type(value).__name__}, and no constant of a kernel")
+
+
+def _parameters(python: Any) -> list[str]:
+    return list(inspect.signature(python).parameters)
+
+
+def _is_kernel(value: Any) -> bool:
+    """Whether it is a function that `triton.jit` returned, and not one of Triton's own."""
+    return hasattr(value, "fn") and not _is_triton(value.fn.__module__)
 
 
 def _is_triton(module: str) -> bool:

@@ -116,10 +116,15 @@ def key_of_variant(variant: Variant, target: str) -> str:
         code = code_of(variant.function)
     except (AttributeError, OSError, TypeError, ValueError):
         return ""
-    mappings = (variant.signature, variant.constants, variant.options)
-    sorted_mappings = [sorted(mapping.items()) for mapping in mappings]
-    limits = (variant.spill_limit, sorted(variant.divisible), target, triton.__version__)
-    return key_of(code, *sorted_mappings, *limits)
+    numbers = {name: number for number, name in enumerate(variant.function.arg_names)}
+    numbered = [
+        sorted((numbers[name], value) for name, value in mapping.items())
+        for mapping in (variant.signature, variant.constants)
+    ]
+    divisible = sorted(numbers[name] for name in variant.divisible)
+    options = sorted(variant.options.items())
+    limits = (variant.spill_limit, target, triton.__version__)
+    return key_of(code, *numbered, divisible, options, *limits)
 
 
 @functools.cache

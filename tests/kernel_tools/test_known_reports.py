@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -35,7 +36,7 @@ def scaled(x):
 @triton.jit
 def kernel(x, y, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(y + at, scaled(tl.load(x + at)))  # A comment.
+    tl.store(y + at, scaled(x=tl.load(x + at)))  # A comment.
 
 
 def variants(target):
@@ -66,6 +67,11 @@ def test_comments_docstrings_names_and_the_module_do_not_change_a_kernels_code(m
     changed = KERNELS.replace("Some documentation.", "Others.").replace("  # A comment.", "")
     changed = changed.replace("scaled", "multiplied").replace("FACTOR", "TIMES")
     changed = changed.replace("at = ", "offsets = ").replace("+ at", "+ offsets")
+    changed = changed.replace("x, y, BLOCK", "a, b, WIDTH").replace("(0, BLOCK)", "(0, WIDTH)")
+    changed = changed.replace("load(x +", "load(a +").replace("store(y +", "store(b +")
+    changed = changed.replace("def multiplied(x)", "def multiplied(a)").replace("(x=", "(a=")
+    changed = changed.replace("return x *", "return a *")
+    assert "x" not in re.findall(r"\b[a-z]+\b", changed.partition("variants")[0])
     assert code_of(module(KERNELS).kernel) == code_of(module(changed).kernel)
 
 
@@ -74,7 +80,7 @@ def test_comments_docstrings_names_and_the_module_do_not_change_a_kernels_code(m
     [
         ("return x * FACTOR", "return x + FACTOR"),  # In a function that the kernel calls.
         ("constexpr(2.0)", "constexpr(3.0)"),  # A constant that such a function reads.
-        ("scaled(tl.load(x + at))", "tl.load(x + at)"),
+        ("scaled(x=tl.load(x + at))", "tl.load(x + at)"),
         ("y, BLOCK: tl.constexpr", "y, BLOCK: tl.constexpr = 16"),
         ("tl.store(y + at,", "tl.store(x + at,"),
     ],
