@@ -1,22 +1,22 @@
-"""Benchmarks: how long each mechanism takes, beside what a user would run instead.
+"""Benchmarks: the time of each mechanism, compared with what a user would run instead.
 
     precondattn bench
 
-One idea to a file, in the order in which a run meets them:
+The files, in the order in which a run uses them:
 
 ==============  =====================================================================
-cases           what is measured, by name: a mechanism, its sizes, and the work
+cases           the measurements, by name: a mechanism, its sizes, and the work
 computation     one mechanism on one backend, ready to run forward, backward or decode
-peers           what it is measured against, by mechanism
-naive_lucid     one of the peers: LUCID as its paper writes it
-timed_suite     the cases as tests, which pytest-benchmark times
+peers           the implementations to compare with, by mechanism
+naive_lucid     one of the peers: LUCID as in its paper
+timed_suite     the cases as tests, timed by pytest-benchmark
 measure         one case: checked, timed, compared with its peers
-correct         whether an output is right; a wrong one gets no time
-paired          the ratio of two times that were taken in turns
+correct         whether a result is correct; a wrong one is not timed
+paired          the ratio of two times that were measured in turns
 cost            FLOPs and bytes, by mechanism and work
-machine         the machine: what it is, and what its own GEMM and copy reach
-record          a run as rows, and the JSON file of it
-table, plot     a record to look at
+machine         a description of the machine, and the rates of its GEMM and copy
+record          a run as rows, and its JSON file
+table, plot     a record as a table, and as figures
 compare         two records: what has become slower beyond noise
 command         `precondattn bench` and `precondattn compare`
 ==============  =====================================================================

@@ -1,4 +1,4 @@
-"""`precondattn bench` and `precondattn compare`: from the cases asked for to an exit code."""
+"""`precondattn bench` and `precondattn compare`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ISOLATED = {
     "PYTEST_XDIST_WORKER": None,
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
-"""The environment of the run: nothing of the user's own pytest setup."""
+"""Environment variables of the run, which exclude the user's own pytest setup."""
 
 
 def list_cases(console: Console) -> None:
@@ -60,14 +60,14 @@ def bench(
     benchmark_json: Path | None = None,
     console: Console,
 ) -> int:
-    """Measure, print, save and draw. The exit code is 0, or 1 where something is wrong.
+    """Measure, print, save and draw. The exit code is 0, or 1 if a result is wrong or fails.
 
-    A run in which nothing was measured counts as wrong.
+    A run in which nothing was measured has failed.
 
     Raises
     ------
     ValueError, TypeError, ImportError
-        for what does not exist or is not installed, before anything is measured.
+        if something does not exist or is not installed; raised before anything is measured.
     """
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be 1 or above; found {rounds}")
@@ -107,7 +107,7 @@ def bench(
 
 
 def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
-    """Say which extra is missing, or that there is no such device."""
+    """Raise an error if an extra is missing, or the device does not exist."""
     needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
     needs |= {"matplotlib": "matplotlib"} if plots else {}
     for module, package in needs.items():
@@ -119,7 +119,7 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
     for name in dict.fromkeys(case.library for case in cases):
         if name not in libraries.installed():
             raise ImportError(
-                f"cases on {name} were asked for, which can not be used here; install "
+                f"cases on {name} were requested, which can not be used here; install "
                 f"precondattn with its extra {name!r}, or choose others with --library"
             )
         try:
@@ -129,7 +129,7 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
 
 
 def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Console) -> list[Row]:
-    """The rows, from a pytest run of its own that sees nothing of the user's configuration."""
+    """The rows, from a separate pytest run that does not use the user's configuration."""
     import pytest
 
     from precondattn_conformance.bench.timed_suite import Collector
@@ -139,7 +139,7 @@ def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Co
         console.print(f"[dim]{escape(row.name)}: {what}[/dim]", soft_wrap=True)
 
     collector = Collector(todo, options, progress)
-    with tempfile.TemporaryDirectory() as folder, _environment(ISOLATED), _only(console) as said:
+    with tempfile.TemporaryDirectory() as folder, _environment(ISOLATED), _only(console) as output:
         config = Path(folder) / "pytest.ini"
         config.write_text("[pytest]\n", encoding="utf-8")
         arguments = ["-c", str(config), f"--rootdir={folder}", "-q", "--capture=no", "--noconftest"]
@@ -151,16 +151,16 @@ def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Co
         suite = Path(__file__).with_name("timed_suite.py")
         code = pytest.main([*arguments, str(suite)], plugins=[collector])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        console.print(said.getvalue(), markup=False, soft_wrap=True)
+        console.print(output.getvalue(), markup=False, soft_wrap=True)
     if len(collector.rows) < len(todo):
         raise RuntimeError(f"the benchmark run stopped after {len(collector.rows)} rows")
     return collector.rows
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str | None]) -> Iterator[None]:
-    """These environment variables set, or unset where None, and put back afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+def _environment(variables: dict[str, str | None]) -> Iterator[None]:
+    """Set environment variables, or unset those that are None, and restore them afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
 
     def set_all(wanted: dict[str, str | None]) -> None:
         for name, value in wanted.items():
@@ -168,7 +168,7 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
 
-    set_all(values)
+    set_all(variables)
     try:
         yield
     finally:
@@ -177,12 +177,12 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only(console: Console) -> Iterator[io.StringIO]:
-    """Nobody but the console writes to the terminal: what pytest says is kept aside."""
-    said = io.StringIO()
+    """Only the console writes to the terminal; pytest's output goes to the returned buffer."""
+    output = io.StringIO()
     file, console.file = console.file, console.file
     try:
-        with contextlib.redirect_stdout(said):
-            yield said
+        with contextlib.redirect_stdout(output):
+            yield output
     finally:
         console.file = file
 
@@ -190,24 +190,24 @@ def _only(console: Console) -> Iterator[io.StringIO]:
 def _rates(rows: list[Row], options: Any) -> list[dict[str, Any]]:
     """The machine's own rates in every library and dtype that was timed."""
     wanted = dict.fromkeys((row.library, row.dtype) for row in rows if row.seconds)
-    found = [machine.rates(lib, options.device, d, quick=options.quick) for lib, d in wanted]
-    return [each._asdict() for each in found]
+    rates = [machine.rates(lib, options.device, d, quick=options.quick) for lib, d in wanted]
+    return [each._asdict() for each in rates]
 
 
 def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
-    """Print what changed between two records; 1 where something regressed."""
+    """Print what changed between two records; the exit code is 1 if something regressed."""
     before, after = load(old), load(new)
     for difference in machines_differ(before, after):
         console.print(f"[yellow]the machines differ[/yellow] in {escape(difference)}")
-    found = changes(before, after, threshold)
+    changed = changes(before, after, threshold)
     table = Table("case", "new / old", "verdict", "", title="changes", title_justify="left")
     colours = {"regressed": "red", "improved": "green"}
-    for change in found:
+    for change in changed:
         colour = colours.get(change.verdict, "default")
         factor = "–" if change.factor is None else f"{change.factor:.2f}"
         verdict = f"[{colour}]{change.verdict}[/]"
         table.add_row(escape(change.name), factor, verdict, escape(change.text))
     console.print(table)
-    regressed = sum(change.verdict == REGRESSED for change in found)
-    console.print(f"{regressed} of {len(found)} regressed by more than {threshold:.0%}")
+    regressed = sum(change.verdict == REGRESSED for change in changed)
+    console.print(f"{regressed} of {len(changed)} regressed by more than {threshold:.0%}")
     return 1 if regressed else 0

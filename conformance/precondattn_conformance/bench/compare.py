@@ -1,8 +1,8 @@
-"""Two records of one machine: what has become slower, or larger, beyond noise.
+"""Comparison of two records of one machine: what has become slower, or larger, beyond noise.
 
-A time has regressed where the new median is more than the threshold above the old one, and the two
-ranges between quartiles do not touch. A peak has regressed where it is more than the threshold
-larger. What had a time and has none now, because it is wrong or fails, has regressed too.
+A time has regressed if the new median is more than the threshold above the old one, and the two
+interquartile ranges do not overlap. A peak has regressed if it is more than the threshold larger. A
+case that had a time and has none now, because it is wrong or fails, has regressed too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REGRESSED, IMPROVED, SAME, NEW, GONE = "regressed", "improved", "same", "new", "
 
 
 class Change(NamedTuple):
-    """What has become of a row."""
+    """The change of a row from the old record to the new one."""
 
     name: str
     verdict: str
@@ -25,15 +25,15 @@ class Change(NamedTuple):
 
 
 def changes(old: Record, new: Record, threshold: float) -> list[Change]:
-    """The rows of either record, compared where both have them."""
+    """The changes of all rows of either record."""
     before = {row.key: row for row in old.rows}
     after = {row.key: row for row in new.rows}
-    found = [
+    changed = [
         _change(before[key], row, threshold) if key in before else Change(row.name, NEW, "")
         for key, row in after.items()
     ]
-    found += [Change(row.name, GONE, "") for key, row in before.items() if key not in after]
-    return found
+    changed += [Change(row.name, GONE, "") for key, row in before.items() if key not in after]
+    return changed
 
 
 def _change(old: Row, new: Row, threshold: float) -> Change:
@@ -48,20 +48,20 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
         if factor < 1 / (1 + threshold) and new.seconds["q3"] < old.seconds["q1"]:
             verdicts.add(IMPROVED)
             texts.append(f"{factor:.2f} × the time")
-    same = dict(zip(old.peak_tokens, old.peak_bytes, strict=True))
+    old_peaks = dict(zip(old.peak_tokens, old.peak_bytes, strict=True))
     for tokens, peak in zip(new.peak_tokens, new.peak_bytes, strict=True):
-        if tokens in same and peak > (1 + threshold) * same[tokens]:
+        if tokens in old_peaks and peak > (1 + threshold) * old_peaks[tokens]:
             verdicts.add(REGRESSED)
-            texts.append(f"{peak / same[tokens]:.2f} × the memory at t={tokens}")
+            texts.append(f"{peak / old_peaks[tokens]:.2f} × the memory at t={tokens}")
     verdict = REGRESSED if REGRESSED in verdicts else IMPROVED if verdicts else SAME
     return Change(new.name, verdict, "; ".join(texts), factor)
 
 
 def machines_differ(old: Record, new: Record) -> list[str]:
-    """In what the machines of two records differ, which times do not survive."""
-    told = ("processor", "cores", "threads", "system")
+    """The differences between the machines of two records, which make times incomparable."""
+    properties = ("processor", "cores", "threads", "system")
     return [
         f"{name}: {old.machine.get(name)} before, {new.machine.get(name)} now"
-        for name in told
+        for name in properties
         if old.machine.get(name) != new.machine.get(name)
     ]

@@ -1,7 +1,7 @@
-"""A computation that can be timed: one mechanism, by us on some backend or by a peer.
+"""A computation that can be timed: one mechanism, on one of our backends or by a peer.
 
-It knows how to run forward, forward and backward, and, where it can, one step of decoding. What
-each returns goes back to NumPy under the same names whoever computed it, to be checked.
+It can run forward, forward and backward, and, if supported, one step of decoding. Results have the
+same names for all implementations, so that they can be checked.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from precondattn_conformance.libraries import Library
 Backend = tuple[str, ...] | None
 
 PREFILL = 1024
-"""How many tokens at a time go into a cache before decoding is timed."""
+"""The number of tokens per call when a cache is filled before decoding is timed."""
 
 
 class Decoder(Protocol):
     """A cache for a context, and the next token."""
 
     def fill(self) -> None:
-        """Put the context into the cache; once, and before anything else."""
+        """Write the context into the cache. Called once, first."""
 
     def reset(self) -> None:
-        """Forget the token again."""
+        """Remove the token from the cache."""
 
     def step(self) -> Any:
         """The output for the token."""
 
     def oracle_step(self) -> np.ndarray:
-        """What the oracle makes of the same token behind the same cache, in float64."""
+        """The oracle's output for the same token and the same cache, in float64."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Who computes, which mechanism, and how."""
+    """An implementation of a mechanism."""
 
     name: str
     mechanism: pa.Mechanism
-    """Whose output it has to give, and whose inputs it takes by name."""
+    """Its output is the one to compute; its inputs are passed by name."""
     forward: Callable[..., Any]
     vjp: Callable[..., Any] | None = None
     """Output and pullback, for libraries without automatic differentiation."""
     decoder: Callable[[Library, str, Arrays], Decoder] | None = None
-    """From the inputs of all tokens, of which the last is the one to decode."""
+    """Makes a decoder from the inputs of all tokens; the last token is decoded."""
 
 
 def allowed(backend: str | None) -> Backend:
-    """The backends of `"mine,torch"`, in this order of preference; None leaves the choice free."""
+    """The backends of `"mine,torch"`, in order of preference; None is the default choice."""
     return None if backend is None else tuple(backend.split(","))
 
 
 def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn") -> Computation:
-    """A mechanism on a backend, or on whatever is chosen for it."""
+    """A mechanism on a backend, or on those chosen by default."""
     names = allowed(backend)
     return Computation(
         name,
@@ -96,7 +96,7 @@ class CacheDecoder:
 
     @property
     def is_by_the_reference(self) -> bool:
-        """Whether filling the cache takes the reference, at a size that is too much for it."""
+        """Whether filling the cache needs the reference, at a size that is too large for it."""
         return "reference" in self.explain().backends and self.context > PREFILL
 
     def fill(self) -> None:
@@ -113,7 +113,7 @@ class CacheDecoder:
         self.length = self.library.numpy(self.cache.length).astype(np.int32)
 
     def reset(self) -> None:
-        """Back to the context's length. The token's slot is written anew by each step."""
+        """Restore the context's length. Each step overwrites the token's slot."""
         self.cache = Cache(self.library.array(self.length), self.cache.store)
 
     def step(self) -> Any:
@@ -140,7 +140,7 @@ def token_count(mechanism: pa.Mechanism, inputs: Arrays) -> int:
 
 
 def no_gradient(library: Library) -> Any:
-    """A context in which nothing is kept for a backward."""
+    """A context in which nothing is kept for a backward pass."""
     if library.name == "torch":
         import torch
 
@@ -180,11 +180,11 @@ def forward_run(of: Computation, library: Library, inputs: Arrays) -> Run:
 
 
 def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: Any) -> Run:
-    """The output and every gradient: by autograd where there is one, else by the explicit vjp."""
+    """The output and every gradient: by the library's autograd, or else by the explicit vjp."""
 
     def named(out: Any, gradients: Arrays) -> Arrays:
-        found = {f"the gradient of {name}": array for name, array in gradients.items()}
-        return finished(library, {"the output": out, **found})
+        named_gradients = {f"the gradient of {name}": array for name, array in gradients.items()}
+        return finished(library, {"the output": out, **named_gradients})
 
     if library.name == "torch":
         import torch
@@ -193,8 +193,8 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
 
         def by_autograd() -> Arrays:
             out = of.forward(**leaves)
-            found = torch.autograd.grad(out, list(leaves.values()), cotangent)
-            return named(out, dict(zip(leaves, found, strict=True)))
+            gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
+            return named(out, dict(zip(leaves, gradients, strict=True)))
 
         return Run(by_autograd)
     if library.name == "jax":
@@ -212,12 +212,12 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
 
 
 def decode_run(library: Library, decoder: Decoder) -> Run:
-    """The output for one token, behind a cache that is put back before every round."""
+    """The output for one token, after a cache that is restored before every round."""
     return Run(lambda: finished(library, {"the output": decoder.step()}), decoder.reset)
 
 
 def finished(library: Library, results: Arrays) -> Arrays:
-    """The results, when the device has made them."""
+    """The results, after the device has computed them."""
     if library.name == "jax":
         import jax
 

@@ -1,17 +1,17 @@
-"""Whether a result is right. A wrong one gets no time.
+"""Whether a result is correct. A wrong one is not timed.
 
-The oracle is quadratic in memory, or goes token by token, so at the sizes that are measured it is
-often out of reach. A causal mechanism is held to it at these sizes all the same:
+The oracle needs quadratic memory, or runs token by token, so it is often too expensive at the
+measured sizes. A causal mechanism is compared with it at these sizes as follows:
 
-* outputs: the first tokens of the very output that is timed are those of a call on these tokens
-  alone; and the last ones are what the oracle makes of them in float64, behind the cache that the
-  computation leaves of all tokens before;
-* gradients: with a cotangent that is 0 behind the first tokens, those of the first tokens are those
-  of a call on them alone, and all others are 0;
-* decoding: the whole of a short context against the oracle, and one token at the measured context
-  against the oracle behind the same cache.
+* outputs: the outputs of the first tokens equal those of a call on these tokens alone. The outputs
+  of the last tokens are compared with the oracle in float64, which continues from the cache that
+  the computation filled with all tokens before;
+* gradients: with a cotangent that is 0 after the first tokens, the gradients of the first tokens
+  equal those of a call on them alone, and all others are 0;
+* decoding: a short context is compared with the oracle as a whole, and one token at the measured
+  context with the oracle's step from the same cache.
 
-What is not causal is compared whole, or not measured.
+A mechanism that is not causal is compared as a whole, or not measured.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound, error
 
 KIND = "clustered"
-"""On i.i.d. keys LUCID is nearly softmax, and many a mistake hides."""
+"""On i.i.d. keys LUCID is nearly softmax, which hides many bugs."""
 
 HEAD = 512
-"""How many first tokens are compared."""
+"""The number of first tokens that are compared."""
 
 TAIL = 32
-"""How many last tokens are compared."""
+"""The number of last tokens that are compared."""
 
 LARGEST = 2**22
-"""Batch × heads × queries × keys up to which the oracle is asked for everything."""
+"""The largest batch × heads × queries × keys for which the oracle computes all tokens."""
 
 
 class WrongResultError(AssertionError):
-    """A result that is not the oracle's."""
+    """A result that differs from the oracle's."""
 
-    def __init__(self, what: str, seen: float, limit: float) -> None:
-        super().__init__(f"{what} is off by {seen:.3g}, and {limit:.1g} is allowed")
-        self.error, self.bound = seen, limit
+    def __init__(self, what: str, measured: float, limit: float) -> None:
+        super().__init__(f"{what} is off by {measured:.3g}, and {limit:.1g} is allowed")
+        self.error, self.bound = measured, limit
 
 
 class UncheckedError(RuntimeError):
-    """A result that nothing here can hold to the oracle."""
+    """A result that can not be compared with the oracle."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How far from the oracle, how far it may be, and what was compared."""
+    """The error, its bound, and what was compared."""
 
     error: float
     bound: float
@@ -70,13 +70,13 @@ class Checked:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The inputs of a measurement as rounded, and the oracle's answer for the first tokens."""
+    """The rounded inputs of a measurement, and the oracle's results for the first tokens."""
 
     inputs: Arrays
     cotangent: np.ndarray
-    """Of the output, 0 behind the first tokens."""
+    """Of the output; 0 after the first tokens."""
     head: int
-    """How many these are."""
+    """The number of first tokens."""
     out: np.ndarray
     gradients: Arrays
 
@@ -89,10 +89,10 @@ class Oracle:
 def inputs_of(mechanism: str, layout: Layout, dtype: str, library: str) -> Arrays:
     """The inputs, rounded to the dtype as the library does it, in float64."""
     m = pa.parse(mechanism)
-    made = make_inputs(m, layout, KIND)
-    if not is_bounded(m) and "k" in made:
-        made["k"] = 0.5 * made["k"]
-    return {name: _rounded(array, dtype, library) for name, array in made.items()}
+    arrays = make_inputs(m, layout, KIND)
+    if not is_bounded(m) and "k" in arrays:
+        arrays["k"] = 0.5 * arrays["k"]
+    return {name: _rounded(array, dtype, library) for name, array in arrays.items()}
 
 
 def _rounded(array: np.ndarray, dtype: str, library: str) -> np.ndarray:
@@ -100,18 +100,18 @@ def _rounded(array: np.ndarray, dtype: str, library: str) -> np.ndarray:
         return array.astype(dtype).astype(np.float64)
     from precondattn_conformance import libraries
 
-    wide = libraries.named(library)
-    return wide.numpy(wide.array(array, dtype))
+    of_library = libraries.named(library)
+    return of_library.numpy(of_library.array(array, dtype))
 
 
 @lru_cache(maxsize=4)
 def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
-    """The oracle's answer, for as many tokens as can be asked of it.
+    """The oracle's results, for all tokens or, if they are too many, for the first ones.
 
     Raises
     ------
     UncheckedError
-        where that is not all of them, and the first ones say nothing about a longer call.
+        if there are too many tokens, and the first outputs are not those of a shorter call.
     """
     m = pa.parse(mechanism)
     inputs = inputs_of(mechanism, layout, dtype, library)
@@ -121,8 +121,8 @@ def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
     has_pairs = any(pattern.is_pairwise for pattern in m.inputs.values())
     if head < layout.t and (has_pairs or not m.offers.causal):
         raise UncheckedError(
-            f"{m} at t={layout.t} can not be held to the oracle: the output of the first tokens "
-            f"is not that of a shorter call"
+            f"{m} at t={layout.t} can not be compared with the oracle: the output of the first "
+            f"tokens is not that of a shorter call"
         )
     first = inputs if head == layout.t else slice_tokens(m, inputs, 0, head)
     out, pullback = m.vjp(**first, backend="reference")
@@ -162,9 +162,9 @@ def check_forward(
 def _last_tokens(
     of: Computation, inputs: Arrays, library: Library, dtype: str
 ) -> np.ndarray | None:
-    """The oracle's output for the last tokens, behind the computation's own cache of the others.
+    """The oracle's output for the last tokens, from the computation's own cache of the others.
 
-    None where it has no cache, or one that the reference would have to fill.
+    None if it has no cache, or one that the reference would have to fill.
     """
     m = of.mechanism
     tokens = token_count(m, inputs)
@@ -182,13 +182,13 @@ def _last_tokens(
     store = {}
     for name, array in decoder.cache.store.items():
         axis = m.program.slots[name][1].letters.find("c")
-        store[name] = _with_room(library.numpy(array), axis)
+        store[name] = _with_capacity(library.numpy(array), axis)
     cache = Cache(decoder.length.copy(), store)
     return np.asarray(m.extend(cache, **new, backend="reference")[0])
 
 
-def _with_room(buffer: np.ndarray, axis: int) -> np.ndarray:
-    """A buffer whose capacity, if it has one, has a place for the last tokens."""
+def _with_capacity(buffer: np.ndarray, axis: int) -> np.ndarray:
+    """A buffer whose capacity axis, if it has one, has slots for the last tokens."""
     if axis < 0:
         return buffer
     padding = [(0, 0)] * buffer.ndim
@@ -197,7 +197,7 @@ def _with_room(buffer: np.ndarray, axis: int) -> np.ndarray:
 
 
 def check_backward(expected: Oracle, library: Library, dtype: str, results: Arrays) -> Checked:
-    """Output and gradients under the oracle's cotangent. Raises `WrongResultError`."""
+    """The output and the gradients at the oracle's cotangent. Raises `WrongResultError`."""
     limit = bound(dtype, KIND)
     out = library.numpy(results["the output"])
     worst = _compare("the output", out[:, : expected.head], expected.out, limit)
@@ -211,30 +211,30 @@ def check_backward(expected: Oracle, library: Library, dtype: str, results: Arra
 def check_decode(
     of: Computation, layout: Layout, library: Library, dtype: str, decoder: Any, run: Run
 ) -> Checked:
-    """One token at a short context, and at the measured one. Raises `WrongResultError`."""
+    """One token after a short context, and after the measured one. Raises `WrongResultError`."""
     limit = bound(dtype, KIND)
     m = of.mechanism
     short = layout._replace(t=min(layout.t, 256), s=min(layout.t, 256))
     inputs = inputs_of(str(m), short, dtype, library.name)
-    assert of.decoder is not None  # Who has none was not asked.
+    assert of.decoder is not None  # The caller has checked it.
     brief = of.decoder(library, dtype, inputs)
     brief.fill()
     brief.reset()
     whole = np.asarray(m(**inputs, backend="reference"))
-    what = f"the token behind {short.t - 1} others"
+    what = f"the token after {short.t - 1} others"
     worst = _compare(what, library.numpy(brief.step()), whole[:, -1:], limit)
-    wanted = decoder.oracle_step()
+    expected = decoder.oracle_step()
     run.reset()
-    found = library.numpy(run.call()["the output"])
-    worst = max(worst, _compare(f"the token behind {layout.t - 1} others", found, wanted, limit))
-    return Checked(worst, limit, f"one token behind {short.t - 1} and {layout.t - 1}")
+    out = library.numpy(run.call()["the output"])
+    worst = max(worst, _compare(f"the token after {layout.t - 1} others", out, expected, limit))
+    return Checked(worst, limit, f"one token after {short.t - 1} and {layout.t - 1}")
 
 
-def _compare(what: str, found: np.ndarray, expected: np.ndarray, limit: float) -> float:
-    """The error, or `WrongResultError`."""
-    if found.shape != expected.shape:
-        raise WrongResultError(f"{what}, of shape {found.shape},", np.inf, limit)
-    seen = error(found, expected)
-    if not seen <= limit:
-        raise WrongResultError(what, seen, limit)
-    return seen
+def _compare(what: str, result: np.ndarray, expected: np.ndarray, limit: float) -> float:
+    """The error. Raises `WrongResultError`."""
+    if result.shape != expected.shape:
+        raise WrongResultError(f"{what}, of shape {result.shape},", np.inf, limit)
+    measured = error(result, expected)
+    if not measured <= limit:
+        raise WrongResultError(what, measured, limit)
+    return measured

@@ -1,8 +1,8 @@
-"""The machine: what it is, and what it reaches itself in a GEMM and in a copy.
+"""The machine: its description, and the rates that it reaches in a GEMM and in a copy.
 
-A share of a data sheet's figure says little about a shared or throttled machine. So a run measures,
-with the same library, device and dtype, one large matrix product and one large copy: the rates that
-FLOP/s and bytes/s are then a share of.
+A share of a data sheet's rate says little about a shared or throttled machine. So a run measures
+one large matrix product and one large copy, with the same library, device and dtype. FLOP/s and
+bytes/s are reported as shares of these rates.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ PACKAGES = (
 
 
 class Rates(NamedTuple):
-    """What a library reaches on a device in a dtype."""
+    """The rates of a library on a device in a dtype."""
 
     library: str
     device: str
     dtype: str
     flops_per_second: float
-    """Of a product of two square matrices."""
+    """In a product of two square matrices."""
     bytes_per_second: float
-    """Of a copy, both what is read and what is written."""
+    """In a copy, counting bytes read and bytes written."""
 
 
 @cache
 def rates(library: str, device: str | None, dtype: str, *, quick: bool = False) -> Rates:
     """The best of a few rounds each."""
-    made = named(library, device)
+    array_library = named(library, device)
     size, count = (128, 2**16) if quick else (GEMM_SIZE, COPY_BYTES)
     rng = np.random.default_rng(0)
-    with made.precision(dtype):
-        matrix = made.array(rng.normal(size=(size, size)), dtype)
-        vector = made.array(np.zeros(count // 4, dtype=np.float32), "float32")
-        gemm = best(made, lambda: matrix @ matrix)
-        copy = best(made, _copy_of(vector))
+    with array_library.precision(dtype):
+        matrix = array_library.array(rng.normal(size=(size, size)), dtype)
+        vector = array_library.array(np.zeros(count // 4, dtype=np.float32), "float32")
+        gemm = best(array_library, lambda: matrix @ matrix)
+        copy = best(array_library, _copy_of(vector))
     return Rates(
-        library, device_name(made, matrix), dtype, 2.0 * size**3 / gemm, 2.0 * count / copy
+        library, device_name(array_library, matrix), dtype, 2.0 * size**3 / gemm, 2.0 * count / copy
     )
 
 
@@ -73,7 +73,7 @@ def best(library: Library, call: Callable[[], Any]) -> float:
 
 
 def _copy_of(vector: Any) -> Callable[[], Any]:
-    """A copy into memory that is there already, where the library can write."""
+    """A copy into existing memory, if the library can write to arrays."""
     from precondattn.arrays import namespace, writes_in_place
 
     xp = namespace(vector)
@@ -89,7 +89,7 @@ def _copy_of(vector: Any) -> Callable[[], Any]:
 
 
 def device_name(library: Library, array: Any) -> str:
-    """The kind of device, `cpu` or such; of a GPU its model too."""
+    """The kind of device, such as `cpu`; for a GPU also its model."""
     from precondattn.arrays import device_of
 
     kind = device_of(array)
@@ -101,7 +101,7 @@ def device_name(library: Library, array: Any) -> str:
 
 
 def describe() -> dict[str, Any]:
-    """The machine and the versions on it. It holds no name of host or user."""
+    """The machine and the versions of packages, without names of hosts or users."""
     return {
         "processor": _processor(),
         "cores": _cores(),
@@ -131,7 +131,7 @@ def _cores() -> int:
 
 
 def _threads() -> int:
-    """How many threads PyTorch uses where it is loaded, else how many cores there are."""
+    """PyTorch's number of threads if it is loaded, else the number of cores."""
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None else _cores()
 

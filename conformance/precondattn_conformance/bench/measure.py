@@ -1,7 +1,8 @@
 """One case: checked, timed, and compared with its peers, into a row.
 
-The order matters. The first call is timed apart, with whatever it compiles; its result is held to
-the oracle; each peer's too; and only then the contender and those peers that are right take turns.
+The order matters. The first call, which includes compilation, is timed separately. Its result and
+each peer's are compared with the oracle. Then the contender and the correct peers are timed in
+turns.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory import MeasuredCall, NoPeakError, peak_bytes
 
 BUDGET = 8.0
-"""Seconds for the rounds of a case, peers included, unless a number of rounds is asked for."""
+"""Seconds for the rounds of a case, peers included, unless the number of rounds is given."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 QUICK_ROUNDS = 3
@@ -62,12 +63,12 @@ class Options:
 
 
 def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
-    """A row that says what was to be measured."""
+    """A row with the description of a measurement, and no results."""
     m = pa.parse(case.mechanism)
     letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
     known = case.layout.sizes
     sizes = {letter: known[letter] for letter in "btshnudem" if letter in letters}
-    asked = backend or "default"
+    requested = backend or "default"
     return Row(
         case.name,
         str(m),
@@ -76,12 +77,12 @@ def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
         device or "cpu",
         case.dtype,
         sizes,
-        asked,
+        requested,
     )
 
 
 def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
-    """A row of any status; `benchmark` is pytest-benchmark's fixture, used for what is right."""
+    """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results."""
     row = empty_row(case, backend, options.device)
     library = libraries.named(case.library, options.device)
     try:
@@ -99,7 +100,7 @@ def measure(case: BenchCase, backend: str | None, options: Options, benchmark: A
 
 
 def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Row:
-    """A row of peaks, at the multiples of its tokens; each call in a process of its own."""
+    """A row of peaks at multiples of the number of tokens, each call in its own process."""
     row = empty_row(case, backend, options.device)
     try:
         _plan(case, backend, options, row, case.layout)
@@ -113,7 +114,7 @@ def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Ro
 
 
 def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layout: Layout) -> None:
-    """Note who would run it, and refuse what the reference would take for ever over."""
+    """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
     m = pa.parse(case.mechanism)
     library = libraries.named(case.library, options.device)
     few = layout._replace(t=1, s=1) if case.work == "decode" else layout
@@ -128,7 +129,7 @@ def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layo
         explanation = m.explain(**like, verb=verb, backend=names)
     row.backends = list(explanation.backends)
     if names is not None and names[0] not in row.backends:
-        raise UnsupportedError(f"{names[0]} takes nothing of this:\n{explanation}")
+        raise UnsupportedError(f"{names[0]} supports none of this:\n{explanation}")
     slow = any(
         call.backend.name == "reference" and any(map(keeps_tokens, call.piece.program.leaves))
         for call in explanation.plan.calls
@@ -147,14 +148,14 @@ def _measure(
     library: Library,
     row: Row,
 ) -> None:
-    # Decoding takes one token more than its context.
+    # Decoding needs one token more than its context.
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
     _plan(case, backend, options, row, layout)
     contender = ours(pa.parse(case.mechanism), backend)
     run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
-    peers = _right_peers(case, backend, options, layout, row)
+    peers = _correct_peers(case, backend, options, layout, row)
     turns = Turns(peers)
 
     def before_each_round() -> None:
@@ -182,7 +183,7 @@ def _measure(
 def _checked_run(
     of: Computation, case: BenchCase, layout: Layout, library: Library
 ) -> tuple[Run, Checked, float]:
-    """What to time, how right it is, and how long its first call took."""
+    """The run to be timed, its check, and the duration of its first call."""
     results: list[Any] = []
     text = str(of.mechanism)
     if case.work == "decode":
@@ -205,21 +206,21 @@ def _checked_run(
     run = backward_run(of, library, arrays, library.array(expected.cotangent, case.dtype))
     first = timed(lambda: results.append(run.call()))
     checked = check_backward(expected, library, case.dtype, results.pop())
-    if not expected.is_whole:  # What is timed has a cotangent everywhere.
+    if not expected.is_whole:  # The timed run has a cotangent for all tokens.
         everywhere = np.random.default_rng(2).normal(size=expected.cotangent.shape)
         run = backward_run(of, library, arrays, library.array(everywhere, case.dtype))
     return run, checked, first
 
 
-def _right_peers(
+def _correct_peers(
     case: BenchCase, backend: str | None, options: Options, layout: Layout, row: Row
 ) -> dict[str, Run]:
-    """The peers that are here and right; the others are noted in the row with the reason."""
-    found: dict[str, Run] = {}
+    """The peers that are installed and correct; the row gets the reasons of the others."""
+    runs: dict[str, Run] = {}
     for peer in peers_of(case):
-        why = lacks(peer, case, row.device)
-        if why:
-            row.absent_peers[peer.name] = why
+        lack = lacks(peer, case, row.device)
+        if lack:
+            row.absent_peers[peer.name] = lack
             continue
         library = libraries.named(peer.library or case.library, options.device)
         try:
@@ -230,13 +231,13 @@ def _right_peers(
         except Exception as error:
             row.absent_peers[peer.name] = f"{type(error).__name__}: {error}"
         else:
-            found[peer.name] = run
+            runs[peer.name] = run
             row.ratios[peer.name] = {"error": checked.error}
-    return found
+    return runs
 
 
 def _affordable(run: Run, peers: dict[str, Run]) -> int:
-    """How many rounds fit into the budget."""
+    """The number of rounds that fit into the budget."""
     seconds = 0.0
     for each in (run, *peers.values()):
         each.reset()
@@ -245,7 +246,7 @@ def _affordable(run: Run, peers: dict[str, Run]) -> int:
 
 
 def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> None:
-    """FLOPs and bytes, and the shares of the machine's own rates that they are done at."""
+    """Write FLOPs, bytes, and the shares of the machine's own rates to the row."""
     m = pa.parse(case.mechanism)
     shapes = {name: p.shape(layout.sizes) for name, p in m.inputs.items()}
     sizes = m.inputs.sizes(str(m), shapes)

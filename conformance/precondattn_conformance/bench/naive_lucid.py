@@ -1,10 +1,10 @@
-"""LUCID as its paper writes it, in PyTorch: dense T × T matrices and one triangular solve.
+"""LUCID as in its paper, in PyTorch: dense T × T matrices and one triangular solve.
 
     P = exp(RN(K) RN(K)ᵀ / √d − √d) below the diagonal, 1 on it
     Y = solve_triangular(P, V)
     O = softmax(Q Kᵀ / √d + mask) Y
 
-This is what a user has who implements Eq. 2 of LUCID directly, and so a peer to measure against.
+A user who implements Eq. 2 of LUCID directly gets this, so it is a peer to compare with.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ def naive_lucid(q: Any, k: Any, v: Any) -> Any:
     group = q.shape[1] // k.shape[1]
     k, y = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, y))
     t = q.shape[2]
-    hidden = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-    scores = (scale * q @ k.mT).masked_fill(hidden, -torch.inf)
+    is_future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+    scores = (scale * q @ k.mT).masked_fill(is_future, -torch.inf)
     return (scores.softmax(-1) @ y).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""The ratio of two times that were taken in turns.
+"""The ratio of two times that were measured in turns.
 
-A machine that others use too is now fast, now slow. So contender and peers run in turns, A B A B …,
-and each round gives one ratio, of two times taken side by side. The ratio that is reported is the
-median of these, and its spread their quartiles.
+The speed of a shared machine varies. So contender and peers run in turns, A B A B …, and each round
+gives one ratio of two times measured right after each other. The median of these ratios is
+reported, with their quartiles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """The middle of some measurements, and the quartiles around it."""
+    """The median of some measurements, and their quartiles."""
 
     median: float
     q1: float
@@ -24,9 +24,9 @@ class Spread(NamedTuple):
     rounds: int
 
 
-def spread(values: Iterable[float]) -> Spread:
+def spread(measurements: Iterable[float]) -> Spread:
     """Median and quartiles."""
-    data = np.asarray(list(values), dtype=np.float64)
+    data = np.asarray(list(measurements), dtype=np.float64)
     q1, median, q3 = np.quantile(data, [0.25, 0.5, 0.75])
     return Spread(float(median), float(q1), float(q3), int(data.size))
 
@@ -37,16 +37,16 @@ def ratio(contender: Iterable[float], peer: Iterable[float]) -> Spread:
 
 
 class Run(NamedTuple):
-    """Something to be timed again and again."""
+    """A function to be timed repeatedly."""
 
     call: Callable[[], Any]
-    """Does the work, and returns when it is done."""
+    """Does the work, and returns when it is finished."""
     reset: Callable[[], None] = lambda: None
-    """Puts things back as they were; not timed."""
+    """Restores the state before the call; not timed."""
 
 
 class Turns:
-    """The peers' turns. Called once a round, before the contender's, it times every peer once."""
+    """The peers' turns. Called once per round, before the contender, it times every peer once."""
 
     def __init__(
         self, peers: Mapping[str, Run], clock: Callable[[], float] = time.perf_counter
@@ -61,14 +61,14 @@ class Turns:
             self.times[name].append(timed(peer.call, self.clock))
 
     def ratios(self, contender: list[float]) -> dict[str, Spread]:
-        """The contender's ratio to every peer; rounds before its first (to warm up) are dropped."""
+        """The contender's ratio to every peer. The peers' warm-up rounds are dropped."""
         return {
             name: ratio(contender, times[-len(contender) :]) for name, times in self.times.items()
         }
 
 
 def timed(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long a call takes, in seconds, with the garbage collector held off."""
+    """The duration of a call in seconds, with the garbage collector disabled."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Peers: what a user would run instead, or what a mechanism is a surcharge on.
+"""Peers: what a user would run instead, or the base that a mechanism adds work to.
 
 =============  ==========  ==================================  ==================================
 peer           of          what it computes                    where
@@ -8,19 +8,20 @@ flash_sdpa,    softmax     the same, by one kernel of          PyTorch on a GPU,
 cudnn_sdpa                 PyTorch's each                      precision
 xla            softmax     softmax attention                   JAX
 cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in half precision
-naive_lucid    lucid       the same as we                      PyTorch
-transformers   gated       the same as we                      PyTorch, with `transformers`
+naive_lucid    lucid       the same mechanism                  PyTorch
+transformers   gated       the same mechanism                  PyTorch, with `transformers`
                delta
-fla            linear      the same as we, in half precision   PyTorch on a GPU, with
+fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
 base           any         the base alone, on our backend      everywhere
-torch          any         the same as we: we, in PyTorch      PyTorch, beside another library
+torch          any         the same mechanism in PyTorch       PyTorch, for cases of other libraries
 =============  ==========  ==================================  ==================================
 
-`sdpa` is the yardstick of everything that is softmax inside, of LASER and PaTH too, although these
-compute something else. What a peer computes it is held to: one that is wrong is not measured.
+`sdpa` is the peer of every mechanism that contains softmax attention, also of LASER and PaTH, which
+compute something else. A peer is compared with the oracle of what it computes; a wrong one is not
+timed.
 
-A peer runs in its own array library, on the same numbers: JAX can be measured beside PyTorch.
+A peer runs in its own array library on the same numbers, so JAX can be compared with PyTorch.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ class Peer(NamedTuple):
 
     name: str
     library: str | None
-    """The array library it runs in; None for that of the case."""
+    """The array library of the peer; None for that of the case."""
     fits: Callable[[pa.Mechanism], bool]
     """Whether it is a peer of this mechanism."""
     lacks: Callable[[BenchCase, str], str]
-    """Why it can not run for this case on this device; empty where it can."""
+    """Why it can not run this case on this device; empty if it can."""
     make: Callable[[pa.Mechanism, str | None], Computation]
-    """It, for a mechanism; where it is our own, on that backend."""
+    """The computation for a mechanism; the backend is used if the peer is one of ours."""
 
 
 def peers_of(case: BenchCase) -> list[Peer]:
-    """The peers of a case: those it names, else every one that fits.
+    """The peers of a case: those that it names, or else all that fit.
 
     Raises
     ------
     ValueError
-        for a peer that there is not.
+        if a peer does not exist.
     """
     mechanism = pa.parse(case.mechanism)
     for name in case.peers or ():
@@ -84,13 +85,13 @@ def _no_decoding(case: BenchCase, device: str) -> str:
 
 
 def lacks(peer: Peer, case: BenchCase, device: str) -> str:
-    """Why a peer can not run for this case on this device; empty where it can."""
-    library = peer.library or case.library
-    found = libraries.named(library)
-    if not found.is_installed():
-        return f"{library} is not installed"
-    if case.dtype not in found.dtypes:
-        return f"{library} is not measured in {case.dtype}"
+    """Why a peer can not run this case on this device; empty if it can."""
+    name = peer.library or case.library
+    library = libraries.named(name)
+    if not library.is_installed():
+        return f"{name} is not installed"
+    if case.dtype not in library.dtypes:
+        return f"{name} is not measured in {case.dtype}"
     return peer.lacks(case, device)
 
 
@@ -122,24 +123,24 @@ def _lacks_gpu_kernel(case: BenchCase, device: str) -> str:
     if device == "cpu":
         return f"is a kernel for GPUs; this runs on {device}"
     if case.dtype not in libraries.HALF:
-        return f"takes half precision, not {case.dtype}"
+        return f"supports half precision, not {case.dtype}"
     return _no_decoding(case, device)
 
 
 class SdpaDecoder:
-    """Decoding by SDPA on keys and values that have their place already, heads first."""
+    """Decoding by SDPA on keys and values that are already stored, heads first."""
 
     def __init__(self, library: Library, dtype: str, inputs: Arrays) -> None:
         self.inputs, self.library, self.dtype = inputs, library, dtype
         self.context = token_count(SOFTMAX, inputs) - 1
-        made = {name: library.array(array, dtype) for name, array in inputs.items()}
+        arrays = {name: library.array(array, dtype) for name, array in inputs.items()}
         self.new = {
-            name: array[:, -1:].transpose(1, 2).contiguous() for name, array in made.items()
+            name: array[:, -1:].transpose(1, 2).contiguous() for name, array in arrays.items()
         }
-        self.keys, self.values = (made[name].transpose(1, 2).contiguous() for name in "kv")
+        self.keys, self.values = (arrays[name].transpose(1, 2).contiguous() for name in "kv")
 
     def fill(self) -> None:
-        """Nothing to do: keys and values are in their places."""
+        """Nothing to do: keys and values are already stored."""
 
     def reset(self) -> None:
         """Nothing to do: every step writes the same slot."""
@@ -178,7 +179,7 @@ def _jax_attention_by(implementation: str) -> Callable[..., Any]:
     return attention
 
 
-# Transformers, whose file is loaded without its models.
+# Transformers: only the module is imported, no model is loaded.
 
 
 def _lacks_transformers(case: BenchCase, device: str) -> str:
@@ -198,7 +199,7 @@ def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
     return _transformers_rule()(q, k, v, g=g, beta=beta)[0]
 
 
-# flash-linear-attention. Its names for our inputs are ours, but for the order.
+# flash-linear-attention, whose inputs have the same names as ours, in another order.
 
 _FLA = {
     "linear": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),

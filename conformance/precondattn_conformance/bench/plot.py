@@ -13,12 +13,12 @@ FORMATS = ("svg", "png")
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
-    """Write the figures that the record has data for, and say which.
+    """Write the figures for which the record has data, and return their paths.
 
     Raises
     ------
     ImportError
-        without matplotlib.
+        if matplotlib is not installed.
     """
     _require_matplotlib()
     figures = {
@@ -36,7 +36,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
 
 
 def draw_ratios(record: Record, path: Path) -> None:
-    """Write the bars of ratios alone, if there are any."""
+    """Write only the bars of ratios, if there are any."""
     _require_matplotlib()
     figure = ratio_bars(record.rows)
     if figure is not None:
@@ -52,7 +52,7 @@ def _require_matplotlib() -> None:
 
 
 def _write(figure: Any, path: Path) -> None:
-    """The same data give the same bytes."""
+    """Write a figure such that the same data give the same bytes."""
     import matplotlib
 
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
@@ -61,7 +61,7 @@ def _write(figure: Any, path: Path) -> None:
 
 
 Series = dict[str, list[tuple[int, float]]]
-"""By a label: numbers of tokens, and what was measured there."""
+"""By label: pairs of a number of tokens and a measurement."""
 
 
 def _times(rows: list[Row]) -> Series:
@@ -72,9 +72,9 @@ def _times(rows: list[Row]) -> Series:
             continue
         label = f"{row.mechanism} {row.work} ({', '.join(dict.fromkeys(row.backends))})"
         series[label].append((tokens, row.seconds["median"]))
-        for name, found in row.ratios.items():
+        for name, ratio in row.ratios.items():
             if name != "base":
-                series[f"{name} {row.work}, beside {row.case}"].append((tokens, found["seconds"]))
+                series[f"{name} {row.work}, beside {row.case}"].append((tokens, ratio["seconds"]))
     return series
 
 
@@ -87,7 +87,7 @@ def _peaks(rows: list[Row]) -> Series:
 
 
 def against_tokens(series: Series, what: str) -> Any:
-    """Curves over the number of tokens, both axes logarithmic; None without a point."""
+    """Curves over the number of tokens, both axes logarithmic; None if there are no points."""
     from matplotlib.figure import Figure
 
     if not series:
@@ -95,8 +95,8 @@ def against_tokens(series: Series, what: str) -> Any:
     figure = Figure(figsize=(6.4, 4.2))
     axes = figure.add_subplot()
     for label, points in series.items():
-        tokens, values = zip(*sorted(points), strict=True)
-        axes.plot(tokens, values, marker="o", markersize=4, label=label)
+        tokens, measurements = zip(*sorted(points), strict=True)
+        axes.plot(tokens, measurements, marker="o", markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
@@ -107,21 +107,21 @@ def against_tokens(series: Series, what: str) -> Any:
 
 
 def ratio_bars(rows: list[Row]) -> Any:
-    """A bar for each ratio to a peer, with its quartiles; None without one."""
+    """A bar for each ratio to a peer, with its quartiles; None if there are no ratios."""
     from matplotlib.figure import Figure
 
-    bars = [(row, name, found) for row in rows for name, found in row.ratios.items()]
+    bars = [(row, name, ratio) for row in rows for name, ratio in row.ratios.items()]
     bars = [bar for bar in bars if "median" in bar[2]]
     if not bars:
         return None
     figure = Figure(figsize=(6.4, 0.9 + 0.3 * len(bars)))
     axes = figure.add_subplot()
-    medians = [found["median"] for _, _, found in bars]
-    below = [found["median"] - found["q1"] for _, _, found in bars]
-    above = [found["q3"] - found["median"] for _, _, found in bars]
-    places = range(len(bars))
-    axes.barh(places, medians, xerr=(below, above), height=0.6, capsize=3, color="#5b8db8")
-    axes.set_yticks(places, [f"{row.case} / {name}" for row, name, _ in bars], fontsize=8)
+    medians = [ratio["median"] for _, _, ratio in bars]
+    below = [ratio["median"] - ratio["q1"] for _, _, ratio in bars]
+    above = [ratio["q3"] - ratio["median"] for _, _, ratio in bars]
+    positions = range(len(bars))
+    axes.barh(positions, medians, xerr=(below, above), height=0.6, capsize=3, color="#5b8db8")
+    axes.set_yticks(positions, [f"{row.case} / {name}" for row, name, _ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""A run as rows, and the JSON file of it: a flat list of rows, the machine, and the date."""
+"""A run as rows, and its JSON file: a flat list of rows, the machine, and the date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMED, WRONG, UNSUPPORTED, FAILED = "timed", "wrong", "unsupported", "failed"
 
 @dataclass
 class Row:
-    """What came of one case on one backend. What was not measured is None or empty."""
+    """The result of one case on one backend. Fields that were not measured are None or empty."""
 
     case: str
     mechanism: str
@@ -24,9 +24,9 @@ class Row:
     dtype: str
     sizes: dict[str, int]
     asked: str
-    """The backend that was asked for, or "default"."""
+    """The backend that was requested, or "default"."""
     backends: list[str] = field(default_factory=list)
-    """Who runs the calls of its program, in order."""
+    """The backends that run the calls of its program, in order."""
     status: str = FAILED
     reason: str = ""
     """Why there is no time."""
@@ -35,7 +35,7 @@ class Row:
     checked: str = ""
     """What was compared with the oracle."""
     first_call_seconds: float | None = None
-    """The first call of all, with whatever is compiled or allocated once."""
+    """The time of the first call, which includes compilation and one-time allocations."""
     seconds: dict[str, float] = field(default_factory=dict)
     """median, q1, q3 and rounds."""
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -55,27 +55,27 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes rows of two records comparable."""
+        """Rows of two records with the same key are comparable."""
         sizes = tuple(sorted(self.sizes.items()))
-        who = (self.library, self.device, self.dtype, self.asked)
-        return (self.case, self.mechanism, self.work, *who, sizes)
+        where = (self.library, self.device, self.dtype, self.asked)
+        return (self.case, self.mechanism, self.work, *where, sizes)
 
     @property
     def name(self) -> str:
-        """The case, and what else there is to tell it by."""
-        asked = "" if self.asked == "default" else f" on {self.asked}"
+        """The case with its number of tokens, library, dtype and backend."""
+        backend = "" if self.asked == "default" else f" on {self.asked}"
         t = self.sizes.get("t") or self.sizes.get("s")
-        return f"{self.case} t={t} {self.library} {self.dtype}{asked}"
+        return f"{self.case} t={t} {self.library} {self.dtype}{backend}"
 
     @property
     def growth(self) -> list[float]:
-        """By how much the peak grows from each number of tokens to the next."""
+        """The factor by which the peak grows from each number of tokens to the next."""
         return [b / a for a, b in zip(self.peak_bytes, self.peak_bytes[1:], strict=False)]
 
 
 @dataclass
 class Record:
-    """A run: its rows, and where and when."""
+    """A run: its rows, its machine and its date."""
 
     date: str
     machine: dict[str, Any]
@@ -95,7 +95,7 @@ def load(path: Path) -> Record:
     Raises
     ------
     ValueError
-        where it is none, or of another format.
+        if the file is no record, or has another format.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -103,9 +103,9 @@ def load(path: Path) -> Record:
         raise ValueError(f"there is no file {path}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no record of a benchmark: {error}") from None
-    found = content.pop("format", None) if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path} is no record of format {FORMAT}; found {found!r}")
+    declared = content.pop("format", None) if isinstance(content, dict) else None
+    if declared != FORMAT:
+        raise ValueError(f"{path} is no record of format {FORMAT}; found {declared!r}")
     try:
         rows = [Row(**row) for row in content.pop("rows")]
         return Record(**content, rows=rows)

@@ -1,4 +1,4 @@
-"""A record in the terminal: a row for each case, and what has no time with its reason."""
+"""A record in the terminal: a row for each case, and the reasons of cases without a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row
 
 
 def print_record(record: Record, console: Console) -> None:
-    """Times, ratios, rates and errors; then peaks; then what was not measured, and why."""
+    """Print times, ratios, rates and errors; then peaks; then what was not measured, and why."""
     timed = [row for row in record.rows if row.seconds]
     if timed:
         console.print(_times(timed))
@@ -23,7 +23,7 @@ def print_record(record: Record, console: Console) -> None:
             console.print(f"[{colour}]{row.status}[/] {escape(row.name)}", soft_wrap=True)
             console.print(f"  {escape(row.reason)}", soft_wrap=True)
             if row.status == WRONG:
-                console.print("  what is wrong gets no time", soft_wrap=True)
+                console.print("  a wrong result is not timed", soft_wrap=True)
     absent = {(name, why) for row in record.rows for name, why in row.absent_peers.items()}
     for name, why in sorted(absent):
         console.print(f"no ratio to {escape(name)}: {escape(why)}", soft_wrap=True)
@@ -76,7 +76,7 @@ def _peaks(rows: list[Row]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """A duration with three digits and a unit."""
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that suits them."""
+    """A number of bytes, in a suitable unit."""
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= length:
             return f"{count / length:.3g} {unit}"
@@ -92,7 +92,7 @@ def size(count: float) -> str:
 
 
 def rate(count: float | None, seconds: float, share: float | None) -> str:
-    """So many each second, and which share of the machine's own rate that is."""
+    """A rate per second, and its share of the machine's own rate."""
     if count is None or share is None:
         return "–"
     return f"{count / seconds / 1e9:.3g} G ({100 * share:.0f} %)"

@@ -1,6 +1,6 @@
 """The cases as tests, timed by pytest-benchmark. Only `command.py` runs this file.
 
-A plugin object that the command makes says which cases there are, and collects their rows.
+A plugin object that the command creates has the cases, and collects their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from precondattn_conformance.bench.measure import Options, measure, measure_memo
 from precondattn_conformance.bench.record import TIMED, Row
 
 Todo = tuple[BenchCase, str | None]
-"""A case, and the backend that is asked for it."""
+"""A case, and the backend that is requested for it."""
 
 
 class Collector:
@@ -44,7 +44,7 @@ def test_time(case: BenchCase, backend: str | None, collector: Collector, benchm
     row = measure(case, backend, collector.options, benchmark)
     collector.add(row)
     if row.status != TIMED:
-        benchmark.skipped = True  # Or it warns that it was not used.
+        benchmark.skipped = True  # Otherwise the fixture warns that it was not used.
         pytest.skip(row.reason)
 
 
