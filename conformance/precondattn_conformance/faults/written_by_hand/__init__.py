@@ -1,4 +1,4 @@
-"""Faults of one piece of mathematics or one algorithm, each written for it."""
+"""Faults that are written by hand for one piece of mathematics, or for one algorithm."""
 
 from precondattn_conformance.faults.fault import Fault
 from precondattn_conformance.faults.written_by_hand import (
@@ -33,5 +33,5 @@ OF = (
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in these modules."""
     return [fault for module in OF for fault in module.faults()]

@@ -34,7 +34,7 @@ BOTH = (FORWARD, BACKWARD)
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_softmax(), *_of_reads(), *_of_query_weighted()]
 
 
@@ -49,7 +49,7 @@ def _of_softmax() -> list[Fault]:
         written(
             "softmax",
             (FORWARD, STEP),
-            "hidden pairs at -1e9: a row that sees nothing reads the mean",
+            "masked pairs at -1e9: a query without keys reads the mean",
             inside(softmax, "mask_scores", lambda _: _finite_mask),
         ),
         written(
@@ -74,31 +74,31 @@ def _of_softmax() -> list[Fault]:
         written(
             "softmax[bias=true]",
             BACKWARD,
-            "the gradient of a shared bias from one head alone",
+            "the gradient of a shared bias from one head only",
             inside(softmax, "sum_to", lambda _: _first_to),
         ),
         written(
             "softmax",
             (FORWARD, BACKWARD),
-            "the segments of the first keys for those of the queries",
+            "the segments of the first keys in place of those of the queries",
             handed(_with_segments_of_first_keys),
         ),
         written(
             "softmax",
             FORWARD,
-            "keys more than 128 tokens back not seen",
+            "keys more than 128 tokens back masked",
             with_option("window", lambda _: 129),
         ),
         written(
             "softmax[bias=true]",
             (FORWARD, STEP),
-            "a bias of -inf taken for a large number",
+            "a bias of -inf replaced by -1e9",
             handed(lambda call: call.given(bias=call.inputs["bias"].clip(-1e9))),
         ),
         written(
             "softmax",
             STEP,
-            "new tokens do not see one another",
+            "new tokens do not attend to one another",
             handed(_without_new_keys),
         ),
     ]
@@ -120,9 +120,9 @@ def _mean_of_heads(x: Any, heads: int) -> Any:
 
 def _unscaled(true: Any) -> Any:
     def backward(self: Any, x: Any, *rest: Any) -> Any:
-        found = true(self, x, *rest)
+        gradients = true(self, x, *rest)
         scale = self.scale_for(x["q"].shape[3])
-        return {**found, "q": found["q"] / scale, "k": found["k"] / scale}
+        return {**gradients, "q": gradients["q"] / scale, "k": gradients["k"] / scale}
 
     return backward
 
@@ -149,7 +149,7 @@ def _with_segments_of_first_keys(call: Call) -> Call:
 
 
 def _without_new_keys(call: Call) -> Call:
-    """Blocks of several tokens do not see one another; each still sees itself."""
+    """New tokens do not attend to one another, only to themselves."""
     frame = call.frame
     t = frame.q_position.shape[1]
     later = namespace(frame.q_position).arange(t)[None, :] * 1_000_000
@@ -162,7 +162,7 @@ def _of_reads() -> list[Fault]:
         written(
             "softmax",
             BACKWARD,
-            "the softmax's own sum left out of dS",
+            "the row sum left out of dS",
             inside(Mean, "backward", lambda _: _without_row_sum),
         ),
         written(
@@ -182,21 +182,21 @@ def _of_reads() -> list[Fault]:
         written(
             "laser",
             (*BOTH, STEP),
-            "one shift for all tokens, those to come among them",
+            "one shift for all tokens, future ones included",
             inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
             subject="softmax",
         ),
         written(
             "laser",
             (FORWARD, STEP),
-            "the mean, and not its logarithm",
+            "the mean in place of its logarithm",
             inside(LogMeanExp, "forward", lambda _: Mean.forward),
             subject="softmax",
         ),
         written(
             "laser",
             (FORWARD, STEP),
-            "the mean of values cut at 2",
+            "the mean of values clipped to ±2",
             inside(
                 LogMeanExp, "forward", lambda true: lambda self, a, v: true(self, a, v.clip(-2, 2))
             ),
@@ -255,7 +255,7 @@ def _of_query_weighted() -> list[Fault]:
         written(
             name,
             (FORWARD, STEP),
-            "the keys not brought to length 1",
+            "the keys not normalised to length 1",
             inside(query_weighted, "l2_norm", lambda true: _queries_only(true)),
         ),
     ]
@@ -274,7 +274,7 @@ def _queries_only(true: Any) -> Any:
 def _of_constant_weights(
     self: Any, x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any
 ) -> Any:
-    """ds = p ∘ ũ, without what comes of p."""
+    """ds = p ∘ ũ, without the gradient through p."""
     view = self._view(x, x["k"], frame)
     g = swap_time_and_heads(cotangent)
     h = -view.contraction * g

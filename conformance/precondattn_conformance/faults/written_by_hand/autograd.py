@@ -1,4 +1,4 @@
-"""Faults that only a framework's automatic differentiation shows: what it is not told of."""
+"""Faults that only automatic differentiation shows: arrays detached from the graph."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ STATES = {"gated_delta": "state", "gsa": "keys", "conditioned_query": "first"}
 
 
 def faults() -> list[Fault]:
-    """All of them, on PyTorch."""
-    found = [
+    """All faults in this file, on PyTorch."""
+    planted = [
         written(
             mechanism,
             FORWARD,
-            f"{name} cut from the graph",
+            f"{name} detached from the graph",
             handed(partial(_without_input, name)),
             carrier="autograd",
             library="torch",
         )
         for mechanism, name in INPUTS.items()
     ]
-    found += [
+    planted += [
         written(
             mechanism,
             STEP,
-            f"the past {name} cut from the graph",
+            f"the past {name} detached from the graph",
             handed(partial(_without_state, name)),
             carrier="autograd",
             library="torch",
         )
         for mechanism, name in STATES.items()
     ]
-    return found
+    return planted
 
 
 def _without_input(name: str, call: Call) -> Call:

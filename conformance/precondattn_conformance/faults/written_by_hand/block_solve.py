@@ -1,4 +1,4 @@
-"""Faults of LUCID's blocked solve, and of steps that read a cache in one go."""
+"""Faults of LUCID's blocked solve, and of steps that read a whole cache at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOLVE = "lucid_solve"
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_the_solve(), *_of_the_unbounded_solve(), *_of_steps()]
 
 
@@ -57,7 +57,7 @@ def _of_the_solve() -> list[Fault]:
         blocked(
             SOLVE,
             FORWARD,
-            "a diagonal block's inverse of first order",
+            "the inverse of a diagonal block to first order",
             lucid_solve,
             "unit_lower_inverse",
             lambda _: first_order,
@@ -81,7 +81,7 @@ def _of_the_solve() -> list[Fault]:
         blocked(
             SOLVE,
             BACKWARD,
-            "the right sides of earlier blocks not brought up to date",
+            "the right-hand sides of earlier blocks not updated",
             LucidSolveBlocks,
             "_pull_rows",
             _pulling_a_copy,
@@ -126,7 +126,7 @@ def _of_the_unbounded_solve() -> list[Fault]:
         blocked(
             "lucid_solve[normalize=rows]",
             BOTH,
-            "a row's maximum from its own block alone",
+            "a row's maximum from its own block only",
             System,
             "_row_maxima",
             _maxima_of_own,
@@ -142,7 +142,7 @@ def _of_the_unbounded_solve() -> list[Fault]:
         blocked(
             "lucid_solve[normalize=none]",
             BACKWARD,
-            "what reaches the scores through the diagonal left out",
+            "the scores' gradient through the diagonal left out",
             LucidSolveBlocks,
             "_of_diagonal",
             lambda true: lambda *given: 0 * true(*given),
@@ -151,10 +151,10 @@ def _of_the_unbounded_solve() -> list[Fault]:
 
 
 def _maxima_of_own(true: Any) -> Any:
-    def _row_maxima(self: Any, own: Any) -> Any:
-        xp = namespace(own)
-        place = xp.broadcast_to(xp.arange(own.shape[2])[:, None], own.shape)
-        return own, place
+    def _row_maxima(self: Any, scores: Any) -> Any:
+        xp = namespace(scores)
+        position = xp.broadcast_to(xp.arange(scores.shape[2])[:, None], scores.shape)
+        return scores, position
 
     return _row_maxima
 
@@ -180,7 +180,7 @@ def _of_steps() -> list[Fault]:
         blocked(
             "lucid",
             STEP,
-            "in one go: no solve among the new tokens",
+            "fused: no solve among the new tokens",
             LucidSolveBlocks,
             "among_new",
             lambda _: _unsolved,
@@ -188,7 +188,7 @@ def _of_steps() -> list[Fault]:
         blocked(
             "lucid",
             STEP,
-            "in one go: the shift left out of what is read of the past",
+            "fused: the shift left out of the system of the past",
             PastSystem,
             "__init__",
             lambda true: changed_after(true, factor=1.0),
@@ -196,7 +196,7 @@ def _of_steps() -> list[Fault]:
         blocked(
             "lucid",
             STEP,
-            "in one go: the keys' own norms for those of the past",
+            "fused: the norms of new keys in place of those of the past",
             PastSystem,
             "__init__",
             lambda true: changed_after(true, rms=lambda self: self.rms * 0 + self.new_rms.mean()),
@@ -204,7 +204,7 @@ def _of_steps() -> list[Fault]:
         blocked(
             "softmax",
             STEP,
-            "sequences of several lengths taken for one length",
+            "sequences of different lengths treated as of one length",
             attention,
             "filled",
             _all_alike,
@@ -212,7 +212,7 @@ def _of_steps() -> list[Fault]:
         blocked(
             "query_weighted_query",
             STEP,
-            "the cache not carried from piece to piece of a long extension",
+            "the cache not carried between the parts of a long extension",
             extension,
             "updated",
             lambda _: lambda buffer, *given, **named: buffer,

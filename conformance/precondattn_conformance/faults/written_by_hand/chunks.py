@@ -1,4 +1,4 @@
-"""Faults of the chunked recurrences: between chunks, and in what decays within one."""
+"""Faults of the chunked recurrences: between chunks, and in the decays within a chunk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL = (*RUN, *PULL)
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_states_between(), *_of_delta(), *_of_head_decay(), *_of_channel_decay()]
 
 
@@ -53,7 +53,7 @@ def _of_states_between() -> list[Fault]:
         blocked(
             "linear",
             RUN,
-            "a chunk reads the state in front of the chunk before",
+            "a chunk reads the state before the preceding chunk",
             chunkwise_additive,
             "_from_states",
             lambda true: (
@@ -76,7 +76,7 @@ def _of_states_between() -> list[Fault]:
         blocked(
             "linear",
             PULL,
-            "the gradient of the state behind a group of chunks not taken in",
+            "the gradient of the state after a group of chunks ignored",
             Additive,
             "d_states",
             lambda true: lambda self, q, d_o, d_state: true(self, q, d_o, 0 * d_state),
@@ -84,7 +84,7 @@ def _of_states_between() -> list[Fault]:
         blocked(
             "linear",
             BOTH,
-            "fewer queries than keys stand at the first keys",
+            "fewer queries than keys placed at the first keys",
             Work,
             "of_reads",
             lambda _: lambda self, queries, part: self._chunks(queries, part, 0),
@@ -92,7 +92,7 @@ def _of_states_between() -> list[Fault]:
         blocked(
             "linear",
             STEP,
-            "what stands behind the last token is written to the state",
+            "padding after the last token is written to the state",
             Work,
             "_chunks",
             _with_padding_of_ones,
@@ -120,7 +120,7 @@ def _of_states_between() -> list[Fault]:
         blocked(
             "conditioned_query[decay=head]",
             RUN,
-            "what stands in front of a chunk not read",
+            "the state before a chunk not read",
             chunkwise_additive,
             "_from_states",
             lambda true: lambda ops, decay, rows, states: true(ops, decay, rows, 0 * states),
@@ -130,10 +130,10 @@ def _of_states_between() -> list[Fault]:
 
 def _with_padding_of_ones(true: Any) -> Any:
     def _chunks(self: Any, x: Any, part: range, missing: int) -> Any:
-        found = true(self, x, part, missing)
+        chunks = true(self, x, part, missing)
         token = part.start * self.size + np.arange(len(part) * self.size)
-        behind = (token >= self.s).reshape(len(part), 1, self.size, *(1,) * (found.ndim - 3))
-        return namespace(found).where(behind, 1.0, found)
+        is_padding = (token >= self.s).reshape(len(part), 1, self.size, *(1,) * (chunks.ndim - 3))
+        return namespace(chunks).where(is_padding, 1.0, chunks)
 
     return _chunks
 
@@ -143,7 +143,7 @@ def _of_delta() -> list[Fault]:
         blocked(
             "gated_delta",
             RUN,
-            "the state of a chunk not decayed where it corrects",
+            "the correction reads the state without decay",
             DeltaRule,
             "__init__",
             lambda true: changed_after(true, reading_k=lambda self: self.x.k * self.x.beta),
@@ -159,7 +159,7 @@ def _of_delta() -> list[Fault]:
         blocked(
             "delta",
             RUN,
-            "the inverse among a chunk's keys of first order",
+            "the inverse within a chunk to first order",
             chunkwise_delta,
             "unit_lower_inverse",
             lambda _: first_order,
@@ -167,7 +167,7 @@ def _of_delta() -> list[Fault]:
         blocked(
             "delta",
             ALL,
-            "the inverse among a chunk's keys half by half",
+            "the inverse within a chunk half by half",
             chunkwise_delta,
             "unit_lower_inverse",
             half_by_half,
@@ -175,7 +175,7 @@ def _of_delta() -> list[Fault]:
         blocked(
             "delta",
             PULL,
-            "what is read not among what changes the state's gradient",
+            "the state's gradient without that of the reads",
             chunkwise_delta,
             "pulled",
             lambda true: lambda ops, q, d_o, d_state: true(ops, q, 0 * d_o, d_state),
@@ -188,7 +188,7 @@ def _of_head_decay() -> list[Fault]:
         blocked(
             "ssd",
             RUN,
-            "what a token writes decays by its own gate",
+            "a token's write decays by its own gate",
             head_decay,
             "sums_after",
             lambda _: sums_from,
@@ -196,7 +196,7 @@ def _of_head_decay() -> list[Fault]:
         blocked(
             "gated_delta",
             RUN,
-            "a token reads the state in front of the chunk without its own gate",
+            "a token reads the state before the chunk without its own gate",
             HeadDecay,
             "__init__",
             lambda true: changed_after(true, reading=_reading_before),
@@ -204,7 +204,7 @@ def _of_head_decay() -> list[Fault]:
         blocked(
             "ssd",
             PULL,
-            "what is kept of the state left out of the gates' gradient",
+            "the kept state left out of the gates' gradient",
             HeadDecay,
             "d_g",
             lambda true: (
@@ -214,7 +214,7 @@ def _of_head_decay() -> list[Fault]:
         blocked(
             "ssd",
             PULL,
-            "what is read of the state left out of the gates' gradient",
+            "the reads of the state left out of the gates' gradient",
             HeadDecay,
             "d_g",
             lambda true: (
@@ -233,7 +233,7 @@ def _of_channel_decay() -> list[Fault]:
         blocked(
             "gla",
             RUN,
-            "the two halves of a block decay as each other",
+            "the decays of a block's two halves swapped",
             ChannelDecay,
             "halvings",
             lambda true: property(
@@ -243,7 +243,7 @@ def _of_channel_decay() -> list[Fault]:
         blocked(
             "gla",
             RUN,
-            "what a token writes decays by its own gate",
+            "a token's write decays by its own gate",
             channel_decay,
             "sums_after",
             lambda _: sums_from,

@@ -1,8 +1,8 @@
-"""Faults of half-precision calls: what has to be in float32 within, and is not.
+"""Faults of half-precision calls: quantities that must be computed in float32, and are not.
 
     S = Σ k vᵀ,    ⟨q, k⟩ before the maximum is subtracted,    log Φ before the shift
 
-Inputs in half precision are exact; it is what comes of them that needs more digits.
+Inputs in half precision are exact; the quantities computed from them need more digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from precondattn_conformance.faults.written_by_hand.written import written
 
 
 def faults() -> list[Fault]:
-    """All of them, on PyTorch."""
+    """All faults in this file, on PyTorch."""
     changes: tuple[tuple[str, str, Callable[[str], Change]], ...] = (
         ("linear", "the state", _in_state("_add_and_read")),
         ("gated_delta", "the state", _in_state("_correct_and_read")),

@@ -31,7 +31,7 @@ SOLVE = "lucid_solve"
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_the_system(), *_of_the_gradient(), *_of_the_step()]
 
 
@@ -40,19 +40,19 @@ def _of_the_system() -> list[Fault]:
         written(
             SOLVE,
             (FORWARD, BACKWARD, STEP),
-            "the token just before is not seen",
+            "the preceding token masked",
             inside(Frame, "visible", lambda true: _stricter(true)),
         ),
         written(
             SOLVE,
             FORWARD,
-            "the diagonal computed, and not 1",
+            "the diagonal computed in place of 1",
             inside(LucidSolve, "_system", lambda true: _with_literal_diagonal(true)),
         ),
         written(
             SOLVE,
             (FORWARD, STEP),
-            "the first order of the inverse",
+            "the inverse to first order",
             inside(lucid, "solve_lower", lambda _: _first_order),
         ),
         written(
@@ -64,13 +64,13 @@ def _of_the_system() -> list[Fault]:
         written(
             SOLVE,
             (FORWARD, BACKWARD),
-            "the mean square for its root",
+            "the mean square in place of its root",
             inside(LucidSolve, "_rms", lambda true: lambda self, k: true(self, k) ** 2),
         ),
         written(
             "lucid_solve[scale=0.5]",
             (FORWARD, BACKWARD, STEP),
-            "shifted by 1/s, which is s d at the default scale only",
+            "shifted by 1/s, which equals s d only at the default scale",
             inside(LucidSolve, "_system", lambda true: _with_shift_of_root(true)),
         ),
         written(
@@ -112,8 +112,8 @@ def _with_literal_diagonal(true: Any) -> Any:
     def _system(self: Any, x: Any, scores: Any, frame: Any) -> Any:
         system = true(self, x, scores, frame)
         d = x["k"].shape[3]
-        own = row_sum(identity_like(scores) * scores)
-        diagonal = namespace(scores).exp(self.scale_for(d) * (own - d))
+        diagonal_scores = row_sum(identity_like(scores) * scores)
+        diagonal = namespace(scores).exp(self.scale_for(d) * (diagonal_scores - d))
         return system._replace(diagonal=diagonal)
 
     return _system
@@ -160,7 +160,7 @@ def _of_the_gradient() -> list[Fault]:
         written(
             SOLVE,
             BACKWARD,
-            "the scores' gradient for the row's key alone",
+            "the scores' gradient for the row's key only",
             inside(Dot, "vjp", lambda true: _of_left_only(true)),
         ),
         written(
@@ -188,7 +188,7 @@ def _of_the_gradient() -> list[Fault]:
         written(
             "lucid_solve[beta=true]",
             BACKWARD,
-            "X·y in place of X·(v − Σ Φ y), which is it for β = 1",
+            "X·y in place of X·(v − Σ Φ y), which is equal for β = 1",
             _d_beta_by_the_output,
         ),
         written(
@@ -243,7 +243,7 @@ def _of_the_step() -> list[Fault]:
         written(
             "lucid_solve[metric=transported]",
             STEP,
-            "a past key's norm that of its reflections",
+            "a past key's norm that of the reflected key",
             handed(_with_norms_of_cached_keys),
         ),
     ]

@@ -1,4 +1,4 @@
-"""Faults of what treats each token alone: norms, feature maps, temperatures, differences, gates."""
+"""Faults of leaves that treat each token alone: norms, feature maps, temperatures, gates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALL = (*RUN, *PULL)
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_norms(), *_of_rows(), *_of_features(), *_of_queries(), *_of_difference()]
 
 
@@ -41,7 +41,7 @@ def _of_norms() -> list[Fault]:
         written(
             "rms_norm",
             (*RUN, BACKWARD),
-            "the sum of squares for their mean",
+            "the sum of squares in place of their mean",
             inside(rms_norm, "rms", lambda true: lambda x, eps: true(x, eps) * x.shape[-1] ** 0.5),
         ),
         written(
@@ -53,7 +53,7 @@ def _of_norms() -> list[Fault]:
         written(
             "rms_norm[gain=true]",
             RUN,
-            "the gain in front of the norm",
+            "the gain before the norm",
             _with_gain_in_front,
         ),
         written(
@@ -75,7 +75,7 @@ def _of_norms() -> list[Fault]:
         written(
             "l2_norm",
             RUN,
-            "the mean of squares for their sum",
+            "the mean of squares in place of their sum",
             out_of(lambda o: o * o.shape[-1] ** 0.5),
         ),
         written(
@@ -93,7 +93,7 @@ def _of_norms() -> list[Fault]:
         written(
             "layer_norm[gain=true]",
             BACKWARD,
-            "the gain's gradient by rows that are not normalised",
+            "the gain's gradient from rows that are not normalised",
             inside(of_norms.Norm, "backward", lambda true: _gain_by_rows(true)),
         ),
     ]
@@ -114,8 +114,8 @@ def _of_constant_mean(self: Any, x: Any, cotangent: Any) -> Any:
 
 def _gain_by_rows(true: Any) -> Any:
     def backward(self: Any, x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any) -> Any:
-        found = true(self, x, frame, out, residuals, cotangent)
-        return {**found, "gain": (cotangent * x["x"]).sum(axis=(0, 1, 2))}
+        gradients = true(self, x, frame, out, residuals, cotangent)
+        return {**gradients, "gain": (cotangent * x["x"]).sum(axis=(0, 1, 2))}
 
     return backward
 
@@ -126,13 +126,13 @@ def _of_rows() -> list[Fault]:
         written(
             "unit_rows",
             RUN,
-            "the sum of entries in place of their squares'",
+            "the sum of entries in place of the sum of squares",
             out_of(lambda o: o / namespace(o).abs(o).sum(axis=-1, keepdims=True).clip(1e-30)),
         ),
         written(
             "unit_rows[detach=false]",
             BACKWARD,
-            "twice the norm's part of the gradient",
+            "the norm's part of the gradient doubled",
             inside(of_rows, "zero_where_not", lambda true: lambda where, x: 2 * true(where, x)),
         ),
         written(
@@ -153,8 +153,8 @@ def _divided_twice(truth: Truth, call: Call) -> Result:
 
 def _along_heads_too(true: Any) -> Any:
     def _along_rows(self: Any, x: Any, frame: Any, reduce: str) -> Any:
-        found = true(self, x, frame, reduce)
-        return found * 0 + getattr(found, reduce)(axis=2, keepdims=True)
+        per_head = true(self, x, frame, reduce)
+        return per_head * 0 + getattr(per_head, reduce)(axis=2, keepdims=True)
 
     return _along_rows
 
@@ -165,13 +165,13 @@ def _of_features() -> list[Fault]:
         written(
             "elu_plus_one",
             PULL,
-            "the slope of the identity everywhere",
+            "the derivative of the identity everywhere",
             lambda truth, call: replace(truth(call), gradients={"x": call.cotangent}),
         ),
         written(
             "hedgehog_map",
             RUN,
-            "the two halves normalised each by itself",
+            "the two halves normalised separately",
             inside(hedgehog, "softmax", lambda true: _softmax_of_halves(true)),
         ),
         written(
@@ -183,7 +183,7 @@ def _of_features() -> list[Fault]:
         written(
             "hedgehog_map",
             PULL,
-            "W in place of its transpose for the rows' gradient",
+            "W in place of its transpose in the rows' gradient",
             _by_transposed_weight,
         ),
         written(
@@ -214,7 +214,7 @@ def _by_transposed_weight(truth: Truth, call: Call) -> Result:
 
 
 def _halves_added(truth: Truth, call: Call) -> Result:
-    """dy = c (dz₁ + dz₂), for the rows."""
+    """The rows' gradient from dy = c (dz₁ + dz₂)."""
     result, d = truth(call), call.inputs["x"].shape[-1]
     d_z = call.out * (call.cotangent - row_sum(call.out * call.cotangent))
     d_y = call.mechanism.factor * (d_z[..., :d] + d_z[..., d:])
@@ -238,13 +238,13 @@ def _of_queries() -> list[Fault]:
         written(
             "scaled_dims",
             PULL,
-            "softplus in place of its slope",
+            "softplus in place of its derivative",
             inside(scaled_dims, "logistic", lambda _: scaled_dims.softplus),
         ),
         written(
             "contraction_gate",
             RUN,
-            "of the query itself, and not its direction",
+            "of the query itself in place of its direction",
             inside(contraction_gate, "l2_norm", lambda _: lambda x, eps: x),
         ),
         written(
@@ -276,19 +276,19 @@ def _of_difference() -> list[Fault]:
         written(
             "difference",
             RUN,
-            "the sum",
+            "the sum in place of the difference",
             handed(lambda call: call.given(lam=-call.inputs["lam"])),
         ),
         written(
             "difference",
             RUN,
-            "λ times the first",
+            "λ times the first output",
             handed(lambda call: call.given(o1=call.inputs["lam"] * call.inputs["o1"])),
         ),
         written(
             "difference",
             PULL,
-            "dλ by the first output",
+            "dλ from the first output",
             lambda truth, call: Result(
                 gradients={
                     **truth(call).gradients,

@@ -29,7 +29,7 @@ FORGETFUL = "softmax[forget=unscaled]"
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_forget_gate(), *_of_path()]
 
 
@@ -44,7 +44,7 @@ def _of_forget_gate() -> list[Fault]:
         written(
             FORGETFUL,
             BACKWARD,
-            "a gate's gradient given to the token behind",
+            "a gate's gradient given to the following token",
             inside(forget_gate, "decay_vjp", lambda true: lambda d: rolled(true(d), 1)),
         ),
         written(
@@ -98,7 +98,7 @@ def _of_path() -> list[Fault]:
         written(
             "path",
             (FORWARD, STEP),
-            "each reflection alone, and not their product",
+            "each reflection alone in place of their product",
             inside(Reflections, "gathered", lambda _: lambda self, right: self.beta * right),
         ),
         written(
@@ -116,7 +116,7 @@ def _of_path() -> list[Fault]:
         written(
             "path",
             STEP,
-            "the past keys reflected in the order of time, turned around",
+            "the past keys reflected in reversed order of time",
             inside(Transported, "advance", lambda true: _advanced_backwards(true)),
         ),
         written(
@@ -134,7 +134,7 @@ def _of_path() -> list[Fault]:
         written(
             "path[flush=2]",
             STEP,
-            "what is pending kept beyond the flush",
+            "the pending reflections kept after the flush",
             _with_pending_kept(),
         ),
     ]
@@ -156,10 +156,12 @@ def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
 def _with_pending_kept() -> Change:
     def kept(truth: Truth, call: Call) -> Result:
         result = truth(call)
-        for name, made in result.updates.items():
+        for name, update in result.updates.items():
             if name.startswith("pending"):
-                stale = made.value == 0
-                made.value[...] = namespace(made.value).where(stale, call.past[name], made.value)
+                stale = update.value == 0
+                update.value[...] = namespace(update.value).where(
+                    stale, call.past[name], update.value
+                )
         return result
 
     return kept

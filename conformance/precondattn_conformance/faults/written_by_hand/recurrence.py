@@ -1,4 +1,4 @@
-"""Faults of the recurrences: linear attention and its kin, and the delta rule."""
+"""Faults of the recurrences: linear attention, its variants, and the delta rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PULL = (BACKWARD, STEP_BACKWARD)
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_the_recurrence(), *_of_its_gradient(), *_of_options()]
 
 
@@ -38,19 +38,19 @@ def _of_the_recurrence() -> list[Fault]:
         written(
             "gla",
             RUN,
-            "the state decays behind the write",
+            "the state decays after the write",
             inside(recurrence, "_add", lambda _: _decaying_behind),
         ),
         written(
             "ssd",
             RUN,
-            "the state is read in front of the write",
+            "the state is read before the write",
             inside(recurrence, "_add_and_read", lambda _: _reading_before),
         ),
         written(
             "gated_delta",
             RUN,
-            "corrected by what the state held before it decayed",
+            "corrected by the state before its decay",
             inside(recurrence, "_correct", lambda _: _correcting_undecayed),
         ),
         written(
@@ -62,7 +62,7 @@ def _of_the_recurrence() -> list[Fault]:
         written(
             "delta",
             RUN,
-            "added, and not corrected",
+            "added without correction",
             inside(recurrence, "_correct", lambda _: _only_adding),
         ),
         written(
@@ -80,7 +80,7 @@ def _of_the_recurrence() -> list[Fault]:
         written(
             "linear",
             STEP,
-            "the state in front of the last token kept",
+            "the state before the last token kept",
             inside(TokenByToken, "forward", lambda true: _stopping_early(true)),
         ),
     ]
@@ -125,7 +125,7 @@ def _reading_with_key(true: Any) -> Any:
 
 
 def _starting_anew(truth: Truth, call: Call) -> Result:
-    """Every 128 tokens."""
+    """The state is reset every 128 tokens."""
     t = call.inputs["q"].shape[1]
     if t <= 128 or call.frame.k_segment is not None:
         return truth(call)
@@ -152,7 +152,7 @@ def _of_its_gradient() -> list[Fault]:
         written(
             "linear",
             PULL,
-            "the gradient of a state not taken further back than one token",
+            "the gradient of a state carried back by one token only",
             inside(recurrence, "_back_from_addition", lambda _: _forgetful_back),
         ),
         written(
@@ -164,13 +164,13 @@ def _of_its_gradient() -> list[Fault]:
         written(
             "gla",
             PULL,
-            "the gates' gradient from the state in front of the decay",
+            "the gates' gradient from the state before the decay",
             inside(TokenByToken, "vjp", lambda true: _gates_of_undecayed(true)),
         ),
         written(
             "ssd",
             PULL,
-            "the queries' gradient from the state in front of the write",
+            "the queries' gradient from the state before the write",
             inside(TokenByToken, "vjp", lambda true: _queries_of_state_before(true)),
         ),
         written(
@@ -216,8 +216,8 @@ def _queries_of_state_before(true: Any) -> Any:
     def vjp(x: Any, state: Any, d_o: Any, d_final: Any) -> Any:
         d = true(x, state, d_o, d_final)
         t = x.q.shape[2]
-        own = (d_o * x.v[:, :, -t:, None, :]).sum(axis=-1, keepdims=True)
-        d_q = d.stream.q - own * x.k[:, :, -t:, None, :]
+        written_and_read = (d_o * x.v[:, :, -t:, None, :]).sum(axis=-1, keepdims=True)
+        d_q = d.stream.q - written_and_read * x.k[:, :, -t:, None, :]
         return d._replace(stream=d.stream._replace(q=d_q))
 
     return vjp
@@ -238,26 +238,26 @@ def _of_options() -> list[Fault]:
         written(
             "retention",
             RUN,
-            "the decay of the key's head, and not of the query's",
+            "the decay of the key's head in place of the query's",
             inside(retention, "log_retention", lambda true: _of_key_heads(true)),
         ),
         written(
             "linear",
             (FORWARD, BACKWARD),
-            "a packed sequence's first token does not forget",
+            "the state not reset at the first token of a segment",
             inside(linear_family, "forget_other_segments", lambda _: lambda g, frame: g),
         ),
         written(
             "elu1(linear[normalize=true])",
             STEP,
-            "the sum of weights starts anew with every step",
+            "the sum of weights reset at every step",
             inside(Linear, "_with_mass", lambda true: _without_mass(true)),
             subject="linear",
         ),
         written(
             "elu1(linear[normalize=true])",
             FORWARD,
-            "divided by the sum without the token itself",
+            "divided by the sum without the current token",
             inside(Linear, "_sum_of_weights", lambda true: lambda self, m: true(self, _earlier(m))),
             subject="linear",
         ),
@@ -271,7 +271,7 @@ def _of_options() -> list[Fault]:
         written(
             "elu1(linear[normalize=true])",
             (FORWARD, STEP),
-            "what a feature map makes of a padded key is written",
+            "the features of a padded key are written",
             inside(linear_family, "where_valid", lambda _: lambda x, frame: x),
             subject="linear",
         ),
@@ -299,7 +299,7 @@ def _without_mass(true: Any) -> Any:
 
 
 def _earlier(mass: Any) -> Any:
-    """Of rows (b, t, h, 1), that of the token before; the first has its own."""
+    """The sums (b, t, h, 1) of the preceding token; the first token keeps its own."""
     return namespace(mass).concat([mass[:, :1], mass[:, :-1]], axis=1)
 
 

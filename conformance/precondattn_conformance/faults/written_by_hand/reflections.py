@@ -33,7 +33,7 @@ FORGETFUL = "softmax[forget=unscaled]"
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_forget_gate(), *_of_reflections(), *_of_steps_of_path()]
 
 
@@ -42,7 +42,7 @@ def _of_forget_gate() -> list[Fault]:
         blocked(
             FORGETFUL,
             BOTH,
-            "the keys of earlier blocks stop to decay",
+            "the keys of earlier blocks no longer decay",
             ForgetGate,
             "_advance",
             _advanced_for_new_only,
@@ -50,7 +50,7 @@ def _of_forget_gate() -> list[Fault]:
         blocked(
             FORGETFUL,
             BACKWARD,
-            "the gates' gradient from the keys of their own block alone",
+            "the gates' gradient from the keys of their own block only",
             ForgetGate,
             "pull",
             _pulling_own_only,
@@ -89,7 +89,7 @@ def _of_reflections() -> list[Fault]:
         blocked(
             "path",
             FORWARD,
-            "a query reflected by tokens to come",
+            "a query reflected by future tokens",
             TransportedScores,
             "_lower",
             lambda _: lambda self, x: x,
@@ -132,9 +132,9 @@ def _of_reflections() -> list[Fault]:
 def _pulling_no_products(true: Any) -> Any:
     def _pull_past(self: Any, low: int, old: int, d_row_block: Any) -> Any:
         kept = self.d_whole + 0
-        found = true(self, low, old, d_row_block)
+        result = true(self, low, old, d_row_block)
         self.d_whole[...] = kept
-        return found
+        return result
 
     return _pull_past
 
@@ -169,14 +169,14 @@ def _of_steps_of_path() -> list[Fault]:
         written(
             "path[flush=2]",
             STEP,
-            "a flush rewrites the new keys alone",
+            "a flush rewrites only the new keys",
             _keeping_past_keys,
             carrier="blocks",
         ),
         blocked(
             "path",
             STEP,
-            "the cache not carried from piece to piece of a long extension",
+            "the cache not carried between the parts of a long extension",
             extension,
             "updated",
             lambda _: lambda buffer, *given, **named: buffer,
@@ -186,7 +186,7 @@ def _of_steps_of_path() -> list[Fault]:
 
 def _keeping_past_keys(truth: Truth, call: Call) -> Result:
     result = truth(call)
-    made = result.updates["key"]
-    if isinstance(made, Rewrite):
-        made = Rewrite(call.past["key"], made.tokens)
-    return replace(result, updates={**result.updates, "key": made})
+    update = result.updates["key"]
+    if isinstance(update, Rewrite):
+        update = Rewrite(call.past["key"], update.tokens)
+    return replace(result, updates={**result.updates, "key": update})

@@ -33,7 +33,7 @@ LASER = {"subject": "softmax"}
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_row_blocks(), *_of_reads(), *_of_exponential_reads()]
 
 
@@ -70,7 +70,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax",
             BOTH,
-            "fewer queries than keys stand at the first keys",
+            "fewer queries than keys placed at the first keys",
             attention,
             "Mask",
             lambda true: lambda frame, keys, offset, *rest: true(frame, keys, 0, *rest),
@@ -78,7 +78,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax",
             BOTH,
-            "a key mask taken for padding at the end",
+            "a key mask treated as padding at the end",
             attention,
             "has_lengths_only",
             lambda _: lambda frame: frame.k_segment is None,
@@ -86,7 +86,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax",
             BOTH,
-            "the masks of the first sequence for all",
+            "the masks of the first sequence for all sequences",
             Mask,
             "of",
             lambda true: lambda self, sequences: true(self, slice(0, 1)),
@@ -94,7 +94,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax[bias=true]",
             BOTH,
-            "the bias of the first sequence for all",
+            "the bias of the first sequence for all sequences",
             attention.View,
             "group",
             _with_first_bias,
@@ -102,7 +102,7 @@ def _of_row_blocks() -> list[Fault]:
         blocked(
             "softmax",
             BACKWARD,
-            "a key has the gradient of the last block alone",
+            "a key's gradient from the last block only",
             DotScores,
             "pull",
             _pulling_last_only,
@@ -142,21 +142,21 @@ def _masking_a_key_late(true: Any) -> Any:
     ) -> Any:
         column = high if self.offset is None else self.offset + i0 + 1 - low
         kept = row_block[..., column : column + 1] + 0
-        found = true(self, ops, row_block, i0, i1, low, high, *rest)
+        masked = true(self, ops, row_block, i0, i1, low, high, *rest)
         if column < high - low:
-            found[..., column : column + 1] = kept
-        return found
+            masked[..., column : column + 1] = kept
+        return masked
 
     return apply
 
 
 def _with_first_bias(true: Any) -> Any:
     def group(self: Any, part: Any) -> Any:
-        found = true(self, part)
+        view = true(self, part)
         if self.bias is None or self.bias.shape[0] == 1:
-            return found
-        first = true(self, (slice(0, found.q.shape[0]), *part[1:]))
-        return found._replace(bias=first.bias)
+            return view
+        first = true(self, (slice(0, view.q.shape[0]), *part[1:]))
+        return view._replace(bias=first.bias)
 
     return group
 
@@ -174,7 +174,7 @@ def _of_reads() -> list[Fault]:
         blocked(
             "softmax",
             FORWARD,
-            "the row's maximum left out of what is kept for the gradient",
+            "the row's maximum left out of the residuals",
             read_mean,
             "exponentials",
             _logarithm_of_shifted_sum,
@@ -182,7 +182,7 @@ def _of_reads() -> list[Fault]:
         blocked(
             "softmax",
             FORWARD,
-            "the maximum of a row's first keys for all of it",
+            "the maximum over a row's first keys as that of the whole row",
             read_mean,
             "exponentials",
             lambda _: _shifted_by_first,
@@ -190,7 +190,7 @@ def _of_reads() -> list[Fault]:
         blocked(
             "softmax",
             BACKWARD,
-            "the softmax's own sum left out of dS",
+            "the row sum left out of dS",
             read_mean,
             "row_sum",
             lambda true: lambda x: 0 * true(x),
@@ -220,7 +220,7 @@ def _of_exponential_reads() -> list[Fault]:
         blocked(
             "laser",
             (*BOTH, STEP),
-            "one shift for values however far apart",
+            "one shift even for values that are far apart",
             read_log_mean_exp,
             "RANGE",
             lambda true: dict.fromkeys(true, math.inf),
@@ -229,7 +229,7 @@ def _of_exponential_reads() -> list[Fault]:
         blocked(
             "laser",
             (*BOTH, STEP),
-            "one shift for the values of a block however far apart",
+            "one shift per block even for values that are far apart",
             LogMeanExpRead,
             "_blocks",
             _all_narrow,

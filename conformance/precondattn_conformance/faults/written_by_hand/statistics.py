@@ -1,4 +1,4 @@
-"""Faults of what reads several recurrences: gated slots, and CCQ's covariance."""
+"""Faults of leaves with several recurrences: gated slots, and CCQ's covariance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CCQ = "conditioned_query"
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """All faults in this file."""
     return [*_of_gsa(), *_of_ccq()]
 
 
@@ -39,7 +39,7 @@ def _of_gsa() -> list[Fault]:
         written(
             "gsa",
             PULL,
-            "the softmax's own sum left out of its gradient",
+            "the row sum left out of the softmax's gradient",
             inside(gsa, "row_sum", lambda true: lambda x: 0 * true(x)),
         ),
         written(
@@ -53,7 +53,7 @@ def _of_gsa() -> list[Fault]:
         written(
             "gsa",
             RUN,
-            "every slot takes all of a value",
+            "every slot is written the whole value",
             inside(
                 GSA,
                 "_streams",
@@ -69,7 +69,7 @@ def _of_gsa() -> list[Fault]:
         written(
             "gsa",
             PULL,
-            "only the first memory's part of the gradient of s",
+            "the gradient of s from the first memory only",
             inside(TokenByToken, "vjp", lambda true: _without_first_keys(true)),
         ),
     ]
@@ -84,7 +84,7 @@ def _with_second(true: Any, change: Any) -> Any:
 
 
 def _without_first_keys(true: Any) -> Any:
-    """Of the second memory, whose gradient comes first, the weights are the keys."""
+    """In the second memory, whose gradient is computed first, the weights are the keys."""
     calls: list[int] = []
 
     def vjp(*given: Any) -> Any:
@@ -108,19 +108,19 @@ def _of_ccq() -> list[Fault]:
         written(
             CCQ,
             RUN,
-            "n − 1 for n",
+            "n − 1 in place of n",
             inside(conditioned_query, "_contracted", lambda true: _unbiased(true)),
         ),
         written(
             CCQ,
             RUN,
-            "brought to length 1 again",
+            "normalised to length 1 again",
             out_of(lambda o: o / namespace(o).sqrt(row_sum(o * o) + 1e-6)),
         ),
         written(
             CCQ,
             RUN,
-            "the keys not brought to length 1",
+            "the keys not normalised to length 1",
             inside(ConditionedQuery, "_normalized", lambda true: _of_queries_only(true)),
         ),
         written(
@@ -138,7 +138,7 @@ def _of_ccq() -> list[Fault]:
         written(
             "conditioned_query[decay=channel]",
             RUN,
-            "the decay of the first channel, and not their mean",
+            "the decay of the first channel in place of the mean",
             inside(ConditionedQuery, "_log_decay", lambda true: _of_first_channel(true)),
         ),
         written(
@@ -150,13 +150,13 @@ def _of_ccq() -> list[Fault]:
         written(
             CCQ,
             STEP,
-            "the count starts anew with every step",
+            "the count reset at every step",
             _with_count_forgotten,
         ),
         written(
             CCQ,
             (FORWARD, BACKWARD),
-            "hidden keys are counted",
+            "masked keys are counted",
             inside(conditioned_query, "where_valid", lambda _: lambda x, frame: x),
         ),
     ]

@@ -1,4 +1,4 @@
-"""How a fault of one piece of mathematics, or of one algorithm, is written down."""
+"""Shorthands for faults of one piece of mathematics, or of one algorithm."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def written(
     operator: str = "",
     library: str = "numpy",
 ) -> Fault:
-    """A fault; its subject is the mechanism itself, where nothing else is said."""
-    own = pa.parse(mechanism)
+    """A fault. Its subject is the mechanism itself by default."""
+    parsed = pa.parse(mechanism)
     stages = (stages,) if isinstance(stages, str) else stages
-    return Fault(subject or own.name, str(own), stages, carrier, operator, detail, change, library)
+    return Fault(
+        subject or parsed.name, str(parsed), stages, carrier, operator, detail, change, library
+    )
 
 
 def blocked(
@@ -34,6 +36,6 @@ def blocked(
     change: Any,
     subject: str = "",
 ) -> Fault:
-    """A fault of the blocked carrier: `owner.name` is `change` of what it was."""
+    """A fault of the blocked carrier: `owner.name` is replaced by `change` of it."""
     planted = inside(owner, name, change)
     return written(mechanism, stages, detail, planted, carrier="blocks", subject=subject)
