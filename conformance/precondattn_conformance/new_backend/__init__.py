@@ -1,9 +1,9 @@
-"""`precondattn new-backend`: a small package that is a backend, to begin a kernel from.
+"""`precondattn new-backend`: a small package with a backend, as a start for a kernel.
 
     precondattn new-backend NAME --library torch
 
 It installs with pip, solves LUCID's triangular system correctly, declines everything else with
-reasons, and brings the workflow that holds it to the oracle. Its files are `templates/`.
+reasons, and has a workflow that runs the conformance suite. Its files are in `templates/`.
 """
 
 from precondattn_conformance.new_backend.package import LIBRARIES, new_backend

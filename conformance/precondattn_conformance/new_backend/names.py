@@ -1,4 +1,4 @@
-"""What a new backend may be called: one name for pip, for `import` and for `--backend`."""
+"""Valid names of a new backend: one name for pip, for `import` and for `--backend`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ FORM = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
 class Names(NamedTuple):
-    """A name as it is spelt in the three places where it stands."""
+    """The three spellings of a name."""
 
     name: str
-    """Of the backend and of the distribution, as it was given."""
+    """The name of the backend and of the distribution, as given."""
     module: str
     class_name: str
 
 
 def checked(name: str) -> Names:
-    """The names that a name makes.
+    """The spellings of a name.
 
     Raises
     ------
     ValueError
-        when it is no name for a distribution and a module, or when it is taken.
+        if it is not valid for a distribution and a module, or is taken.
     """
     if not FORM.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name for a backend's package: it takes lower-case letters and digits, "
-            f"with single hyphens or underscores between them, and begins with a letter"
+            f"{name!r} is no name for a backend's package: use lower-case letters and digits, "
+            f"with single hyphens or underscores between them, beginning with a letter"
         )
     names = Names(
         name,
@@ -42,10 +42,10 @@ def checked(name: str) -> Names:
         "".join(part.capitalize() for part in re.split("[-_]", name)),
     )
     if keyword.iskeyword(names.module):
-        raise ValueError(f"{name!r} is a word of Python, and can not be imported")
-    found = discover()
-    if name in [*(b.name for b in found.backends), *(broken for broken, _ in found.broken)]:
-        raise ValueError(f"the backend name {name!r} is taken by one that is installed here")
+        raise ValueError(f"{name!r} is a Python keyword, and can not be imported")
+    known = discover()
+    if name in [*(b.name for b in known.backends), *(broken for broken, _ in known.broken)]:
+        raise ValueError(f"the backend name {name!r} is taken by an installed backend")
     frameworks = {cls.module for cls in libraries.ALL}
     if names.module in sys.stdlib_module_names | frameworks or _is_importable(names.module):
         raise ValueError(f"{name!r} would hide the module {names.module!r}, or be hidden by it")

@@ -1,4 +1,4 @@
-"""The package: which files it has, made from which templates, and where it is written."""
+"""The package: its files, their templates, and where they are written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 class Library(NamedTuple):
-    """What differs between array libraries."""
+    """What differs between the array libraries."""
 
     title: str
     requirement: str
     solve: str
-    """The template of the solve."""
+    """The file name of the template of the solve."""
     dtypes: tuple[str, ...]
 
 
@@ -33,24 +33,25 @@ LIBRARIES = {
 
 
 def new_backend(name: str, library: str = "torch", directory: Path | None = None) -> list[Path]:
-    """Write the package of a new backend, and tell which files it has.
+    """Write the package of a new backend, and return its files.
 
     Parameters
     ----------
     name : str
-        Of the distribution, of the backend and, with underscores, of the module.
+        The name of the distribution, of the backend and, with underscores, of the module.
     library : {"torch", "jax", "numpy", "cupy"}
-        Whose arrays it takes.
+        The library whose arrays it supports.
     directory : Path, optional
-        Where to; a folder of that name in the current one by default. It may exist if it is empty.
+        The folder to write to; by default one of that name in the current folder. It must be empty
+        or not exist.
 
     Raises
     ------
     ValueError
-        when the name is none, or taken; when the library is unknown; when there is something where
-        the directory would be. Nothing has been written then.
+        if the name is invalid or taken, the library is unknown, or the directory is not empty.
+        Nothing has been written then.
     ImportError
-        when Jinja2 is not installed.
+        if Jinja2 is not installed.
     """
     if library not in LIBRARIES:
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; found {library!r}")
