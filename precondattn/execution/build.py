@@ -15,7 +15,7 @@ from precondattn.spec.softmax import Softmax
 
 
 class Switch(NamedTuple):
-    """One value of one option, with which an input exists."""
+    """The setting of an option that declares an input."""
 
     option: str
     value: Any
@@ -26,7 +26,7 @@ Switches = Mapping[str, Mapping[int, tuple[Switch, ...]]]
 
 
 def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mechanism's own options, and those of the softmax that it is built around."""
+    """The options of the mechanism, and those of the softmax that is its base."""
     return _options_of(cls)
 
 
@@ -54,7 +54,7 @@ def switches_of(cls: Any) -> Switches:
     for option, value in _values_of_options(cls):
         try:
             inputs = with_options(cls, {option: value}).inputs
-        except (TypeError, ValueError):  # The option does not go with the defaults of others.
+        except (TypeError, ValueError):  # The setting is refused with the defaults of the others.
             continue
         for name, pattern in inputs.items():
             axes = len(pattern.axes)
@@ -92,11 +92,12 @@ def build(cls: Any, named: Mapping[str, Any]) -> tuple[Mechanism, dict[str, Any]
         is_array = hasattr(value, "shape") and not (is_option and value.ndim == 0)
         if is_array and name in switches:
             rest[name] = value
-            found = switches[name].get(value.ndim, ())
-            if not found and name not in cls().inputs:  # The call then refuses its shape.
-                found = next(iter(switches[name].values()))
-            if len(found) == 1 and (found[0].option == name or found[0].option not in named):
-                options[found[0].option] = found[0].value
+            matching = switches[name].get(value.ndim, ())
+            if not matching and name not in cls().inputs:  # The call then refuses its shape.
+                matching = next(iter(switches[name].values()))
+            option = matching[0].option if len(matching) == 1 else None
+            if option is not None and (option == name or option not in named):
+                options[option] = matching[0].value
         elif is_option:
             options[name] = value
         else:
