@@ -75,9 +75,9 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
                 ends = (mechanism.inputs[name].low, mechanism.inputs[name].high)
                 arrays[name].flat[::3], arrays[name].flat[1::3] = ends
     if kind == "hidden_by_bias":
-        hidden = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3
-        hidden[..., -1, :] = True
-        arrays["bias"] = np.where(hidden, -np.inf, arrays["bias"])
+        masked = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3
+        masked[..., -1, :] = True
+        arrays["bias"] = np.where(masked, -np.inf, arrays["bias"])
     if kind == "overwritten":
         _write_twice(arrays)
     if kind == "far_values" and "v" in arrays:

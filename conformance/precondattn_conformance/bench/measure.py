@@ -167,9 +167,9 @@ def _measure(
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
     times = list(benchmark.stats.stats.data)
     row.seconds = spread(times)._asdict()
-    for name, found in turns.ratios(times).items():
+    for name, ratio in turns.ratios(times).items():
         own = spread(turns.times[name][-len(times) :]).median
-        row.ratios[name] |= {**found._asdict(), "seconds": own}
+        row.ratios[name] |= {**ratio._asdict(), "seconds": own}
     _add_rates(case, options, layout, row)
     row.status = TIMED
     if options.memory and case.work != "decode":

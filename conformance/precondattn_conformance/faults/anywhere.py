@@ -24,8 +24,8 @@ from precondattn_conformance.faults.fault import (
     Change,
     Result,
     Truth,
-    given_back,
-    handed,
+    with_call,
+    with_result,
 )
 from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.states import slots_of
@@ -78,7 +78,7 @@ INVALID: tuple[tuple[str, Callable[[Array], Array]], ...] = (
 def result(m: pa.Mechanism, stage: str) -> Named:
     """A wrong output, or a wrong gradient of the first input."""
     for name, change in INVALID:
-        yield name, given_back(partial(_changed, change))
+        yield name, with_result(partial(_changed, change))
 
 
 def _changed(change: Callable[[Array], Array], correct: Result) -> Result:
@@ -95,7 +95,7 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
     yield f"the input {name} written to", partial(_written, lambda call: call.inputs[name])
     if stage in (BACKWARD, STEP_BACKWARD):
         yield "the cotangent written to", partial(_written, lambda call: call.cotangent)
-        yield "the strides of the cotangent ignored", handed(_of_dense_cotangent)
+        yield "the strides of the cotangent ignored", with_call(_of_dense_cotangent)
     if stage == BACKWARD:
         yield "the output written to", partial(_written, lambda call: call.out)
     if stage in (STEP, STEP_BACKWARD):
@@ -104,7 +104,7 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
     if stage in (FORWARD, BACKWARD):
         yield "the memory of a result reused", _reused()
     if stage in (FORWARD, STEP):  # Not every gradient reads this input.
-        yield f"the strides of {name} ignored", handed(partial(_dense_input, name))
+        yield f"the strides of {name} ignored", with_call(partial(_dense_input, name))
     if stage == FORWARD:
         yield "a result cached by the identity of the inputs", _cached_by_identity()
 

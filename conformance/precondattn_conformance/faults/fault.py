@@ -113,19 +113,19 @@ class Fault:
         return is_all or getattr(call.mechanism, "name", None) == self.subject
 
 
-def handed(change: Callable[[Call], Call]) -> Change:
+def with_call(change: Callable[[Call], Call]) -> Change:
     """The correct method, with another call."""
     return lambda truth, call: truth(change(call))
 
 
-def given_back(change: Callable[[Result], Result]) -> Change:
+def with_result(change: Callable[[Result], Result]) -> Change:
     """The correct method, with a changed result."""
     return lambda truth, call: change(truth(call))
 
 
-def out_of(change: Callable[[Array], Array]) -> Change:
+def with_output(change: Callable[[Array], Array]) -> Change:
     """The correct method, with a changed output."""
-    return given_back(lambda result: replace(result, out=change(result.out)))
+    return with_result(lambda result: replace(result, out=change(result.out)))
 
 
 def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:

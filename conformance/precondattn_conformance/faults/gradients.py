@@ -20,7 +20,7 @@ from precondattn_conformance.faults.fault import (
     Call,
     Result,
     Truth,
-    given_back,
+    with_result,
 )
 
 KINDS: tuple[tuple[str, Callable[[Array], Array]], ...] = (
@@ -36,7 +36,7 @@ def gradient(m: pa.Mechanism, stage: str) -> Named:
         return
     for i, name in enumerate(m.inputs):
         kind, change = KINDS[i % len(KINDS)]
-        yield f"of {name} {kind}", given_back(partial(_of_input, name, change))
+        yield f"of {name} {kind}", with_result(partial(_of_input, name, change))
 
 
 def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
@@ -44,7 +44,7 @@ def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
     if stage != STEP_BACKWARD:
         return
     for name in _buffers(m):
-        yield f"of the first {name} left out", given_back(partial(_of_state, name))
+        yield f"of the first {name} left out", with_result(partial(_of_state, name))
         yield f"of the last {name} ignored", partial(_without_last, name)
 
 

@@ -20,12 +20,12 @@ from precondattn_conformance.faults.applicable import (
     leaves,
     looks_at_other_tokens,
 )
-from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Change, handed
+from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Change, with_call
 from precondattn_conformance.faults.options import with_option
 
 
 def _in_frame(change: Any) -> Change:
-    return handed(lambda call: replace(call, frame=change(call.frame)))
+    return with_call(lambda call: replace(call, frame=change(call.frame)))
 
 
 def mask_offset(m: pa.Mechanism, stage: str) -> Named:
@@ -80,7 +80,7 @@ def _of_earlier_call() -> Change:
         shapes = tuple(tuple(x.shape) for x in call.inputs.values())
         return replace(call, frame=known.setdefault(shapes, call.frame))
 
-    return handed(other)
+    return with_call(other)
 
 
 def _later_segments(frame: Frame) -> Frame:

@@ -18,7 +18,7 @@ from precondattn_conformance.faults.fault import (
     STEP_BACKWARD,
     Call,
     Change,
-    handed,
+    with_call,
 )
 
 
@@ -30,7 +30,7 @@ def with_option(name: str, change: Callable[[Any], Any]) -> Change:
         changed = dataclasses.replace(leaf, **{name: change(getattr(leaf, name))})
         return dataclasses.replace(call, mechanism=changed)
 
-    return handed(other)
+    return with_call(other)
 
 
 def scale(m: pa.Mechanism, stage: str) -> Named:
@@ -51,7 +51,7 @@ def _with_scale(change: Callable[[float, int], float]) -> Change:
             call, mechanism=dataclasses.replace(call.mechanism, scale=scaled)
         )
 
-    return handed(other)
+    return with_call(other)
 
 
 BOTH = (FORWARD, BACKWARD, STEP)

@@ -14,7 +14,7 @@ from functools import partial
 import precondattn as pa
 from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named, leaves, reads_its_output
-from precondattn_conformance.faults.fault import BACKWARD, Call, Change, Result, Truth, handed
+from precondattn_conformance.faults.fault import BACKWARD, Call, Change, Result, Truth, with_call
 from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
 
@@ -23,8 +23,11 @@ def saved_output(m: pa.Mechanism, stage: str) -> Named:
     """A wrong output, for mechanisms where backward `reads_its_output`."""
     if stage != BACKWARD or not reads_its_output(m):
         return
-    yield "kept in bfloat16", handed(lambda call: replace(call, out=to_bfloat16(call.out)))
-    yield "of another sequence", handed(lambda call: replace(call, out=rolled(call.out, 1, axis=0)))
+    yield "kept in bfloat16", with_call(lambda call: replace(call, out=to_bfloat16(call.out)))
+    yield (
+        "of another sequence",
+        with_call(lambda call: replace(call, out=rolled(call.out, 1, axis=0))),
+    )
 
 
 def residual(m: pa.Mechanism, stage: str) -> Named:
@@ -41,7 +44,7 @@ def _of_residuals(change: Callable[[Array], Array]) -> Change:
     def changed(call: Call) -> Call:
         return replace(call, residuals=tuple(map(change, call.residuals)))
 
-    return handed(changed)
+    return with_call(changed)
 
 
 def _overwritten(truth: Truth, call: Call) -> Result:
@@ -58,7 +61,7 @@ def value_between(m: pa.Mechanism, stage: str) -> Named:
         return
     kept = [call.out for call in program.calls if call.out != program.out]
     for i, name in enumerate(kept):
-        yield f"{name} kept in bfloat16", handed(partial(_changed, i))
+        yield f"{name} kept in bfloat16", with_call(partial(_changed, i))
     if kept:
         yield "overwritten by the first gradient", _overwritten
 

@@ -21,7 +21,7 @@ from precondattn_conformance.faults.fault import (
     Call,
     Result,
     Truth,
-    handed,
+    with_call,
 )
 from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
@@ -85,9 +85,9 @@ def past(m: pa.Mechanism, stage: str) -> Named:
         return
     for i, (name, slot) in enumerate(slots_of(m).items()):
         if _keeps_tokens(slot) and name != "decay":
-            yield f"{name} without the last token", handed(partial(_without_last, name))
+            yield f"{name} without the last token", with_call(partial(_without_last, name))
         if not _keeps_tokens(slot) or i == 0 or name == "decay":
-            yield f"{name} read as zeros", handed(partial(_zeroed, name))
+            yield f"{name} read as zeros", with_call(partial(_zeroed, name))
 
 
 def _zeroed(name: str, call: Call) -> Call:
@@ -122,7 +122,7 @@ def first_state(m: pa.Mechanism, stage: str) -> Named:
     if stage != STEP_BACKWARD:
         return
     for name in slots_of(m):
-        yield f"{name} taken for zeros", handed(partial(_zeroed, name))
+        yield f"{name} replaced by zeros", with_call(partial(_zeroed, name))
 
 
 OPERATORS = {"update": update, "meaning": meaning, "past": past, "first state": first_state}

@@ -12,7 +12,7 @@ from functools import partial
 import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
-from precondattn_conformance.faults.fault import FORWARD, Call, handed
+from precondattn_conformance.faults.fault import FORWARD, Call, with_call
 
 
 def placement(m: pa.Mechanism, stage: str) -> Named:
@@ -23,7 +23,7 @@ def placement(m: pa.Mechanism, stage: str) -> Named:
         if pattern.time_axis is None or pattern.is_rows or pattern.is_pairwise:
             continue
         for detail, by in (("before", 1), ("after", -1)):
-            yield f"{name} of the token {detail}", handed(partial(_moved, name, by))
+            yield f"{name} of the token {detail}", with_call(partial(_moved, name, by))
 
 
 def left_out(m: pa.Mechanism, stage: str) -> Named:
@@ -32,7 +32,7 @@ def left_out(m: pa.Mechanism, stage: str) -> Named:
         return
     for name, pattern in m.inputs.items():
         if not pattern.is_rows:
-            yield f"of {name}", handed(partial(_without, name, 1.0 if pattern.open_low else 0.0))
+            yield f"of {name}", with_call(partial(_without, name, 1.0 if pattern.open_low else 0.0))
 
 
 def _without(name: str, value: float, call: Call) -> Call:

@@ -21,8 +21,8 @@ from precondattn_conformance.faults.fault import (
     STEP_BACKWARD,
     Arrays,
     Call,
-    handed,
     inside,
+    with_call,
 )
 
 
@@ -43,7 +43,7 @@ def wiring(m: pa.Mechanism, stage: str) -> Named:
                 if other != name and patterns[other] == patterns[name]:
                     yield (
                         f"{call.leaf.name} reads {other} for {name}",
-                        handed(partial(_rewired, (i, formal), other)),
+                        with_call(partial(_rewired, (i, formal), other)),
                     )
                     break
 

@@ -56,8 +56,8 @@ def grids(record: Record, failures: Failures) -> list[Grid]:
 def _grid(library: str, results: list[Result], failures: Failures) -> Grid:
     order = in_order([*DTYPES, *(result.dtype for result in results)])
     columns = {
-        check: sorted({result.dtype for result in found}, key=order.index)
-        for check, found in by(results, lambda result: result.check).items()
+        check: sorted({result.dtype for result in group}, key=order.index)
+        for check, group in by(results, lambda result: result.check).items()
     }
     grid = Grid(library, columns)
 
@@ -71,13 +71,13 @@ def _grid(library: str, results: list[Result], failures: Failures) -> Grid:
         return Line(name, cells)
 
     for name, mechanisms in by_family(results).items():
-        together = [result for found in mechanisms.values() for result in found]
+        together = [result for group in mechanisms.values() for result in group]
         fails = any(result.status == FAILED for result in together)
         if len(mechanisms) == 1:
             (only,) = mechanisms
             grid.groups.append(Group(only, line(only, together, only), fails=fails))
             continue
-        members = [line(each, found, each) for each, found in mechanisms.items()]
+        members = [line(each, group, each) for each, group in mechanisms.items()]
         label = f"{name}, {len(mechanisms)} mechanisms"
         grid.groups.append(Group(name, line(name, together, label), members, fails))
     return grid

@@ -42,7 +42,7 @@ class Band:
 
     def __init__(self, what: str, checks: dict[str, str], rows: Rows, *, brief: bool) -> None:
         self.rows, self.headings = rows, list(checks.values())
-        self.cells = [[Cell(r for r in found if r.check == c) for c in checks] for _, found in rows]
+        self.cells = [[Cell(r for r in group if r.check == c) for c in checks] for _, group in rows]
         self.texts = [[cell.brief if brief else cell.text for cell in row] for row in self.cells]
         longest = max((len(name) for name, _ in rows), default=0)
         widest = SHORT_NAME if brief else WIDEST_NAME
@@ -78,14 +78,14 @@ def _by_mechanism(results: list[Result], *, splits: bool) -> Rows:
     """A line for the mechanisms of a family that pass, and lines for each one that fails."""
     rows: Rows = []
     for name, mechanisms in by_family(results).items():
-        bad = {m: found for m, found in mechanisms.items() if Cell(found).status == FAILED}
-        good = {m: found for m, found in mechanisms.items() if m not in bad}
-        together = [result for found in good.values() for result in found]
+        bad = {m: group for m, group in mechanisms.items() if Cell(group).status == FAILED}
+        good = {m: group for m, group in mechanisms.items() if m not in bad}
+        together = [result for group in good.values() for result in group]
         if any(result.is_compared for result in together):
             rows.append((_named(name, good, alone=not bad), together))
-        for mechanism, found in bad.items():
-            rows.append((mechanism, found))
-            rows += _where_it_fails(found) if splits else []
+        for mechanism, group in bad.items():
+            rows.append((mechanism, group))
+            rows += _where_it_fails(group) if splits else []
     return rows
 
 
@@ -100,10 +100,10 @@ def _named(name: str, mechanisms: dict[str, list[Result]], *, alone: bool) -> st
 
 def _where_it_fails(results: list[Result]) -> Rows:
     places = by(results, _place)
-    bad = {place: found for place, found in places.items() if Cell(found).status == FAILED}
-    rows: Rows = [(f"  {place}", found) for place, found in bad.items()]
+    bad = {place: group for place, group in places.items() if Cell(group).status == FAILED}
+    rows: Rows = [(f"  {place}", group) for place, group in bad.items()]
     if len(rows) > LINES_OF_A_MECHANISM:
-        rest = [result for _, found in rows[LINES_OF_A_MECHANISM - 1 :] for result in found]
+        rest = [result for _, group in rows[LINES_OF_A_MECHANISM - 1 :] for result in group]
         left = len(rows) - LINES_OF_A_MECHANISM + 1
         rows[LINES_OF_A_MECHANISM - 1 :] = [(f"  {left} others", rest)]
     return rows
@@ -113,7 +113,7 @@ def _refused(results: list[Result]) -> list[str]:
     """Families of which nothing was compared, and such mechanisms of the other families."""
     names: list[str] = []
     for name, mechanisms in by_family(results).items():
-        none = [m for m, found in mechanisms.items() if not any(r.is_compared for r in found)]
+        none = [m for m, group in mechanisms.items() if not any(r.is_compared for r in group)]
         names += [f"{name} ({len(none)})"] if len(none) == len(mechanisms) > 1 else none
     return names
 

@@ -23,8 +23,8 @@ from precondattn_conformance.faults.fault import (
     STEP,
     Call,
     Fault,
-    handed,
     inside,
+    with_call,
 )
 from precondattn_conformance.faults.options import with_option
 from precondattn_conformance.faults.tokens import rolled
@@ -64,7 +64,9 @@ def _of_softmax() -> list[Fault]:
             "the gradient of the scores without the scale",
             inside(SoftmaxAttention, "backward", lambda true: _unscaled(true)),
         ),
-        written("softmax[bias=true]", (FORWARD, STEP), "the bias scaled too", handed(_scaled_bias)),
+        written(
+            "softmax[bias=true]", (FORWARD, STEP), "the bias scaled too", with_call(_scaled_bias)
+        ),
         written(
             "softmax[bias=true]",
             STEP,
@@ -81,7 +83,7 @@ def _of_softmax() -> list[Fault]:
             "softmax",
             (FORWARD, BACKWARD),
             "the segments of the first keys in place of those of the queries",
-            handed(_with_segments_of_first_keys),
+            with_call(_with_segments_of_first_keys),
         ),
         written(
             "softmax",
@@ -93,13 +95,13 @@ def _of_softmax() -> list[Fault]:
             "softmax[bias=true]",
             (FORWARD, STEP),
             "a bias of -inf replaced by -1e9",
-            handed(lambda call: call.given(bias=call.inputs["bias"].clip(-1e9))),
+            with_call(lambda call: call.given(bias=call.inputs["bias"].clip(-1e9))),
         ),
         written(
             "softmax",
             STEP,
             "new tokens do not attend to one another",
-            handed(_without_new_keys),
+            with_call(_without_new_keys),
         ),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from precondattn_conformance.faults.fault import FORWARD, STEP, Call, Fault, handed
+from precondattn_conformance.faults.fault import FORWARD, STEP, Call, Fault, with_call
 from precondattn_conformance.faults.written_by_hand.written import written
 
 INPUTS = {
@@ -26,7 +26,7 @@ def faults() -> list[Fault]:
             mechanism,
             FORWARD,
             f"{name} detached from the graph",
-            handed(partial(_without_input, name)),
+            with_call(partial(_without_input, name)),
             carrier="autograd",
             library="torch",
         )
@@ -37,7 +37,7 @@ def faults() -> list[Fault]:
             mechanism,
             STEP,
             f"the past {name} detached from the graph",
-            handed(partial(_without_state, name)),
+            with_call(partial(_without_state, name)),
             carrier="autograd",
             library="torch",
         )

@@ -22,8 +22,8 @@ from precondattn_conformance.faults.fault import (
     Fault,
     Result,
     Truth,
-    handed,
     inside,
+    with_call,
 )
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -83,7 +83,7 @@ def _of_the_system() -> list[Fault]:
             "lucid_solve[beta=true]",
             (FORWARD, STEP),
             "v not multiplied by β",
-            handed(_with_right_side_undone),
+            with_call(_with_right_side_undone),
         ),
         written(
             "lucid_solve[normalize=rows]",
@@ -244,7 +244,7 @@ def _of_the_step() -> list[Fault]:
             "lucid_solve[metric=transported]",
             STEP,
             "a past key's norm that of the reflected key",
-            handed(_with_norms_of_cached_keys),
+            with_call(_with_norms_of_cached_keys),
         ),
     ]
 

@@ -20,9 +20,9 @@ from precondattn_conformance.faults.fault import (
     Fault,
     Result,
     Truth,
-    handed,
     inside,
-    out_of,
+    with_call,
+    with_output,
 )
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -60,7 +60,7 @@ def _of_norms() -> list[Fault]:
             "rms_norm[gain=true]",
             BACKWARD,
             "the gain left out of the rows' gradient",
-            handed(
+            with_call(
                 lambda call: call.given(
                     gain=namespace(call.cotangent).ones_like(call.inputs["gain"])
                 )
@@ -76,7 +76,7 @@ def _of_norms() -> list[Fault]:
             "l2_norm",
             RUN,
             "the mean of squares in place of their sum",
-            out_of(lambda o: o * o.shape[-1] ** 0.5),
+            with_output(lambda o: o * o.shape[-1] ** 0.5),
         ),
         written(
             "layer_norm",
@@ -127,7 +127,7 @@ def _of_rows() -> list[Fault]:
             "unit_rows",
             RUN,
             "the sum of entries in place of the sum of squares",
-            out_of(lambda o: o / namespace(o).abs(o).sum(axis=-1, keepdims=True).clip(1e-30)),
+            with_output(lambda o: o / namespace(o).abs(o).sum(axis=-1, keepdims=True).clip(1e-30)),
         ),
         written(
             "unit_rows[detach=false]",
@@ -161,7 +161,7 @@ def _along_heads_too(true: Any) -> Any:
 
 def _of_features() -> list[Fault]:
     return [
-        written("elu_plus_one", RUN, "elu without the 1", out_of(lambda o: o - 1.0)),
+        written("elu_plus_one", RUN, "elu without the 1", with_output(lambda o: o - 1.0)),
         written(
             "elu_plus_one",
             PULL,
@@ -178,7 +178,7 @@ def _of_features() -> list[Fault]:
             "hedgehog_map",
             (FORWARD, STEP),
             "W transposed",
-            handed(lambda call: call.given(weight=_transposed(call.inputs["weight"]))),
+            with_call(lambda call: call.given(weight=_transposed(call.inputs["weight"]))),
         ),
         written(
             "hedgehog_map",
@@ -227,7 +227,7 @@ def _of_queries() -> list[Fault]:
             "tempered",
             RUN,
             "multiplied by τ",
-            handed(lambda call: call.given(tau=1 / call.inputs["tau"])),
+            with_call(lambda call: call.given(tau=1 / call.inputs["tau"])),
         ),
         written(
             "tempered[per=head]",
@@ -251,13 +251,13 @@ def _of_queries() -> list[Fault]:
             "contraction_gate",
             BACKWARD,
             "λ (1 − λ) without the second factor",
-            handed(_without_second_factor),
+            with_call(_without_second_factor),
         ),
         written(
             "contraction_gate",
             RUN,
             "the bias left out",
-            handed(lambda call: call.given(bias=0 * call.inputs["bias"])),
+            with_call(lambda call: call.given(bias=0 * call.inputs["bias"])),
         ),
     ]
 
@@ -277,13 +277,13 @@ def _of_difference() -> list[Fault]:
             "difference",
             RUN,
             "the sum in place of the difference",
-            handed(lambda call: call.given(lam=-call.inputs["lam"])),
+            with_call(lambda call: call.given(lam=-call.inputs["lam"])),
         ),
         written(
             "difference",
             RUN,
             "λ times the first output",
-            handed(lambda call: call.given(o1=call.inputs["lam"] * call.inputs["o1"])),
+            with_call(lambda call: call.given(o1=call.inputs["lam"] * call.inputs["o1"])),
         ),
         written(
             "difference",
@@ -300,7 +300,7 @@ def _of_difference() -> list[Fault]:
             "difference[per=head]",
             RUN,
             "λ of the next head",
-            handed(
+            with_call(
                 lambda call: call.given(
                     lam=namespace(call.inputs["lam"]).roll(call.inputs["lam"], 1)
                 )

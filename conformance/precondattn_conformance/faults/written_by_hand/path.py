@@ -17,8 +17,8 @@ from precondattn_conformance.faults.fault import (
     Fault,
     Result,
     Truth,
-    handed,
     inside,
+    with_call,
 )
 from precondattn_conformance.faults.tokens import rolled
 from precondattn_conformance.faults.written_by_hand.written import written
@@ -39,7 +39,7 @@ def _of_forget_gate() -> list[Fault]:
             FORGETFUL,
             (FORWARD, STEP),
             "a key decays by its own gate",
-            inside(forget_gate, "_follows", lambda _: _at_or_behind),
+            inside(forget_gate, "_follows", lambda _: _at_or_after),
         ),
         written(
             FORGETFUL,
@@ -66,7 +66,7 @@ def _of_forget_gate() -> list[Fault]:
     ]
 
 
-def _at_or_behind(array: Any, s: int) -> Any:
+def _at_or_after(array: Any, s: int) -> Any:
     token = namespace(array).arange(s)
     return token[:, None] >= token[None, :]
 
@@ -111,7 +111,7 @@ def _of_path() -> list[Fault]:
             "path",
             (FORWARD, STEP),
             "the reflection I - 2 β w wᵀ",
-            handed(lambda call: call.given(beta=2 * call.inputs["beta"])),
+            with_call(lambda call: call.given(beta=2 * call.inputs["beta"])),
         ),
         written(
             "path",
@@ -123,7 +123,7 @@ def _of_path() -> list[Fault]:
             "path[flush=2]",
             STEP,
             "the reflections since the last flush forgotten",
-            handed(lambda call: replace(call, past=_without_pending(call.past))),
+            with_call(lambda call: replace(call, past=_without_pending(call.past))),
         ),
         written(
             "path[flush=2]",

@@ -18,7 +18,7 @@ from precondattn_conformance.faults.fault import (
     STEP_BACKWARD,
     Fault,
     inside,
-    out_of,
+    with_output,
 )
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -115,7 +115,7 @@ def _of_ccq() -> list[Fault]:
             CCQ,
             RUN,
             "normalised to length 1 again",
-            out_of(lambda o: o / namespace(o).sqrt(row_sum(o * o) + 1e-6)),
+            with_output(lambda o: o / namespace(o).sqrt(row_sum(o * o) + 1e-6)),
         ),
         written(
             CCQ,
