@@ -1,0 +1,77 @@
+"""Cases of bad input, and the verbs that refuse them."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import precondattn as pa
+
+SOFTMAX, LUCID, BIASED = pa.Softmax(), pa.Lucid(), pa.Softmax(bias=True)
+
+
+FREE = pa.Softmax(causal=False)
+
+
+Q, K, V = np.random.default_rng(0).normal(size=(3, 2, 4, 2, 3))
+
+
+TQ, TK, TV = (torch.asarray(a.copy()) for a in (Q, K, V))
+
+
+for _array in (Q, K, V):
+    _array.flags.writeable = False
+
+
+ARRAY = "must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; found"
+
+
+ONE_DTYPE = (
+    "softmax: inputs of one dtype expected (beside half-precision queries, keys and "
+    "values, gates and the like may be float32); found "
+)
+
+
+def case(name, text, run, error=ValueError):
+    """One bad input: what it is, what the error says, and how it is tried."""
+    return pytest.param(run, error, text, id=name.replace(" ", "-"))
+
+
+def refuses(run, error, text):
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        run()
+    assert isinstance(caught.value, TypeError | ValueError)
+
+
+def f32(array):
+    return array.astype(np.float32)
+
+
+def cache_for(mechanism=SOFTMAX, capacity=8, **named):
+    return mechanism.init_cache(Q, K, V, capacity=capacity, **named)
+
+
+def by_call(mechanism, *arrays, **named):
+    return mechanism(*arrays, **named)
+
+
+def by_vjp(mechanism, *arrays, **named):
+    return mechanism.vjp(*arrays, **named)
+
+
+def by_explain(mechanism, *arrays, **named):
+    return mechanism.explain(*arrays, **named)
+
+
+def by_extend(mechanism, *arrays, **named):
+    return mechanism.extend(cache_for(mechanism), *arrays, **named)
+
+
+def by_explain_extend(mechanism, *arrays, **named):
+    return mechanism.explain(*arrays, cache=cache_for(mechanism), **named)
+
+
+every_verb = pytest.mark.parametrize(
+    "verb", [by_call, by_vjp, by_explain, by_extend, by_explain_extend]
+)

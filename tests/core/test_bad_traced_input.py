@@ -1,0 +1,88 @@
+"""Invalid lengths and segments in traced arrays can not raise: their sequences become NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+
+TRACED = ["softmax", "softmax[window=2]", "lucid", "lucid[normalize=rows]", "laser", "lucid(laser)"]
+TRACED += ["path[flush=3]", "lucid(path)"]
+
+
+def assert_only_sequence_one_is_nan(out, expected):
+    assert np.isnan(out[1]).all(), "sequence 1 has plausible values"
+    for i in (0, 2):
+        np.testing.assert_allclose(out[i], expected[i], rtol=1e-12, atol=1e-12)
+
+
+def traced_inputs(mechanism):
+    layout = Layout("traced", b=3, t=4, s=4, h=2, n=2, d=3, e=3)
+    return {n: jnp.asarray(a) for n, a in make_inputs(mechanism, layout, "random").items()}
+
+
+def traced_outputs(mechanism, kind):
+    """What a jitted call gives for values that are bad in sequence 1 only, and for good ones."""
+    x = traced_inputs(mechanism)
+    if kind.startswith("lengths"):
+        run = jax.jit(lambda lengths: mechanism(**x, lengths=lengths))
+        bad = {"lengths above": 5, "lengths below": -1, "lengths huge": 2**32 + 2}[kind]
+        return tuple(run(jnp.asarray([2, n, 4])) for n in (bad, 3))
+    if kind == "torn segments":
+        run = jax.jit(lambda ids: mechanism(**x, segment_ids=ids))
+        ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 0, 0], [3, 3, 3, 3]])
+        return run(ids), run(ids.at[1].set(0))
+    if kind == "capacity":
+        run = jax.jit(lambda cache: mechanism.extend(cache, **x)[0])
+        cache = mechanism.init_cache(**x, capacity=6)
+        _, bad = mechanism.extend(cache, **x, lengths=[1, 3, 2])
+        _, good = mechanism.extend(cache, **x, lengths=[1, 2, 2])
+        return run(bad), run(good)
+    run = jax.jit(lambda cache, n: mechanism.extend(cache, **x, lengths=n)[0])
+    cache = mechanism.init_cache(**x, capacity=8)
+    return tuple(run(cache, jnp.asarray([2, n, 4])) for n in (5, 3))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lengths above",
+        "lengths below",
+        "lengths huge",
+        "torn segments",
+        "capacity",
+        "new lengths above",
+    ],
+)
+@pytest.mark.parametrize("text", TRACED)
+def test_traced_bad_values_give_nan_for_their_sequence_and_right_values_for_the_others(text, kind):
+    out, expected = traced_outputs(pa.parse(text), kind)
+    assert not np.isnan(expected).any()
+    assert_only_sequence_one_is_nan(out, expected)
+
+
+@pytest.mark.parametrize("count", [5, -1])
+@pytest.mark.parametrize("text", TRACED)
+def test_a_sequence_spoiled_by_traced_lengths_stays_nan_when_its_cache_is_extended(text, count):
+    mechanism = pa.parse(text)
+    x = traced_inputs(mechanism)
+    run = jax.jit(lambda cache, n: mechanism.extend(cache, **x, lengths=n))
+    cache = mechanism.init_cache(**x, capacity=32)
+    _, spoiled = run(cache, jnp.asarray([2, count, 4]))
+    _, sound = run(cache, jnp.asarray([2, 3, 4]))
+    whole = jnp.asarray([4, 4, 4])
+    assert_only_sequence_one_is_nan(run(spoiled, whole)[0], run(sound, whole)[0])
+
+
+def test_gradients_of_a_sequence_with_bad_traced_lengths_are_nan():
+    import jax
+
+    q = np.random.default_rng(0).normal(size=(2, 3, 2, 4))
+    lengths = jax.numpy.asarray([9, 3])
+    found = jax.jit(jax.grad(lambda v, n: pa.softmax(q_, q_, v, lengths=n).sum()))
+    q_ = jax.numpy.asarray(q)
+    gradient = np.asarray(found(q_, lengths))
+    assert np.isnan(gradient[0]).all()
+    assert np.isfinite(gradient[1]).all()

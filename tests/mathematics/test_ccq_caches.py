@@ -1,0 +1,274 @@
+"""CCQ's caches, states and masks: any split gives the full call's output and gradients."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.mathematics.ccq_definition import (
+    LAYERS,
+    PIECES,
+    Problem,
+    assert_is,
+    conditioned,
+    conditioned_for,
+    in_torch,
+    key_for,
+    problems,
+    recurrence,
+    sampled,
+    unit,
+)
+from tests.mathematics.identities import assert_close, part
+
+
+def test_what_a_cache_remembers_is_sums():
+    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    for layer, decayed in [("ccq(gla)", "running"), ("ccq[covariance=decayed](gla)", "decayed")]:
+        layer = pa.parse(layer)
+        x = p.x(layer)
+        _, cache = layer.extend(layer.init_cache(**x), **x)
+        _, sums = conditioned(in_torch(x), decayed)
+        found = [cache.store[name] for name in own_buffers(cache)]
+        for buffer, expected in zip(found, sums, strict=True):
+            assert_is(np.repeat(buffer, p.group, axis=1), expected)
+
+
+def own_buffers(cache):
+    """The names of Σ k̄k̄ᵀ, Σ k̄ and Σ 1."""
+    return [
+        next(name for name in cache.store if name.startswith(first))
+        for first in ("second_moment", "first_moment", "count")
+    ]
+
+
+def extended(layer, x, cuts, **masks):
+    """The outputs of the pieces between the cuts, in one array; masks are cut likewise."""
+    cache = layer.init_cache(**x, capacity=cuts[-1], **({"key_mask": True} if masks else {}))
+    outs = []
+    for start, stop in pairwise(cuts):
+        own = {name: mask[:, start:stop] for name, mask in masks.items()}
+        out, cache = layer.extend(cache, **part(x, slice(start, stop)), **own)
+        outs.append(out)
+    return np.concatenate(outs, axis=1), cache
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(), data=st.data())
+def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
+    layer, t = pa.parse(layer), p.sizes["t"]
+    x = p.x(layer)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
+    out = layer(**x)
+    found, cache = extended(layer, x, cuts)
+    assert_close(found, out, size=1 + np.abs(out).max())
+    assert np.all(cache.length == t)
+
+
+@pytest.mark.parametrize("hidden", [[], [1, 5]], ids=["all", "hidden"])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
+def test_a_ragged_batch_equals_each_sequence_alone(layer, hidden):
+    p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
+    layer, mask = pa.parse(layer), np.ones((2, 7), dtype=bool)
+    x, mask[0, hidden] = p.x(layer), False
+    cache, outs = layer.init_cache(**x, capacity=7, key_mask=True), []
+    for chosen, counts in [(slice(0, 4), [4, 1]), (slice(4, 7), [2, 3])]:
+        own = {"lengths": counts, "key_mask": mask[:, chosen]}
+        out, cache = layer.extend(cache, **part(x, chosen), **own)
+        outs.append(out)
+    out = np.concatenate(outs, axis=1)
+    for i, kept in enumerate([[0, 1, 2, 3, 4, 5], [0, 4, 5, 6]]):
+        alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}
+        shown = [j for j in kept if mask[i, j]]
+        expected = layer(**part(alone, shown))
+        assert_close(out[i : i + 1, shown], expected, size=1 + np.abs(expected).max())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(), data=st.data())
+def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
+    layer, t = pa.parse(layer), p.sizes["t"]
+    x = p.x(layer)
+    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
+    padding = np.arange(t) >= lengths[:, None]
+    hidden = {
+        name: np.where(padding.reshape(2, t, *[1] * (array.ndim - 2)), np.nan, array)
+        for name, array in x.items()
+        if array.ndim >= 3
+    }
+    padded, pullback = layer.vjp(**(x | hidden), lengths=lengths)
+    assert np.all(padded[padding] == 0)
+    gradients = pullback(p.like(padded))
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
+    assert all(np.all(gradients[name][padding] == 0) for name in hidden)
+    packed = layer(**x, segment_ids=padding.astype(int))
+    for i, count in enumerate(lengths):
+        alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}
+        for out, chosen in [
+            (padded, slice(0, count)),
+            (packed, slice(0, count)),
+            (packed, slice(count, t)),
+        ]:
+            if chosen.stop > chosen.start:
+                expected = layer(**part(alone, chosen))
+                size = 1 + np.abs(expected).max()
+                assert_close(out[i : i + 1, chosen], expected, size)
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
+@sampled
+@given(p=problems(), data=st.data())
+def test_a_hidden_key_is_counted_by_nobody(layer, p, data):
+    layer, t = pa.parse(layer), p.sizes["t"]
+    x = p.x(layer)
+    shown = np.array([data.draw(st.booleans()) for _ in range(t)])
+    mask = np.stack([shown, shown])
+    out = layer(**x, key_mask=mask)
+    timed = {n: a.reshape(2, t, -1) for n, a in x.items() if a.ndim >= 3}
+    others = {n: a.copy() for n, a in timed.items() if "s" in layer.inputs[n].letters}
+    for array in others.values():
+        array[:, ~shown] *= 0.5
+    changed = {n: a.reshape(x[n].shape) for n, a in others.items()}
+    assert_close(layer(**(x | changed), key_mask=mask), out, size=1 + np.abs(out).max())
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=2)) | {0, t})
+    found, _ = extended(layer, x, cuts, key_mask=mask)
+    assert_close(found, out, size=1 + np.abs(out).max())
+    if shown.any():
+        expected = layer(**part(x, shown))
+        assert_close(out[:, shown], expected, size=1 + np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("piece", "options"), PIECES[:4], ids=str)
+@sampled
+@given(p=problems(kinds=["random"]), data=st.data())
+def test_a_query_without_a_key_of_its_own_has_those_before(piece, options, p, data):
+    t = p.sizes["t"]
+    x = p.x(piece)
+    shown = np.array([data.draw(st.booleans()) for _ in range(t)])
+    out = piece(**x, key_mask=np.stack([shown, shown]))
+    for i in range(t):
+        query = {"q": x["q"][:, i : i + 1], "contraction": x["contraction"][:, i : i + 1]}
+        if shown[: i + 1].any():
+            seen = np.flatnonzero(shown[: i + 1])
+            keys_seen = {name: x[name][:, seen] for name in ("k", "g") if name in x}
+            expected = conditioned(in_torch(query | keys_seen), **options)[0]
+        else:
+            expected = unit(torch.tensor(query["q"]), options.get("eps", 1e-6))
+        assert_is(out[:, i : i + 1], expected)
+
+
+STATES = [
+    "ccq(gated_delta)",
+    "ccq(gla)",
+    "ccq[covariance=decayed](gla)",
+    "ccq[covariance=decayed](gated_delta)",
+]
+
+
+@pytest.mark.parametrize("layer", STATES)
+@sampled
+@given(p=problems(kinds=["random", "clustered"]), past=st.integers(1, 3))
+def test_gradients_through_the_states(layer, p, past):
+    """Of an extension, with cotangents of all buffers: those of the loop that starts from them.
+
+    A second moment is symmetric, and so the symmetric part of its gradient is all that matters.
+    """
+    layer, t = pa.parse(layer), p.sizes["t"]
+    p.sizes |= {"t": t + past, "s": t + past}
+    x = p.x(layer)
+    before, after = part(x, slice(0, past)), part(x, slice(past, past + t))
+    _, cache = layer.extend(layer.init_cache(**x), **before)
+    out, longer, pullback = layer.extend_vjp(cache, **after)
+    state_name = next(name for name in cache.store if ".state" in name)
+    names = [*own_buffers(cache), state_name]
+    assert set(names) == set(cache.store)
+
+    leaves, old = in_torch(after, requires_grad=True), in_torch(cache.store, requires_grad=True)
+    h, heads = leaves["q"].shape[2], max(leaves["q"].shape[2], leaves["v"].shape[2])
+
+    def for_each(name, count):
+        return torch.repeat_interleave(old[name], count // old[name].shape[1], 1)
+
+    q, sums = conditioned_for(layer, leaves, [for_each(name, h) for name in names[:3]])
+    own = {name: leaves[name] for name in ("v", "g", "beta") if name in leaves}
+    expected, state = recurrence(
+        str(layer.base), q, key_for(layer, leaves["k"]), **own, state=for_each(state_name, heads)
+    )
+    assert_is(out, expected)
+    cotangent, d_store = p.like(out), {name: p.like(longer.store[name]) for name in names}
+    total = torch.sum(expected * torch.tensor(cotangent))
+    for name, end in zip(names, (*sums, state), strict=True):
+        own_head = end[:, :: end.shape[1] // old[name].shape[1]]
+        assert_is(longer.store[name], own_head)
+        total = total + torch.sum(own_head * torch.tensor(d_store[name]))
+    gradients, d_old = pullback(cotangent, d_store)
+    assert (set(gradients), set(d_old)) == (set(after), set(names))
+    wanted = torch.autograd.grad(total, [*leaves.values(), *old.values()])
+    for name, gradient in zip((*leaves, *old), wanted, strict=True):
+        found = d_old[name] if name in old else gradients[name]
+        if name == names[0]:
+            found, gradient = (a + a.swapaxes(-1, -2) for a in (found, gradient))
+        assert_is(found, gradient)
+
+
+@pytest.mark.parametrize("layer", STATES)
+def test_pullbacks_of_pieces_make_that_of_the_whole(layer):
+    p = Problem(np.random.default_rng(0), t=9, n=2, group=2)
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    out, whole = layer.vjp(**x)
+    cotangent = p.like(out)
+    expected, cuts = whole(cotangent), (0, 1, 4, 9)
+    cache, pullbacks = layer.init_cache(**x), []
+    for start, stop in pairwise(cuts):
+        _, cache, pullback = layer.extend_vjp(cache, **part(x, slice(start, stop)))
+        pullbacks.append(pullback)
+    d_store = {name: np.zeros_like(buffer) for name, buffer in cache.store.items()}
+    for (start, stop), pullback in reversed([*zip(pairwise(cuts), pullbacks, strict=True)]):
+        gradients, d_store = pullback(cotangent[:, start:stop], d_store)
+        for name, gradient in gradients.items():
+            size = 1 + np.abs(expected[name]).max()
+            assert_close(gradient, expected[name][:, start:stop], size)
+
+
+@pytest.mark.parametrize("masks", ["lengths", "key_mask"])
+@pytest.mark.parametrize("layer", STATES)
+def test_what_is_masked_has_no_part_in_gradients_through_states(layer, masks):
+    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    _, cache = layer.extend(layer.init_cache(**x), **part(x, slice(0, 2)))
+    new = part(x, slice(2, 6))
+    if masks == "lengths":
+        counts = np.array([2, 4])
+        shown, masks = np.arange(4) < counts[:, None], {"lengths": counts}
+        new = {
+            n: np.where(shown.reshape(2, 4, *[1] * (a.ndim - 2)), a, np.nan) for n, a in new.items()
+        }
+    else:
+        shown = np.array([[True, False, True, False], [False, True, True, True]])
+        masks = {"key_mask": shown}
+    out, longer, pullback = layer.extend_vjp(cache, **new, **masks)
+    cotangent = p.like(out) * shown[..., None, None]
+    d_store = {name: p.like(buffer) for name, buffer in longer.store.items()}
+    gradients, d_old = pullback(cotangent, d_store)
+    assert all(np.all(gradient[~shown] == 0) for gradient in gradients.values())
+    for i, kept in enumerate(shown):
+        one = slice(i, i + 1)
+        store = {name: buffer[one] for name, buffer in cache.store.items()}
+        alone = cache._replace(length=cache.length[one], store=store)
+        own = {name: array[one, kept] for name, array in new.items()}
+        expected, grown, pull = layer.extend_vjp(alone, **own)
+        wanted, d_alone = pull(cotangent[one, kept], {n: a[one] for n, a in d_store.items()})
+        pairs = [(out[one, kept], expected)]
+        pairs += [(longer.store[name][one], buffer) for name, buffer in grown.store.items()]
+        pairs += [(gradients[name][one, kept], gradient) for name, gradient in wanted.items()]
+        pairs += [(d_old[name][one], gradient) for name, gradient in d_alone.items()]
+        for found, alike in pairs:
+            assert_close(found, alike, size=1 + np.abs(alike).max())

@@ -1,0 +1,167 @@
+"""CCQ's options and text, and the gate that computes λ."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import precondattn as pa
+from tests.mathematics.ccq_definition import (
+    LAYERS,
+    Problem,
+    assert_is,
+    assert_output_and_gradients,
+    in_torch,
+    naive,
+    problems,
+    sampled,
+    unit,
+)
+from tests.mathematics.identities import assert_close
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("ccq(qk_norm)", "the base normalises its queries"),
+        ("ccq(qk_norm[norm=l2](delta))", "the base normalises its queries"),
+        ("ccq(lucid[normalize=queries_and_keys])", "the base normalises its queries"),
+        ("ccq(ccq)", "the base normalises its queries"),
+        ("ccq(softmax[causal=false])", "not causal"),
+        ("ccq(differential)", "the first of two maps only"),
+        ("ccq[covariance=decayed](linear)", "decay of the base, and the base has none"),
+        ("ccq[covariance=decayed](delta)", "decay of the base, and the base has none"),
+        ("temperature(ccq)", "the base normalises its queries, .* put it inside"),
+        ("per_dim_scale(ccq)", "the base normalises its queries, .* put it inside"),
+        ("qk_norm(ccq)", "the base normalises its queries already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
+    with pytest.raises(TypeError, match=rf"makes no sense: .*{reason}"):
+        pa.parse(text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tau": 2.0},
+        {"tau": 2.0, "covariance": "decayed"},
+        {"tau": 0.0, "covariance": "query_weighted"},
+        {"covariance": "weighted"},
+        {"backbone_key": "normalised"},
+        {"eps": -1e-6},
+    ],
+)
+def test_options_are_checked(options):
+    with pytest.raises((TypeError, ValueError), match=f"ccq: .*{next(iter(options))}"):
+        pa.CCQ(pa.GLA(), **options)
+
+
+@pytest.mark.parametrize("text", LAYERS)
+def test_text_and_mechanism_are_inverse(text):
+    layer = pa.parse(text)
+    assert str(layer) == text
+    assert pa.parse(str(layer)) == layer
+
+
+@pytest.mark.parametrize("base", ["gated_delta", "ssd"])
+def test_a_decayed_covariance_wants_one_gate_for_each_query_head(base):
+    p = Problem(np.random.default_rng(0), t=4, n=2, values=2)
+    running = pa.parse(f"ccq({base})")
+    x = p.x(running)
+    assert x["v"].shape[2] == 2 * x["q"].shape[2]
+    running(**x)
+    decayed = pa.parse(f"ccq[covariance=decayed]({base})")
+    for call in (decayed, decayed.vjp):
+        with pytest.raises(pa.ShapeError, match=r"decayed.*: (v|g|beta) is declared"):
+            call(**x)
+
+
+@pytest.mark.parametrize("wrong", [(2, 4), (2, 5, 4), (2, 4, 2), (2, 4, 4, 1), (1, 4, 4), ()])
+def test_a_contraction_of_another_shape_is_named(wrong):
+    p = Problem(np.random.default_rng(0), t=4, n=2, group=2)
+    for layer in ("ccq(gla)", "ccq[covariance=query_weighted](linear)"):
+        layer = pa.parse(layer)
+        with pytest.raises(pa.ShapeError, match="contraction"):
+            layer(**p.x(layer, contraction=np.ones(wrong)))
+
+
+def test_a_contraction_has_to_be_given():
+    p = Problem(np.random.default_rng(0), t=4)
+    layer = pa.parse("ccq(gla)")
+    x = p.x(layer)
+    del x["contraction"]
+    with pytest.raises(TypeError, match="missing contraction"):
+        layer(**x)
+
+
+def gate(q, weight, bias, eps=1e-6):
+    return torch.sigmoid(torch.einsum("bthd,hd->bth", unit(q, eps), weight) + bias)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@sampled
+@given(p=problems())
+def test_the_gate_is_the_logistic_of_a_linear_map(eps, p):
+    layer = pa.ContractionGate(eps=eps)
+    x = p.x(layer)
+
+    def by(_, x):
+        return gate(**x, eps=eps)
+
+    assert_output_and_gradients(layer, p, x, by)
+    out = pa.contraction_gate(**x, eps=eps)
+    np.testing.assert_array_equal(out, layer(**x))
+    assert np.all((out > 0) & (out < 1))
+
+
+def test_gradients_of_the_gate_are_those_of_central_differences():
+    p, step = Problem(np.random.default_rng(0), t=3, n=2, d=3), 1e-6
+    x = p.x(pa.ContractionGate())
+    out, pullback = pa.ContractionGate().vjp(**x)
+    cotangent = p.like(out)
+    for name, gradient in pullback(cotangent).items():
+        direction = p.like(x[name])
+        ends = [
+            np.sum(cotangent * pa.contraction_gate(**(x | {name: x[name] + side * direction})))
+            for side in (step, -step)
+        ]
+        assert abs(np.sum(gradient * direction) - (ends[0] - ends[1]) / (2 * step)) <= 1e-8
+
+
+def test_the_gate_starts_at_a_tenth():
+    x = Problem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
+    out = pa.contraction_gate(x["q"], weight=0 * x["weight"], bias=np.full(2, np.log(0.1 / 0.9)))
+    assert out.shape == x["q"].shape[:3]
+    assert_close(out, np.full(out.shape, 0.1))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gate_far_out_is_1_or_0_and_its_gradients_are_finite(sign):
+    x = Problem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
+    out, pullback = pa.ContractionGate().vjp(**(x | {"bias": np.full(2, sign * 1e4)}))
+    assert_close(out, np.full(out.shape, (1 + sign) / 2), size=1)
+    assert all(np.all(np.isfinite(gradient)) for gradient in pullback(0 * out + 1).values())
+
+
+def test_a_query_and_its_gate_together():
+    """A gate of the query's direction, and then CCQ: both paths into q."""
+    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    layer, of_gate = pa.parse("ccq(gated_delta)"), pa.ContractionGate()
+    x, own = p.x(layer), p.x(of_gate)
+    own["q"] = x["q"]
+    lam, gate_pullback = of_gate.vjp(**own)
+    out, pullback = layer.vjp(**(x | {"contraction": lam}))
+    cotangent = p.like(out)
+    gradients = pullback(cotangent)
+    of_the_gate = gate_pullback(gradients["contraction"])
+    leaves, weights = in_torch(x, requires_grad=True), in_torch(own, requires_grad=True)
+    through = gate(leaves["q"], weights["weight"], weights["bias"])
+    expected = naive(layer, leaves | {"contraction": through})
+    wanted = torch.autograd.grad(
+        torch.sum(expected * torch.tensor(cotangent)),
+        [leaves["q"], weights["weight"], weights["bias"]],
+    )
+    found = gradients["q"] + of_the_gate["q"], of_the_gate["weight"], of_the_gate["bias"]
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert_is(actual, gradient)

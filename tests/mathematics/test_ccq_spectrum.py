@@ -1,0 +1,307 @@
+"""CCQ's matrix I − λ Σ: its spectrum, the bounds that follow, and its limits."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.mathematics.ccq_definition import (
+    DECAYED,
+    LAYERS,
+    PIECES,
+    Problem,
+    assert_is,
+    key_for,
+    keys,
+    problems,
+    sampled,
+    unit,
+)
+from tests.mathematics.identities import assert_close
+
+
+def operator(k, lam, decay="none", g=None, eps=0.0):
+    """I − λΣ of every token and key head, (b, s, n, d, d): what it makes of the basis vectors."""
+    b, s, n, d = k.shape
+    q = np.broadcast_to(np.tile(np.eye(d), (n, 1)), (b, s, n * d, d)).copy()
+    gates = {} if g is None else {"g": np.repeat(g, d, axis=2) if decay == "head" else g}
+    contraction = np.full((b, s, n * d), float(lam))
+    out = pa.ConditionedQuery(decay=decay, eps=eps)(q, k, contraction=contraction, **gates)
+    return out.reshape(b, s, n, d, d)
+
+
+def conditioned_query(q, k, lam, piece=None):
+    """`ConditionedQuery` with one λ everywhere, and without ε."""
+    piece = piece or pa.ConditionedQuery(eps=0.0)
+    return piece(q, k, contraction=np.full(q.shape[:3], float(lam)))
+
+
+def of_length_1(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+@pytest.mark.parametrize("length", [1, 2, 7, 300])
+@pytest.mark.parametrize("kind", ["random", "equal", "clustered", "opposite"])
+def test_the_spectrum_lies_between_1_minus_lambda_and_1(decay, length, kind):
+    rng = np.random.default_rng(length)
+    k = 3 * keys(kind, rng, (2, length, 2, 4))
+    g = {"none": None, "head": -rng.exponential(1, k.shape[:3])}.get(decay, -rng.random(k.shape))
+    for lam in (0.0, 0.1, 0.7, 1.0):
+        matrix = operator(k, lam, decay, g)
+        assert_close(matrix, matrix.swapaxes(-1, -2), size=0.01)
+        eigenvalues = np.linalg.eigvalsh(matrix)
+        assert eigenvalues.min() >= 1 - lam - 1e-12
+        assert eigenvalues.max() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("length", [2, 64, 1000])
+def test_both_ends_of_the_spectrum_are_attained(length):
+    u = of_length_1(np.random.default_rng(0).normal(size=3))
+    k = np.resize([1.0, -1.0], length)[None, :, None, None] * u
+    eigenvalues = np.linalg.eigvalsh(operator(k, 0.7)[0, -1, 0])
+    assert_close(eigenvalues, np.array([0.3, 1, 1]))
+    assert_close(conditioned_query(np.resize(u, k.shape), k, 0.7)[0, -1, 0], 0.3 * u)
+
+
+@sampled
+@given(problems(kinds=["random", "clustered"]))
+def test_a_direction_without_keys_is_left_alone(p):
+    """A query orthogonal to all keys, and the mean itself where all keys are equal."""
+    x = p.x(pa.ConditionedQuery())
+    q, k = (np.concatenate([x["q"], 0 * x["q"]], -1), np.concatenate([0 * x["k"], x["k"]], -1))
+    assert_close(conditioned_query(q, k, 1), of_length_1(q))
+    equal = keys("equal", p.rng, x["k"].shape)
+    assert_close(conditioned_query(x["q"], equal, 1), of_length_1(x["q"]))
+
+
+@pytest.mark.parametrize(("piece", "options"), PIECES, ids=str)
+@sampled
+@given(p=problems(square=False))
+def test_a_query_gets_shorter_by_no_more_than_lambda(piece, options, p):
+    x = p.x(piece, k=p.rng.normal(size=[p.sizes[letter] for letter in "bsnd"]))
+    before = np.linalg.norm(unit(torch.tensor(x["q"]), options.get("eps", 1e-6)).numpy(), axis=-1)
+    after = np.linalg.norm(piece(**x), axis=-1)
+    assert np.all(after <= before + 1e-12)
+    assert np.all(after >= (1 - x["contraction"]) * before - 1e-12)
+
+
+@sampled
+@given(problems(kinds=["random", "clustered", "opposite"]), st.floats(0, 1))
+def test_the_trace_of_the_covariance_is_1_minus_the_squared_mean(p, lam):
+    k = p.x(pa.ConditionedQuery())["k"]
+    s, d = k.shape[1], k.shape[-1]
+    mean = np.cumsum(of_length_1(k), axis=1) / np.arange(1, s + 1)[:, None, None]
+    trace = np.trace(operator(k, lam), axis1=-2, axis2=-1)
+    assert_close(trace, d - lam * (1 - np.sum(mean**2, axis=-1)))
+
+
+@pytest.mark.parametrize("d", [1, 3, 16])
+def test_isotropic_keys_contract_by_lambda_over_d_only(d):
+    k = np.concatenate([np.eye(d), -np.eye(d)])[None, :, None]
+    assert_close(operator(k, 0.8)[0, -1, 0], (1 - 0.8 / d) * np.eye(d))
+
+
+@sampled
+@given(st.integers(0, 2**32 - 1), st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 20))
+def test_the_shift_of_the_margin(seed, rho, lam, pairs):
+    """Eq. 26: λρ(β − α)(u·q) is exact if Σ = ρ u uᵀ, as of keys √(1 − ρ) w ± √ρ u, w ⟂ u."""
+    rng = np.random.default_rng(seed)
+    u, w = np.linalg.qr(rng.normal(size=(5, 5)))[0][:2]
+    signs = np.tile([1.0, -1.0], pairs)[:, None]
+    k = np.sqrt(1 - rho) * w + np.sqrt(rho) * signs * u
+    q, target, distractor = of_length_1(rng.normal(size=(3, 5)))
+    out = conditioned_query(np.resize(q, (1, 1, 1, 5)), k[None, :, None], lam)[0, 0, 0]
+    shift = lam * rho * (distractor @ u - target @ u) * (u @ q)
+    assert_close((target - distractor) @ out, (target - distractor) @ q + shift, size=1)
+
+
+@pytest.mark.parametrize("lam", [1e-3, 1e-2, 0.1])
+def test_it_is_the_first_order_of_a_regularised_inverse(lam):
+    """(I + λΣ)⁻¹ q̄, as MesaNet would read, differs by λ²Σ² (I + λΣ)⁻¹ q̄, at most λ²."""
+    k = np.random.default_rng(7).normal(size=(1, 9, 1, 4))
+    contracted = operator(k, lam)[0, -1, 0]
+    covariance = (np.eye(4) - contracted) / lam
+    inverse = np.linalg.inv(np.eye(4) + lam * covariance)
+    assert_close(inverse - contracted, lam**2 * covariance @ covariance @ inverse, size=1)
+    assert np.linalg.norm(inverse - contracted, 2) <= lam**2
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@sampled
+@given(p=problems(square=False))
+def test_without_contraction_it_is_the_base_on_queries_of_length_1(layer, p):
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    x["contraction"] *= 0
+    given = {n: torch.tensor(x[n]) for n in layer.base.inputs}
+    given |= {"q": unit(given["q"], layer.eps), "k": key_for(layer, given["k"])}
+    assert_is(layer(**x), layer.base(**given))
+
+
+@pytest.mark.parametrize(("piece", "options"), PIECES, ids=str)
+@sampled
+@given(p=problems())
+def test_the_first_token_has_no_covariance(piece, options, p):
+    x = p.x(piece, k=p.rng.normal(size=[p.sizes[letter] for letter in "bsnd"]))
+    unconditioned = unit(torch.tensor(x["q"]), options.get("eps", 1e-6))
+    assert_is(piece(**x)[:, :1], unconditioned[:, :1])
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        pa.ConditionedQuery(),
+        pa.ConditionedQuery(decay="head"),
+        pa.ConditionedQuery(decay="retention"),
+        pa.QueryWeightedQuery(tau=0.5),
+    ],
+    ids=str,
+)
+@sampled
+@given(p=problems(square=False))
+def test_a_rotated_sequence_has_rotated_queries(piece, p):
+    x = p.x(piece)
+    rotation = np.linalg.qr(p.rng.normal(size=(x["q"].shape[-1],) * 2))[0]
+    rotated = x | {"q": x["q"] @ rotation, "k": x["k"] @ rotation}
+    assert_close(piece(**rotated), piece(**x) @ rotation, size=1)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "ccq",
+        "ccq(gated_delta)",
+        "ccq[covariance=decayed](ssd)",
+        "ccq[covariance=query_weighted](linear)",
+    ],
+)
+@sampled
+@given(p=problems(square=False))
+def test_a_rotation_of_queries_and_keys_changes_no_output(layer, p):
+    layer = pa.parse(layer)
+    x = p.x(layer)
+    rotation = np.linalg.qr(p.rng.normal(size=(x["q"].shape[-1],) * 2))[0]
+    rotated = x | {"q": x["q"] @ rotation, "k": x["k"] @ rotation}
+    assert_close(layer(**rotated), layer(**x), size=10 * (1 + np.abs(x["v"]).max()))
+
+
+@pytest.mark.parametrize("layer", [layer for layer in DECAYED if "retention" not in layer])
+@sampled
+@given(p=problems(square=False))
+def test_what_forgets_nothing_has_the_running_covariance(layer, p):
+    decayed, running = pa.parse(layer), pa.parse(layer.replace("[covariance=decayed]", ""))
+    x = p.x(decayed)
+    x["g"] *= 0
+    assert_close(decayed(**x), running(**x), size=10 * (1 + np.abs(x["v"]).max()))
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@sampled
+@given(p=problems(square=False))
+def test_what_forgets_everything_has_no_covariance(decay, p):
+    piece = pa.ConditionedQuery(decay=decay)
+    x = p.x(piece)
+    x["g"] = x["g"] * 0 - 1e4
+    expected = unit(torch.tensor(x["q"]), 1e-6) if p.kind in ("random", "clustered") else None
+    assert expected is None or np.abs(piece(**x) - expected.numpy()).max() <= 1e-10
+    assert np.all(np.isfinite(piece(**x)))
+
+
+@sampled
+@given(problems(square=False))
+def test_the_gate_of_a_channel_counts_by_its_mean(p):
+    channel, head = (pa.ConditionedQuery(decay=decay) for decay in ("channel", "head"))
+    x = p.x(channel)
+    means = np.repeat(x["g"].mean(-1), p.group, axis=2)
+    assert_close(channel(**x), head(**(x | {"g": means})), size=1)
+
+
+@sampled
+@given(problems(square=False))
+def test_at_a_high_temperature_all_keys_are_alike(p):
+    x = p.x(pa.ConditionedQuery())
+    assert_close(pa.QueryWeightedQuery(tau=1e12)(**x), pa.ConditionedQuery()(**x), size=1)
+
+
+def test_at_a_low_temperature_one_key_has_no_covariance():
+    p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
+    x = p.x(pa.ConditionedQuery())
+    cold = pa.QueryWeightedQuery(tau=1e-5, eps=0.0)(**x)
+    assert_close(cold, of_length_1(x["q"]))
+
+
+def log_partition_hessian(k, at, tau=1.0):
+    """∇² log Σ_j exp(k_j·q/τ), by central differences of its gradient."""
+
+    def gradient(q):
+        scores = k @ q / tau
+        p = np.exp(scores - scores.max())
+        return p @ k / p.sum() / tau
+
+    step, d = 1e-5, len(at)
+    sides = [(gradient(at + e) - gradient(at - e)) / (2 * step) for e in step * np.eye(d)]
+    return np.stack(sides)
+
+
+@sampled
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 5), st.floats(0.5, 3))
+def test_the_covariance_is_the_hessian_of_the_log_partition(seed, s, d, tau):
+    """Running: at 0. Weighted by the query: at q̄, and with a temperature τ² times that."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.normal(size=(1, 1, 1, d)), rng.normal(size=(1, s, 1, d))
+    unit_q, unit_k = of_length_1(q)[0, 0, 0], of_length_1(k)[0, :, 0]
+    for piece, at, temperature in [
+        (pa.ConditionedQuery(eps=0.0), 0 * unit_q, 1.0),
+        (pa.QueryWeightedQuery(eps=0.0), unit_q, 1.0),
+        (pa.QueryWeightedQuery(tau=tau, eps=0.0), unit_q, tau),
+    ]:
+        sigma = temperature**2 * log_partition_hessian(unit_k, at, temperature)
+        out = conditioned_query(q, k, 0.9, piece)[0, 0, 0]
+        assert np.abs(out - (unit_q - 0.9 * sigma @ unit_q)).max() <= 1e-8
+
+
+@pytest.mark.parametrize("kind", ["random", "opposite"])
+def test_sums_instead_of_means_leave_the_spectrum_further_with_every_token(kind):
+    """Keys that come with their opposites have no mean, and λt in place of λ is C for C̄."""
+    rng, lam, lowest = np.random.default_rng(0), 0.1, []
+    half = keys(kind, rng, (1, 256, 1, 4))
+    k = np.stack([half, -half], axis=2).reshape(1, 512, 1, 4)
+    for t in (8, 32, 128, 512):
+        unit_k = of_length_1(k[0, :t, 0])
+        expected = np.eye(4) - lam * unit_k.T @ unit_k
+        with_sums, with_means = (operator(k[:, :t], x)[0, -1, 0] for x in (lam * t, lam))
+        assert_close(with_sums, expected)
+        assert np.linalg.eigvalsh(with_means).min() >= 1 - lam - 1e-12
+        lowest.append(np.linalg.eigvalsh(with_sums).min())
+        assert lowest[-1] <= 1 - lam * t / 4 + 1e-10  # The trace of C is t.
+    assert all(later < 3 * earlier < 0 for earlier, later in pairwise(lowest[1:]))
+
+
+@pytest.mark.parametrize(
+    ("lam", "flips", "amplifies"),
+    [(0.5, False, False), (1.0, False, False), (1.5, True, False), (3.0, True, True)],
+)
+@pytest.mark.parametrize("rho", [1.0, 0.4])
+def test_without_the_sigmoid_a_query_may_flip_and_grow(rho, lam, flips, amplifies):
+    """Along the first eigenvector of Σ = ρ u uᵀ it becomes 1 − λρ times itself."""
+    u, w = np.eye(2)
+    signs = np.tile([1.0, -1.0], 50)[:, None]
+    k = (np.sqrt(1 - rho) * w + np.sqrt(rho) * signs * u)[None, :, None]
+    out = conditioned_query(u.reshape(1, 1, 1, 2), k, lam / rho)[0, 0, 0]
+    assert_close(out, (1 - lam) * u, size=1)
+    assert (out @ u < -1e-10) == flips
+    assert (np.linalg.norm(out) > 1) == amplifies
+
+
+@pytest.mark.parametrize("logit", [-1e3, -2.197, 0.0, 30.0, 1e3])
+def test_with_the_gate_no_weights_and_no_length_break_the_bound(logit):
+    p = Problem(np.random.default_rng(0), t=200, d=4)
+    x = p.x(pa.ConditionedQuery())
+    lam = pa.contraction_gate(x["q"], weight=np.full((1, 4), logit), bias=np.full(1, logit))
+    out = pa.ConditionedQuery()(**(x | {"contraction": lam}))
+    assert np.linalg.norm(out, axis=-1).max() <= 1 + 1e-12

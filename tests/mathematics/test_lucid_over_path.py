@@ -1,0 +1,165 @@
+"""LUCID over PaTH against its definition, its bounds and its gradients."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.mathematics.identities import identity_values
+from tests.mathematics.path_definition import (
+    BETAS,
+    DIRECTIONS,
+    FLUSHES,
+    UNIT,
+    Problem,
+    assert_close,
+    assert_gradients,
+    decode,
+    kernel,
+    lucid_by_loops,
+    problems,
+    rms_norm,
+    sampled,
+    solve_by_loops,
+    unit,
+)
+
+
+def solved_by_cache(layer, q, k, v, **named):
+    """y (b, s, n, e), as a cache keeps it."""
+    cache = layer.init_cache(q, k, v, capacity=k.shape[1])
+    return layer.extend(cache, q, k, v, **named)[1].store["y"]
+
+
+def inverse_of(layer, k, **named):
+    """P (b, n, s, s), by which LUCID maps values to solved values."""
+    return solved_by_cache(layer, k, k, identity_values(k), **named).transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("normalize", ["keys", "queries_and_keys", "rows", "none"])
+@sampled
+@given(p=problems(square=False), scales=st.tuples(*[st.none() | st.floats(0.1, 2)] * 2))
+def test_lucid_is_the_definition_written_as_loops(normalize, p, scales):
+    scale, lucid_scale = scales
+    layer = pa.Lucid(pa.Path(scale=scale), normalize=normalize, scale=lucid_scale)
+    expected = lucid_by_loops(
+        **p.inputs, normalize=normalize, scale=scale, lucid_scale=lucid_scale or scale
+    )
+    assert_close(layer(**p.inputs), expected, size=np.abs(p.v).max() + np.abs(expected).max())
+
+
+@sampled
+@given(
+    problems(square=False),
+    st.sampled_from([0.0, 1e-6, 0.5]),
+    st.none() | st.integers(1, 8),
+    st.booleans(),
+)
+def test_lucid_with_its_own_beta_eps_window_and_gate_is_the_definition(p, eps, window, scaled):
+    assume(eps > 0 or np.all(np.any(p.k != 0, axis=-1)))
+    forget = "scaled" if scaled else "unscaled"
+    lucid_beta = p.rng.uniform(0, 2, size=p.beta.shape)
+    layer = pa.Lucid(pa.Path(window=window, forget=forget), eps=eps, beta=True)
+    out = layer(**p.gated, lucid_beta=lucid_beta)
+    expected = lucid_by_loops(
+        **p.gated, lucid_beta=lucid_beta, eps=eps, window=window, forget=forget
+    )
+    assert_close(out, expected, size=np.abs(p.v).max())
+
+
+@pytest.mark.parametrize("nothing", ["w", "beta"])
+@sampled
+@given(p=problems(square=False))
+def test_without_reflections_lucid_over_path_is_lucid(nothing, p):
+    named = {"w": p.w, "beta": p.beta} | {nothing: 0 * getattr(p, nothing)}
+    expected = pa.Lucid()(p.q, p.k, p.v)
+    out = pa.Lucid(pa.Path())(p.q, p.k, p.v, **named)
+    assert_close(out, expected, size=np.abs(p.v).max())
+
+
+@sampled
+@given(problems(square=False))
+def test_lucid_over_path_is_path_over_the_solved_values(p):
+    y = solved_by_cache(pa.Lucid(pa.Path()), p.k, p.k, p.v, w=p.w, beta=p.beta)
+    assert_close(y, solve_by_loops(p.k, p.v, p.w, p.beta))
+    out = pa.Lucid(pa.Path())(**p.inputs)
+    assert_close(out, pa.Path()(**p.inputs | {"v": y}), size=np.abs(y).max())
+
+
+@sampled
+@given(problems(keys=["random", "clustered", "duplicate"], grouped=False))
+def test_a_normalised_query_equal_to_its_key_retrieves_its_value_scaled(p):
+    kn = rms_norm(p.k, 0)
+    totals = np.zeros(p.beta.shape)
+    for b, n in np.ndindex(2, p.k.shape[2]):
+        totals[b, :, n] = kernel(p.k[b, :, n], p.w[b, :, n], p.beta[b, :, n], eps=0).sum(-1)
+    expected, named = p.v / totals[..., None], {"w": p.w, "beta": p.beta}
+    size = np.abs(p.v).max()
+    assert_close(pa.Lucid(pa.Path(), eps=0)(kn, kn, p.v, **named), expected, size)
+    both = pa.Lucid(pa.Path(), eps=0, normalize="queries_and_keys")
+    assert_close(both(p.k, p.k, p.v, **named), expected, size)
+
+
+@pytest.mark.parametrize("flush", [1, 3])
+@sampled
+@given(p=problems(directions=UNIT, longest=20, grouped=False))
+def test_unit_directions_bound_the_kernel_and_its_inverse_whatever_the_keys(flush, p):
+    inverse = inverse_of(pa.Lucid(pa.Path(flush=flush)), p.k, w=p.w, beta=p.beta)
+    assert np.abs(inverse).max() <= 1 + 1e-12
+    assert np.sum(inverse**2, axis=-2).max() <= 2 + 1e-12
+    n = inverse.shape[-1]
+    assert np.linalg.cond(inverse).max() <= n * np.sqrt(n + 1) * (1 + 1e-10)
+    matrix = np.linalg.inv(inverse)
+    assert matrix.max() <= 1 + 1e-9
+    assert np.all(matrix[..., *np.tril_indices(n)] > -1e-9)
+    for b, h in np.ndindex(matrix.shape[:2]):
+        expected = kernel(p.k[b, :, h], p.w[b, :, h], p.beta[b, :, h])
+        assert_close(matrix[b, h], expected, size=10)
+
+
+def test_long_directions_leave_the_bound():
+    k = np.ones((1, 7, 1, 2))
+    w, beta = 1.1 * unit(k), np.full((1, 7, 1), 2.0)  # Factors of −1.42.
+    inverse = inverse_of(pa.Lucid(pa.Path()), k, w=w, beta=beta)
+    assert np.abs(inverse).max() > 10
+
+
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_a_cache_keeps_the_size_of_the_key_as_it_was_given(flush):
+    p = Problem(np.random.default_rng(0), "clustered", "keys", s=11, n=2, group=2)
+    p.beta = np.full_like(p.beta, 0.5)  # Directions along the keys: they shrink by half each time.
+    layer = pa.Lucid(pa.Path(flush=flush))
+    out, cache = decode(layer, p.inputs, [1] * 11)
+    assert_close(out, lucid_by_loops(**p.inputs))
+    assert_close(out, layer(**p.inputs))
+    original = np.sqrt(np.mean(p.k**2, axis=-1) + 1e-6)
+    assert_close(cache.store["rms(k)"], original)
+    moved = np.sqrt(np.mean(cache.store["path(k,w,beta)"][:, 0] ** 2, axis=-1))
+    assert np.all(moved < 0.01 * original[:, 0])
+
+
+@pytest.mark.parametrize("betas", BETAS)
+@pytest.mark.parametrize("directions", DIRECTIONS)
+def test_gradient_of_lucid_is_that_of_the_definition(directions, betas):
+    p = Problem(np.random.default_rng(0), "random", directions, betas, s=4, group=2, d=2, b=1)
+    assert_gradients(pa.Lucid(pa.Path()), lucid_by_loops, p.inputs)
+
+
+@pytest.mark.parametrize("keys", ["clustered", "duplicate"])
+def test_gradient_of_lucid_with_every_option_is_that_of_the_definition(keys):
+    p = Problem(np.random.default_rng(0), keys, s=4, n=2, group=2, d=3, b=1)
+    options = {"window": 3, "forget": "scaled", "scale": 0.6}
+    layer = pa.Lucid(pa.Path(**options), scale=0.8, beta=True)
+    inputs = p.gated | {"lucid_beta": p.rng.uniform(0, 2, size=p.beta.shape)}
+    assert_gradients(layer, lambda **x: lucid_by_loops(**x, lucid_scale=0.8, **options), inputs)
+
+
+@pytest.mark.parametrize("normalize", ["queries_and_keys", "rows", "none"])
+def test_gradient_of_every_normalisation_is_that_of_the_definition(normalize):
+    p = Problem(np.random.default_rng(0), s=4, d=2, b=1)
+
+    def by_loops(**inputs):
+        return lucid_by_loops(**inputs, normalize=normalize)
+
+    assert_gradients(pa.Lucid(pa.Path(), normalize=normalize), by_loops, p.inputs)
