@@ -1,4 +1,6 @@
-"""What the tests of identities have in common."""
+"""Comparisons, parts of inputs, and calls that several tests of identities make."""
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,12 +13,12 @@ def assert_close(actual, expected, size=None):
 
 
 def part(x, chosen):
-    """The inputs at some times; those of fewer than three axes are about no time."""
+    """The inputs at some times; inputs of fewer than three axes have no time axis."""
     return {name: array[:, chosen] if array.ndim >= 3 else array for name, array in x.items()}
 
 
 def causal_mask(t, s, window=None):
-    """Query i stands at position i + s − t, and sees the last `window` tokens."""
+    """(t, s). Query i has position i + s − t and attends to the last `window` tokens."""
     distance = np.arange(t)[:, None] + s - t - np.arange(s)
     return (distance >= 0) & (distance < (s if window is None else window))
 
@@ -27,17 +29,42 @@ def identity_values(k):
     return np.broadcast_to(np.eye(s)[:, None], (b, s, n, s)).copy()
 
 
-def solved_values(k, v, eps=1e-6):
-    """LUCID's y, from y_t = v_t − Σ_{j<t} Φ_tj y_j."""
-    kn = k / np.sqrt(np.mean(k * k, axis=-1, keepdims=True) + eps)
-    y, d = np.zeros_like(v), k.shape[-1]
-    for b, n in np.ndindex(k.shape[0], k.shape[2]):
-        phi = np.exp((kn[b, :, n] @ kn[b, :, n].T - d) / np.sqrt(d))
-        for t in range(len(phi)):
-            y[b, t, n] = v[b, t, n] - phi[t, :t] @ y[b, :t, n]
-    return y
-
-
 def grouped(x, group):
     """(b, s, h, ·) as (b, s, n, group, ·)."""
     return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
+
+
+def alone(x, i):
+    """The inputs of sequence i of a batch; inputs of fewer than three axes have no batch axis."""
+    return {name: array[i : i + 1] if array.ndim >= 3 else array for name, array in x.items()}
+
+
+def changed_from(x, time):
+    """The inputs with other numbers from a time on."""
+    changed = {name: array.copy() for name, array in x.items()}
+    for array in changed.values():
+        if array.ndim >= 3:
+            array[:, time:] += 0.25
+    return changed
+
+
+def extended_in_pieces(layer, x, cuts):
+    """The output of extending an empty cache by the tokens between each two cuts."""
+    cache, outs = layer.init_cache(**x, capacity=cuts[-1]), []
+    for start, stop in pairwise(cuts):
+        out, cache = layer.extend(cache, **part(x, slice(start, stop)))
+        outs.append(out)
+    return np.concatenate(outs, axis=1)
+
+
+def central_differences(loss, x, step=1e-5):
+    """The gradient of a function of one array."""
+    gradient = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        ends = []
+        for sign in (1, -1):
+            moved = x.copy()
+            moved[index] += sign * step
+            ends.append(loss(moved))
+        gradient[index] = (ends[0] - ends[1]) / (2 * step)
+    return gradient

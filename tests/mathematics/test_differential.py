@@ -6,7 +6,6 @@ of the largest number it speaks of, and a gradient to 1e-7 of central difference
 """
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.identities import assert_close, part, solved_values
+from tests.mathematics.identities import (
+    alone,
+    assert_close,
+    central_differences,
+    changed_from,
+    extended_in_pieces,
+    part,
+)
+from tests.mathematics.loops import dot_scores, path_scores, read, solved_values, visible_keys
 
 sampled = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -87,61 +94,12 @@ def over_heads(lam):
     return {0: lam, 1: lam[..., None], 3: lam[..., None]}[lam.ndim]
 
 
-def visible_keys(b, t, s, *, window=None, lengths=None, key_mask=None, segment_ids=None):
-    """(b, 1, t, s). Query i stands at i + s − t; padding sees nothing and is not seen."""
-    distance = np.arange(t)[:, None] + s - t - np.arange(s)
-    visible = np.broadcast_to(distance >= 0, (b, 1, t, s)).copy()
-    if window is not None:
-        visible &= distance < window
-    if lengths is not None:
-        real = np.arange(s) < np.asarray(lengths)[:, None]
-        visible &= real[:, None, None, :] & real[:, None, s - t :, None]
-    if key_mask is not None:
-        visible &= key_mask[:, None, None, :]
-    if segment_ids is not None:
-        ids = segment_ids
-        visible &= ids[:, None, None, :] == ids[:, None, s - t :, None]
-    return visible
-
-
-def dot_scores(x):
-    k = np.repeat(x["k"], x["q"].shape[2] // x["k"].shape[2], axis=2)
-    return np.einsum("bthd,bshd->bhts", x["q"], k) / np.sqrt(k.shape[-1])
-
-
-def path_scores(x):
-    """s q_iᵀ H_i … H_{j+1} k_j with H_t = I − β_t w_t w_tᵀ, one reflection after another."""
-    (b, t, h, d), (s, n) = x["q"].shape, x["k"].shape[1:3]
-    scores = np.zeros((b, h, t, s))
-    for batch, head, i in np.ndindex(b, h, t):
-        moving, shared = x["q"][batch, i, head].copy(), head * n // h
-        for j in range(i + s - t, -1, -1):
-            scores[batch, head, i, j] = moving @ x["k"][batch, j, shared]
-            w = x["w"][batch, j, shared]
-            moving -= x["beta"][batch, j, shared] * (moving @ w) * w
-    return scores / np.sqrt(d)
-
-
-def read(scores, visible, v, log_of_mean=False):
-    """A v, or log(A eᵛ), over the visible keys; rows that see nothing give 0."""
-    v = np.repeat(v, scores.shape[1] // v.shape[2], axis=2).transpose(0, 2, 1, 3)
-    v = np.where(np.any(visible, axis=(1, 2))[:, None, :, None], v, 0)  # Hidden may be NaN.
-    blind = ~np.any(visible, axis=-1, keepdims=True)
-    visible = visible | blind
-    scores = np.where(visible, scores, -np.inf)
-    logs = scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
-    if log_of_mean:
-        out = np.logaddexp.reduce(logs[..., None] + v[:, :, None], axis=-2)
-    else:
-        out = np.exp(logs) @ v
-    return np.where(blind, 0, out).transpose(0, 2, 1, 3)
-
-
 def one_map(base, x, visible):
     """The base's output, written down for the bases of `LAYERS`."""
     v = solved_values(x["k"], x["v"]) if base.startswith("lucid") else x["v"]
-    scores = path_scores(x) if base.startswith("path") else dot_scores(x)
-    return read(scores, visible, v, log_of_mean="laser" in base)
+    q, k = x["q"], x["k"]
+    scores = path_scores(q, k, x["w"], x["beta"]) if base.startswith("path") else dot_scores(q, k)
+    return read(scores / np.sqrt(q.shape[-1]), visible, v, log_of_mean="laser" in base)
 
 
 def two_maps(layer, x, **masks):
@@ -205,9 +163,9 @@ def test_what_is_hidden_may_be_nan_and_gets_no_gradient(layer, p, data):
     out, pullback = layer.vjp(**(x | hidden), lengths=lengths)
     assert np.all(out[padding] == 0)
     for i, length in enumerate(lengths):
-        alone = {name: x[name][i : i + 1, :length] if name in along_time else x[name] for name in x}
+        one = {name: x[name][i : i + 1, :length] if name in along_time else x[name] for name in x}
         if length:
-            assert_close(out[i : i + 1, :length], layer(**alone), size=p.size)
+            assert_close(out[i : i + 1, :length], layer(**one), size=p.size)
     for name, gradient in pullback(p.like_output()).items():
         assert np.all(np.isfinite(gradient))
         assert name not in along_time or np.all(gradient[padding] == 0)
@@ -230,10 +188,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
-    changed = {name: array.copy() for name, array in x.items()}
-    for array in changed.values():
-        if array.ndim >= 3:
-            array[:, past:] += 0.25
+    changed = changed_from(x, past)
     np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
 
 
@@ -451,18 +406,6 @@ def test_over_lucid_the_second_map_does_not_read_the_first_solve():
 # Gradients
 
 
-def central_differences(layer, x, name, cotangent, step=1e-5):
-    found = np.zeros_like(x[name])
-    for index in np.ndindex(x[name].shape):
-        ends = []
-        for sign in (1, -1):
-            moved = x[name].copy()
-            moved[index] += sign * step
-            ends.append(np.sum(cotangent * layer(**(x | {name: moved}))))
-        found[index] = (ends[0] - ends[1]) / (2 * step)
-    return found
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
     p = Problem(np.random.default_rng(len(layer)), t=3, n=2, group=2, d=2)
@@ -473,7 +416,9 @@ def test_gradients_are_those_of_central_differences(layer):
     assert set(gradients) == set(x)
     for name, gradient in gradients.items():
         assert gradient.shape == x[name].shape
-        expected = central_differences(layer, x, name, cotangent)
+        expected = central_differences(
+            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
+        )
         assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
 
 
@@ -521,11 +466,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     x = p.x(layer)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache, outs = layer.init_cache(**x, capacity=t), []
-    for start, stop in pairwise(cuts):
-        out, cache = layer.extend(cache, **part(x, slice(start, stop)))
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), layer(**x), size=p.size)
+    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=p.size)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -546,8 +487,8 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
     assert np.asarray(cache.length).tolist() == kept.sum(1).tolist()
     for i in range(2):
         if kept[i].any():
-            alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}
-            assert_close(outs[i : i + 1, kept[i]], layer(**part(alone, kept[i])), size=p.size)
+            one = alone(x, i)
+            assert_close(outs[i : i + 1, kept[i]], layer(**part(one, kept[i])), size=p.size)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ to hold to 1e-10 of the largest number it speaks of, and a gradient to 1e-7 of c
 """
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.identities import assert_close, part
+from tests.mathematics.identities import (
+    alone,
+    assert_close,
+    central_differences,
+    changed_from,
+    extended_in_pieces,
+    part,
+)
+from tests.mathematics.loops import dot_scores, path_scores, read_causal, solved_values
 
 sampled = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -106,52 +113,6 @@ def normed(x, norm="rms", eps=1e-6, gain=None):
     return x if gain is None else gain * x
 
 
-def dot_scores(q, k):
-    return np.einsum("bthd,bshd->bhts", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2))
-
-
-def path_scores(q, k, w, beta):
-    """q_iᵀ H_i … H_{j+1} k_j with H_t = I − β_t w_t w_tᵀ, one reflection after another."""
-    (b, t, h, _), (s, n) = q.shape, k.shape[1:3]
-    scores = np.zeros((b, h, t, s))
-    for batch, head, i in np.ndindex(b, h, t):
-        moving, shared = q[batch, i, head].copy(), head * n // h
-        for j in range(i + s - t, -1, -1):
-            scores[batch, head, i, j] = moving @ k[batch, j, shared]
-            direction = w[batch, j, shared]
-            moving -= beta[batch, j, shared] * (moving @ direction) * direction
-    return scores
-
-
-def read(scores, v, window=None, log_of_mean=False):
-    """A v, or log(A eᵛ), under a causal mask; query i stands at i + s − t."""
-    t, s = scores.shape[-2:]
-    distance = np.arange(t)[:, None] + s - t - np.arange(s)
-    hidden = (distance < 0) | (distance >= (s if window is None else window))
-    scores = np.where(hidden, -np.inf, scores)
-    logs = scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
-    v = np.repeat(v, scores.shape[1] // v.shape[2], axis=2).transpose(0, 2, 1, 3)
-    if log_of_mean:
-        out = np.logaddexp.reduce(logs[..., None] + v[:, :, None], axis=-2)
-    else:
-        out = np.exp(logs) @ v
-    return out.transpose(0, 2, 1, 3)
-
-
-def solved_values(k, v, normalize="keys", eps=1e-6):
-    """LUCID's y, from E y = v, row by row."""
-    d, y = k.shape[-1], np.zeros_like(v)
-    kn = normed(k, eps=eps) if normalize == "keys" else k
-    for b, n in np.ndindex(k.shape[0], k.shape[2]):
-        scores = kn[b, :, n] @ kn[b, :, n].T / np.sqrt(d)
-        for t in range(len(scores)):
-            shift = {"keys": np.sqrt(d), "none": 0.0, "rows": scores[t, : t + 1].max()}[normalize]
-            row = np.exp(scores[t, : t + 1] - shift)
-            row[t] = 1.0 if normalize == "keys" else row[t]
-            y[b, t, n] = (v[b, t, n] - row[:t] @ y[b, :t, n]) / row[t]
-    return y
-
-
 def definition(layer, x):
     """The output, layer by layer from the outside; Φ is built from the keys that are scored."""
     (q, k, v), normalize, log_of_mean = (x["q"], x["k"], x["v"]), None, False
@@ -171,7 +132,7 @@ def definition(layer, x):
         layer = layer.base
     v = v if normalize is None else solved_values(k, v, normalize)
     scores = path_scores(q, k, x["w"], x["beta"]) if "w" in x else dot_scores(q, k)
-    return read(scores / np.sqrt(q.shape[-1]), v, layer.window, log_of_mean)
+    return read_causal(scores / np.sqrt(q.shape[-1]), v, layer.window, log_of_mean)
 
 
 def size_of(layer, x):
@@ -208,10 +169,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
-    changed = {name: array.copy() for name, array in x.items()}
-    for array in changed.values():
-        if array.ndim >= 3:
-            array[:, past:] += 0.25
+    changed = changed_from(x, past)
     np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
 
 
@@ -241,10 +199,8 @@ def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
             (packed, slice(count, t)),
         ]:
             if chosen.stop > chosen.start:
-                alone = {
-                    n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()
-                }
-                expected = layer(**part(alone, chosen))
+                one = alone(x, i)
+                expected = layer(**part(one, chosen))
                 assert_close(out[i : i + 1, chosen], expected, size=size_of(layer, x))
 
 
@@ -299,7 +255,7 @@ def test_a_bias_is_not_divided_by_the_temperature():
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     bias = p.rng.normal(size=(2, 4, 5, 5))
     out = pa.Temperature(pa.Softmax(bias=True))(p.q, p.k, p.v, bias=bias, tau=np.asarray(4.0))
-    expected = read(dot_scores(p.q, p.k) / (4 * np.sqrt(3)) + bias, p.v)
+    expected = read_causal(dot_scores(p.q, p.k) / (4 * np.sqrt(3)) + bias, p.v)
     assert_close(out, expected)
 
 
@@ -610,7 +566,7 @@ def test_without_gain_lucid_over_it_is_lucid_s_own_norm_of_queries_and_keys(p):
 def test_laser_reads_at_the_temperature(p):
     tau = p.taus["layer"]
     scores = dot_scores(p.q, p.k) / (np.sqrt(p.q.shape[-1]) * tau)
-    expected = read(scores, p.v, log_of_mean=True)
+    expected = read_causal(scores, p.v, log_of_mean=True)
     for text in ("laser(temperature)", "temperature(laser)"):
         assert_close(pa.parse(text)(p.q, p.k, p.v, tau=tau), expected, size=100)
 
@@ -642,7 +598,7 @@ def test_over_path_queries_and_keys_are_normalised_before_they_are_reflected(p):
     layer = pa.parse("qk_norm(path)")
     q, k = normed(p.q), normed(p.k)
     scores = path_scores(q, k, p.w, p.beta) / np.sqrt(p.q.shape[-1])
-    assert_close(layer(**p.x(layer)), read(scores, p.v), size=100)
+    assert_close(layer(**p.x(layer)), read_causal(scores, p.v), size=100)
 
 
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale", "qk_norm[gain=true]"])
@@ -665,21 +621,16 @@ def test_inside_or_outside_lucid_over_path_makes_no_difference(query_side, p):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
     p = Problem(np.random.default_rng(len(layer)), t=4, n=2, group=2, d=3)
-    layer, step = pa.parse(layer), 1e-5
+    layer = pa.parse(layer)
     x, cotangent = p.x(layer), p.like_output()
     _, pullback = layer.vjp(**x)
     gradients = pullback(cotangent)
     assert set(gradients) == set(x)
     for name, gradient in gradients.items():
         assert gradient.shape == x[name].shape
-        expected = np.zeros_like(x[name])
-        for index in np.ndindex(x[name].shape):
-            ends = []
-            for sign in (1, -1):
-                moved = x[name].copy()
-                moved[index] += sign * step
-                ends.append(np.sum(cotangent * layer(**(x | {name: moved}))))
-            expected[index] = (ends[0] - ends[1]) / (2 * step)
+        expected = central_differences(
+            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
+        )
         assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
 
 
@@ -693,11 +644,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     x = p.x(layer)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache, outs = layer.init_cache(**x, capacity=t), []
-    for start, stop in pairwise(cuts):
-        out, cache = layer.extend(cache, **part(x, slice(start, stop)))
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), layer(**x), size=size_of(layer, x))
+    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=size_of(layer, x))
 
 
 def test_a_ragged_batch_equals_each_sequence_alone():
@@ -711,8 +658,8 @@ def test_a_ragged_batch_equals_each_sequence_alone():
             outs.append(out)
         out = np.concatenate(outs, axis=1)
         for i, kept in enumerate([[0, 1, 2, 3, 4, 5], [0, 4, 5, 6]]):
-            alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}
-            expected = layer(**part(alone, kept))
+            one = alone(x, i)
+            expected = layer(**part(one, kept))
             assert_close(out[i : i + 1, kept], expected, size=size_of(layer, x))
 
 

@@ -7,7 +7,6 @@ differences.
 """
 
 import re
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -17,7 +16,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.identities import assert_close, part, solved_values
+from tests.mathematics.identities import (
+    alone,
+    assert_close,
+    central_differences,
+    changed_from,
+    extended_in_pieces,
+    part,
+)
+from tests.mathematics.loops import solved_values
 
 sampled = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -332,10 +339,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
-    changed = {name: array.copy() for name, array in x.items()}
-    for array in changed.values():
-        if array.ndim >= 3:
-            array[:, past:] += 0.25
+    changed = changed_from(x, past)
     np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
 
 
@@ -411,18 +415,6 @@ def test_rows_that_see_nothing_are_zero_without_a_gradient(p):
 
 
 # Gradients
-
-
-def central_differences(loss, x, step=1e-5):
-    found = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        ends = []
-        for sign in (1, -1):
-            moved = x.copy()
-            moved[index] += sign * step
-            ends.append(loss(moved))
-        found[index] = (ends[0] - ends[1]) / (2 * step)
-    return found
 
 
 def gradient_of_base(layer, x, cotangent):
@@ -746,11 +738,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     x = p.x(layer)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache, outs = layer.init_cache(**x, capacity=t), []
-    for start, stop in pairwise(cuts):
-        out, cache = layer.extend(cache, **part(x, slice(start, stop)))
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), layer(**x), size=conditioning_of(layer, x))
+    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=conditioning_of(layer, x))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -770,10 +758,10 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
     assert np.all(outs[~kept] == 0)
     for i in range(2):
         if kept[i].any():
-            alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}
-            alone = part(alone, kept[i])
-            size = conditioning_of(layer, alone)
-            assert_close(outs[i : i + 1, kept[i]], layer(**alone), size=size)
+            one = alone(x, i)
+            one = part(one, kept[i])
+            size = conditioning_of(layer, one)
+            assert_close(outs[i : i + 1, kept[i]], layer(**one), size=size)
 
 
 def test_the_row_norm_remembers_nothing():

@@ -15,6 +15,8 @@ from precondattn_conformance.inputs import Layout, make_inputs
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from tests.backends.portable.test_blocked_backends import MECHANISMS
 
+SLOW = pytest.mark.slow
+
 
 def arrays(x, dtype=None):
     return {n: jnp.asarray(a, dtype=dtype) for n, a in x.items()}
@@ -55,7 +57,17 @@ def test_it_is_chosen_over_the_reference(expression, verb):
     assert set(explained.backends) == {"jax"}
 
 
-@pytest.mark.parametrize("expression", MECHANISMS)
+DEFAULT = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(gated_delta)"]
+
+
+# Slow: options and other compositions, which `test_blocked_backends` has in NumPy and PyTorch.
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pytest.param(expression, marks=() if expression in DEFAULT else SLOW)
+        for expression in MECHANISMS
+    ],
+)
 def test_several_blocks_of_the_size_they_have_by_default(expression):
     m = pa.parse(expression)
     layout = Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
@@ -115,9 +127,6 @@ def test_the_inverse_of_a_matrix_of_keys_that_nearly_coincide(size):
     close(unit_lower_inverse(jnp.asarray(strict, "float32")), exact, 1e-4)
 
 
-SLOW = pytest.mark.slow
-
-
 # Slow: `test_jax` has the same of LASER and of GSA, which take long to compile.
 @pytest.mark.parametrize(
     "expression",
@@ -142,7 +151,11 @@ def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
 
 
 @pytest.mark.parametrize(
-    "expression", ["softmax[window=9]", "laser", "lucid", "path[flush=3]", "gated_delta"]
+    "expression",
+    [
+        *("lucid", "path[flush=3]", "gated_delta"),
+        *(pytest.param(expression, marks=SLOW) for expression in ("softmax[window=9]", "laser")),
+    ],
 )
 def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, small_blocks):
     m = pa.parse(expression)

@@ -47,7 +47,10 @@ def check(layer, x, dtype=torch.float32, **masks):
         assert found[name].dtype == dtype
 
 
-@pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
+# Slow: two passes, whose kernels the tests of the recurrences and of `conditioned_query` run too.
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["one pass", "two passes"]
+)
 def passes(request, monkeypatch):
     """In float32, too: what is carried together is the same to its last digits."""
     monkeypatch.setattr(conditioned_read, "SHARING", ALL_DTYPES if request.param else ())
