@@ -47,7 +47,7 @@ OUR_BACKENDS = ("cupy", "jax", "pallas", "portable", "torch", "triton")
 
 
 @pytest.fixture
-def afresh(monkeypatch):
+def only_the_reference(monkeypatch):
     """The reference alone, as a new process without our backends finds it.
 
     What a test registers is forgotten.
@@ -87,7 +87,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture
-def third_party(afresh, monkeypatch):
+def third_party(only_the_reference, monkeypatch):
     """The out-of-tree backend's module, installed for one test."""
     monkeypatch.syspath_prepend(str(THIRD_PARTY))
     discovery.discover()

@@ -70,7 +70,7 @@ class Rescaled(Backend):
 
 
 @pytest.fixture
-def rescaled(afresh):
+def rescaled(only_the_reference):
     register_backend(Rescaled("right", 1.0))
     register_backend(Rescaled("wrong", 1.01))
 

@@ -73,7 +73,7 @@ FAULTS = {
 
 
 @pytest.fixture
-def faulty(afresh):
+def faulty(only_the_reference):
     """A backend that is the reference, with the fault that a test plants in its leaves."""
 
     class Faulty(pa.Backend):

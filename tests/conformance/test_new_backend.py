@@ -132,7 +132,7 @@ FAULTS = {
 
 
 @pytest.fixture
-def failures(afresh, monkeypatch):
+def failures(only_the_reference, monkeypatch):
     """How many of a mechanism's cases fail on the newcomer as its files are now."""
 
     def forget():

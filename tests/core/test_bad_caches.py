@@ -37,7 +37,7 @@ every_extension = pytest.mark.parametrize("verb", [by_extend, by_explain_extend]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error", "text"),
+    ("change", "error", "text"),
     [
         pytest.param(
             lambda o: o[:1],
@@ -58,9 +58,9 @@ every_extension = pytest.mark.parametrize("verb", [by_extend, by_explain_extend]
         pytest.param(lambda _: 1.0, TypeError, "as the output; found float", id="number"),
     ],
 )
-def test_a_cotangent_unlike_the_output_is_refused(spoil, error, text):
+def test_a_cotangent_unlike_the_output_is_refused(change, error, text):
     out, pullback = LUCID.vjp(Q, K, V)
-    refuses(lambda: pullback(spoil(out)), error, text)
+    refuses(lambda: pullback(change(out)), error, text)
 
 
 def spent(mechanism=SOFTMAX):

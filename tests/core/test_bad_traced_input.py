@@ -70,15 +70,15 @@ def test_traced_bad_values_give_nan_for_their_sequence_and_right_values_for_the_
 
 @pytest.mark.parametrize("count", [5, -1])
 @pytest.mark.parametrize("text", TRACED)
-def test_a_sequence_spoiled_by_traced_lengths_stays_nan_when_its_cache_is_extended(text, count):
+def test_a_sequence_with_invalid_traced_lengths_stays_nan_when_its_cache_is_extended(text, count):
     mechanism = pa.parse(text)
     x = traced_inputs(mechanism)
     run = jax.jit(lambda cache, n: mechanism.extend(cache, **x, lengths=n))
     cache = mechanism.init_cache(**x, capacity=32)
-    _, spoiled = run(cache, jnp.asarray([2, count, 4]))
-    _, sound = run(cache, jnp.asarray([2, 3, 4]))
+    _, invalid = run(cache, jnp.asarray([2, count, 4]))
+    _, valid = run(cache, jnp.asarray([2, 3, 4]))
     whole = jnp.asarray([4, 4, 4])
-    assert_only_sequence_one_is_nan(run(spoiled, whole)[0], run(sound, whole)[0])
+    assert_only_sequence_one_is_nan(run(invalid, whole)[0], run(valid, whole)[0])
 
 
 def test_gradients_of_a_sequence_with_bad_traced_lengths_are_nan():

@@ -26,7 +26,7 @@ def test_a_backend_is_found_by_its_entry_point_and_a_broken_one_is_listed_with_i
     assert "broken could not be imported: AttributeError" in explained
 
 
-def test_without_an_entry_point_only_the_reference_is_there(afresh):
+def test_without_an_entry_point_only_the_reference_is_there(only_the_reference):
     assert [backend.name for backend in discover().backends] == ["reference"]
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_raises_is_an_error_and_no_silent_fallback(third_party, mo
         pa.Lucid()(**inputs_of("lucid"))
 
 
-def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(afresh):
+def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(only_the_reference):
     class Fast(pa.Backend):
         name = "fast_here"
         accelerates = frozenset({"cpu"})
@@ -144,7 +144,7 @@ def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(afresh):
         pa.Softmax()(**x, backend="reference")
 
 
-def test_a_backend_of_another_library_is_not_asked(afresh):
+def test_a_backend_of_another_library_is_not_asked(only_the_reference):
     class ForTorch(pa.Backend):
         name = "for_torch"
         libraries = frozenset({"torch"})
@@ -160,7 +160,7 @@ def test_a_backend_of_another_library_is_not_asked(afresh):
     assert "for_torch for softmax: supports arrays of torch, not of numpy" in explained
 
 
-def test_what_is_no_backend_is_refused_with_what_it_lacks(afresh):
+def test_what_is_no_backend_is_refused_with_what_it_lacks(only_the_reference):
     class Half:
         name = "half"
 
@@ -186,7 +186,7 @@ def test_what_is_no_backend_is_refused_with_what_it_lacks(afresh):
         pa.unregister_backend("reference")
 
 
-def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(afresh):
+def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(only_the_reference):
     class ForwardOnly(pa.Backend):
         name = "forward_only"
 

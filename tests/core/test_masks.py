@@ -10,8 +10,8 @@ from precondattn_conformance.inputs import Layout, make_inputs
 LAYOUT = Layout("test", b=2, t=6, s=6)
 
 
-def spoiled(m, x, hidden):
-    """The inputs with NaN at hidden keys (b, s); queries are spoiled where they stand alone."""
+def with_nan(m, x, hidden):
+    """The inputs with NaN at masked keys (b, s), and at queries whose own key is masked."""
     found = {}
     for name, array in x.items():
         array = array.copy()
@@ -54,7 +54,7 @@ def test_nan_behind_the_length_poisons_neither_outputs_nor_gradients(expression)
 
 
 @pytest.mark.parametrize("expression", [e for e in expressions(pieces=False) if "bias" not in e])
-def test_a_hidden_key_is_as_good_as_absent(expression):
+def test_a_masked_key_is_as_good_as_absent(expression):
     """In the base and in the preconditioner: dropping the key and its position changes nothing."""
     m = pa.parse(expression)
     if m.offers.window is not None:
@@ -64,7 +64,7 @@ def test_a_hidden_key_is_as_good_as_absent(expression):
     x = make_inputs(m, LAYOUT, "clustered")
     seen = np.asarray([True, False, True, True, False, True])
     key_mask = np.broadcast_to(seen, (2, 6))
-    out = m(**spoiled(m, x, ~key_mask), key_mask=key_mask)
+    out = m(**with_nan(m, x, ~key_mask), key_mask=key_mask)
     without = m(**of_tokens(m, x, (slice(None), seen)))
     np.testing.assert_allclose(out[:, seen], without, rtol=1e-10, atol=1e-12)
 

@@ -124,7 +124,7 @@ def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
 @sampled
 @given(p=problems(), data=st.data())
-def test_a_hidden_key_is_counted_by_nobody(layer, p, data):
+def test_a_masked_key_is_counted_by_nobody(layer, p, data):
     layer, t = pa.parse(layer), p.sizes["t"]
     x = p.x(layer)
     shown = np.array([data.draw(st.booleans()) for _ in range(t)])

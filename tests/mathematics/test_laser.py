@@ -358,7 +358,7 @@ def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
 
 @sampled
 @given(problems())
-def test_hidden_keys_are_as_if_deleted_even_when_nan(p):
+def test_masked_keys_are_as_if_deleted_even_when_nan(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     expected = laser_by_rows(p.q, p.k, p.v, p.visible & mask)
     k, v = (np.where(mask[:, None, None], x, np.nan) for x in (p.k, p.v))

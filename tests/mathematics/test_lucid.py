@@ -537,7 +537,7 @@ def test_long_keys_of_the_future_leave_the_past_accurate(normalize, keys):
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @sampled
 @given(p=problems())
-def test_hidden_keys_are_as_if_deleted_even_when_nan(normalize, p):
+def test_masked_keys_are_as_if_deleted_even_when_nan(normalize, p):
     mask = p.rng.random(p.k.shape[1]) < 0.7
     mask[-1] = True
     k, v = (np.where(mask[:, None, None], x, np.nan) for x in (p.k, p.v))

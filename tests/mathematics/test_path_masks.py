@@ -22,7 +22,7 @@ from tests.mathematics.path_definition import (
 @pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]", "lucid(path)"])
 @sampled
 @given(p=problems())
-def test_hidden_keys_neither_reflect_nor_are_seen_even_when_nan(layer, p):
+def test_masked_keys_neither_reflect_nor_are_seen_even_when_nan(layer, p):
     inputs = p.gated if "forget" in layer else p.inputs
     layer, mask = pa.parse(layer), p.rng.random(p.k.shape[1]) < 0.7
     mask[-1] = True
@@ -41,7 +41,7 @@ def test_hidden_keys_neither_reflect_nor_are_seen_even_when_nan(layer, p):
 
 @sampled
 @given(problems())
-def test_a_query_at_a_hidden_key_is_not_reflected_there(p):
+def test_a_query_at_a_masked_key_is_not_reflected_there(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     mask[0] = True
     out = pa.Path()(**p.inputs, key_mask=np.tile(mask, (2, 1)))

@@ -247,7 +247,7 @@ def test_hiding_every_key_gives_zero_everywhere(p):
 
 @sampled
 @given(problems(windows=False))
-def test_hidden_keys_are_as_if_deleted_even_when_nan(p):
+def test_masked_keys_are_as_if_deleted_even_when_nan(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     visible = p.visible & mask
     expected, _ = online_attention(p.q, p.k, p.v, visible)

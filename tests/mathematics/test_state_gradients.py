@@ -174,7 +174,7 @@ def test_only_a_state_has_a_pullback(text):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False), data=st.data())
-def test_a_hidden_key_is_as_if_its_token_were_not_there(layer, p, data):
+def test_a_masked_key_is_as_if_its_token_were_not_there(layer, p, data):
     """It writes nothing and decays nothing; its query reads what the tokens before it left."""
     layer = pa.parse(layer)
     x, (b, s) = p.x(layer), p.shape("b s")
@@ -192,20 +192,20 @@ def test_a_hidden_key_is_as_if_its_token_were_not_there(layer, p, data):
 def test_padding_changes_nothing_and_gets_no_gradient(layer, counts, extending):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2)
     x, padding = p.x(layer), np.arange(6) >= np.asarray(counts)[:, None]
-    spoiled = {name: array.copy() for name, array in x.items()}
-    for name in filter(timed, spoiled):
-        spoiled[name][padding] = np.nan
+    with_nan = {name: array.copy() for name, array in x.items()}
+    for name in filter(timed, with_nan):
+        with_nan[name][padding] = np.nan
     cache = layer.init_cache(**x)
     states = p.states(cache) if extending else cache.store
     cache, lengths = cache._replace(store=states), np.asarray(counts)
     d_last = {name: p.like(array) * extending for name, array in states.items()}
     if extending:
-        out, last, pullback = layer.extend_vjp(cache, **spoiled, lengths=lengths)
+        out, last, pullback = layer.extend_vjp(cache, **with_nan, lengths=lengths)
         d_out = p.like(out)
         gradients, d_first = pullback(np.where(padding[..., None, None], np.nan, d_out), d_last)
         assert list(last.length) == list(counts)
     else:
-        out, pullback = layer.vjp(**spoiled, lengths=lengths)
+        out, pullback = layer.vjp(**with_nan, lengths=lengths)
         d_out = p.like(out)
         gradients = pullback(np.where(padding[..., None, None], np.nan, d_out))
     assert np.all(out[padding] == 0)
@@ -330,7 +330,7 @@ def test_the_old_cache_is_not_donated_and_has_to_be_causal():
         pa.Softmax(causal=False).extend_vjp(cache, **x)
 
 
-def test_a_sequence_with_a_length_out_of_range_stays_spoiled_under_jit():
+def test_a_sequence_with_a_length_out_of_range_stays_invalid_under_jit():
     jax = pytest.importorskip("jax")
     layer, x, _ = linear_cache()
     x = {name: jax.numpy.asarray(np.repeat(a, 2, axis=0)) for name, a in x.items()}

@@ -81,7 +81,7 @@ def test_padding_may_hold_nan(dtype, spread, leaf):
 @needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
-def test_segments_and_hidden_keys(spread, leaf):
+def test_segments_and_masked_keys(spread, leaf):
     x, d_out = problem(43, h=2, spread=spread)
     ids = np.array([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 25, [7] * 43])
     key_mask = np.arange(43) % 5 > 1

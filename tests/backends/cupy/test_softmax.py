@@ -88,7 +88,7 @@ def test_padding_may_hold_nan(dtype, leaf):
 
 @needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
-def test_hidden_keys_may_hold_nan_and_queries_may_see_none(leaf):
+def test_masked_keys_may_hold_nan_and_queries_may_see_none(leaf):
     x, d_out = problem(33, h=1)
     key_mask = np.arange(33) % 5 > 1  # A causal query before the third sees nothing.
     key_mask = key_mask[None] & np.array([[True], [False]])

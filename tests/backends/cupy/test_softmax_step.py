@@ -120,7 +120,7 @@ def test_sequences_of_other_lengths(name):
 
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_hidden_keys_may_hold_nan(name):
+def test_masked_keys_may_hold_nan(name):
     x = inputs(51, b=3)
     mask = np.arange(50) % 5 > 1
     past = mask[None] & np.array([True, True, False])[:, None]

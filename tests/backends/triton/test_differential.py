@@ -117,7 +117,7 @@ def test_padding_may_hold_nan(causal):
     assert all((gradient[hidden] == 0).all() for gradient in gradients.values())
 
 
-def test_hidden_keys_may_hold_nan_and_queries_may_see_none():
+def test_masked_keys_may_hold_nan_and_queries_may_see_none():
     x, d_out = problem("differential", 33, b=2)
     key_mask = torch.arange(33)[None] % 5 > 1
     key_mask = key_mask & torch.tensor([[True], [False]])

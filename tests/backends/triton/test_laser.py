@@ -161,7 +161,7 @@ def test_segments_of_fewer_queries_than_keys():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_hidden_keys_may_hold_nan_and_queries_may_see_none(causal):
+def test_masked_keys_may_hold_nan_and_queries_may_see_none(causal):
     x, d_out = problem(33, h=1)
     key_mask = torch.arange(33) % 5 > 1  # A causal query before the third sees nothing.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])

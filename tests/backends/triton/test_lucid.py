@@ -193,7 +193,7 @@ def test_the_order_of_the_programs_does_not_matter():
 
 
 @pytest.mark.parametrize("hidden", [2, 5])
-def test_a_step_looks_past_hidden_keys_its_own_among_them(hidden):
+def test_a_step_looks_past_masked_keys_its_own_among_them(hidden):
     torch.manual_seed(0)
     x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     for name in ("k", "v"):

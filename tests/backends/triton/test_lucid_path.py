@@ -148,7 +148,7 @@ def test_padding_may_hold_nan(dtype, lengths):
     check(leaf, x, d_y, lengths=torch.tensor(lengths))
 
 
-def test_hidden_keys_may_hold_nan_and_reflect_nothing():
+def test_masked_keys_may_hold_nan_and_reflect_nothing():
     leaf, x, d_y = problem(50, b=2)
     key_mask = torch.arange(50) % 5 > 1
     check(leaf, x, d_y, key_mask=key_mask[None] & torch.tensor([[True], [False]]))

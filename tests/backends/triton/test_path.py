@@ -130,7 +130,7 @@ def test_padding_may_hold_nan(dtype):
     assert all((gradient[hidden] == 0).all() for gradient in found.gradients.values())
 
 
-def test_hidden_keys_may_hold_nan_and_reflect_nothing():
+def test_masked_keys_may_hold_nan_and_reflect_nothing():
     x, d_out = problem(33, b=2)
     key_mask = torch.arange(33) % 5 > 1  # A query before the third sees nothing.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])

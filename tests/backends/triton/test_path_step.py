@@ -88,7 +88,7 @@ def test_a_sequence_that_gets_no_token_is_not_flushed_and_keeps_its_reflections(
 
 
 @pytest.mark.parametrize("hidden", [2, 5])
-def test_hidden_keys_in_front_of_the_last_flush_and_since(hidden):
+def test_masked_keys_in_front_of_the_last_flush_and_since(hidden):
     x = inputs(8, b=1)
     for name in ("k", "v"):
         x[name][:, hidden] = torch.nan
