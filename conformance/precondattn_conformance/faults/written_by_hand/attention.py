@@ -277,15 +277,15 @@ def _of_constant_weights(
     self: Any, x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any
 ) -> Any:
     """ds = p ∘ ũ, without the gradient through p."""
-    view = self._view(x, x["k"], frame)
+    terms = self._terms(x, x["k"], frame)
     g = swap_time_and_heads(cotangent)
-    h = -view.contraction * g
-    u = h @ transpose(view.k)
-    d_s = view.p * (u - row_sum(view.p * u))
-    d_k = transpose(view.p * view.centred) @ h + transpose(d_s) @ view.q
+    h = -terms.contraction * g
+    u = h @ transpose(terms.k)
+    d_s = terms.p * (u - row_sum(terms.p * u))
+    d_k = transpose(terms.p * terms.centred) @ h + transpose(d_s) @ terms.q
     d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
     return {
-        "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ view.k)),
+        "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ terms.k)),
         "k": l2_norm_vjp(x["k"], self.eps, d_k),
-        "contraction": swap_time_and_heads(-row_sum(g * view.c))[..., 0],
+        "contraction": swap_time_and_heads(-row_sum(g * terms.c))[..., 0],
     }
