@@ -27,15 +27,15 @@ This page is generated from the declarations of the mechanisms by `docs/make_com
 def other_bases(bases: dict[str, type[pa.Mechanism]]) -> list[str]:
     """Variants of the bases that differ in which preconditioners refuse them."""
     rows = [c for c in pa.mechanisms().values() if c.role == "preconditioner"]
-    found: list[str] = []
+    distinct: list[str] = []
     for name, base in bases.items():
         columns: list[list[bool]] = []
         for expression in (name, *base.variants):
             column = [refusal(row, expression) is None for row in rows]
             if column not in columns:
                 columns.append(column)
-                found.append(expression)
-    return [expression for expression in found if expression not in bases]
+                distinct.append(expression)
+    return [expression for expression in distinct if expression not in bases]
 
 
 def refusal(outer: type[pa.Mechanism], inner: str) -> str | None:

@@ -2,8 +2,8 @@
 
     python docs/make_ledger.py
 
-What is compiled comes from `measurements/kernels/*.json`, which the compiler's `--save` wrote; what
-has run on a GPU from the benchmarks' records. Nothing on the page is typed.
+Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes. Runs
+on a GPU are from the benchmarks' records. Nothing on the page is written by hand.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ COMPILED = """\
 ## Compiled ahead of time
 
 Registers of a thread, bytes that it spills to memory, and shared memory of a block. A kernel that
-several variants share stands under the first of them.
+several variants share is listed under the first of them.
 """
 
 
 KERNELS = {"triton", "pallas", "cupy"}
-"""Backends that have some."""
+"""The backends that have kernels."""
 
 
 def main() -> None:
@@ -79,10 +79,10 @@ def _run(records: list[Record]) -> str:
 def _compiled(report: dict[str, Any]) -> str:
     """One report: a row for each variant, a column for each target."""
     targets = list(dict.fromkeys(v["target"] for v in report["variants"]))
-    found: dict[str, dict[str, str]] = {}
+    cells_by_name: dict[str, dict[str, str]] = {}
     for v in report["variants"]:
         text = f"{v['registers']} / {v['spilt_bytes']} / {v['shared_bytes'] / 1024:.0f} KiB"
-        found.setdefault(v["name"], {})[v["target"]] = (
+        cells_by_name.setdefault(v["name"], {})[v["target"]] = (
             "; ".join(f.splitlines()[0] for f in v["failures"]) or text
         )
     source = f", from JAX {report['jax']}" if "jax" in report else ""
@@ -92,7 +92,7 @@ def _compiled(report: dict[str, Any]) -> str:
         "| kernel | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
     ]
-    for name, by_target in found.items():
+    for name, by_target in cells_by_name.items():
         cells = (by_target.get(target, "–") for target in targets)
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -249,7 +249,7 @@ def new_backend(
     for file in files:
         console.print(file, markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"\nNow install it, and hold it to the oracle:\n\n"
+        f"\nNow install it, and compare it with the oracle:\n\n"
         f"  pip install -e {files[0].parent}\n"
         f"  precondattn conformance --backend {name} --library {library} --mechanism lucid_solve",
         markup=False,
