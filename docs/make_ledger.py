@@ -2,8 +2,8 @@
 
     python docs/make_ledger.py
 
-Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes. Runs
-on a GPU are from the benchmarks' records. Nothing on the page is written by hand.
+Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
+Runs on a GPU are from the benchmarks' records. Nothing on the page is written by hand.
 """
 
 from __future__ import annotations

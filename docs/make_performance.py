@@ -65,11 +65,11 @@ def section(name: str, record: Record) -> str:
 
 def machine(record: Record) -> str:
     """Where and when."""
-    measured_on = record.machine
-    versions = ", ".join(f"{n} {v}" for n, v in measured_on.get("versions", {}).items())
+    computer = record.machine
+    versions = ", ".join(f"{n} {v}" for n, v in computer.get("versions", {}).items())
     lines = [
-        f"Measured {record.date} on {measured_on.get('processor')}, {measured_on.get('cores')} cores, "
-        f"{measured_on.get('threads')} threads, with {versions}.",
+        f"Measured {record.date} on {computer.get('processor')}, {computer.get('cores')} cores, "
+        f"{computer.get('threads')} threads, with {versions}.",
     ]
     for rate in record.rates:
         lines.append(

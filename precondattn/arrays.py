@@ -1,8 +1,9 @@
 """Everything that depends on the array library, in one place.
 
-No other module names a framework, except those that connect to its autograd
-(`execution/autograd_*.py`). No framework is imported here: a library is recognised by the type of
-an array, and its module is then already loaded.
+No other module imports a framework, except those that connect to its autograd or its compiler
+(`execution/autograd_*.py`, `execution/torch_compile.py`) and `spec/jax_solve.py`. A call imports
+these when it needs them. No framework is imported here: a library is recognised by the type of an
+array, and its module is then already loaded.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class UnitRows:
         if leaf.axis != "token":
             return "its rows are those of tokens, not of channels"
         if 0 in dict(request.shapes)["o"]:
-            return "takes no empty arrays"
+            return "supports no empty arrays"
         return None
 
     def forward(

@@ -1,4 +1,4 @@
-"""Memory: the peak of a call, measured in a process of its own, and what a process holds.
+"""Memory: the peak of a call, measured in a separate process, and the memory of a process.
 
     python -m precondattn_conformance.memory '{"mechanism": "lucid", …}'
 

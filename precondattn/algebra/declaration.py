@@ -130,8 +130,8 @@ class Pattern(NamedTuple):
     def is_rows(self) -> bool:
         """Whether it has a row for each token, as queries, keys and values do.
 
-        Directions of length 1 and inputs with a range do not count: like gates, they parametrise
-        what is done to the rows.
+        Directions of length 1 and inputs with a range are no rows: like gates, they are parameters
+        of a computation on rows.
         """
         is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free

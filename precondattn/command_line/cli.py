@@ -1,4 +1,4 @@
-"""The command line: `precondattn list`, `explain` and `conformance`."""
+"""The entry point of the command `precondattn`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def list_all() -> None:
 @app.command()
 def explain(
     mechanism: Annotated[str, typer.Argument(help="an expression, such as 'lucid(laser)'")],
-    library: Annotated[str, typer.Option(help="whose arrays")] = "numpy",
+    library: Annotated[str, typer.Option(help="the array library")] = "numpy",
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
     device: Annotated[str | None, typer.Option(help="as the library names it")] = None,
     verb: Annotated[str, typer.Option(help="forward, vjp or extend")] = "forward",
@@ -76,7 +76,7 @@ def explain(
 def conformance(
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="hold this backend to the oracle; helpers after it, by repeating"),
+        typer.Option(help="the backend to compare; repeat to add backends for other pieces"),
     ] = None,
     level: Annotated[str, typer.Option(help="smoke, full or stress")] = "smoke",
     device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
@@ -87,7 +87,7 @@ def conformance(
         list[str] | None, typer.Option(help="only this mechanism or piece; may be repeated")
     ] = None,
     check: Annotated[
-        list[str] | None, typer.Option(help="only this check, as outputs; may be repeated")
+        list[str] | None, typer.Option(help="only this check, such as outputs; may be repeated")
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="only this dtype; may be repeated")
@@ -96,23 +96,24 @@ def conformance(
         list[str] | None, typer.Option(help="only this case, by its id; may be repeated")
     ] = None,
     xfail: Annotated[
-        Path | None, typer.Option(help="cases that are expected to fail, and why")
+        Path | None, typer.Option(help="file of cases that are expected to fail, with reasons")
     ] = None,
-    skip: Annotated[Path | None, typer.Option(help="cases that are not run, and why")] = None,
+    skip: Annotated[Path | None, typer.Option(help="file of cases to skip, with reasons")] = None,
     timeout: Annotated[
         float, typer.Option(help="seconds after which a case has hung", min=0.5)
     ] = 300,
     jobs: Annotated[
-        int | None, typer.Option(help="processes; 0: all in this one, for a debugger", min=0)
+        int | None,
+        typer.Option(help="processes; 0 runs all cases in this one", min=0),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
     junit: Annotated[Path | None, typer.Option(help="write JUnit XML here")] = None,
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="plant faults, and see that the suite finds them")
+        bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
 ) -> None:
-    """Compare backends with the oracle, by every check of every mechanism, and report errors."""
+    """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     from precondattn_conformance.command import conformance as run
     from precondattn_conformance.session import Session
 
@@ -144,12 +145,12 @@ def conformance(
 @app.command()
 def bench(
     name: Annotated[
-        list[str] | None, typer.Argument(help="cases by name, * for anything; all by default")
+        list[str] | None, typer.Argument(help="cases by name, * matches any text; all by default")
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="name the cases, and stop")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="print the cases and exit")] = False,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="this backend alone, or helped by others: mine,torch; may be repeated"),
+        typer.Option(help="this backend, or several for one run: mine,torch; may be repeated"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
     library: Annotated[
@@ -163,7 +164,7 @@ def bench(
         list[str] | None,
         typer.Option(help="only forward, forward_backward, decode or memory; may be repeated"),
     ] = None,
-    peers: Annotated[bool, typer.Option(help="beside what a user would run instead")] = True,
+    peers: Annotated[bool, typer.Option(help="measure the peers too")] = True,
     sizes: Annotated[
         list[str] | None,
         typer.Option(help="such as b=1,t=4096,h=8,n=8,d=64,e=64; repeat it for a curve"),
@@ -171,9 +172,9 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="float32 by default")] = None,
     rounds: Annotated[int | None, typer.Option(help="as many as fit in seconds by default")] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="peak memory too, in processes of their own")
+        bool, typer.Option("--memory", help="measure peak memory too, in separate processes")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: does it run?")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, as a test")] = False,
     save: Annotated[Path | None, typer.Option(help="write the rows to this JSON file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
     benchmark_json: Annotated[
@@ -215,10 +216,10 @@ def compare(
     old: Annotated[Path, typer.Argument(help="a record of conformance, or of `bench --save`")],
     new: Annotated[Path, typer.Argument(help="a later one, of the same kind")],
     threshold: Annotated[
-        float, typer.Option(help="of benchmarks: how much slower is too much")
+        float, typer.Option(help="for benchmarks: the slowdown that is reported, as a fraction")
     ] = 0.1,
     growth: Annotated[
-        float, typer.Option(help="of conformance: by which factor an error may grow")
+        float, typer.Option(help="for conformance: the factor by which an error may grow")
     ] = 3.0,
 ) -> None:
     """Report what is worse in the later of two saved runs; exit code 1 if anything is."""
@@ -233,10 +234,10 @@ def compare(
 
 @app.command("new-backend")
 def new_backend(
-    name: Annotated[str, typer.Argument(help="of the package, and of the backend")],
+    name: Annotated[str, typer.Argument(help="the name of the package and of the backend")],
     library: Annotated[str, typer.Option(help="torch, jax, numpy or cupy")] = "torch",
     directory: Annotated[
-        Path | None, typer.Option(help="where to; a new folder of that name by default")
+        Path | None, typer.Option(help="the folder to create; by default one of that name")
     ] = None,
 ) -> None:
     """Write the package of a new backend: complete, correct, and to be replaced by your kernel."""

@@ -115,7 +115,7 @@ def _check_keywords(cls: Any, mechanism: Mechanism, named: Mapping[str, Any]) ->
             continue
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        switches = [each for found in switches_of(cls).get(name, {}).values() for each in found]
+        switches = [each for group in switches_of(cls).get(name, {}).values() for each in group]
         if switches:
             belongs = " or ".join(f"{option}={value!r}" for option, value in switches)
             hint = f" (it belongs to {belongs})"

@@ -1,4 +1,4 @@
-"""What every backend with kernels of its own shares: everything on the host around the kernels."""
+"""Host code that all backends with kernels share."""
 
 from precondattn.kernel_backend.backend import VERBS, KernelBackend
 

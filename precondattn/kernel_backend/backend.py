@@ -1,4 +1,4 @@
-"""A backend whose pieces have kernels of their own: it looks them up, and passes the work on."""
+"""The base class of backends that have a class with kernels for each leaf or group."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.kernel_table import KernelTable, kernels_in
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method that answers a verb."""
+"""The method that serves each verb."""
 
 
 class KernelBackend(Backend):
     """Subclass it with a `table`, and `refuses_request` for what no kernel supports.
 
-    The classes in the table have those methods of a backend that they can answer, and `refuses`.
+    A class in the table has `refuses`, and those methods of a backend that it supports.
     """
 
     table: ClassVar[KernelTable] = {}
-    """Which class computes which leaf or group. What is not in it is declined."""
+    """The class that computes each leaf or group. Leaves that are not in it are declined."""
 
     def kernels(self, mechanism: Any) -> Any:
         """An object that computes a leaf or group; None where the backend has none."""
@@ -39,7 +39,7 @@ class KernelBackend(Backend):
         return None
 
     def on_device(self) -> str:
-        """What a refusal adds where the table depends on the device: " on a TPU"."""
+        """The end of a refusal where the table depends on the device, such as " on a TPU"."""
         return ""
 
     def refusal(self, mechanism: Any, request: Request) -> str | None:
@@ -55,8 +55,8 @@ class KernelBackend(Backend):
             return reason
         if not hasattr(kernels, VERBS[request.verb]):
             return f"has no {VERBS[request.verb]} of {mechanism}"
-        own: str | None = kernels.refuses(mechanism, request)
-        return own
+        reason = kernels.refuses(mechanism, request)
+        return reason
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
         """The context in which kernels are launched on these inputs."""

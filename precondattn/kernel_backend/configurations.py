@@ -1,7 +1,7 @@
-"""A registry of tile sizes: for every kernel, what it is launched with at each width.
+"""A registry of launch configurations: for every kernel, one for each width.
 
-Whatever the configuration, a kernel computes the same. Numbers that were measured on a device are
-preferred to those that were only chosen to compile.
+A kernel computes the same with every configuration. Configurations that were the fastest on a
+device are preferred to those that were only chosen to compile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ C = TypeVar("C")
 
 
 class Key(NamedTuple):
-    """What a configuration depends on."""
+    """The properties on which a configuration depends."""
 
     kernel: str
     width: int
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Configurations(Generic[C]):
-    """A backend's configurations, of a type of its own."""
+    """A backend's configurations, of a type `C` that the backend defines."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = tuple(widths)

@@ -7,7 +7,7 @@ NARROWEST = 16
 
 MOST_HEADS = 65535
 """The largest size of a CUDA grid along its second and its third axis. Kernels that have the heads
-of all sequences along one of them take no more."""
+of all sequences along one of them support no more."""
 
 
 def padded_width(width: int, widest: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The group that a step of LUCID is: `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+"""A step of LUCID, which is the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 
 WIDEST = 256
 LARGEST_TILE = 8192
-"""Elements of a tile of queries and the new key: what fits every multiprocessor."""
+"""The most elements of a tile of queries and the new key that fit every multiprocessor."""
 
 
 class LucidStepKernels:
@@ -36,20 +36,20 @@ class LucidStepKernels:
         if t != 1:
             return f"its step is of one token; found t={t}"
         if 0 in shapes["q"] + shapes["v"]:
-            return "its step takes no empty arrays"
+            return "its step supports no empty arrays"
         if b * n > MOST_HEADS:
-            return f"its step takes at most {MOST_HEADS} heads of all sequences together"
+            return f"its step supports at most {MOST_HEADS} heads of all sequences together"
         width = padded_width(max(d, e))
         if width > WIDEST or not self.fits(h // n + 1, request.dtype, width):
             return (
-                f"its step takes d, e ≤ {WIDEST}, and {self.fitting}; "
+                f"its step supports d, e ≤ {WIDEST}, and {self.fitting}; "
                 f"found d={d}, e={e} and {h // n}"
             )
         return None
 
     @staticmethod
     def updates(group: Any, k: Array, y: Array, rms: Array | None) -> Updates:
-        """The updates of the group's buffers: the new key, what was solved, and rms(k) if kept."""
+        """The updates of the group's buffers: the new key, y, and rms(k) if it is cached."""
         solve, softmax = (call.slot_keys() for call in group.program.calls)
         updates: Updates = {
             softmax["key"]: Append(k),

@@ -103,17 +103,17 @@ class StatefulKernels:
         d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
         slots = shapes["s"][3] if "s" in shapes else 0
         if slots > WIDEST_KEYS:
-            return f"its recurrence takes at most {WIDEST_KEYS} slots; found m={slots}"
+            return f"its recurrence supports at most {WIDEST_KEYS} slots; found m={slots}"
         if d > WIDEST_KEYS or e > WIDEST_VALUES:
             return (
-                f"its recurrence takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
+                f"its recurrence supports d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
                 f"found d={d}, e={e}"
             )
         if any(0 in shape for shape in shapes.values()):
-            return "its recurrence takes no empty arrays"
+            return "its recurrence supports no empty arrays"
         heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
         if shapes["q"][0] * heads > MOST_HEADS:
-            return f"its recurrence takes at most {MOST_HEADS} heads of all sequences together"
+            return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
     def run(

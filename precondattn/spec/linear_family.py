@@ -120,7 +120,7 @@ class LinearFamily(Stateful):
         return (Slot("state", history, f"b {self.heads} d e", wide=True),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Those of one d × e state for each head that reads one."""
+        """The FLOPs of one d × e state for each head that reads one."""
         each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=self.is_delta)
         return each.times(state_heads(sizes))
 

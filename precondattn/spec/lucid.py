@@ -162,7 +162,7 @@ class LucidSolve(Leaf):
         return self.metric if name in self.metric.inputs else super().meaning(name)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Those of attention of the keys to themselves, once for each key/value head."""
+        """The FLOPs of attention of the keys to themselves, once for each key/value head."""
         s, d, e = sizes["s"], sizes["d"], sizes["e"]
         keys = visible_keys(s, self.window)
         each = self.metric.flops(visible_pairs(s, s, window=self.window), keys, d, e)

@@ -91,7 +91,7 @@ class QueryWeightedQuery(Leaf):
     output = "b t h d"
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Those of `ConditionedQuery`, which it is compared with."""
+        """The FLOPs of `ConditionedQuery`, which it is compared with."""
         d = sizes["d"]
         return state_flops(sizes["s"], d, d).times(sizes["h"])
 

@@ -182,7 +182,7 @@ class Transported:
         return updates
 
     def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:
-        """Those of dot products, and a key's product with the reflections of a chunk."""
+        """The FLOPs of dot products, and a key's product with the reflections of a chunk."""
         forward = pairs * (d + e + min(2 * d, d * d / CHUNK))
         decode = 2.0 * keys * (d + e) + min(4.0 * keys * d, 2.0 * keys * d * d / CHUNK)
         return Flops(forward, 2.75 * forward, decode)

@@ -241,11 +241,13 @@ class LucidSolve:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes["v"][3]
         if d > WIDEST_KEYS or e > WIDEST_VALUES:
-            return f"its solve takes d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; found d={d}, e={e}"
+            return (
+                f"its solve supports d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; found d={d}, e={e}"
+            )
         if 0 in shapes["k"] + shapes["v"]:
-            return "its solve takes no empty arrays"
+            return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
     def forward(

@@ -112,11 +112,11 @@ def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
                 f"found {shapes[name][3]}"
             )
     if 0 in shapes["q"] + shapes["v"]:
-        return f"its {algorithm} takes no empty arrays"
+        return f"its {algorithm} supports no empty arrays"
     if max(shapes["q"][0], shapes["q"][2]) > GRID_LIMITS[1]:
-        return f"its {algorithm} takes at most {GRID_LIMITS[1]} sequences, and as many heads"
+        return f"its {algorithm} supports at most {GRID_LIMITS[1]} sequences, and as many heads"
     if max(shapes["q"][1], shapes["k"][1]) >= EVERYWHERE:
-        return f"its {algorithm} takes fewer than {EVERYWHERE} tokens"
+        return f"its {algorithm} supports fewer than {EVERYWHERE} tokens"
     return None
 
 

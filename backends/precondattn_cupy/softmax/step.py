@@ -36,10 +36,11 @@ def refusal_of_step(leaf: Any, request: Request) -> str | None:
     for name, kind in (("k", "keys"), ("v", "values")):
         if shapes[name][3] > WIDEST[name]:
             return (
-                f"its step takes {kind} of at most {WIDEST[name]} channels; found {shapes[name][3]}"
+                f"its step supports {kind} of at most {WIDEST[name]} channels; "
+                f"found {shapes[name][3]}"
             )
     if shapes["q"][0] > GRID_LIMITS[2] or shapes["q"][2] > GRID_LIMITS[1]:
-        return f"its step takes at most {GRID_LIMITS[1]} sequences, and as many heads"
+        return f"its step supports at most {GRID_LIMITS[1]} sequences, and as many heads"
     return refusal("attention", leaf, request)
 
 

@@ -212,11 +212,11 @@ class LucidSolve:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes["v"][3]
         if d > 256 or e > 512:
-            return f"its solve takes d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+            return f"its solve supports d ≤ 256 and e ≤ 512; found d={d}, e={e}"
         if 0 in shapes["v"]:
-            return "its solve takes no empty arrays"
+            return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve takes at most {MOST_HEADS} heads of all sequences together"
+            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:

@@ -115,9 +115,9 @@ class Attention:
                     f"most {widest}; found {shapes[name][3]}"
                 )
         if 0 in shapes["q"] + shapes["v"]:
-            return "its attention takes no empty arrays"
+            return "its attention supports no empty arrays"
         if max(shapes["q"][0], shapes["q"][2]) > MOST_HEADS:
-            return f"its attention takes at most {MOST_HEADS} sequences, and as many heads"
+            return f"its attention supports at most {MOST_HEADS} sequences, and as many heads"
         return None
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:

@@ -37,8 +37,8 @@ class TpuRecurrence(Recurrence):
         size = bytes_of(r, d, e)
         if size > MOST_BYTES:
             return (
-                f"its recurrence takes {MOST_BYTES >> 20} MiB of a TPU's VMEM at most; "
-                f"{r} queries to a state, d={d} and e={e} are {size / (1 << 20):.1f} MiB"
+                f"its recurrence has at most {MOST_BYTES >> 20} MiB of a TPU's VMEM; "
+                f"{r} queries to a state, d={d} and e={e} need {size / (1 << 20):.1f} MiB"
             )
         return None
 

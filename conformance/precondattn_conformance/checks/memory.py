@@ -18,7 +18,7 @@ GROWTH = {"linear": 2.2, "quadratic": 4.4}
 class Memory(Check):
     """Peak memory grows as the backend declares: `memory = "linear"` or `"quadratic"`.
 
-    From 2,048 to 4,096 tokens, output and gradients, each in a process of its own. A backend that
+    From 2,048 to 4,096 tokens, output and gradients, each in a separate process. A backend that
     declares no class is not checked.
     """
 
