@@ -38,7 +38,7 @@ def expressions(*, pieces: bool = True) -> list[str]:
 
 @cache
 def derived() -> frozenset[str]:
-    """Compositions that no class declares: they have steps, but no code of their own."""
+    """Compositions that no class declares: they have steps, but no other code."""
     declared = {
         str(pa.parse(expression))
         for cls in registry.registered().values()

@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 
 def key_of(*parts: object) -> str:
-    """The hash of all parts, whose texts say everything about them."""
+    """The hash of all parts, whose texts identify them completely."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

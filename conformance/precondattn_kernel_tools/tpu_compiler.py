@@ -1,8 +1,8 @@
-"""Compiling Pallas kernels for a TPU that is not there: do they compile, and do they fit its VMEM?
+"""Compiling Pallas kernels without a TPU: do they compile, and do they fit its VMEM?
 
     python -m precondattn_kernel_tools.tpu_compiler MODULE --chip v5e
 
-A TPU's compiler is in the package `libtpu`, in the version that JAX's extra `tpu` asks for, and
+A TPU's compiler is in the package `libtpu`, in the version that JAX's extra `tpu` requires, and
 needs no TPU; it is large, and nothing else here needs it. `MODULE.variants("tpu")` gives the
 functions that a package ships, as for `pallas_compiler.py`, which lowers them and no more.
 """

@@ -34,7 +34,7 @@ def code_of(function: Any) -> str:
 
 
 class _Canonical(ast.NodeTransformer):
-    """Names replaced by what they stand for."""
+    """Names replaced by what they refer to."""
 
     def __init__(self, python: Any, definition: ast.FunctionDef) -> None:
         self.globals = python.__globals__

@@ -7,7 +7,7 @@ machine code, and its resources are read from the assembler's log: registers and
 thread, shared memory of a block. A variant that spills more than its limit, or needs more shared
 memory than a block may have, is a failure.
 
-It has to run in a process of its own: with TRITON_INTERPRET=1, kernels are interpreted.
+It has to run in a separate process: with TRITON_INTERPRET=1, kernels are interpreted.
 """
 
 from __future__ import annotations

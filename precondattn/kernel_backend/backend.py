@@ -55,8 +55,8 @@ class KernelBackend(Backend):
             return reason
         if not hasattr(kernels, VERBS[request.verb]):
             return f"has no {VERBS[request.verb]} of {mechanism}"
-        reason = kernels.refuses(mechanism, request)
-        return reason
+        refusal: str | None = kernels.refuses(mechanism, request)
+        return refusal
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
         """The context in which kernels are launched on these inputs."""

@@ -259,9 +259,9 @@ def test_its_lists_of_cases_are_empty(tmp_path):
         ("My Kernel", "lower-case letters and digits"),
         ("kernel-", "lower-case letters and digits"),
         ("../kernel", "lower-case letters and digits"),
-        ("2d", "begins with a letter"),
-        ("", "begins with a letter"),
-        ("lambda", "a word of Python"),
+        ("2d", "beginning with a letter"),
+        ("", "beginning with a letter"),
+        ("lambda", "a Python keyword"),
         ("triton", "the backend name 'triton' is taken"),
         ("reference", "the backend name 'reference' is taken"),
         ("numpy", "would hide the module 'numpy'"),
@@ -269,7 +269,7 @@ def test_its_lists_of_cases_are_empty(tmp_path):
         ("array-api-compat", "would hide the module 'array_api_compat'"),
     ],
 )
-def test_a_name_that_can_not_be_is_refused(tmp_path, name, reason):
+def test_an_invalid_name_is_refused(tmp_path, name, reason):
     with pytest.raises(ValueError, match=reason):
         new_backend(name, "torch", tmp_path / "new")
     assert not (tmp_path / "new").exists()

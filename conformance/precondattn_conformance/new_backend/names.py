@@ -33,7 +33,7 @@ def checked(name: str) -> Names:
     """
     if not FORM.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name for a backend's package: use lower-case letters and digits, "
+            f"{name!r} is not a valid name for a backend: use lower-case letters and digits, "
             f"with single hyphens or underscores between them, beginning with a letter"
         )
     names = Names(

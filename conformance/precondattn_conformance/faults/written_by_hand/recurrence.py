@@ -75,7 +75,7 @@ def _of_the_recurrence() -> list[Fault]:
             "linear",
             FORWARD,
             "the state not carried beyond 128 tokens",
-            _starting_anew,
+            _with_resets,
         ),
         written(
             "linear",
@@ -124,7 +124,7 @@ def _reading_with_key(true: Any) -> Any:
     return read
 
 
-def _starting_anew(truth: Truth, call: Call) -> Result:
+def _with_resets(truth: Truth, call: Call) -> Result:
     """The state is reset every 128 tokens."""
     t = call.inputs["q"].shape[1]
     if t <= 128 or call.frame.k_segment is not None:
