@@ -18,9 +18,9 @@ def groups(level, library, dtypes, checks=()):
     for expression in expressions():
         options = {"only_libraries": (library,), "only_dtypes": dtypes, "only_checks": checks}
         chosen = "smoke" if expression in derived() else level
-        found = [*cases(chosen, only_mechanisms=(expression,), **options)]
-        if found:
-            yield pytest.param(found, id=f"{library}-{expression}")
+        result = [*cases(chosen, only_mechanisms=(expression,), **options)]
+        if result:
+            yield pytest.param(result, id=f"{library}-{expression}")
 
 
 def mechanism_of(group):
@@ -59,9 +59,9 @@ def groups_of(library, dtype, data):
             for check, chosen in data.items()
             for layout, kind in chosen
         ]
-        found = [case for case in made if makes_sense(case)]
-        if found:
-            yield pytest.param(found, id=f"{library}-{expression}")
+        result = [case for case in made if makes_sense(case)]
+        if result:
+            yield pytest.param(result, id=f"{library}-{expression}")
 
 
 def fewer_queries(library, dtype, mechanisms):

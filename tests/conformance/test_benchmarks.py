@@ -32,10 +32,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def run_quick(*names, **options):
     """A quick run in this process: its exit code, and what it printed."""
-    said = io.StringIO()
-    console = Console(file=said, width=200)
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
     code = command.bench(names=names, quick=True, rounds=2, console=console, **options)
-    return code, said.getvalue()
+    return code, printed.getvalue()
 
 
 def in_a_process(*arguments, folder, **environment):
@@ -114,7 +114,7 @@ def test_a_quick_run_saves_and_draws_whatever_pytest_is_set_up_to_do(tmp_path):
 @pytest.mark.parametrize("work", ["forward", "forward_backward"])
 def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
     saved = tmp_path / "run.json"
-    code, said = run_quick(
+    code, printed = run_quick(
         mechanisms=("softmax",), works=(work,), backends=("right", "wrong"), save=saved
     )
     right, wrong = load(saved).rows
@@ -124,14 +124,14 @@ def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
     assert wrong.error == pytest.approx(0.01, rel=0.5)
     assert not wrong.seconds
     assert not wrong.ratios
-    assert "a wrong result is not timed" in said
+    assert "a wrong result is not timed" in printed
 
 
 def test_a_backend_that_does_not_take_it_says_why(rescaled):
-    code, said = run_quick("path", backends=("right",))
+    code, printed = run_quick("path", backends=("right",))
     assert code == 1
-    assert "knows softmax only" in said
-    assert "nothing was measured, which counts as a failure" in said
+    assert "knows softmax only" in printed
+    assert "nothing was measured, which counts as a failure" in printed
 
 
 def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
@@ -160,8 +160,8 @@ def test_peers_give_what_they_are_held_to(name, heads):
     expected = correct.oracle(str(of.mechanism), sizes, "float64", "torch")
     torch = libraries.named("torch")
     arrays = {n: torch.array(a, "float64") for n, a in expected.inputs.items()}
-    found = forward_run(of, torch, arrays).call()["the output"]
-    np.testing.assert_allclose(torch.numpy(found), expected.out, rtol=1e-9, atol=1e-11)
+    result = forward_run(of, torch, arrays).call()["the output"]
+    np.testing.assert_allclose(torch.numpy(result), expected.out, rtol=1e-9, atol=1e-11)
 
 
 def test_a_fault_behind_the_first_tokens_is_found(monkeypatch):
@@ -249,19 +249,19 @@ def test_compare_flags_a_regression_and_no_noise():
     large = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 4e6]}
     assert verdict(a_row(**small), a_row(**large)) == REGRESSED
     assert verdict(a_row(**small), a_row(**small)) == SAME
-    found = changes(Record("", {}), Record("", {}, rows=[a_row()]), 0.1)
-    assert [change.verdict for change in found] == [NEW]
+    result = changes(Record("", {}), Record("", {}, rows=[a_row()]), 0.1)
+    assert [change.verdict for change in result] == [NEW]
 
 
 def test_compare_ends_with_the_exit_code_of_what_it_found(tmp_path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     Record("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
     Record("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
-    said = io.StringIO()
-    console = Console(file=said, width=200)
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
     assert command.compare(old, new, 0.1, console) == 1
     assert command.compare(old, new, 1.5, console) == 0
-    assert "the machines differ" in said.getvalue()
+    assert "the machines differ" in printed.getvalue()
     old.write_text("{}")
     with pytest.raises(ValueError, match="no record of format"):
         command.compare(old, new, 0.1, console)
@@ -386,8 +386,8 @@ def test_a_wrong_argument_ends_with_exit_code_2(tmp_path):
     ],
 )
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extra, options):
-    found = command.find_spec
-    missing = lambda name: None if name == module else found(name)  # noqa: E731
+    result = command.find_spec
+    missing = lambda name: None if name == module else result(name)  # noqa: E731
     monkeypatch.setattr(command, "find_spec", missing)
     monkeypatch.setattr(libraries, "find_spec", missing)
     with pytest.raises(ImportError, match=f"with its extra '{extra}'"):

@@ -22,12 +22,12 @@ from precondattn_conformance.tolerance import error
 
 
 def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with_a_reason():
-    found = compositions()
+    result = compositions()
     assert {"lucid(path)", "differential(laser)", "row_normalized(lucid)"} <= {
-        expression for expression, refused in found.items() if refused is None
+        expression for expression, refused in result.items() if refused is None
     }
-    assert "mean of its values" in found["laser(lucid)"]
-    assert "no other preconditioner has used" in found["lucid(lucid)"]
+    assert "mean of its values" in result["laser(lucid)"]
+    assert "no other preconditioner has used" in result["lucid(lucid)"]
 
 
 @pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
@@ -192,18 +192,18 @@ def test_a_backend_that_raises_after_claiming_support_fails(faulty, monkeypatch)
         raise RuntimeError("launch failed")
 
     monkeypatch.setattr(type(faulty), "forward", crash)
-    found = outcome("softmax")
-    assert found.status == FAILED
-    assert "launch failed" in found.reason
+    result = outcome("softmax")
+    assert result.status == FAILED
+    assert "launch failed" in result.reason
 
 
 def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monkeypatch):
     monkeypatch.setattr(
         type(faulty), "supports", lambda self, mechanism, request: pa.Support.no("on Sundays")
     )
-    found = outcome("softmax")
-    assert found.status == UNSUPPORTED
-    assert "on Sundays" in found.reason
+    result = outcome("softmax")
+    assert result.status == UNSUPPORTED
+    assert "on Sundays" in result.reason
     layout = Layout("fault")
     report = run_cases([Case("outputs", "softmax", "torch", "float64", layout, "random")], "faulty")
     assert not report.is_good
@@ -212,11 +212,11 @@ def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monke
 def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_party):
     layout = Layout("helped")
     helped = ("third_party", "reference")
-    found = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
-    assert found.status == UNSUPPORTED
-    assert "third_party supports none of this" in found.reason
-    found = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
-    assert found.status == "passed"
+    result = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
+    assert result.status == UNSUPPORTED
+    assert "third_party supports none of this" in result.reason
+    result = run_case(Case("outputs", "lucid(laser)", "numpy", "float64", layout, "random"), helped)
+    assert result.status == "passed"
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_part
     ],
 )
 def test_a_case_that_once_failed(backend, name):
-    found = run_case(case_of(name), backend)
-    assert found.status == "passed", found.text
+    result = run_case(case_of(name), backend)
+    assert result.status == "passed", result.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="regions can not be counted here")
@@ -281,9 +281,9 @@ def test_every_check_is_explained():
 
 def test_one_wrong_element_fails():
     expected = np.random.default_rng(0).normal(size=(4, 1000))
-    found = expected.copy()
-    found[2, 500] += 1e-3
-    assert error(found, expected) > 1e-4
+    result = expected.copy()
+    result[2, 500] += 1e-3
+    assert error(result, expected) > 1e-4
     assert np.isnan(error(np.full((2, 2), np.nan), np.ones((2, 2))))
 
 
@@ -291,9 +291,9 @@ def test_a_sum_whose_terms_cancel_is_measured_against_them():
     assert error(np.asarray([1.001]), np.asarray([1.0]), terms=20.0) < 1e-4
     assert error(np.asarray([1.01]), np.asarray([1.0]), terms=20.0) > 1e-4
     layout = Layout("cancelling", t=33, s=33)
-    found = oracle("temperature[per=head]", layout, "clustered", "float64")
-    d_tau = np.max(np.abs(found.gradients["tau"]))
-    assert d_tau < found.terms["tau"] < 100 * d_tau
+    result = oracle("temperature[per=head]", layout, "clustered", "float64")
+    d_tau = np.max(np.abs(result.gradients["tau"]))
+    assert d_tau < result.terms["tau"] < 100 * d_tau
     assert oracle("temperature(path)", layout, "clustered", "float64").terms
     assert not oracle("qk_norm(temperature)", layout, "clustered", "float64").terms
 
@@ -305,7 +305,7 @@ def test_cases_have_stable_unique_ids():
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("filters", "text"),
     [
         ({"level": "huge"}, "level must be one of smoke, full, stress; found 'huge'"),
         ({"only_checks": ("speed",)}, "'speed' is no check; there are outputs"),
@@ -314,6 +314,6 @@ def test_cases_have_stable_unique_ids():
         ({"only_mechanisms": ("lucit",)}, "unknown mechanism 'lucit'"),
     ],
 )
-def test_an_unknown_choice_is_refused(asked, text):
+def test_an_unknown_choice_is_refused(filters, text):
     with pytest.raises(ValueError, match=text):
-        list(cases(**asked))
+        list(cases(**filters))

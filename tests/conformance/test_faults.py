@@ -32,18 +32,18 @@ def groups():
     for mechanism, size in count.most_common():
         group_of[mechanism] = smallest = filled.index(min(filled))
         filled[smallest] += size
-    found = [[] for _ in range(GROUPS)]
+    actual = [[] for _ in range(GROUPS)]
     for fault in faults():
-        found[group_of[fault.mechanism]].append(fault)
-    return found
+        actual[group_of[fault.mechanism]].append(fault)
+    return actual
 
 
 @pytest.mark.parametrize("number", range(GROUPS))
 def test_full_catches_all_faults_smoke_most_and_carriers_without_one_pass(number):
-    found = run_self_test(only=groups()[number], workers=1)
-    assert not [verdict.fault for verdict in found.survivors]
-    assert not found.failing_carriers
-    assert found.smoke_share >= SMOKE_SHARE
+    actual = run_self_test(only=groups()[number], workers=1)
+    assert not [verdict.fault for verdict in actual.survivors]
+    assert not actual.failing_carriers
+    assert actual.smoke_share >= SMOKE_SHARE
 
 
 def test_every_mechanism_has_faults_in_every_method_that_it_has():
@@ -71,10 +71,10 @@ def test_a_fault_that_makes_no_difference_is_reported_as_one_that_survived():
     assert verdict.changed == 0
     console = Console(file=io.StringIO(), width=200)
     assert show(SelfTest(SMOKE, [verdict]), console) == 1
-    said = console.file.getvalue()
-    assert "1 faults, 0 caught" in said
-    assert "survived softmax, forward of leaves: tried" in said
-    assert "0 results of smoke were wrong" in said
+    printed = console.file.getvalue()
+    assert "1 faults, 0 caught" in printed
+    assert "survived softmax, forward of leaves: tried" in printed
+    assert "0 results of smoke were wrong" in printed
 
 
 def test_a_change_that_no_case_sees_is_told_from_one_that_is_none():

@@ -211,8 +211,8 @@ def test_the_solve_for_cupy_is_right_on_arrays_of_numpy(tmp_path, monkeypatch):
     y, pullback = pa.LucidSolve().vjp(k, v, backend="reference")
     expected = pullback(d_y)
     np.testing.assert_allclose(solve.forward(k, v, 8**-0.5, 1e-6), y, atol=1e-12)
-    for found, name in zip(solve.backward(k, y, d_y, 8**-0.5, 1e-6), "kv", strict=True):
-        np.testing.assert_allclose(found, expected[name], atol=1e-12)
+    for result, name in zip(solve.backward(k, y, d_y, 8**-0.5, 1e-6), "kv", strict=True):
+        np.testing.assert_allclose(result, expected[name], atol=1e-12)
 
 
 def test_it_imports_no_framework_before_a_call(tmp_path):

@@ -117,20 +117,20 @@ def undescribed(value, schema, at=""):
     if not isinstance(value, dict) or schema == {"type": "object"}:
         return []
     own, others = schema.get("properties", {}), schema.get("additionalProperties")
-    found = []
+    actual = []
     for name, each in value.items():
         described = own.get(name, others)
         if described is None:
-            found.append(f"{at}.{name}")
+            actual.append(f"{at}.{name}")
         else:
-            found += undescribed(each, described, f"{at}.{name}")
-    return found
+            actual += undescribed(each, described, f"{at}.{name}")
+    return actual
 
 
-def said_by(print_it, width=80):
-    said = io.StringIO()
-    print_it(Console(file=said, width=width))
-    return said.getvalue()
+def printed_by(print_it, width=80):
+    printed = io.StringIO()
+    print_it(Console(file=printed, width=width))
+    return printed.getvalue()
 
 
 # The record.
@@ -162,12 +162,12 @@ def test_a_record_is_as_its_schema_says(of, tmp_path):
 
 def test_a_record_gives_back_what_was_kept(tmp_path):
     outcomes = of_every_status()
-    found = recorded(outcomes, tmp_path / "record.json").outcomes
-    for result, outcome in zip(found, outcomes, strict=True):
+    actual = recorded(outcomes, tmp_path / "record.json").outcomes
+    for result, outcome in zip(actual, outcomes, strict=True):
         assert repr(result) == repr(Result.of(outcome))  # NaN is not equal to itself.
-    assert math.isnan(found[2].error)
-    assert math.isinf(found[3].error)
-    assert found[4].error is None
+    assert math.isnan(actual[2].error)
+    assert math.isinf(actual[3].error)
+    assert actual[4].error is None
 
 
 def test_coverage_tells_what_was_compared_and_why_not():
@@ -211,13 +211,13 @@ def test_a_killed_run_leaves_a_whole_record_that_names_its_last_case(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(path), "0.001"], stdout=subprocess.PIPE, text=True
     )
-    seen, last = 0, -1
+    saved_count, last = 0, -1
     with child:
         for line in child.stdout:
             last = int(line)
             if last % 50 == 0:  # At any moment of the run it can be read.
-                seen = len(load(path).outcomes)
-            if seen > 100:
+                saved_count = len(load(path).outcomes)
+            if saved_count > 100:
                 break
         os.kill(child.pid, signal.SIGKILL)
         for line in child.stdout:
@@ -226,7 +226,7 @@ def test_a_killed_run_leaves_a_whole_record_that_names_its_last_case(tmp_path):
     kept = load(path)
     assert not kept.complete
     assert kept.running in (f"case-{last}", f"case-{last + 1}")
-    assert len(kept.outcomes) >= seen
+    assert len(kept.outcomes) >= saved_count
     jsonschema.validate(json.loads(path.read_text(encoding="utf-8")), SCHEMA)
     assert "the run stopped while it ran case-" in page(kept)
 
@@ -384,28 +384,28 @@ def test_the_matrix_of_many_mechanisms_fits_80_columns(count):
     outcomes += [
         an_outcome("unsupported", None, mechanism=f"gla[scale={i}]", reason="no") for i in range(3)
     ]
-    said = said_by(lambda console: matrix(outcomes, console))
-    lines = said.splitlines()
+    printed = printed_by(lambda console: matrix(outcomes, console))
+    lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) < 40
-    assert "24 of lucid" in said
-    assert "23 more of laser" in said
-    assert "\nlaser(base7)" in said
-    assert "  torch float32" in said
-    assert "✗1" in said
-    assert "nothing compared of gla (3)" in said
-    assert "…" not in said
+    assert "24 of lucid" in printed
+    assert "23 more of laser" in printed
+    assert "\nlaser(base7)" in printed
+    assert "  torch float32" in printed
+    assert "✗1" in printed
+    assert "nothing compared of gla (3)" in printed
+    assert "…" not in printed
 
 
 def test_the_matrix_shows_the_worst_error_and_every_status():
     outcomes = [an_outcome(error=1e-6), an_outcome(error=1.5e-5, layout="ragged")]
     outcomes += [an_outcome("xfailed", layout="x"), an_outcome("unsupported", None, layout="y")]
     outcomes += [a_failure(mechanism="path", error=math.nan), a_failure(mechanism="[red]odd[/red]")]
-    said = said_by(lambda console: matrix(map(Result.of, outcomes), console))
-    assert "75% x1 ○1" in said
-    assert "✗1 NaN" in said
-    assert "[red]odd[/red]" in said
-    assert said_by(lambda console: matrix([], console)) == "no cases were run\n"
+    printed = printed_by(lambda console: matrix(map(Result.of, outcomes), console))
+    assert "75% x1 ○1" in printed
+    assert "✗1 NaN" in printed
+    assert "[red]odd[/red]" in printed
+    assert printed_by(lambda console: matrix([], console)) == "no cases were run\n"
 
 
 def test_shares_are_short():
@@ -423,20 +423,20 @@ def test_junit_tells_every_outcome(tmp_path):
     root = ElementTree.parse(path).getroot()
     suite = root.find("testsuite")
     for element in (root, suite):
-        told = [int(element.get(n)) for n in ("tests", "failures", "errors", "skipped")]
-        assert told == [8, 4, 0, 3]
-    found = suite.findall("testcase")
-    assert len(found) == 8
-    assert all(case.get("classname") == "conformance.softmax[scale=0_3]" for case in found)
-    assert len({case.get("name") for case in found}) == 8
-    properties = {p.get("name"): p.get("value") for p in found[0].iter("property")}
+        status_counts = [int(element.get(n)) for n in ("tests", "failures", "errors", "skipped")]
+        assert status_counts == [8, 4, 0, 3]
+    actual = suite.findall("testcase")
+    assert len(actual) == 8
+    assert all(case.get("classname") == "conformance.softmax[scale=0_3]" for case in actual)
+    assert len({case.get("name") for case in actual}) == 8
+    properties = {p.get("name"): p.get("value") for p in actual[0].iter("property")}
     assert properties == {"error": "1e-06", "bound": "2e-05"}
-    assert found[0].find("failure") is found[0].find("skipped") is None
-    failure = found[1].find("failure")
+    assert actual[0].find("failure") is actual[0].find("skipped") is None
+    failure = actual[1].find("failure")
     assert failure.get("message") == "the output is off by 0.5 (bound 2e-05)"
     for text in ("worst at (0, 1)", "0 . #", "print('β')", "(2e4×)"):
         assert text in failure.text
-    skipped = [case.find("skipped") for case in found[5:]]
+    skipped = [case.find("skipped") for case in actual[5:]]
     assert [each.get("type") for each in skipped] == [
         "pytest.xfail", "precondattn.unsupported", "pytest.skip",
     ]  # fmt: skip
@@ -495,8 +495,8 @@ def test_the_page_shows_everything_and_needs_nothing(tmp_path):
         assert text in read.text
     for outcome in outcomes[1:6]:
         assert outcome.case.id in read.text
-    told = "lucid, outputs, float32: 1 passed, 4 failed, 1 failed as expected, 1 unsupported"
-    assert any(label.startswith(told) for label in read.values("aria-label"))
+    summary = "lucid, outputs, float32: 1 passed, 4 failed, 1 failed as expected, 1 unsupported"
+    assert any(label.startswith(summary) for label in read.values("aria-label"))
     assert "https://example.org/#outputs" in read.values("href")
     assert not read.values("src")
     assert not {"link", "img", "iframe", "object", "base"} & set(read.tags)
@@ -558,7 +558,7 @@ def test_hostile_text_stays_text(tmp_path):
     write_junit(kept, tmp_path / "junit.xml")
     failure = next(ElementTree.parse(tmp_path / "junit.xml").getroot().iter("failure"))
     assert printable(HOSTILE) in failure.text
-    for text in (said_by(lambda console: matrix(kept.outcomes, console)), page(kept)):
+    for text in (printed_by(lambda console: matrix(kept.outcomes, console)), page(kept)):
         assert not {"\x1b", "\x00", "\x07"} & set(text)
 
 
@@ -579,9 +579,9 @@ def test_a_page_without_jinja_names_the_extra(monkeypatch):
 def kinds(old, new, factor=3.0):
     """What a comparison of two outcomes of one case calls it, and whether that is worse."""
     before, after = ([] if each is None else [each] for each in (old, new))
-    found = compare_records(recorded(before), recorded(after), factor)
-    names = [n for n, each in vars(found).items() if isinstance(each, list) and each]
-    return names, found.is_worse
+    actual = compare_records(recorded(before), recorded(after), factor)
+    names = [n for n, each in vars(actual).items() if isinstance(each, list) and each]
+    return names, actual.is_worse
 
 
 GOOD, BAD = an_outcome(), a_failure()
@@ -623,7 +623,7 @@ def test_a_comparison_is_printed_with_what_else_differs():
     new = recorded([BAD, an_outcome(layout="ragged", error=8e-6)], level="full", device="cuda")
     new.environment = {**new.environment, "versions": {"numpy": "[bold]9"}}
     new.complete, new.running = False, "some-case"
-    said = said_by(lambda console: print_comparison(compare_records(old, new), console), 200)
+    printed = printed_by(lambda console: print_comparison(compare_records(old, new), console), 200)
     for text in (
         "1 began to fail",
         "failed: the output is off by 0.5",
@@ -636,7 +636,7 @@ def test_a_comparison_is_printed_with_what_else_differs():
         "the new record is not complete; it was running some-case",
         "0 as before",
     ):
-        assert text in said
+        assert text in printed
 
 
 def test_compare_takes_records_of_either_kind_but_not_of_both(tmp_path):

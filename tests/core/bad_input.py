@@ -1,4 +1,4 @@
-"""Cases of bad input, and the verbs that refuse them."""
+"""Cases of bad input, and the calls that refuse them."""
 
 import re
 
@@ -34,7 +34,7 @@ ONE_DTYPE = (
 
 
 def case(name, text, run, error=ValueError):
-    """One bad input: what it is, what the error says, and how it is tried."""
+    """One bad input: a name, the text of the error, and the call that raises it."""
     return pytest.param(run, error, text, id=name.replace(" ", "-"))
 
 

@@ -1,34 +1,34 @@
 """CuPy's rules on NumPy's arithmetic: a stand-in for CuPy on machines without a GPU.
 
 `asarray` moves a NumPy array in, `.get()` moves one out, and nothing else crosses. The arithmetic
-is that of `array_api_compat.numpy`; what differs from NumPy is what differs in CuPy 14:
+is that of `array_api_compat.numpy`, with these differences, which CuPy 14 has too:
 
 ===========================================  =====================================================
 here                                         in CuPy
 ===========================================  =====================================================
 np.asarray(x) raises TypeError               `ndarray.__array__`: no implicit transfer
-a NumPy array beside x raises TypeError      "Unsupported type <class 'numpy.ndarray'>"
-a list beside x raises TypeError             the same; only NumPy takes a list for an array
-scalars of Python and NumPy may stand by x   `_scalar.pyx`: they are kernel arguments
+NumPy arrays combined with x: TypeError      "Unsupported type <class 'numpy.ndarray'>"
+lists combined with x: TypeError             the same; only NumPy converts lists
+scalars of Python and NumPy work with x      `_scalar.pyx`: they are kernel arguments
 bool(x), int(x), float(x) of 0-d arrays      allowed: an explicit transfer
-range(x) and shapes made of x                `ndarray.__index__` is left out, on purpose (#5784)
+range(x) and x in a shape: TypeError         `ndarray.__index__` is absent on purpose (#5784)
 a reduction or x[0] is a 0-d array           never a NumPy scalar
 hash(x), hash(x.device) raise TypeError      neither is hashable (Device: seen in 14.1)
-`device=` takes such a Device                not the word "cpu"
+`device=` accepts such a Device              not the word "cpu"
 linalg.solve does not broadcast stacks       ValueError, `_solve.py` and `cublas.batched_gesv`
-a singular matrix is solved into NaN         no LinAlgError; what comes out is undefined
+a singular matrix gives NaN                  no LinAlgError; the result is undefined
 overflow, 0 / 0 and log 0 do not warn        kernels have no floating-point warnings
-where's condition is an array                it is asked for its `astype`
-repeat's count is no array                   ValueError before CuPy 14
+where's condition is an array                CuPy calls its `astype`
+repeat's count must not be an array          ValueError before CuPy 14
 one boolean mask in an index, not two        not supported
 ===========================================  =====================================================
 
-Stricter than CuPy, where CuPy would let a mistake pass: lists and NumPy arrays as an index (CuPy
-copies them to the device, unasked), an assignment that names an element twice (CuPy stores either
-value), NumPy's own functions (CuPy takes `np.exp(x)` over), array methods such as `x.sum()` (the
+The stand-in is stricter than CuPy where CuPy accepts a mistake: lists and NumPy arrays as an index
+(CuPy copies them to the device), an assignment that names an element twice (CuPy stores either
+value), NumPy's own functions (CuPy implements `np.exp(x)`), array methods such as `x.sum()` (the
 array-API standard has none), and vectors as the right-hand side of a stack of matrices. Not
 imitated: integer indices out of bounds, which CuPy wraps around and NumPy refuses; names that
-NumPy has and CuPy lacks, which array_api_strict finds.
+NumPy has and CuPy lacks, which array_api_strict detects.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Device:
 class Array:
     """A NumPy array that behaves like one of CuPy's."""
 
-    __array_ufunc__ = None  # NumPy's operators then leave the work, and the refusal, to ours.
+    __array_ufunc__ = None  # NumPy's operators then defer to the methods of this class.
     __hash__ = None
 
     def __init__(self, data: np.ndarray) -> None:
@@ -129,8 +129,8 @@ def _index(index: Any) -> tuple[Any, ...]:
             raise TypeError(f"an index of {type(part)} would be copied to the device: use asarray")
     if sum(isinstance(part, Array) and part.dtype == bool for part in parts) > 1:
         raise IndexError("CuPy does not support more than one boolean mask in an index")
-    found = tuple(part._data if isinstance(part, Array) else part for part in parts)
-    return found if any(part is ... for part in parts) else (*found, ...)
+    actual = tuple(part._data if isinstance(part, Array) else part for part in parts)
+    return actual if any(part is ... for part in parts) else (*actual, ...)
 
 
 def _operand(value: Any) -> Any:
@@ -158,7 +158,7 @@ def _keyword(name: str, value: Any) -> Any:
 
 
 def _result(value: Any) -> Any:
-    """What NumPy returned, with its arrays and its scalars on the device."""
+    """The result of NumPy, with arrays and scalars moved to the device."""
     if isinstance(value, np.ndarray | np.generic):
         return Array(np.asarray(value))
     if isinstance(value, list | tuple):
@@ -172,7 +172,7 @@ def _checked_device(device: Any) -> None:
         raise ValueError(f"device must be that of an array, or None; found {device!r}")
 
 
-# Sizes and counts reach NumPy as they came, so that an array among them meets its lack of
+# Sizes and counts are passed to NumPy unchanged: an array among them raises, as it has no
 # `__index__`.
 WITHOUT_ARRAYS = frozenset(
     ("arange", "broadcast_shapes", "empty", "eye", "full", "linspace", "ones", "zeros")
@@ -188,7 +188,7 @@ UNARY = ("neg", "pos", "abs", "invert")
 
 
 class Namespace:
-    """A namespace of the array API that holds a NumPy one to CuPy's rules."""
+    """A namespace of the array API: NumPy's functions under CuPy's rules."""
 
     def __init__(self, name: str, numpys: types.ModuleType) -> None:
         self.__name__ = name
@@ -198,17 +198,17 @@ class Namespace:
         return f"<namespace {self.__name__}>"
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._numpys, name)
-        if isinstance(found, types.ModuleType):
+        actual = getattr(self._numpys, name)
+        if isinstance(actual, types.ModuleType):
             raise AttributeError(f"{self.__name__} has no {name}")
-        return found if isinstance(found, type) or not callable(found) else _ruled(name, found)
+        return actual if isinstance(actual, type) or not callable(actual) else _ruled(name, actual)
 
 
 def _ruled(name: str, function: Any) -> Any:
     """NumPy's function under CuPy's rules."""
 
     @functools.wraps(function)
-    def under_the_rules(*arguments: Any, device: Any = None, **keywords: Any) -> Any:
+    def checked(*arguments: Any, device: Any = None, **keywords: Any) -> Any:
         _checked_device(device)
         keywords = {key: _keyword(key, value) for key, value in keywords.items()}
         if name in WITHOUT_ARRAYS:
@@ -219,14 +219,14 @@ def _ruled(name: str, function: Any) -> Any:
         else:
             given = [_argument(argument) for argument in arguments]
         if name not in WITHOUT_ARRAYS | OF_DTYPES:
-            # Either operand of a ufunc may be a scalar; other functions act on their first.
+            # Either operand of a ufunc may be a scalar; other functions need an array as the first.
             places = given if isinstance(function, np.ufunc) else given[:1]
             if not any(isinstance(each, np.ndarray | list) for each in places):
                 raise TypeError(f"{name} needs an array; found {[type(a) for a in arguments]}")
         with np.errstate(all="ignore"):
             return _result(function(*given, **keywords))
 
-    return under_the_rules
+    return checked
 
 
 def asarray(obj: Any, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The share of a key's centred energy in the top eigenspace (CCQ, arXiv 2606.01294, App. H).
 
-Eq. 28 and 29 are computed here by NumPy's own `eigh`. Everything is float64, so an identity has to
-hold to 1e-10; a share is a number in [0, 1].
+Eq. 28 and 29 are computed here by NumPy's own `eigh`. Everything is float64, and an identity
+has to hold to 1e-10; a share is a number in [0, 1].
 """
 
 import re
@@ -70,7 +70,7 @@ def test_a_share_is_that_of_the_definition(given):
 @sampled
 @given(keys())
 def test_energies_in_the_subspace_sum_to_its_eigenvalues(given):
-    """Weighted by their energies, shares sum to the top eigenvalues of T Σ; T or T − 1 is one."""
+    """Shares weighted by energies sum to the top eigenvalues of T Σ, for Σ over T or T − 1."""
     _, k, rank = given
     c = centred(k)
     moment = np.einsum("bsnc,bsnd->bncd", c, c)
@@ -81,7 +81,7 @@ def test_energies_in_the_subspace_sum_to_its_eigenvalues(given):
 
 @sampled
 @given(keys())
-def test_all_eigenvectors_have_all_of_the_energy_and_more_have_no_less(given):
+def test_the_share_grows_with_the_rank_and_is_1_at_full_rank(given):
     _, k, _ = given
     d = k.shape[-1]
     by_rank = [pa.alignment(k, rank) for rank in range(1, d + 1)]
@@ -92,7 +92,7 @@ def test_all_eigenvectors_have_all_of_the_energy_and_more_have_no_less(given):
 
 @sampled
 @given(keys())
-def test_neither_rotations_nor_lengths_matter(given):
+def test_shares_are_invariant_to_rotations_and_lengths_of_keys(given):
     rng, k, rank = given
     out = pa.alignment(k, rank)
     rotation = np.linalg.qr(rng.normal(size=k.shape[-1:] * 2))[0]
@@ -103,7 +103,7 @@ def test_neither_rotations_nor_lengths_matter(given):
 
 @sampled
 @given(keys(), st.data())
-def test_neither_the_order_nor_other_heads_matter(given, data):
+def test_shares_depend_neither_on_the_order_of_keys_nor_on_other_heads(given, data):
     _, k, rank = given
     out, order = pa.alignment(k, rank), data.draw(st.permutations(range(k.shape[1])))
     assert_close(pa.alignment(k[:, order], rank), out[:, order], size=10)
@@ -112,19 +112,19 @@ def test_neither_the_order_nor_other_heads_matter(given, data):
         assert_close(alone[0, :, 0], out[b, :, n], size=10)
 
 
-def test_a_key_that_is_the_mean_has_no_share_and_no_one_is_warned():
+def test_a_key_equal_to_the_mean_has_share_nan_without_a_warning():
     k = np.random.default_rng(0).normal(size=(2, 1, 3, 4))
     assert np.all(np.isnan(pa.alignment(k, 2)))
 
 
-def test_a_key_of_zeros_stays_where_it_is():
+def test_a_zero_key_is_centred_like_any_other():
     k = np.random.default_rng(0).normal(size=(2, 6, 1, 3))
     k[:, 2] = 0
     assert_close(pa.alignment(k, 1), shares(k, 1))
 
 
 def with_needle(rng, d=6, s=20):
-    """Keys near a plane, and at 4 and 5 a needle across it."""
+    """Keys near a plane; keys 4 and 5, the needle, are nearly orthogonal to it."""
     k = 0.02 * rng.normal(size=(2, s, 2, d))
     k[..., :2] += rng.normal(size=(2, s, 2, 2))
     k[:, 4:6] = 0.02 * rng.normal(size=(2, 2, 2, d))
@@ -164,8 +164,8 @@ def test_a_gap_is_the_difference_of_two_means(given, data):
     assert_close(swapped, -out, size=10)
 
 
-def test_the_question_at_the_end_may_be_left_out_of_the_context():
-    """It still is of the keys that make the eigenspace."""
+def test_trailing_tokens_may_be_left_out_of_the_context():
+    """Their keys still contribute to the eigenspace."""
     k, needle = with_needle(np.random.default_rng(0))
     context = ~needle
     context[:, 15:] = False
@@ -177,7 +177,7 @@ def test_the_question_at_the_end_may_be_left_out_of_the_context():
 
 
 @pytest.mark.parametrize("nothing", ["needle", "context"])
-def test_a_sequence_without_needle_or_context_has_no_gap_and_no_one_is_warned(nothing):
+def test_a_sequence_without_needle_or_context_has_gap_nan_without_a_warning(nothing):
     k, needle = with_needle(np.random.default_rng(0))
     masks = {"needle": needle, "context": ~needle}
     masks[nothing][1] = False
@@ -190,7 +190,7 @@ def test_a_sequence_without_needle_or_context_has_no_gap_and_no_one_is_warned(no
 
 
 def test_the_keys_of_a_trained_model_are_aligned():
-    """16 of 32 directions have far more than half of the energy; a key across has less."""
+    """16 of 32 directions have far more than half of the energy; an orthogonal key has less."""
     k = np.asarray(real_heads("k", (1, REAL.s, 9, 32), REAL))
     out = pa.alignment(k, 16)
     assert out.shape == (1, REAL.s, 9)
@@ -219,12 +219,12 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_gives_the_same_and_its_own_arrays(library):
+def test_every_library_gives_equal_results_in_its_own_arrays(library):
     k, needle = with_needle(np.random.default_rng(0))
     array = LIBRARIES[library]
     context = ~needle
     context[:, 15:] = False
-    for found, expected in [
+    for result, expected in [
         (pa.alignment(array(k), 2), shares(k, 2)),
         (pa.alignment_gap(array(k), array(needle), rank=2), gaps(k, needle, ~needle, 2)),
         (
@@ -232,8 +232,8 @@ def test_every_library_gives_the_same_and_its_own_arrays(library):
             gaps(k, needle, context, 2),
         ),
     ]:
-        assert type(found) is type(array(k))
-        assert_close(np.asarray(found), expected, size=10)
+        assert type(result) is type(array(k))
+        assert_close(np.asarray(result), expected, size=10)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -278,7 +278,7 @@ def test_the_papers_rank_is_the_default():
     ],
     ids=["3 axes", "5 axes", "list", "None", "complex"],
 )
-def test_what_is_no_array_of_keys_is_refused(k, error):
+def test_anything_but_an_array_of_keys_is_refused(k, error):
     with pytest.raises(error, match=r"^k "):
         pa.alignment(k, 2)
 

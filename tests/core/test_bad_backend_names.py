@@ -1,4 +1,4 @@
-"""Unknown backends, verbs and calls that `explain` has no plan for are refused."""
+"""Unknown backends and verbs, and calls that `explain` cannot plan, are refused."""
 
 import numpy as np
 import pytest
@@ -42,12 +42,12 @@ def test_use_backend_refuses_unknown_names_on_entry(names, error, text):
 
 
 @pytest.mark.parametrize("verb", ["backward", "extend", "", None])
-def test_explain_refuses_a_verb_that_is_none(verb):
+def test_explain_refuses_an_unknown_verb(verb):
     text = f"softmax: verb must be 'forward' or 'vjp' (for extend, pass the cache); found {verb!r}"
     refuses(lambda: SOFTMAX.explain(Q, K, V, verb=verb), ValueError, text)
 
 
-def test_explain_refuses_a_cache_with_what_belongs_to_a_full_call():
+def test_explain_refuses_a_cache_with_arguments_of_a_full_call():
     text = "softmax: a cache is for extend, which has no segment_ids"
     packed = {"segment_ids": np.zeros((2, 4), int)}
     refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **packed), ValueError, text)

@@ -1,4 +1,4 @@
-"""Caches, their extensions and cotangents that do not fit are refused."""
+"""Caches, extensions and cotangents that do not match the call are refused."""
 
 from functools import partial
 
@@ -247,7 +247,9 @@ def as_torch(cache):
         ),
     ],
 )
-def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, error, text, donate):
+def test_extend_refuses_a_cache_that_does_not_match_the_call(
+    mechanism, make, arrays, error, text, donate
+):
     cache = make()
     refuses(lambda: mechanism.extend(cache, *arrays, donate=donate), error, text)
 
@@ -319,7 +321,7 @@ def test_extend_refuses_a_cache_that_is_not_its_own(mechanism, make, arrays, err
         ),
     ],
 )
-def test_init_cache_refuses_what_tells_it_no_sizes(run, error, text):
+def test_init_cache_refuses_arguments_without_the_sizes_that_it_needs(run, error, text):
     refuses(run, error, text)
 
 
@@ -371,7 +373,7 @@ def test_donating_under_autograd_is_refused():
         SOFTMAX.extend(cache, q, k, v, donate=True)
 
 
-def test_donating_a_cache_that_autograd_will_need_is_refused():
+def test_donating_a_cache_that_autograd_needs_is_refused():
     past = [a.clone().requires_grad_() for a in (TQ, TK, TV)]
     _, cache = SOFTMAX.extend(SOFTMAX.init_cache(*past, capacity=8), *past)
     refuses(lambda: SOFTMAX.extend(cache, TQ, TK, TV, donate=True), ValueError, DONATED)
@@ -385,7 +387,7 @@ def test_donating_a_cache_that_autograd_will_need_is_refused():
         (np.zeros((2, 1), np.int32), TypeError, "must be integers of shape .* found int32 of"),
     ],
 )
-def test_a_cache_whose_length_is_no_length_is_refused(length, error, text):
+def test_a_cache_with_invalid_lengths_is_refused(length, error, text):
     m, q = pa.Softmax(), np.ones((2, 1, 2, 4))
     cache = m.init_cache(q, q, q, capacity=4)._replace(length=length)
     with pytest.raises(error, match=text):

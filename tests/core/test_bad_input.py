@@ -65,7 +65,7 @@ def inputs_case(name, text, arrays, error, mechanism=SOFTMAX, **named):
             biass=Q,
         ),
         inputs_case(
-            "keyword near nothing",
+            "keyword without a similar name",
             "softmax: unknown keyword 'xyz'; softmax takes q, k, v",
             (Q, K, V),
             TypeError,
@@ -400,7 +400,7 @@ def test_a_full_call_refuses_inputs_and_segments_that_contradict_each_other(
         ),
     ],
 )
-def test_lengths_that_are_no_count_of_the_tokens_are_refused(verb, lengths, error, text):
+def test_lengths_out_of_range_or_of_the_wrong_type_are_refused(verb, lengths, error, text):
     letter = "t" if verb in (by_extend, by_explain_extend) else "s"
     refuses(partial(verb, SOFTMAX, Q, K, V, lengths=lengths), error, text.format(letter))
 
@@ -437,7 +437,7 @@ def test_lengths_that_are_no_count_of_the_tokens_are_refused(verb, lengths, erro
         ),
     ],
 )
-def test_a_key_mask_of_another_kind_or_shape_is_refused(verb, mask, error, text):
+def test_a_key_mask_of_the_wrong_type_or_shape_is_refused(verb, mask, error, text):
     with pytest.raises(error, match="softmax: key_mask .*" + re.escape(text)):
         verb(SOFTMAX, Q, K, V, key_mask=mask)
 
@@ -448,7 +448,7 @@ def test_a_mask_on_another_device_is_refused():
     refuses(lambda: SOFTMAX(TQ, TK, TV, key_mask=mask), ValueError, text)
 
 
-def test_lengths_may_be_a_list_of_numpys_whole_numbers():
+def test_lengths_may_be_a_list_of_numpy_integers():
     q = np.ones((2, 3, 2, 4))
     np.testing.assert_array_equal(
         pa.softmax(q, q, q, lengths=[np.int64(3), 1]), pa.softmax(q, q, q, lengths=[3, 1])

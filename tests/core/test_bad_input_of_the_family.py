@@ -60,7 +60,7 @@ def test_an_option_out_of_its_range_is_refused(build, text):
         ("temperature(laser(temperature))", "tau is an input of laser(temperature) already"),
     ],
 )
-def test_a_base_that_makes_no_sense_is_refused_with_the_reason(text, reason):
+def test_an_incompatible_base_is_refused_with_the_reason(text, reason):
     with pytest.raises(TypeError, match="makes no sense.*" + re.escape(reason)):
         pa.parse(text)
 
@@ -110,13 +110,13 @@ def test_a_missing_input_is_named(text, missing):
         m(**x)
 
 
-def test_a_number_of_python_is_no_array():
+def test_a_python_number_is_refused_where_an_array_is_needed():
     x = make_inputs(pa.Differential(), LAYOUT, "random")
     with pytest.raises(TypeError, match=r"lam must be an array of NumPy.* found float"):
         pa.Differential()(**x | {"lam": 0.5})
 
 
-def test_a_cache_of_another_flush_is_refused():
+def test_a_cache_with_another_flush_interval_is_refused():
     eager, lazy, lazier = pa.Path(), pa.Path(flush=2), pa.Path(flush=3)
     x = make_inputs(eager, LAYOUT, "random")
     with pytest.raises(ValueError, match="the cache is of another mechanism"):
@@ -127,7 +127,7 @@ def test_a_cache_of_another_flush_is_refused():
 
 
 def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():
-    """A cache would keep float32 keys in half precision, silently."""
+    """Otherwise a cache would silently store float32 keys in half precision."""
     m = pa.Differential(pa.Path(forget="scaled"), per="head")
     x = {n: a.astype(np.float16) for n, a in make_inputs(m, LAYOUT, "random").items()}
     with pytest.raises(TypeError, match=r"inputs of one dtype expected.*'k2': 'float32'"):
@@ -136,12 +136,12 @@ def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():
     assert m(**x | wide).dtype == np.float16
 
 
-def test_init_cache_names_the_inputs_that_tell_a_size():
+def test_init_cache_names_the_inputs_from_which_a_size_follows():
     m = pa.Softmax(forget="unscaled")
     x = make_inputs(m, LAYOUT, "random")
     with pytest.raises(pa.ShapeError, match=r"can not infer the size of h .* pass q, g too"):
         m.init_cache(k=x["k"], v=x["v"], capacity=4)
 
 
-def test_path_is_no_softmax_to_a_backend_that_asks():
+def test_path_is_not_an_instance_of_softmax():
     assert not isinstance(pa.Path(), pa.Softmax)

@@ -25,7 +25,7 @@ def traced_inputs(mechanism):
 
 
 def traced_outputs(mechanism, kind):
-    """What a jitted call gives for values that are bad in sequence 1 only, and for good ones."""
+    """Outputs of a jitted call with masks that are invalid in sequence 1, and with valid ones."""
     x = traced_inputs(mechanism)
     if kind.startswith("lengths"):
         run = jax.jit(lambda lengths: mechanism(**x, lengths=lengths))
@@ -62,7 +62,7 @@ def traced_outputs(mechanism, kind):
     "text",
     [text if text in DEFAULT else pytest.param(text, marks=pytest.mark.slow) for text in TRACED],
 )
-def test_traced_bad_values_give_nan_for_their_sequence_and_right_values_for_the_others(text, kind):
+def test_invalid_traced_masks_give_nan_for_their_sequence_only(text, kind):
     out, expected = traced_outputs(pa.parse(text), kind)
     assert not np.isnan(expected).any()
     assert_only_sequence_one_is_nan(out, expected)
@@ -81,13 +81,13 @@ def test_a_sequence_with_invalid_traced_lengths_stays_nan_when_its_cache_is_exte
     assert_only_sequence_one_is_nan(run(invalid, whole)[0], run(valid, whole)[0])
 
 
-def test_gradients_of_a_sequence_with_bad_traced_lengths_are_nan():
+def test_gradients_of_a_sequence_with_invalid_traced_lengths_are_nan():
     import jax
 
     q = np.random.default_rng(0).normal(size=(2, 3, 2, 4))
     lengths = jax.numpy.asarray([9, 3])
-    found = jax.jit(jax.grad(lambda v, n: pa.softmax(q_, q_, v, lengths=n).sum()))
+    result = jax.jit(jax.grad(lambda v, n: pa.softmax(q_, q_, v, lengths=n).sum()))
     q_ = jax.numpy.asarray(q)
-    gradient = np.asarray(found(q_, lengths))
+    gradient = np.asarray(result(q_, lengths))
     assert np.isnan(gradient[0]).all()
     assert np.isfinite(gradient[1]).all()

@@ -1,4 +1,4 @@
-"""The laws of caches: any split is the full call, ragged batches are each sequence alone."""
+"""Caches: any split gives the full call's output, and sequences of a batch are independent."""
 
 import pickle
 
@@ -44,7 +44,7 @@ def test_any_split_of_ragged_sequences_equals_each_sequence_alone(data):
         )
         counts = np.minimum(counts, LENGTH - done)
         block = max(int(counts.max()), 1)
-        # Each sequence stands at a place of its own; behind its new tokens there is NaN.
+        # Each sequence has a length of its own; after its new tokens there is NaN.
         tokens = {n: a for n, a in x.items() if m.inputs[n].time_axis is not None}
         new = {**x, **{n: np.full((3, block, *a.shape[2:]), np.nan) for n, a in tokens.items()}}
         for i in range(3):
@@ -65,7 +65,7 @@ def test_any_split_of_ragged_sequences_equals_each_sequence_alone(data):
 
 
 @pytest.mark.parametrize("expression", [*CACHED, "softmax[bias=true]", "lucid(softmax[bias=true])"])
-def test_donated_caches_give_the_same_and_are_written_in_place(expression):
+def test_donated_caches_give_the_same_output_and_are_written_in_place(expression):
     m = pa.parse(expression)
     x = inputs_of(m)
     expected = m(**x)
@@ -94,7 +94,7 @@ def test_a_cache_that_is_not_donated_can_be_continued_twice():
 
 
 @pytest.mark.parametrize("expression", CACHED)
-def test_nothing_depends_on_the_future_and_sequences_of_a_batch_are_independent(expression):
+def test_outputs_depend_neither_on_the_future_nor_on_other_sequences(expression):
     m = pa.parse(expression)
     x = inputs_of(m)
     out = m(**x)
@@ -104,14 +104,14 @@ def test_nothing_depends_on_the_future_and_sequences_of_a_batch_are_independent(
         if m.inputs[name].time_axis is not None:
             array[:, 8:] = other[name][:, 8:]
             array[1] = other[name][1]
-    found = m(**changed)
-    np.testing.assert_allclose(found[0, :8], out[0, :8], rtol=0, atol=1e-13)
-    assert not np.allclose(found[0, 8:], out[0, 8:])
-    assert not np.allclose(found[1, :8], out[1, :8])
+    result = m(**changed)
+    np.testing.assert_allclose(result[0, :8], out[0, :8], rtol=0, atol=1e-13)
+    assert not np.allclose(result[0, 8:], out[0, 8:])
+    assert not np.allclose(result[1, :8], out[1, :8])
 
 
 @pytest.mark.parametrize("normalize", ["keys", "queries_and_keys", "rows", "none"])
-def test_after_a_prefill_and_one_token_the_cache_of_lucid_holds_y(normalize):
+def test_the_cache_of_lucid_stores_y_after_a_prefill_and_after_one_token(normalize):
     m = pa.Lucid(normalize=normalize)
     x = inputs_of(m)
     x["k"] = 0.5 * x["k"]
@@ -127,7 +127,7 @@ def test_after_a_prefill_and_one_token_the_cache_of_lucid_holds_y(normalize):
         )
 
 
-def test_keys_hidden_in_an_extension_stay_hidden():
+def test_keys_masked_in_an_extension_stay_masked():
     m = pa.Lucid()
     x = inputs_of(m)
     key_mask = np.arange(LENGTH)[None] % 3 != np.asarray([[0], [1]])
@@ -158,14 +158,14 @@ def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression)
     assert products[2] <= 2.1 * products[1]
 
 
-def test_a_cache_is_plain_arrays_that_pickle():
+def test_a_cache_consists_of_plain_arrays_and_can_be_pickled():
     m = pa.Lucid()
     x = inputs_of(m)
     _, cache = m.extend(m.init_cache(**x, capacity=LENGTH), **slice_tokens(m, x, 0, 6))
     loaded = pickle.loads(pickle.dumps(cache))
     expected, _ = m.extend(cache, **slice_tokens(m, x, 6, LENGTH))
-    found, _ = m.extend(loaded, **slice_tokens(m, x, 6, LENGTH))
-    np.testing.assert_array_equal(found, expected)
+    result, _ = m.extend(loaded, **slice_tokens(m, x, 6, LENGTH))
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_half_precision_caches_keep_norms_in_float32():
@@ -180,7 +180,7 @@ def test_half_precision_caches_keep_norms_in_float32():
 
 
 @pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
-def test_the_frame_of_caches_that_hold_as_many_is_the_general_frame(b, held, t):
+def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t):
     length = np.full((b,), held, dtype=np.int32)
     few, general = (
         extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None, held=known)
@@ -196,7 +196,7 @@ def test_the_frame_of_caches_that_hold_as_many_is_the_general_frame(b, held, t):
     np.testing.assert_array_equal(filled.k_position, np.tile(np.arange(held + t), (b, 1)))
 
 
-def test_arguments_are_checked_again_when_they_are_of_another_kind():
+def test_arguments_are_checked_again_when_their_type_changes():
     x = make_inputs(pa.Lucid(), Layout("test", t=2, s=2), "random")
     cache = pa.Lucid().init_cache(**x, capacity=8)
     pa.Lucid().extend(cache, **x)

@@ -27,7 +27,7 @@ def test_list_names_mechanisms_with_inputs_and_backends_with_their_errors():
         assert text in done.stdout
 
 
-def test_explain_says_who_runs_what():
+def test_explain_names_the_backend_of_every_group():
     done = precondattn("explain", "lucid(laser)", "--library", "torch", "--verb", "extend")
     assert done.returncode == 0, done.stderr
     assert "lucid(laser): extend of torch float32 on cpu" in done.stdout
@@ -42,7 +42,7 @@ def test_conformance_prints_a_table_and_succeeds():
     assert "24 passed, 0 failed, 0 unsupported" in done.stdout
 
 
-def test_conformance_of_a_backend_that_takes_nothing_is_a_failure():
+def test_conformance_of_a_backend_that_supports_nothing_is_a_failure():
     done = precondattn(
         "conformance", "--backend", "third_party", "--library", "numpy", "--mechanism", "laser",
         PYTHONPATH=str(THIRD_PARTY),
@@ -52,7 +52,7 @@ def test_conformance_of_a_backend_that_takes_nothing_is_a_failure():
     assert "knows lucid_solve only" in done.stdout
 
 
-def test_a_wrong_argument_has_an_exit_code_of_its_own():
+def test_an_invalid_argument_has_its_own_exit_code():
     for arguments in (
         ("conformance", "--backend", "nobody"),
         ("conformance", "--level", "huge"),

@@ -24,7 +24,7 @@ OUTER += ["row_normalized[detach=false]", "temperature[per=head]"]
 BASES = ["softmax", "softmax[window=3]", "softmax[scale=0.5,bias=true]", "softmax[causal=false]"]
 BASES += ["path", "path[flush=3]", "path[forget=unscaled]", "path[window=3,bias=true,flush=2]"]
 CHECKS = ["outputs", "gradients", "caching"]
-"""Those that have a meaning for nearly all of them."""
+"""Layouts that make sense for nearly all mechanisms."""
 
 
 LAYOUTS = [PLAIN, RAGGED, PACKED, MASKED]
@@ -59,7 +59,7 @@ def nested(draw):
 
 @st.composite
 def case_of_a_nesting(draw):
-    """A check of a nesting on a layout, one that makes sense for this nesting."""
+    """A case of a nesting: a check and a layout that make sense for it."""
     text = draw(nested())
     cases = [
         Case(check, text, "numpy", "float64", layout, "clustered")
@@ -72,7 +72,7 @@ def case_of_a_nesting(draw):
 @given(case_of_a_nesting())
 @settings(max_examples=80, deadline=None)
 def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(case):
-    """The gradient is compared with central differences wherever all of it is differentiated."""
+    """Gradients are compared with central differences unless a part is detached."""
     assert is_bounded(pa.parse(case.mechanism))
     run(case)
 
@@ -99,18 +99,18 @@ def test_text_and_program_of_any_nesting_are_read_back(text):
         ("qk_norm(laser(path))", "laser(qk_norm(path))"),
     ],
 )
-def test_what_means_the_same_is_the_same_group_of_calls(first, second):
-    """A kernel that is claimed for one is found for the other."""
+def test_equivalent_mechanisms_have_the_same_group_of_calls(first, second):
+    """A kernel claimed for one of them is used for the other."""
     assert pa.group_of(first) == pa.group_of(second)
 
 
-def test_a_shared_value_is_made_once():
+def test_a_shared_result_is_computed_once():
     calls = pa.parse("lucid(qk_norm[gain=true](path))").program.calls
     assert [call.leaf.name for call in calls].count("rms_norm") == 2
 
 
 def test_the_patterns_of_inputs_are_those_of_the_base():
-    """QK-norm's own leaf says `t` and `h` of whatever it normalises."""
+    """QK-norm's leaf declares axes `t` and `h` for whatever it normalises."""
     for text in ("qk_norm", "lucid(qk_norm)", "differential(qk_norm)"):
         inputs = pa.parse(text).inputs
         for name in {"k", "k2"} & set(inputs):

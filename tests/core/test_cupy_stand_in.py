@@ -4,8 +4,8 @@ On a machine with a GPU and CuPy, this runs the same tests on the device:
 
     python -m pytest tests/core/test_cupy_stand_in.py -k cupy_device
 
-Elsewhere those are skipped, with the reason, and the stand-in of `cupy_stand_in.py` is held to what
-CuPy demands. What is computed must equal NumPy's results to 1e-12.
+Elsewhere those are skipped, with the reason, and the stand-in of `cupy_stand_in.py` enforces CuPy's
+rules. Results must equal NumPy's to 1e-12.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Library(NamedTuple):
     namespace: Any
 
     def on_device(self, value: Any) -> Any:
-        """NumPy's arrays, moved in; anything else as it is."""
+        """NumPy's arrays, moved to the device; anything else unchanged."""
         return self.namespace.asarray(value) if isinstance(value, np.ndarray) else value
 
     def all_on_device(self, values: Mapping[str, Any]) -> Arrays:
@@ -70,7 +70,7 @@ def reason_not_to_use_cupy() -> str | None:
             count = cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
         return f"no CuPy: {error}"
-    except Exception as error:  # CUDARuntimeError, from a module that may not be there.
+    except Exception as error:  # CUDARuntimeError, from a module that may be missing.
         return f"CuPy finds no GPU: {error}"
     return None if count else "CuPy finds no GPU"
 
@@ -80,7 +80,7 @@ def stand_in() -> Any:
     return cupy_stand_in.namespace
 
 
-# ---- What is declared -----------------------------------------------------------------------
+# ---- Declared mechanisms --------------------------------------------------------------------
 
 
 def declared_expressions() -> list[str]:
@@ -169,10 +169,10 @@ def check_full_calls(
 ) -> None:
     before = copy.deepcopy(inputs | dict(masks))
     given, given_masks = library.all_on_device(inputs), library.all_on_device(masks)
-    found = full_calls(mechanism, given, given_masks, library.on_device)
+    actual = full_calls(mechanism, given, given_masks, library.on_device)
     assert_unchanged(given | given_masks, before)
     expected = full_calls(mechanism, inputs, masks, np.asarray)
-    assert_equal_numpys(library, found, expected)
+    assert_equal_numpys(library, actual, expected)
 
 
 def full_calls(
@@ -223,14 +223,14 @@ def test_extending_in_three_blocks_equals_numpys(
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = library.all_on_device(inputs)
-    found = dict(extend_in_blocks(mechanism, given, extension, library.on_device))
+    actual = dict(extend_in_blocks(mechanism, given, extension, library.on_device))
     expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
-    assert_equal_numpys(library, found, expected)
+    assert_equal_numpys(library, actual, expected)
     assert_unchanged(given, make_extension_inputs(mechanism))
 
 
 def make_extension_inputs(mechanism: Mechanism) -> Arrays:
-    """All tokens; of pairs, the keys' axis is the capacity of the cache."""
+    """Inputs of all tokens; inputs of pairs have the capacity of the cache as their key axis."""
     inputs, wide = make_inputs(mechanism), make_inputs(mechanism, s=CAPACITY)
     pairwise = {name for name, pattern in mechanism.inputs.items() if pattern.is_pairwise}
     return {name: wide[name] if name in pairwise else inputs[name] for name in inputs}
@@ -271,13 +271,13 @@ def contents_of(cache: Cache) -> dict[str, tuple[Any, np.ndarray]]:
 
 def tokens(mechanism: Mechanism, inputs: Arrays, start: int, stop: int) -> Arrays:
     """The inputs from token `start` to token `stop`."""
-    found = {}
+    actual = {}
     for name, array in inputs.items():
         letters = mechanism.inputs[name].letters
         time = "t" if "t" in letters else "s"
         block = tuple(slice(start, stop) if letter == time else slice(None) for letter in letters)
-        found[name] = array[block]
-    return found
+        actual[name] = array[block]
+    return actual
 
 
 # ---- Comparing ------------------------------------------------------------------------------
@@ -287,10 +287,10 @@ def on_host(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def assert_equal_numpys(library: Library, found: Arrays, expected: Arrays) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_numpys(library: Library, actual: Arrays, expected: Arrays) -> None:
+    assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        array = found[name]
+        array = actual[name]
         assert library_of(array) == library.name, f"{name} is {type(array)}"
         assert array.dtype == wanted.dtype, name
         assert array.shape == wanted.shape, name
@@ -332,7 +332,7 @@ def test_asarray_and_get_cross_and_copy(library: Library) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_numpy_converts_no_device_array(library: Library, nested: bool) -> None:
+def test_numpy_does_not_convert_device_arrays(library: Library, nested: bool) -> None:
     x = library.on_device(HOST)
     with pytest.raises(TypeError, match="Implicit conversion"):
         np.asarray([x, x] if nested else x)
@@ -431,10 +431,10 @@ def test_an_overflow_does_not_warn(library: Library) -> None:
 def test_indices_broadcast_along_other_axes_as_numpys(library: Library) -> None:
     x = np.arange(24.0).reshape(2, 3, 4)
     index = np.asarray([[[3, 0, 0]]])
-    found = library.namespace.take_along_axis(
+    actual = library.namespace.take_along_axis(
         library.on_device(x), library.on_device(index), axis=2
     )
-    np.testing.assert_array_equal(found.get(), np.take_along_axis(x, index, axis=2))
+    np.testing.assert_array_equal(actual.get(), np.take_along_axis(x, index, axis=2))
 
 
 # ---- Where the stand-in is stricter than CuPy -------------------------------------------------
@@ -463,7 +463,9 @@ STRICTER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("mistake", STRICTER)
-def test_the_stand_in_refuses_what_cupy_refuses_or_lets_pass(stand_in: Any, mistake: str) -> None:
+def test_the_stand_in_refuses_mistakes_that_cupy_refuses_or_accepts(
+    stand_in: Any, mistake: str
+) -> None:
     with pytest.raises(TypeError):
         STRICTER[mistake](stand_in, stand_in.asarray(HOST))
 
@@ -501,7 +503,7 @@ def test_the_stand_in_has_no_names_beside_the_array_api(stand_in: Any) -> None:
     assert not hasattr(stand_in.asarray(HOST), "sum")
 
 
-def test_the_stand_in_shows_its_name_and_values(stand_in: Any) -> None:
+def test_the_repr_of_the_stand_in_shows_its_name_and_elements(stand_in: Any) -> None:
     assert stand_in.__name__ == "cupy_stand_in"
     assert repr(stand_in.asarray([1.0, 2.0])) == "cupy_stand_in.array([1., 2.])"
 
@@ -535,11 +537,11 @@ def test_blocked_output_and_gradients_equal_numpys(
     inputs, given_masks = make_inputs(mechanism), MASKS[masks]
     given = blocked.all_on_device(inputs | given_masks)
     with pa.use_backend(PortableOnStandIn.name):
-        found = full_calls(mechanism, *split(given, inputs), blocked.on_device)
+        actual = full_calls(mechanism, *split(given, inputs), blocked.on_device)
     assert_unchanged(given, inputs | given_masks)
     with pa.use_backend("reference"):
         expected = full_calls(mechanism, inputs, given_masks, np.asarray)
-    assert_equal_numpys(blocked, found, expected)
+    assert_equal_numpys(blocked, actual, expected)
 
 
 @pytest.mark.parametrize("how", ["plainly", "ragged_masked_and_in_place"])
@@ -552,13 +554,13 @@ def test_blocked_extensions_equal_numpys(
     inputs = make_extension_inputs(mechanism)
     given = blocked.all_on_device(inputs)
     with pa.use_backend(PortableOnStandIn.name):
-        found = dict(extend_in_blocks(mechanism, given, extension, blocked.on_device))
+        actual = dict(extend_in_blocks(mechanism, given, extension, blocked.on_device))
     with pa.use_backend("reference"):
         expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
-    assert_equal_numpys(blocked, found, expected)
+    assert_equal_numpys(blocked, actual, expected)
 
 
 def split(given: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-    """What is given, in inputs and masks."""
+    """Arguments, split into inputs and masks."""
     masks = {name: array for name, array in given.items() if name not in inputs}
     return {name: given[name] for name in inputs}, masks

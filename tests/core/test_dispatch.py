@@ -1,4 +1,4 @@
-"""Which backend runs what: discovery, plans, reasons, strictness. The backend is out of tree."""
+"""Dispatch: discovery, plans, reasons, strictness; with an out-of-tree backend."""
 
 import warnings
 
@@ -14,29 +14,29 @@ def inputs_of(expression, kind="clustered", **sizes):
     return make_inputs(pa.parse(expression), Layout("test", **sizes), kind)
 
 
-def test_a_backend_is_found_by_its_entry_point_and_a_broken_one_is_listed_with_its_error(
+def test_backends_are_discovered_by_entry_points_and_a_broken_one_is_listed_with_its_error(
     third_party,
 ):
-    found = discover()
-    assert [backend.name for backend in found.backends] == ["third_party", "reference"]
-    assert found.broken == (
+    result = discover()
+    assert [backend.name for backend in result.backends] == ["third_party", "reference"]
+    assert result.broken == (
         ("broken", "AttributeError: module 'third_party_backend' has no attribute 'Missing'"),
     )
     explained = str(pa.Lucid().explain(**inputs_of("lucid")))
     assert "broken could not be imported: AttributeError" in explained
 
 
-def test_without_an_entry_point_only_the_reference_is_there(only_the_reference):
+def test_without_entry_points_only_the_reference_is_available(only_the_reference):
     assert [backend.name for backend in discover().backends] == ["reference"]
 
 
-def test_the_backends_of_this_repository_come_by_their_entry_points():
+def test_the_backends_of_this_repository_are_discovered_by_entry_points():
     names = [backend.name for backend in discover().backends]
     assert names == ["cupy", "pallas", "triton", "jax", "portable", "torch", "reference"]
 
 
 @pytest.mark.parametrize("expression", ["lucid", "lucid(laser)", "lucid[eps=0]"])
-def test_a_piece_is_used_in_every_composition_that_contains_it(third_party, expression):
+def test_a_claimed_piece_is_used_in_every_composition_that_contains_it(third_party, expression):
     x = inputs_of(expression)
     m = pa.parse(expression)
     out, pullback = m.vjp(**x)
@@ -65,8 +65,8 @@ def test_a_forward_only_kernel_is_never_chosen_for_training(third_party):
     assert "lucid as a whole has no gradient here" in str(explained)
 
 
-def test_a_group_is_found_when_something_else_stands_between_its_calls(third_party):
-    """The group is cut from the program: how the mechanism was written does not matter."""
+def test_a_group_is_matched_when_another_call_is_between_its_calls(third_party):
+    """Groups are matched in the program: how the mechanism was written does not matter."""
     with_norms = pa.Lucid(normalize="queries_and_keys").program
     part, _ = with_norms.part([2, 3])
     assert str(part) == "y1 = lucid_solve[normalize=given](k, v); out = softmax(q, k, v=y1)"
@@ -105,7 +105,7 @@ def test_use_backend_ends_with_its_block(third_party):
     assert pa.Lucid().explain(**x).backends == ("third_party",)
 
 
-def test_explain_takes_the_path_of_extend(third_party):
+def test_explain_plans_an_extension_as_extend_does(third_party):
     x = inputs_of("lucid")
     cache = pa.Lucid().init_cache(**x, capacity=9)
     explained = pa.Lucid().explain(**x, cache=cache)
@@ -113,7 +113,7 @@ def test_explain_takes_the_path_of_extend(third_party):
     assert "third_party for lucid_solve: does not extend" in str(explained)
 
 
-def test_a_kernel_that_raises_is_an_error_and_no_silent_fallback(third_party, monkeypatch):
+def test_a_kernel_that_raises_is_an_error_and_not_a_silent_fallback(third_party, monkeypatch):
     def broken(*args):
         raise RuntimeError("launch failed")
 
@@ -135,22 +135,24 @@ def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(only_the
 
     pa.register_backend(Fast())
     x = inputs_of("softmax")
-    with pytest.warns(pa.PassedOverWarning, match="fast_here .* wants d a multiple of 16") as seen:
+    with pytest.warns(
+        pa.PassedOverWarning, match="fast_here .* wants d a multiple of 16"
+    ) as caught:
         pa.Softmax()(**x)
-    assert seen[0].filename == __file__
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pa.Softmax()(**x)
         pa.Softmax()(**x, backend="reference")
 
 
-def test_a_backend_of_another_library_is_not_asked(only_the_reference):
+def test_a_backend_of_another_library_is_not_queried(only_the_reference):
     class ForTorch(pa.Backend):
         name = "for_torch"
         libraries = frozenset({"torch"})
 
         def supports(self, mechanism, request):
-            raise AssertionError("asked about NumPy arrays")
+            raise AssertionError("queried about NumPy arrays")
 
         def forward(self, mechanism, inputs, frame):
             raise AssertionError
@@ -160,7 +162,7 @@ def test_a_backend_of_another_library_is_not_asked(only_the_reference):
     assert "for_torch for softmax: supports arrays of torch, not of numpy" in explained
 
 
-def test_what_is_no_backend_is_refused_with_what_it_lacks(only_the_reference):
+def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference):
     class Half:
         name = "half"
 
@@ -186,7 +188,7 @@ def test_what_is_no_backend_is_refused_with_what_it_lacks(only_the_reference):
         pa.unregister_backend("reference")
 
 
-def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(only_the_reference):
+def test_a_backend_that_claims_a_gradient_that_it_lacks_is_named_in_the_error(only_the_reference):
     class ForwardOnly(pa.Backend):
         name = "forward_only"
 
@@ -202,14 +204,16 @@ def test_a_backend_that_claims_a_gradient_it_has_not_is_named_in_the_error(only_
         pullback(out)
 
 
-def test_a_backend_gets_half_precision_inputs_as_they_are_and_wide_values_cast_down(third_party):
-    """Between the reference and another backend values are rounded to the call's dtype."""
+def test_backends_get_half_precision_inputs_unchanged_and_wider_arrays_cast_down(
+    third_party,
+):
+    """Arrays passed from the reference to another backend are rounded to the call's dtype."""
     torch = pytest.importorskip("torch")
-    seen = []
+    recorded = []
     original = third_party.ThirdParty.forward
 
     def spy(self, mechanism, inputs, frame):
-        seen.extend(inputs[name].dtype for name in inputs)
+        recorded.extend(inputs[name].dtype for name in inputs)
         return original(self, mechanism, {n: a.float() for n, a in inputs.items()}, frame)
 
     third_party.ThirdParty.forward = spy
@@ -218,7 +222,7 @@ def test_a_backend_gets_half_precision_inputs_as_they_are_and_wide_values_cast_d
         out = pa.Lucid(pa.Laser())(**x)
     finally:
         third_party.ThirdParty.forward = original
-    assert set(seen) == {torch.bfloat16}
+    assert set(recorded) == {torch.bfloat16}
     assert out.dtype == torch.bfloat16
     expected = pa.Lucid(pa.Laser())(**x, backend="reference")
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -1,7 +1,7 @@
-"""Expressions, mechanisms as values, and the programs that they stand for.
+"""Expressions, mechanisms as immutable objects, and their programs.
 
-`str` and `parse` are inverse, and a mechanism that exists makes sense: what does not is refused
-when it is made, with the reason.
+`str` and `parse` are inverse. A mechanism that makes no sense is refused at construction, with the
+reason.
 """
 
 import dataclasses
@@ -90,11 +90,11 @@ def test_parse_is_the_inverse_of_str_for_any_options(mechanism):
 
 @sampled
 @given(softmaxes() | lasers() | lucids())
-def test_the_text_says_what_differs_from_the_default_and_nothing_else(mechanism):
+def test_the_text_contains_exactly_the_options_that_differ_from_the_default(mechanism):
     own = str(mechanism).partition("(")[0]
-    said = re.findall(r"(\w+)=", own)
+    named = re.findall(r"(\w+)=", own)
     differing = [n for n, f in fields_of(mechanism).items() if getattr(mechanism, n) != f.default]
-    assert said == differing
+    assert named == differing
     assert ("[" in own) == bool(differing)
     base = getattr(mechanism, "base", pa.Softmax())
     assert ("(" in str(mechanism)) == (base != pa.Softmax())
@@ -194,7 +194,7 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
         ("lucid[eps=0][beta=true]", "expected the end of the expression here:\n"),
     ],
 )
-def test_text_that_is_no_expression_is_refused_with_the_place_or_the_name(text, message):
+def test_invalid_text_is_refused_with_the_position_or_the_name(text, message):
     assert_refused(text, ValueError, message)
 
 
@@ -229,7 +229,7 @@ NO_MEAN = (
         ("laser", "rms_norm", NO_MEAN),
     ],
 )
-def test_a_composition_without_sense_is_refused_with_the_reason(outer, base, reason):
+def test_a_composition_that_makes_no_sense_is_refused_with_the_reason(outer, base, reason):
     text = f"{outer}({base})"
     message = f"{text} makes no sense: {reason}"
     assert_refused(text, TypeError, message)
@@ -239,14 +239,14 @@ def test_a_composition_without_sense_is_refused_with_the_reason(outer, base, rea
 
 
 def test_every_pair_of_mechanisms_is_either_an_expression_or_refused():
-    found = compositions()
-    assert {text for text, reason in found.items() if reason is None} >= {"lucid(laser)", "lucid"}
-    refused = {text for text, reason in found.items() if reason is not None}
+    result = compositions()
+    assert {text for text, reason in result.items() if reason is None} >= {"lucid(laser)", "lucid"}
+    refused = {text for text, reason in result.items() if reason is not None}
     assert refused >= {"lucid(lucid)", "laser(lucid)", "laser(laser)"}
 
 
 @declared
-def test_a_mechanism_is_a_value(text):
+def test_equal_mechanisms_are_equal_and_hash_alike(text):
     mechanism, other = pa.parse(text), pa.parse(text)
     assert mechanism == other
     assert len({mechanism, other}) == 1
@@ -273,12 +273,12 @@ def test_no_field_of_a_mechanism_can_be_set(text):
         mechanism.other = 1
 
 
-# The toys: named out of the way of every real mechanism, and forgotten after the test.
+# Toy mechanisms, with names that no real mechanism has; they are unregistered after the test.
 
 
 @pytest.fixture
 def toy():
-    """Names for toy mechanisms; whatever a test registers is forgotten after it."""
+    """Names for toy mechanisms; whatever a test registers is unregistered after it."""
     before = registry.registered()
     yield
     for name in set(registry.registered()) - set(before):
@@ -287,7 +287,7 @@ def toy():
 
 
 class _Pointwise(pa.TokenWise):
-    """What toy pieces share; it has no name, and so is not registered."""
+    """The base class of toy pieces; it has no name and is therefore not registered."""
 
     output = "b t h d"
 
@@ -315,7 +315,7 @@ def scaling_leaf(name):
         def forward(self, x, frame):
             return x["x"] * x["strength"], ()
 
-    # Its name comes last: a class is registered when it is made with one.
+    # The name is given last: a class with a name is registered when it is created.
     return dataclass(frozen=True)(type(name, (Scaling,), {"name": name}))()
 
 
@@ -391,7 +391,7 @@ class TestNamesThatClash:
         with pytest.raises(TypeError, match=re.escape(message)):
             pair(pair())
 
-    def test_a_step_that_makes_the_name_of_an_input_is_refused(self):
+    def test_a_step_with_the_name_of_an_input_is_refused(self):
         normed = wiring(
             "toy_normed",
             lambda base: [pa.step("k", pa.RMSNorm(), x="k"), pa.step("out", base)],
@@ -400,7 +400,7 @@ class TestNamesThatClash:
         with pytest.raises(TypeError, match=re.escape(message)):
             normed()
 
-    def test_two_steps_that_make_one_name_are_refused(self):
+    def test_two_steps_of_one_name_are_refused(self):
         remade = wiring(
             "toy_remade",
             lambda base: [
@@ -412,7 +412,7 @@ class TestNamesThatClash:
         with pytest.raises(TypeError, match=r"toy_remade: .*'a'"):
             remade()
 
-    def test_a_renaming_of_an_input_that_the_step_has_not_is_refused(self):
+    def test_renaming_an_input_that_the_step_lacks_is_refused(self):
         mistaken = wiring(
             "toy_mistaken",
             lambda base: [
@@ -427,7 +427,7 @@ class TestNamesThatClash:
         with pytest.raises(ValueError, match=r"the name 'softmax' is taken by precondattn\.spec"):
             wiring("softmax", lambda base: [pa.step("out", base)])
 
-    def test_a_name_that_is_not_known_can_not_be_forgotten(self):
+    def test_an_unknown_name_can_not_be_unregistered(self):
         with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are ccq, c"):
             registry.unregister("toy_none")
 
@@ -466,7 +466,7 @@ def null():
         ("lucid(softmax[scale=0.3])", "lucid[scale=0.3](softmax[scale=0.3])"),
     ],
 )
-def test_mechanisms_that_mean_the_same_have_equal_programs(text, other):
+def test_equivalent_mechanisms_have_equal_programs(text, other):
     one, two = pa.parse(text), pa.parse(other)
     assert one != two
     assert one.program == two.program
@@ -491,14 +491,14 @@ def test_the_program_reads_as_the_calls_in_order():
 
 @pytest.mark.usefixtures("toy")
 class TestPrograms:
-    """Every value has one name, and is made and kept once."""
+    """Every result has one name, and is computed and stored once."""
 
-    def test_a_leaf_called_twice_on_the_same_values_is_called_once(self):
+    def test_a_leaf_called_twice_on_the_same_inputs_is_called_once(self):
         assert str(null()().program) == (
             "first = softmax(q, k, v); out = toy_difference(left=first, right=first)"
         )
 
-    def test_a_leaf_may_read_one_value_as_two_of_its_inputs(self):
+    def test_a_leaf_may_read_one_array_as_two_of_its_inputs(self):
         q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 3))
         np.testing.assert_array_equal(null()()(q, k, v), np.zeros_like(q))
 
@@ -514,7 +514,7 @@ class TestPrograms:
         ("base", "kept"),
         [("softmax", ["k", "v"]), ("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],
     )
-    def test_a_value_is_kept_once_in_the_cache_however_many_calls_read_it(self, base, kept):
+    def test_an_array_is_stored_once_in_the_cache_however_many_calls_read_it(self, base, kept):
         mechanism = paired()(pa.parse(base))
         q, k, v, q2 = np.random.default_rng(0).normal(size=(4, 2, 6, 2, 3))
         cache = mechanism.init_cache(q, k, v, capacity=8)
@@ -542,7 +542,7 @@ class TestPrograms:
         assert_refused("toy_pair", ValueError, "unknown mechanism 'toy_pair'")
 
 
-def test_a_third_party_mechanism_is_found_by_its_entry_point(tmp_path):
+def test_a_third_party_mechanism_is_discovered_by_its_entry_point(tmp_path):
     third_party = Path(__file__).parents[1] / "third_party"
     program = (
         "import numpy as np, precondattn as pa\n"

@@ -66,13 +66,13 @@ def sizes_of(mechanism):
 
 
 @pytest.mark.parametrize("expression", EXPECTED)
-def test_the_flops_of_every_mechanism_stay_what_they_were(expression):
+def test_the_flops_of_every_mechanism_equal_the_saved_numbers(expression):
     m = pa.parse(expression)
     works = ("forward", "forward_backward", "decode")
     assert tuple(flops(m, sizes_of(m), work) for work in works) == EXPECTED[expression]
 
 
-def test_every_mechanism_of_ours_declares_its_flops():
+def test_every_mechanism_of_the_library_declares_its_flops():
     for name, cls in registry.registered().items():
         if cls.__module__.startswith("precondattn."):
             assert None not in leaf_flops(cls().program, sizes_of(cls())), name
@@ -80,7 +80,7 @@ def test_every_mechanism_of_ours_declares_its_flops():
 
 @pytest.fixture
 def unregistered():
-    """Forget the mechanisms that a test defines."""
+    """Unregister the mechanisms that a test defines."""
     before = set(registry.registered())
     yield
     for name in set(registry.registered()) - before:
@@ -146,7 +146,7 @@ def test_the_flops_of_a_state_follow_from_its_slots(unregistered):
     assert flops(Average(), sizes_of(Average()), "decode") is None
 
 
-def test_leaves_that_keep_tokens_are_those_with_a_buffer_for_each_of_them():
+def test_leaves_that_store_tokens_are_those_with_a_buffer_per_token():
     quadratic = {
         name
         for name, cls in registry.registered().items()

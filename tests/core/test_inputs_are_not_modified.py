@@ -12,7 +12,7 @@ from tests.core.bad_input import refuses
 
 
 class Given:
-    """Everything that one call may be given, in one library, with NaN where nothing is read."""
+    """All arguments of a call in one library, with NaN at masked positions."""
 
     def __init__(self, library, mechanism):
         rng = np.random.default_rng(1)
@@ -42,8 +42,8 @@ class Given:
             _, self.full = mechanism.extend(self.cache, **self.new)
 
     def snapshot(self):
-        """Every array in it, copied."""
-        found = {}
+        """Copies of all arrays."""
+        result = {}
 
         def visit(path, value):
             if isinstance(value, dict):
@@ -53,10 +53,10 @@ class Given:
                 visit((*path, "length"), value.length)
                 visit((*path, "store"), value.store)
             elif hasattr(value, "shape"):
-                found[path] = np.asarray(value).copy()
+                result[path] = np.asarray(value).copy()
 
         visit((), vars(self))
-        return found
+        return result
 
 
 ACTS = {

@@ -16,8 +16,8 @@ def arrays_of(expression, **sizes):
     return {name: jnp.asarray(array) for name, array in made.items()}
 
 
-def close(found, expected):
-    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-10, atol=1e-12)
+def close(result, expected):
+    np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_jit_grad_and_vmap_agree_with_eager_calls(expression):
     m, x = pa.parse(expression), arrays_of(expression)
     expected, pullback = m.vjp(**x)
     close(jax.jit(lambda x: m(**x))(x), expected)
-    found = jax.jit(jax.grad(lambda x: jnp.sum(m(**x))))(x)
+    result = jax.jit(jax.grad(lambda x: jnp.sum(m(**x))))(x)
     for name, gradient in pullback(jnp.ones_like(expected)).items():
-        close(found[name], gradient)
+        close(result[name], gradient)
     stacked = {name: jnp.stack([a, a + 0.1]) for name, a in x.items()}
     mapped = jax.vmap(lambda x: m(**x))(stacked)
     close(mapped[0], expected)
@@ -40,13 +40,13 @@ def test_jit_grad_and_vmap_agree_with_eager_calls(expression):
     "expression",
     ["softmax", "lucid(laser)", "path", "gsa", "ccq[covariance=query_weighted](linear)"],
 )
-def test_rows_that_see_nothing_have_no_gradient_under_jit(expression):
-    """XLA rearranges what it compiles; 0 · ∞ must not come of it."""
+def test_rows_without_a_visible_key_have_no_gradient_under_jit(expression):
+    """XLA reorders operations, which must not lead to 0 · ∞."""
     m, x = pa.parse(expression), arrays_of(expression)
     loss = jax.grad(lambda x: jnp.sum(m(**x, lengths=jnp.asarray([4, 0])) ** 2))
-    found, expected = jax.jit(loss)(x), loss(x)
+    result, expected = jax.jit(loss)(x), loss(x)
     for name in x:
-        close(found[name], expected[name])
+        close(result[name], expected[name])
 
 
 def test_a_mechanism_is_a_static_argument_of_jit():
@@ -98,7 +98,7 @@ def test_the_reference_has_forward_mode_and_second_derivatives():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_is_computed_in_float32_and_returned_as_it_came(dtype):
+def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(dtype):
     x = {name: array.astype(dtype) for name, array in arrays_of("lucid").items()}
     out = pa.Lucid()(**x)
     wide = pa.Lucid()(**{name: array.astype(jnp.float32) for name, array in x.items()})
@@ -116,11 +116,11 @@ class TestAnotherBackend:
         def loss(x, backend=None):
             return jnp.sum(m(**x, **masks, backend=backend) ** 2)
 
-        found = jax.jit(jax.grad(loss))(x)
+        result = jax.jit(jax.grad(loss))(x)
         assert "backward of lucid_solve" in third_party.calls
         expected = jax.grad(partial(loss, backend="reference"))(x)
         for name in x:
-            close(found[name], expected[name])
+            close(result[name], expected[name])
 
     def test_vmap(self, third_party):
         m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")
@@ -135,7 +135,7 @@ class TestAnotherBackend:
 
 
 def lines_of_gradient(expression, tokens, backend):
-    """Of the traced gradient, printed."""
+    """The number of lines of the printed trace of the gradient."""
     m = pa.parse(expression)
     x = arrays_of(expression, b=1, t=tokens, s=tokens, h=2, n=2, d=4, e=4)
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x, backend=backend))))(x)

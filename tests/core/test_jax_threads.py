@@ -1,4 +1,4 @@
-"""On a CPU with two cores, JAX comes back from calls that solve several systems at once."""
+"""On a CPU with two cores, JAX calls that solve several systems at once do not deadlock."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ both = jax.jit({mapping}(lambda a, b: (solve(a, b), solve(a + 1, b))))
 for _ in range(20):
     jax.block_until_ready(both(matrices, right))
 """
-"""With `jnp.linalg.solve` it waits for ever."""
+"""With `jnp.linalg.solve` it deadlocks."""
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can not be chosen here")
 @pytest.mark.parametrize("mapping", ["", "jax.vmap"])
-def test_two_stacks_of_systems_at_once(mapping):
+def test_solving_two_stacks_of_systems_at_once_does_not_deadlock(mapping):
     cores = sorted(os.sched_getaffinity(0))[:2]
     script = f"import os; os.sched_setaffinity(0, {cores})\n"
     script += TWO_STACKS.format(mapping=mapping)

@@ -1,4 +1,4 @@
-"""What the kernel backends share: the table of kernels, the registry of configurations, limits."""
+"""Code that kernel backends share: the table of kernels, configurations, and limits."""
 
 import sys
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_every_entry_of_a_table_names_a_class(name):
             assert hasattr(kernels_in(rows, pa.Softmax()), "refuses")
 
 
-def test_a_configuration_that_was_forced_or_measured_is_preferred():
+def test_forced_and_measured_configurations_are_preferred():
     registry = Configurations((16, 32, 64))
     registry.declare("kernel", half={32: "narrow", 64: "wide"}, full={32: "full"})
     assert registry.find("kernel", 16, half=True) == "narrow"
@@ -62,7 +62,7 @@ def test_a_configuration_that_was_forced_or_measured_is_preferred():
     assert registry.find("kernel", 64, True, "device") == "measured"
 
 
-def test_padded_widths():
+def test_widths_are_padded_and_limited():
     assert [padded_width(width) for width in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     with pytest.raises(ValueError, match="at most 64 channels; found 65"):
         padded_width(65, 64)

@@ -1,4 +1,4 @@
-"""Letters of pieces, compared across a composition: what follows, and what is refused."""
+"""Axis letters of pieces are matched across a composition; contradictions are refused."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from precondattn_conformance.inputs import Layout, make_inputs
 
 @pytest.fixture
 def toys():
-    """Leaves and preconditioners that are forgotten after the test."""
+    """Leaves and preconditioners that are unregistered after the test."""
     before = set(registry.registered())
 
     def leaf(name, inputs, output, forward):
@@ -42,7 +42,7 @@ def toys():
 
 
 def low_rank(toys):
-    """Queries, keys and values each through a bottleneck of its own width, called m."""
+    """Queries, keys and values pass through bottlenecks; each calls its own width m."""
     leaf, around = toys
     declared = {"x": "b t h d", "down": "d m", "up": "m d"}
     project = leaf("toy_project", declared, "b t h d", lambda x, down, up: x @ down @ up)
@@ -59,8 +59,8 @@ def low_rank(toys):
 
 
 @pytest.mark.parametrize("base", ["softmax", "ssd", "gsa", "gated_delta", "ccq(gla)"])
-def test_three_widths_of_one_letter_are_three_letters_without_a_rule(toys, base):
-    """Three is no multiple of two, as value heads would have to be: a rank has no such rule."""
+def test_a_letter_of_three_steps_becomes_three_letters_without_a_rule(toys, base):
+    """Value heads must be multiples of key heads; ranks, here 3, 5 and 7, need not."""
     m, inner = low_rank(toys)(base=pa.parse(base)), pa.parse(base)
     x = make_inputs(inner, Layout("test", t=5, s=5, h=2, n=1, d=4, e=6), "random")
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_a_width_doubled_twice_is_four_times_as_wide_for_the_base(toys):
     assert pa.RowNormalized(m).program.output.text == "b t h e"
 
 
-def test_a_value_of_two_widths_is_refused_when_the_mechanism_is_made(toys):
+def test_an_input_of_two_widths_is_refused_at_construction(toys):
     leaf, around = toys
     two = leaf("toy_two", {"a": "b t h d", "c": "b t h d"}, "b t h d", lambda a, c: a + c)
     with pytest.raises(TypeError, match=r"q.* can not be both what .* declares"):
@@ -110,7 +110,7 @@ def test_a_value_of_two_widths_is_refused_when_the_mechanism_is_made(toys):
         )()
 
 
-def test_a_value_of_two_ranks_is_refused_when_the_mechanism_is_made(toys):
+def test_an_input_with_two_numbers_of_axes_is_refused_at_construction(toys):
     leaf, around = toys
     scaled = leaf("toy_scaled", {"x": "b t h d", "g": "b t h"}, "b t h d", lambda x, g: x)
     made = around(
@@ -121,7 +121,7 @@ def test_a_value_of_two_ranks_is_refused_when_the_mechanism_is_made(toys):
         made(base=pa.GLA())
 
 
-def test_a_fixed_width_of_a_piece_is_that_of_the_whole(toys):
+def test_a_fixed_width_of_a_piece_holds_for_the_whole_mechanism(toys):
     leaf, around = toys
     fixed = leaf("toy_fixed", {"x": "b t h 64"}, "b t h 64", lambda x: x)
     m = around(
@@ -136,7 +136,7 @@ def test_a_fixed_width_of_a_piece_is_that_of_the_whole(toys):
 
 
 @pytest.mark.parametrize("name", ["k2", "q2"])
-def test_a_second_map_has_rows_of_the_calls_dtype_also_for_the_delta_rule(name):
+def test_inputs_of_a_second_map_must_have_the_calls_dtype(name):
     torch = pytest.importorskip("torch")
     m = pa.Differential(pa.Delta())
     x = make_inputs(m, Layout("test", t=3, s=3), "random")

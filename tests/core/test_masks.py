@@ -1,4 +1,4 @@
-"""Masks of a call: what is hidden counts for nothing, whatever stands there."""
+"""Masks: masked entries have no effect, whatever they contain."""
 
 import numpy as np
 import pytest
@@ -12,22 +12,22 @@ LAYOUT = Layout("test", b=2, t=6, s=6)
 
 def with_nan(m, x, hidden):
     """The inputs with NaN at masked keys (b, s), and at queries whose own key is masked."""
-    found = {}
+    result = {}
     for name, array in x.items():
         array = array.copy()
         if "s" in m.inputs[name].letters:
             array[hidden] = np.nan
-        found[name] = array
-    return found
+        result[name] = array
+    return result
 
 
 def of_tokens(m, x, index):
-    """The inputs at some tokens; those that are not about tokens as they are."""
+    """The inputs at some tokens; inputs without a token axis unchanged."""
     return {n: a if m.inputs[n].time_axis is None else a[index] for n, a in x.items()}
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_nan_behind_the_length_poisons_neither_outputs_nor_gradients(expression):
+def test_nan_after_the_length_reaches_neither_outputs_nor_gradients(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
     lengths = np.asarray([4, 0])
@@ -54,23 +54,23 @@ def test_nan_behind_the_length_poisons_neither_outputs_nor_gradients(expression)
 
 
 @pytest.mark.parametrize("expression", [e for e in expressions(pieces=False) if "bias" not in e])
-def test_a_masked_key_is_as_good_as_absent(expression):
-    """In the base and in the preconditioner: dropping the key and its position changes nothing."""
+def test_masking_a_key_equals_removing_it(expression):
+    """In the base and in the preconditioner; the position of the key is removed too."""
     m = pa.parse(expression)
     if m.offers.window is not None:
         pytest.skip("a window counts positions, and dropping a key moves them")
     if "channel" in expression:
         pytest.skip("a channel's norm is over all queries, and dropping a position drops one")
     x = make_inputs(m, LAYOUT, "clustered")
-    seen = np.asarray([True, False, True, True, False, True])
-    key_mask = np.broadcast_to(seen, (2, 6))
+    is_kept = np.asarray([True, False, True, True, False, True])
+    key_mask = np.broadcast_to(is_kept, (2, 6))
     out = m(**with_nan(m, x, ~key_mask), key_mask=key_mask)
-    without = m(**of_tokens(m, x, (slice(None), seen)))
-    np.testing.assert_allclose(out[:, seen], without, rtol=1e-10, atol=1e-12)
+    without = m(**of_tokens(m, x, (slice(None), is_kept)))
+    np.testing.assert_allclose(out[:, is_kept], without, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("expression", [e for e in expressions() if "bias" not in e])
-def test_packed_sequences_are_each_alone(expression):
+def test_packed_sequences_are_independent(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
     segment_ids = np.asarray([[7, 7, 3, 3, 3, 9], [1, 1, 1, 1, 0, 0]])
@@ -84,7 +84,7 @@ def test_packed_sequences_are_each_alone(expression):
 
 
 @pytest.mark.parametrize("expression", expressions(pieces=False))
-def test_grouped_queries_are_repeated_key_value_heads(expression):
+def test_grouped_queries_equal_repeated_key_value_heads(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
     repeated = {}
@@ -100,15 +100,15 @@ def test_the_gradient_of_a_shared_bias_has_the_shape_of_the_bias(masks):
     x = make_inputs(m, LAYOUT._replace(broadcast=True), "random")
     assert x["bias"].shape == (1, 1, 6, 6)
     out, pullback = m.vjp(**x, **masks)
-    found = pullback(np.ones_like(out) * out)["bias"]
+    result = pullback(np.ones_like(out) * out)["bias"]
     each = {**x, "bias": np.repeat(x["bias"], 2, axis=0)}
     out, pullback = m.vjp(**each, **masks)
     expected = pullback(np.ones_like(out) * out)["bias"]
-    assert found.shape == (1, 1, 6, 6)
-    np.testing.assert_allclose(found, expected.sum(axis=(0,), keepdims=True))
+    assert result.shape == (1, 1, 6, 6)
+    np.testing.assert_allclose(result, expected.sum(axis=(0,), keepdims=True))
 
 
-def test_a_padded_block_as_long_as_the_cache_sees_the_bias_of_past_keys():
+def test_a_padded_block_as_long_as_the_cache_uses_the_bias_of_past_keys():
     m = pa.Softmax(bias=True)
     x = make_inputs(m, Layout("test", b=1, t=4, s=4), "random")
     expected = m(**x)

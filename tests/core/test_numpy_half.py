@@ -1,4 +1,4 @@
-"""Half precision of NumPy: in, float32 between, and out again, also bfloat16 that NumPy has not."""
+"""Half precision in NumPy, with bfloat16 of ml_dtypes: inputs and outputs; float32 inside."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 @pytest.mark.parametrize("masked", ["", "lengths", "key_mask", "segment_ids"])
 @pytest.mark.parametrize("expression", ["lucid(laser)", "ccq(gated_delta)"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_and_gradients_are_of_the_dtype_of_the_call(dtype, expression, masked, backend):
+def test_outputs_and_gradients_have_the_dtype_of_the_call(dtype, expression, masked, backend):
     m = pa.parse(expression)
     sizes = {"b": 2, "t": 7, "s": 7, "h": 2, "n": 2, "u": 2, "d": 4, "e": 4, "m": 4}
     rng = np.random.default_rng(0)
@@ -29,10 +29,10 @@ def test_outputs_and_gradients_are_of_the_dtype_of_the_call(dtype, expression, m
     }[masked]
     out, pullback = m.vjp(**x, **masks, backend=backend)
     d_out = rng.normal(size=out.shape).astype(dtype)
-    found = pullback(d_out)
-    assert {out.dtype, *(d.dtype for d in found.values())} == {dtype}
+    result = pullback(d_out)
+    assert {out.dtype, *(d.dtype for d in result.values())} == {dtype}
     wide = {name: array.astype(np.float64) for name, array in x.items()}
     expected, pullback = m.vjp(**wide, **masks, backend="reference")
     np.testing.assert_allclose(out.astype(np.float64), expected, rtol=2e-2, atol=2e-2)
     for name, d in pullback(d_out.astype(np.float64)).items():
-        np.testing.assert_allclose(found[name].astype(np.float64), d, rtol=2e-2, atol=5e-2)
+        np.testing.assert_allclose(result[name].astype(np.float64), d, rtol=2e-2, atol=5e-2)

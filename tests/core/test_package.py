@@ -1,4 +1,4 @@
-"""What `import precondattn` brings with it, and what the package says of itself."""
+"""What `import precondattn` imports, and the package's metadata and docstrings."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ assert not late, late
 """
 
 
-def test_importing_it_imports_no_framework_and_nothing_slow():
+def test_importing_the_package_imports_no_framework_and_no_slow_module():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False
     )
@@ -54,15 +54,15 @@ def test_the_oracle_names_no_framework():
 
 def test_the_core_imports_neither_backends_nor_conformance():
     for path in (ROOT / "precondattn").rglob("*.py"):
-        if path.name != "commands.py":  # The command line loads what a subcommand asks for.
+        if path.name != "commands.py":  # The command line loads what a subcommand needs.
             assert "precondattn_" not in re.sub(r"\"precondattn_\w+\"", "", path.read_text()), path
 
 
-def test_the_version_is_the_distributions():
+def test_the_version_is_that_of_the_distribution():
     assert metadata.version("precondattn") == pa.__version__
     assert f"## {pa.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_everything_public_is_documented_with_an_example_or_a_sentence():
+def test_every_public_name_has_an_example_or_a_sentence():
     for name in pa.__all__:
         assert getattr(pa, name).__doc__, name

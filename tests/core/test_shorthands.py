@@ -29,7 +29,7 @@ Q, K, V = RNG.normal(size=(3, 1, 5, 2, 4))
         (pa.Temperature, "tau", (2,), "temperature[per=head]"),
         (pa.Hedgehog, "q_weight", (4, 4), "hedgehog"),
         (pa.Hedgehog, "q_weight", (2, 4, 4), "hedgehog[per=head]"),
-        # A wrong shape: the input exists, and the call refuses the shape.
+        # The shape is wrong: the input is accepted by name, and then its shape is refused.
         (pa.Lucid, "lucid_beta", (5, 2), "lucid[beta=true]"),
     ],
 )
@@ -40,7 +40,7 @@ def test_an_array_switches_its_option_on(cls, name, shape, expected):
     assert rest == {name: array} or rest[name] is array
 
 
-def test_an_option_that_is_passed_is_not_switched():
+def test_an_option_that_is_passed_is_not_changed():
     mechanism, _ = build(pa.Differential, {"lam": np.ones(2), "per": "token"})
     assert mechanism.per == "token"
     mechanism, rest = build(pa.CCQ, {"tau": np.float64(0.5), "covariance": "query_weighted"})
@@ -48,7 +48,7 @@ def test_an_option_that_is_passed_is_not_switched():
     assert not rest
 
 
-def test_an_input_that_two_values_declare_is_left_to_the_caller():
+def test_an_input_of_two_option_settings_needs_an_explicit_option():
     with pytest.raises(TypeError, match=r"it belongs to forget='unscaled' or forget='scaled'"):
         pa.softmax(Q, K, V, g=np.zeros((1, 5, 2)))
 

@@ -15,7 +15,7 @@ strict = pytest.importorskip("array_api_strict")
 
 @pytest.mark.parametrize("expression", expressions())
 @pytest.mark.parametrize("backend", ["reference", None], ids=["reference", "default"])
-def test_nothing_beyond_the_standard_is_used_and_nothing_leaves_the_device(backend, expression):
+def test_only_the_array_api_standard_is_used_and_arrays_stay_on_their_device(backend, expression):
     m = pa.parse(expression)
     layout = Layout("test", t=5, s=5)
     made = make_inputs(m, layout, "clustered")

@@ -1,4 +1,4 @@
-"""PyTorch: the reference is plain differentiable code, another backend is a custom operator."""
+"""PyTorch: the reference is plain differentiable code; other backends are custom operators."""
 
 import numpy as np
 import pytest
@@ -37,10 +37,10 @@ def test_a_call_compiles_into_one_graph_with_its_gradient(expression):
     expected = m(**x)
     torch.testing.assert_close(compiled(**x), expected)
     cotangent = torch.ones_like(expected)
-    for found, wanted in zip(
+    for result, wanted in zip(
         gradients(compiled, x, cotangent), gradients(m, x, cotangent), strict=True
     ):
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(result, wanted)
 
 
 def test_a_compiled_call_takes_masks_and_another_length():
@@ -123,9 +123,9 @@ class TestAnotherBackend:
     def test_autograd_equals_the_reference(self, third_party, masks):
         m, x = pa.Lucid(pa.Laser()), tensors_of("lucid(laser)")
         cotangent = torch.ones_like(m(**x))
-        found = gradients(lambda **x: m(**x, **masks), x, cotangent)
+        result = gradients(lambda **x: m(**x, **masks), x, cotangent)
         wanted = gradients(lambda **x: m(**x, **masks, backend="reference"), x, cotangent)
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(result, wanted, strict=True):
             torch.testing.assert_close(a, b)
 
     def test_opcheck(self, third_party):
@@ -139,14 +139,14 @@ class TestAnotherBackend:
         args = ("lucid_solve", "third_party", [k, v], frame, outputs, torch.ones_like(v))
         torch.library.opcheck(backward, args)
 
-    def test_compile_keeps_the_operator_whole(self, third_party):
+    def test_compile_keeps_the_operator_as_one_node(self, third_party):
         torch.compiler.reset()
         x = tensors_of("lucid")
         compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(**x), pa.Lucid()(**x, backend="reference"))
-        found = gradients(compiled, x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
+        result = gradients(compiled, x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
         wanted = gradients(pa.Lucid(), x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(result, wanted, strict=True):
             torch.testing.assert_close(a, b)
 
     def test_vmap_folds_into_the_batch(self, third_party):
@@ -175,9 +175,9 @@ class TestAnotherBackend:
         def loss(k, backend=None):
             return pa.Lucid()(x["q"], k, x["v"], backend=backend).sum()
 
-        found = torch.func.grad(loss)(x["k"])
+        result = torch.func.grad(loss)(x["k"])
         assert not third_party.calls
-        torch.testing.assert_close(found, torch.func.grad(loss)(x["k"], "reference"))
+        torch.testing.assert_close(result, torch.func.grad(loss)(x["k"], "reference"))
         with pytest.raises(pa.UnsupportedError, match="third_party"):
             torch.func.grad(loss)(x["k"], "third_party")
 
@@ -187,7 +187,7 @@ class TestAnotherBackend:
         with pytest.raises(RuntimeError, match="no autograd formula was registered"):
             dk.square().sum().backward()
 
-    def test_an_extension_that_asks_for_a_gradient_is_left_to_the_reference(self, third_party):
+    def test_an_extension_with_a_gradient_is_left_to_the_reference(self, third_party):
         m, x = pa.Lucid(), tensors_of("lucid")
         out, _ = m.extend(m.init_cache(**x, capacity=6), **x)
         (dv,) = torch.autograd.grad(out.sum(), x["v"])
@@ -201,10 +201,10 @@ def test_an_inference_call_records_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32_and_returned_as_it_came(dtype):
+def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(dtype):
     x = {n: a.detach().to(dtype).requires_grad_() for n, a in tensors_of("lucid").items()}
     wide = {n: a.detach().float() for n, a in x.items()}
-    # The blocked backend rounds once more, what one piece hands to the next.
+    # The blocked backend also rounds what one piece passes to the next.
     for backend, rounding in (("reference", 0), ("torch", 2 * torch.finfo(dtype).eps)):
         out = pa.Lucid()(**x, backend=backend)
         gradients = torch.autograd.grad(out.sum(), list(x.values()))
@@ -222,7 +222,7 @@ def test_gates_of_half_precision_calls_may_be_float32():
 
 
 class Subtraction(pa.Backend):
-    """o₁ − λ o₂, as a backend that is no code of PyTorch's autograd."""
+    """o₁ − λ o₂ by a backend that PyTorch's autograd can not differentiate."""
 
     name = "subtraction"
     preference = 10

@@ -32,7 +32,7 @@ VERBS = ("forward", "vjp", "extend", "extend_vjp")
 
 
 def third_party_leaves():
-    """Leaves as a package outside this project may define them."""
+    """Leaves that a third-party package may define."""
 
     @dataclass(frozen=True)
     class LeakyIntegrator(pa.Stateful):
@@ -103,7 +103,7 @@ def third_party_leaves():
 
     @dataclass(frozen=True)
     class Bounded(pa.TokenWise):
-        """o = v / max |v|, where that is more than 1. It looks at its entries on the host."""
+        """o = v / max |v| where max |v| > 1. It reads entries on the host."""
 
         name: ClassVar[str] = "bounded"
         inputs = Inputs(v="b s n e")
@@ -127,7 +127,7 @@ def third_party_leaves():
 
     @dataclass(frozen=True)
     class OtherRows(pa.UnitRows):
-        """The same of a leaf without a cache."""
+        """The same for a leaf without a cache."""
 
         name: ClassVar[str] = "other_rows"
 
@@ -166,8 +166,8 @@ def numpy_of(array):
     return np.asarray(array.detach() if isinstance(array, torch.Tensor) else array)
 
 
-def assert_close(found, expected):
-    np.testing.assert_allclose(numpy_of(found), expected, rtol=1e-12, atol=1e-12)
+def assert_close(result, expected):
+    np.testing.assert_allclose(numpy_of(result), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -186,7 +186,7 @@ def test_every_verb_runs_on_the_reference(leaf, library):
         assert_close(gradient, gradients[name])
 
     if leaf.name == "bounded":
-        return  # It scales by the largest entry of all tokens, which steps do not see together.
+        return  # It divides by the maximum over all tokens, which a step does not have.
     first, last = (
         {name: array[:, part, ...] for name, array in mine.items()}
         for part in (slice(0, 4), slice(4, S))
@@ -228,13 +228,13 @@ def test_autograd_of_torch_has_the_same_gradient(leaf):
 def test_grad_of_jax_has_the_same_gradient(leaves):
     for leaf in (leaves["leaky_integrator"], leaves["running_mean"]):
         x = inputs_of(leaf)
-        found = jax.jit(jax.grad(lambda x, leaf=leaf: jnp.sum(jnp.sin(leaf(**x)))))(x)
+        result = jax.jit(jax.grad(lambda x, leaf=leaf: jnp.sum(jnp.sin(leaf(**x)))))(x)
         out, pullback = leaf.vjp(**x)
         for name, gradient in pullback(np.cos(out)).items():
-            assert_close(found[name], gradient)
+            assert_close(result[name], gradient)
 
 
-def test_explain_has_a_reason_for_every_other_backend(leaf):
+def test_explain_gives_a_reason_for_every_other_backend(leaf):
     x = inputs_of(leaf)
     for library, asarray in LIBRARIES.items():
         mine = {name: asarray(array) for name, array in x.items()}
@@ -262,7 +262,7 @@ def test_every_backend_declines_it_on_every_device(leaf):
             assert support.reason
 
 
-def test_jax_does_not_take_what_is_added_to_portable(leaves, monkeypatch):
+def test_jax_declines_leaves_that_are_added_to_portable(leaves, monkeypatch):
     leaf = leaves["leaky_integrator"]
     stateful = (*precondattn_portable.backend.STATEFUL, type(leaf))
     monkeypatch.setattr(precondattn_portable.backend, "STATEFUL", stateful)

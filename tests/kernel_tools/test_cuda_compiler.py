@@ -36,7 +36,7 @@ def everything(tmp_path_factory):
     report = json.loads(path.read_text())
     assert set(report) == {"nvrtc", "python", "variants"}
     assert report["nvrtc"] == nvrtc.version()
-    return done, {(found["name"], found["target"]): found for found in report["variants"]}
+    return done, {(result["name"], result["target"]): result for result in report["variants"]}
 
 
 @needs_nvrtc
@@ -45,21 +45,21 @@ def everything(tmp_path_factory):
 @pytest.mark.parametrize("tile", [8, 16])
 def test_what_compiles_and_fits_has_its_resources_in_the_report(everything, dtype, tile, target):
     done, variants = everything
-    found = variants[f"product<{dtype}, {tile}>", target]
-    assert found["failures"] == []
-    assert 0 < found["registers"] <= 255
-    assert found["spilt_bytes"] == 0
+    result = variants[f"product<{dtype}, {tile}>", target]
+    assert result["failures"] == []
+    assert 0 < result["registers"] <= 255
+    assert result["spilt_bytes"] == 0
     size = {"double": 8, "float": 4}.get(dtype, 2)
-    assert found["shared_bytes"] == 2 * tile * tile * size
-    assert found["seconds"] > 0
+    assert result["shared_bytes"] == 2 * tile * tile * size
+    assert result["seconds"] > 0
     assert f"product<{dtype}, {tile}>" in done.stdout
 
 
 @needs_nvrtc
 def test_a_kernel_without_a_template_is_found_by_its_name(everything):
-    found = everything[1]["grid total", "sm_90"]
-    assert found["failures"] == []
-    assert found["registers"] > 0
+    result = everything[1]["grid total", "sm_90"]
+    assert result["failures"] == []
+    assert result["registers"] > 0
 
 
 @needs_nvrtc
@@ -78,8 +78,8 @@ def test_a_kernel_without_a_template_is_found_by_its_name(everything):
 def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     done, variants = everything
     assert done.returncode == 1
-    (said,) = variants[name, "sm_80"]["failures"]
-    assert failure in said
+    (message,) = variants[name, "sm_80"]["failures"]
+    assert failure in message
     assert failure in done.stdout
 
 

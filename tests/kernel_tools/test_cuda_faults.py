@@ -120,7 +120,7 @@ NEEDED = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);")
 def weakened():
     """The examples, each of whose barriers and fences can be left out."""
     text, count = (EXAMPLES / "kernels.cu").read_text(), iter(range(100))
-    text = NEEDED.sub(lambda found: f"if (left_out != {next(count)}) {found[0]}", text)
+    text = NEEDED.sub(lambda match: f"if (left_out != {next(count)}) {match[0]}", text)
     switch = 'static int left_out;\nextern "C" __global__ void leave_out(int i) { left_out = i; }\n'
     names = ["transpose<float, 8>", "product<float, 8>", "total<float>"]
     return SimulatedModule(switch + text, names, [f"-I{EXAMPLES}"])

@@ -71,16 +71,16 @@ def test_what_fits_has_its_resources_and_what_does_not_is_a_failure(tmp_path):
     assert done.returncode == 1, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == {"jax", "triton", "python", "variants"}
-    found = {(v["name"], v["target"]): v for v in report["variants"]}
-    fits = found["fits square", "sm_80"]
+    result = {(v["name"], v["target"]): v for v in report["variants"]}
+    fits = result["fits square", "sm_80"]
     assert fits["failures"] == []
     assert 0 < fits["registers"] <= 255
     assert fits["shared_bytes"] > 0
-    assert found["fits square", "tpu"]["failures"] == []
-    assert "bytes (at most 0)" in found["spills square", "sm_80"]["failures"][0]
+    assert result["fits square", "tpu"]["failures"] == []
+    assert "bytes (at most 0)" in result["spills square", "sm_80"]["failures"][0]
     for target in ("sm_80", "tpu"):
-        assert "sort" in found["has no such operation", target]["failures"][0]
-        assert found["has no kernel", target]["failures"] == ["no kernel in it"]
+        assert "sort" in result["has no such operation", target]["failures"][0]
+        assert result["has no kernel", target]["failures"] == ["no kernel in it"]
 
 
 def test_what_is_shipped_compiles_for_a_few_of_its_variants():
@@ -107,9 +107,9 @@ def test_every_configuration_is_among_the_compiled(monkeypatch):
 
     for module in ("softmax.attention", "recurrence.chunk_arrays", "lucid.solve", "lucid.step"):
         monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
-    found = list(variants.variants("sm_90"))
-    assert len({variant.name for variant in found}) == len(found)
-    for variant in found:
+    result = list(variants.variants("sm_90"))
+    assert len({variant.name for variant in result}) == len(result)
+    for variant in result:
         jax.eval_shape(variant.function, *variant.arguments)
     shipped = {(key.kernel, key.half, cut) for key, cut in configurations.CONFIGURATIONS.items()}
     assert shipped == compiled

@@ -55,36 +55,36 @@ def test_casts_round_to_the_nearest_and_ties_to_even(to):
     step = torch.finfo(to).eps
     ties = 1 + step * (torch.arange(32) + 0.5)
     x = torch.cat([ties, -ties, normal(57), torch.tensor([0.0, -0.0, 1e30, 1e-30, *SPECIAL])])
-    found = torch.zeros(128, dtype=to)
+    result = torch.zeros(128, dtype=to)
     with checked():
-        kernels.cast[(1,)](x, found, None, 128)
-    assert torch.equal(found.isnan(), x.isnan())
-    assert torch.equal(found.nan_to_num(7), x.to(to).nan_to_num(7))
+        kernels.cast[(1,)](x, result, None, 128)
+    assert torch.equal(result.isnan(), x.isnan())
+    assert torch.equal(result.nan_to_num(7), x.to(to).nan_to_num(7))
 
 
 @interpreted
 def test_a_cast_towards_zero_cuts_the_bits_off():
     x = normal(128)
-    found = torch.zeros(128, dtype=torch.bfloat16)
+    result = torch.zeros(128, dtype=torch.bfloat16)
     with checked():
-        kernels.cast[(1,)](x, found, "rtz", 128)
+        kernels.cast[(1,)](x, result, "rtz", 128)
     cut = (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
-    assert torch.equal(found.float(), cut)
-    assert not torch.equal(found, x.bfloat16())
+    assert torch.equal(result.float(), cut)
+    assert not torch.equal(result, x.bfloat16())
 
 
 @interpreted
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
 def test_a_tf32_product_has_factors_of_ten_bits_and_no_other_has(precision):
     a, b = normal(32, 32), normal(32, 32, seed=1)
-    found = torch.zeros(32, 32)
+    result = torch.zeros(32, 32)
     with checked():
-        kernels.product[(1,)](a, b, found, 32, precision)
+        kernels.product[(1,)](a, b, result, 32, precision)
     exact = a.double() @ b.double()
     cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for x in (a, b)]
     expected = cut[0] @ cut[1] if precision == "tf32" else exact
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    assert ((found - exact).abs().max() > 1e-3) == (precision == "tf32")
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    assert ((result - exact).abs().max() > 1e-3) == (precision == "tf32")
 
 
 @interpreted
@@ -92,10 +92,10 @@ def test_a_tf32_product_has_factors_of_ten_bits_and_no_other_has(precision):
 def test_a_product_of_16_bits_is_summed_in_32(dtype):
     a = torch.ones(32, 32, dtype=dtype)
     a[:, 0] = 2048  # In 16 bits, 2048 + 1 = 2048.
-    found = torch.zeros(32, 32)
+    result = torch.zeros(32, 32)
     with checked():
-        kernels.product[(1,)](a, torch.ones_like(a), found, 32, "ieee")
-    assert (found == 2048 + 31).all()
+        kernels.product[(1,)](a, torch.ones_like(a), result, 32, "ieee")
+    assert (result == 2048 + 31).all()
 
 
 @interpreted
@@ -332,13 +332,13 @@ def everything(tmp_path_factory):
 def test_what_compiles_and_fits_has_its_resources_in_the_report(everything):
     done, variants = everything
     for name, takes_shared in (("scale", False), ("product 32", True)):
-        found = variants[name]
-        assert found["target"] == "sm_80"
-        assert found["failures"] == []
-        assert 0 < found["registers"] <= 255
-        assert found["seconds"] > 0
-        assert found["spilt_bytes"] == 0
-        assert (found["shared_bytes"] > 0) == takes_shared
+        result = variants[name]
+        assert result["target"] == "sm_80"
+        assert result["failures"] == []
+        assert 0 < result["registers"] <= 255
+        assert result["seconds"] > 0
+        assert result["spilt_bytes"] == 0
+        assert (result["shared_bytes"] > 0) == takes_shared
         assert name in done.stdout
 
 
@@ -353,8 +353,8 @@ def test_what_compiles_and_fits_has_its_resources_in_the_report(everything):
 def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     done, variants = everything
     assert done.returncode == 1
-    (said,) = variants[name]["failures"]
-    assert failure in said
+    (message,) = variants[name]["failures"]
+    assert failure in message
     assert failure in done.stdout
 
 

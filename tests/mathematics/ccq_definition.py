@@ -166,9 +166,9 @@ def conditioned(x, covariance="running", tau=1.0, eps=1e-6, state=None):
         if (i := j - (s - t)) < 0:
             continue
         if covariance == "query_weighted":
-            seen = k[:, : j + 1]
-            p = torch.softmax(torch.einsum("bhd,bjhd->bjh", q[:, i], seen) / tau, 1)[..., None]
-            centred = seen - torch.sum(p * seen, 1, keepdim=True)
+            visible = k[:, : j + 1]
+            p = torch.softmax(torch.einsum("bhd,bjhd->bjh", q[:, i], visible) / tau, 1)[..., None]
+            centred = visible - torch.sum(p * visible, 1, keepdim=True)
             sigma = torch.einsum("bjhc,bjhd->bhcd", p * centred, centred)
         else:
             mean = first / count[..., None]

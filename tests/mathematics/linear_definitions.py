@@ -195,16 +195,16 @@ def written(layer, token, states):
 def read(layer, q, states):
     scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
     states = [of_heads(state[:, None], q.shape[1])[:, 0] for state in states]
-    found = scale * (states[0] * q[..., None]).sum(-2)
+    result = scale * (states[0] * q[..., None]).sum(-2)
     if layer.name == "gsa":
-        return (states[1] * torch.softmax(found, dim=-1)[..., None]).sum(-2)
+        return (states[1] * torch.softmax(result, dim=-1)[..., None]).sum(-2)
     if len(states) == 2:
-        found = found / (scale * (states[1] * q).sum(-1, keepdim=True) + layer.eps)
-    return found
+        result = result / (scale * (states[1] * q).sum(-1, keepdim=True) + layer.eps)
+    return result
 
 
-def scan(layer, x, states=None, seen=None):
-    """Token by token: outputs and last states. Tokens not `seen` (b, s) are read, not written."""
+def scan(layer, x, states=None, is_written=None):
+    """Outputs and last states, token by token; `is_written` (b, s) selects the tokens to write."""
     layer, x = features(layer, x)
     (b, t, h, d), (s, n) = x["q"].shape, x["k"].shape[1:3]
     u, e = x["v"].shape[2:]
@@ -217,8 +217,10 @@ def scan(layer, x, states=None, seen=None):
     outs = []
     for j in range(s):
         new = written(layer, {name: array[:, j] for name, array in x.items()}, states)
-        if seen is not None:
-            kept = [torch.as_tensor(seen[:, j]).reshape(b, *[1] * (a.ndim - 1)) for a in states]
+        if is_written is not None:
+            kept = [
+                torch.as_tensor(is_written[:, j]).reshape(b, *[1] * (a.ndim - 1)) for a in states
+            ]
             new = [torch.where(*both) for both in zip(kept, new, states, strict=True)]
         states = new
         if j >= s - t:
@@ -230,46 +232,46 @@ def tensors(arrays, grad=False):
     return {name: torch.tensor(array, requires_grad=grad) for name, array in arrays.items()}
 
 
-def expected_vjp(layer, x, d_out, states=None, d_last=None, seen=None):
+def expected_vjp(layer, x, d_out, states=None, d_last=None, is_written=None):
     """Output and last states of the loop; PyTorch's gradients of inputs and first states."""
     x = tensors(x, grad=True)
     first = None if states is None else tensors(states, grad=True)
-    out, last = scan(layer, x, first and list(first.values()), seen)
+    out, last = scan(layer, x, first and list(first.values()), is_written)
     total = (out * torch.tensor(d_out)).sum()
     for state, cotangent in zip(last, (d_last or {}).values(), strict=d_last is not None):
         total = total + (state * torch.tensor(cotangent)).sum()
     leaves = {**x, **(first or {})}
-    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    gradients = {name: g.numpy() for name, g in zip(leaves, found, strict=True)}
+    result = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    gradients = {name: g.numpy() for name, g in zip(leaves, result, strict=True)}
     d_first = {name: gradients.pop(name) for name in first or {}}
     return out.detach().numpy(), [a.detach().numpy() for a in last], gradients, d_first
 
 
-def definition(layer, x, states=None, seen=None):
+def definition(layer, x, states=None, is_written=None):
     states = None if states is None else list(tensors(states).values())
-    out, last = scan(layer, tensors(x), states, seen)
+    out, last = scan(layer, tensors(x), states, is_written)
     return out.numpy(), [state.numpy() for state in last]
 
 
-def close(found, expected):
+def close(result, expected):
     """`assert_close`, of arrays or dicts of them, where all of them may be 0."""
     if isinstance(expected, dict):
-        assert set(found) == set(expected)
+        assert set(result) == set(expected)
         for name in expected:
-            assert found[name].shape == expected[name].shape
-            close(found[name], expected[name])
+            assert result[name].shape == expected[name].shape
+            close(result[name], expected[name])
         return
-    assert np.shape(found) == np.shape(expected)
-    assert np.all(np.isfinite(found))
-    assert_close(found, expected, size=1 + np.max(np.abs(expected), initial=0.0))
+    assert np.shape(result) == np.shape(expected)
+    assert np.all(np.isfinite(result))
+    assert_close(result, expected, size=1 + np.max(np.abs(expected), initial=0.0))
 
 
-def close_to_definition(layer, p, x, states=None, seen=None, **masks):
+def close_to_definition(layer, p, x, states=None, is_written=None, **masks):
     """Output and gradients of a full call, or with states those of an extension."""
     if states is None:
         out, pullback = layer.vjp(**x, **masks)
         d_out = p.like(out)
-        expected, _, expected_gradients, _ = expected_vjp(layer, x, d_out, seen=seen)
+        expected, _, expected_gradients, _ = expected_vjp(layer, x, d_out, is_written=is_written)
         close(out, expected)
         close(pullback(d_out), expected_gradients)
         return
@@ -277,9 +279,9 @@ def close_to_definition(layer, p, x, states=None, seen=None, **masks):
     out, last, pullback = layer.extend_vjp(cache, **x, **masks)
     d_out, d_last = p.like(out), {name: p.like(array) for name, array in states.items()}
     expected, expected_last, *expected_gradients = expected_vjp(
-        layer, x, d_out, states, d_last, seen
+        layer, x, d_out, states, d_last, is_written
     )
     close(out, expected)
     close(last.store, dict(zip(states, expected_last, strict=True)))
-    for found, wanted in zip(pullback(d_out, d_last), expected_gradients, strict=True):
-        close(found, wanted)
+    for result, wanted in zip(pullback(d_out, d_last), expected_gradients, strict=True):
+        close(result, wanted)

@@ -202,9 +202,9 @@ def kernel(k, w, beta, normalize="keys", *, scale=None, eps=1e-6, window=None):
     scores, mask = scale * path_scores(k, k, w, beta), causal_mask(s, s, window)
     matrix = np.zeros_like(scores)
     for i in range(s):
-        seen = np.flatnonzero(mask[i])
-        shift = {"none": 0.0, "rows": scores[i, seen].max()}.get(normalize, scale * d)
-        matrix[i, seen] = np.exp(scores[i, seen] - shift)
+        visible = np.flatnonzero(mask[i])
+        shift = {"none": 0.0, "rows": scores[i, visible].max()}.get(normalize, scale * d)
+        matrix[i, visible] = np.exp(scores[i, visible] - shift)
         if normalize in ("keys", "queries_and_keys"):
             matrix[i, i] = 1.0
     return matrix

@@ -199,5 +199,5 @@ def test_a_feature_map_inside_or_outside():
     scale = x["q"].shape[-1] ** -0.5
     for base in ("gla", f"gla[scale={scale}]"):
         expected = pa.parse(f"ccq({base})")(**features, **own)
-        found = pa.parse(f"hedgehog(ccq({base}))")(**x)
-        assert_close(found, expected, size=10)
+        result = pa.parse(f"hedgehog(ccq({base}))")(**x)
+        assert_close(result, expected, size=10)

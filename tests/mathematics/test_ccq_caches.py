@@ -33,8 +33,8 @@ def test_what_a_cache_remembers_is_sums():
         x = p.x(layer)
         _, cache = layer.extend(layer.init_cache(**x), **x)
         _, sums = conditioned(in_torch(x), decayed)
-        found = [cache.store[name] for name in own_buffers(cache)]
-        for buffer, expected in zip(found, sums, strict=True):
+        result = [cache.store[name] for name in own_buffers(cache)]
+        for buffer, expected in zip(result, sums, strict=True):
             assert_is(np.repeat(buffer, p.group, axis=1), expected)
 
 
@@ -65,8 +65,8 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
     x = p.x(layer)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
     out = layer(**x)
-    found, cache = extended(layer, x, cuts)
-    assert_close(found, out, size=1 + np.abs(out).max())
+    result, cache = extended(layer, x, cuts)
+    assert_close(result, out, size=1 + np.abs(out).max())
     assert np.all(cache.length == t)
 
 
@@ -137,8 +137,8 @@ def test_a_masked_key_is_counted_by_nobody(layer, p, data):
     changed = {n: a.reshape(x[n].shape) for n, a in others.items()}
     assert_close(layer(**(x | changed), key_mask=mask), out, size=1 + np.abs(out).max())
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=2)) | {0, t})
-    found, _ = extended(layer, x, cuts, key_mask=mask)
-    assert_close(found, out, size=1 + np.abs(out).max())
+    result, _ = extended(layer, x, cuts, key_mask=mask)
+    assert_close(result, out, size=1 + np.abs(out).max())
     if shown.any():
         expected = layer(**part(x, shown))
         assert_close(out[:, shown], expected, size=1 + np.abs(expected).max())
@@ -155,9 +155,9 @@ def test_a_query_without_a_key_of_its_own_has_those_before(piece, options, p, da
     for i in range(t):
         query = {"q": x["q"][:, i : i + 1], "contraction": x["contraction"][:, i : i + 1]}
         if shown[: i + 1].any():
-            seen = np.flatnonzero(shown[: i + 1])
-            keys_seen = {name: x[name][:, seen] for name in ("k", "g") if name in x}
-            expected = conditioned(in_torch(query | keys_seen), **options)[0]
+            visible = np.flatnonzero(shown[: i + 1])
+            visible_inputs = {name: x[name][:, visible] for name in ("k", "g") if name in x}
+            expected = conditioned(in_torch(query | visible_inputs), **options)[0]
         else:
             expected = unit(torch.tensor(query["q"]), options.get("eps", 1e-6))
         assert_is(out[:, i : i + 1], expected)
@@ -211,10 +211,10 @@ def test_gradients_through_the_states(layer, p, past):
     assert (set(gradients), set(d_old)) == (set(after), set(names))
     wanted = torch.autograd.grad(total, [*leaves.values(), *old.values()])
     for name, gradient in zip((*leaves, *old), wanted, strict=True):
-        found = d_old[name] if name in old else gradients[name]
+        result = d_old[name] if name in old else gradients[name]
         if name == names[0]:
-            found, gradient = (a + a.swapaxes(-1, -2) for a in (found, gradient))
-        assert_is(found, gradient)
+            result, gradient = (a + a.swapaxes(-1, -2) for a in (result, gradient))
+        assert_is(result, gradient)
 
 
 @pytest.mark.parametrize("layer", STATES)
@@ -270,5 +270,5 @@ def test_what_is_masked_has_no_part_in_gradients_through_states(layer, masks):
         pairs += [(longer.store[name][one], buffer) for name, buffer in grown.store.items()]
         pairs += [(gradients[name][one, kept], gradient) for name, gradient in wanted.items()]
         pairs += [(d_old[name][one], gradient) for name, gradient in d_alone.items()]
-        for found, alike in pairs:
-            assert_close(found, alike, size=1 + np.abs(alike).max())
+        for result, alike in pairs:
+            assert_close(result, alike, size=1 + np.abs(alike).max())

@@ -162,6 +162,6 @@ def test_a_query_and_its_gate_together():
         torch.sum(expected * torch.tensor(cotangent)),
         [leaves["q"], weights["weight"], weights["bias"]],
     )
-    found = gradients["q"] + of_the_gate["q"], of_the_gate["weight"], of_the_gate["bias"]
-    for actual, gradient in zip(found, wanted, strict=True):
+    result = gradients["q"] + of_the_gate["q"], of_the_gate["weight"], of_the_gate["bias"]
+    for actual, gradient in zip(result, wanted, strict=True):
         assert_is(actual, gradient)

@@ -626,9 +626,9 @@ def test_heads_of_other_libraries_split_alike_and_stay_there(layout, library):
         "jax": (jax_numpy.asarray, jax_numpy.ndarray),
     }[library]
     x = np.arange(48.0).reshape(1, 2, 6, 4)
-    found = [*pa.split_heads(make(x), layout), pa.pair_values(make(x), layout)]
+    result = [*pa.split_heads(make(x), layout), pa.pair_values(make(x), layout)]
     expected = [*pa.split_heads(x, layout), pa.pair_values(x, layout)]
-    for theirs, ours in zip(found, expected, strict=True):
+    for theirs, ours in zip(result, expected, strict=True):
         assert isinstance(theirs, kind)
         np.testing.assert_array_equal(np.asarray(theirs), ours)
 

@@ -86,9 +86,9 @@ def laser_by_rows(q, k, v, visible, bias=None):
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out, visible = np.zeros((*q.shape[:3], v.shape[-1])), np.broadcast_to(visible, s.shape)
     for b, h, i in np.ndindex(s.shape[:3]):
-        seen = visible[b, h, i]
-        if seen.any():
-            row, values = s[b, h, i, seen], v[b, seen, h]
+        row_mask = visible[b, h, i]
+        if row_mask.any():
+            row, values = s[b, h, i, row_mask], v[b, row_mask, h]
             out[b, i, h] = np.logaddexp.reduce(row[:, None] + values, axis=0)
             out[b, i, h] -= np.logaddexp.reduce(row)
     return out
@@ -185,9 +185,9 @@ def test_output_lies_within_log_n_above_the_best_weighted_value(p):
     best = highest_visible(p, weighted)
     slack = 1e-12 * p.size
     out = p.layer(p.q, p.k, p.v)
-    seen = p.visible.sum(-1)[:, None, None]
+    visible_count = p.visible.sum(-1)[:, None, None]
     assert np.all(best - slack <= out)
-    assert np.all(out <= best + np.log(seen) + slack)
+    assert np.all(out <= best + np.log(visible_count) + slack)
 
 
 @sampled

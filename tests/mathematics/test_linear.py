@@ -117,10 +117,10 @@ def test_torch_differentiates_a_call(layer):
     inputs = tensors(x, grad=True)
     out = layer(**inputs)
     d_out = p.like(out)
-    found = torch.autograd.grad((out * torch.tensor(d_out)).sum(), list(inputs.values()))
+    result = torch.autograd.grad((out * torch.tensor(d_out)).sum(), list(inputs.values()))
     expected, _, gradients, _ = expected_vjp(layer, x, d_out)
     close(out.detach().numpy(), expected)
-    close({name: g.numpy() for name, g in zip(inputs, found, strict=True)}, gradients)
+    close({name: g.numpy() for name, g in zip(inputs, result, strict=True)}, gradients)
 
 
 # Gates and keys at their limits
@@ -260,8 +260,8 @@ def test_a_row_without_weights_is_zero_without_eps_and_so_is_its_gradient():
         pa.parse("elu1(linear[normalize=true,eps=0])"),
         Problem(np.random.default_rng(0), s=4),
     )
-    x, seen = p.x(layer), np.asarray([[False, False, True, True]] * 2)
-    out, pullback = layer.vjp(**x, key_mask=seen)
+    x, is_visible = p.x(layer), np.asarray([[False, False, True, True]] * 2)
+    out, pullback = layer.vjp(**x, key_mask=is_visible)
     gradients = pullback(np.ones_like(out))
     assert np.all(out[:, :2] == 0)
     assert np.all(gradients["q"][:, :2] == 0)
@@ -372,13 +372,13 @@ def of_head(layer, p, x, head):
     own = letters["k"] == OWN["k"]
     counts = {"h": 1 if own else p.group, "n": 1, "u": p.multiple}
     chosen = {letter: slice(head * count, head * count + count) for letter, count in counts.items()}
-    found = dict(x)
+    result = dict(x)
     for name, array in x.items():
         if timed(name):
-            found[name] = array[:, :, chosen[letters[name].split()[2]]]
+            result[name] = array[:, :, chosen[letters[name].split()[2]]]
         elif layer.per == "head":
-            found[name] = array[chosen[letters[name[0]].split()[2]]]
-    return found, chosen["u" if own else "h"]
+            result[name] = array[chosen[letters[name[0]].split()[2]]]
+    return result, chosen["u" if own else "h"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

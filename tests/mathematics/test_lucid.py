@@ -253,11 +253,11 @@ def test_a_normalised_query_equal_to_its_key_retrieves_its_value_scaled(p):
 @given(problems(kinds=["random", "clustered", "duplicate"], grouped=False))
 def test_without_normalisation_the_factor_is_one_over_the_sum_of_exponentials(p):
     raw = np.einsum("bind,bjnd->bnij", p.k, p.k) / np.sqrt(p.k.shape[-1])
-    seen = np.tril(np.ones(raw.shape[-2:], dtype=bool))
-    totals = np.where(seen, np.exp(raw), 0).sum(-1)
+    is_visible = np.tril(np.ones(raw.shape[-2:], dtype=bool))
+    totals = np.where(is_visible, np.exp(raw), 0).sum(-1)
     expected = np.eye(p.k.shape[1]) / totals[..., None]
     assert_close(matrix_of(pa.Lucid(normalize="none"), p.k, p.k), expected)
-    highest = np.exp(np.where(seen, raw, -np.inf).max(-1))[..., None]
+    highest = np.exp(np.where(is_visible, raw, -np.inf).max(-1))[..., None]
     assert_close(matrix_of(pa.Lucid(normalize="rows"), p.k, p.k), expected * highest)
 
 
@@ -438,8 +438,8 @@ def test_output_is_linear_in_the_values(normalize, p, a, c):
 def test_row_maxima_equal_no_normalisation_of_rescaled_values(p):
     d = p.k.shape[-1]
     scores = np.einsum("bind,bjnd->bnij", p.k, p.k) / np.sqrt(d)
-    seen = np.tril(np.ones(scores.shape[-2:], dtype=bool))
-    highest = np.where(seen, scores, -np.inf).max(-1).transpose(0, 2, 1)[..., None]
+    is_visible = np.tril(np.ones(scores.shape[-2:], dtype=bool))
+    highest = np.where(is_visible, scores, -np.inf).max(-1).transpose(0, 2, 1)[..., None]
     y = pa.LucidSolve(normalize="rows")(p.k, p.v)
     assert_close(y, pa.LucidSolve(normalize="none")(p.k, np.exp(highest) * p.v))
 
@@ -470,8 +470,8 @@ def test_a_window_masks_both_factors_alike(normalize, p, window):
 @given(problems(kinds=["random", "clustered"], grouped=False), st.integers(1, 9))
 def test_retrieval_within_a_window_needs_the_same_window_in_both_factors(p, window):
     layer = pa.Lucid(pa.Softmax(window=window), normalize="queries_and_keys", eps=0)
-    seen = causal_mask(p.k.shape[1], p.k.shape[1], window)
-    totals = np.where(seen, phi_of(p.k, eps=0), 0).sum(-1)
+    is_visible = causal_mask(p.k.shape[1], p.k.shape[1], window)
+    totals = np.where(is_visible, phi_of(p.k, eps=0), 0).sum(-1)
     assert_close(matrix_of(layer, p.k, p.k), np.eye(p.k.shape[1]) / totals[..., None], size=1)
 
 

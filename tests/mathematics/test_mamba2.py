@@ -108,8 +108,8 @@ def test_gradients_are_those_of_the_recurrence(options, x):
         out = function(**leaves, **options)
         cotangent = torch.tensor(np.random.default_rng(1).normal(size=out.shape))
         ends.append(torch.autograd.grad(torch.sum(out * cotangent), [*leaves.values()]))
-    for found, expected in zip(*ends, strict=True):
-        assert_is(found, expected)
+    for result, expected in zip(*ends, strict=True):
+        assert_is(result, expected)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -141,7 +141,7 @@ def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
     inputs = pa.mamba2_inputs(**{name: x[name] for name in ("x", "dt", "A", "B", "C")})
     _, pullback = pa.SSD().vjp(**inputs)
     g = pullback(cotangent)
-    found = {
+    result = {
         "x": x["dt"][..., None] * g["v"] + x["D"][:, None] * cotangent,
         "dt": np.sum(x["x"] * g["v"], axis=-1) + x["A"] * g["g"],
         "A": np.sum(x["dt"] * g["g"], axis=(0, 1)),
@@ -149,7 +149,7 @@ def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
         "C": g["q"],
         "D": np.sum(x["x"] * cotangent, axis=(0, 1, 3)),
     }
-    for name, gradient in found.items():
+    for name, gradient in result.items():
         assert_is(gradient, leaves[name].grad)
 
 
@@ -256,7 +256,7 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_gives_the_same_and_its_own_arrays(library, options):
+def test_every_library_gives_equal_results_in_its_own_arrays(library, options):
     x = varied(problem(), options)
     arrays = {name: LIBRARIES[library](array) for name, array in x.items()}
     out = pa.mamba2(**arrays, **options)

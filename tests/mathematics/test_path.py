@@ -146,8 +146,8 @@ def test_fewer_queries_than_keys_are_the_last_ones(layer, p, count):
 def test_the_last_queries_alone_see_the_same_masks(layer, p, count, first):
     inputs, t = p.gated if "forget" in layer else p.inputs, p.k.shape[1]
     layer, segments = pa.parse(layer), np.tile(np.arange(t) >= first, (2, 1)).astype(int)
-    seen = p.rng.random((2, t)) < 0.7
-    for masks in ({"key_mask": seen}, {"segment_ids": segments}):
+    is_visible = p.rng.random((2, t)) < 0.7
+    for masks in ({"key_mask": is_visible}, {"segment_ids": segments}):
         out = layer(**inputs, **masks)
         last = layer(**inputs | {"q": p.q[:, -count:]}, **masks)
         assert_close(last, out[:, -count:], size=1 + np.abs(out).max())

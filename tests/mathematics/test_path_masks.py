@@ -47,8 +47,8 @@ def test_a_query_at_a_masked_key_is_not_reflected_there(p):
     out = pa.Path()(**p.inputs, key_mask=np.tile(mask, (2, 1)))
     still = np.where(mask[:, None], p.beta, 0)
     logits = scores_of_all_heads(p.q, p.k, p.w, still) * p.k.shape[-1] ** -0.5
-    seen = causal_mask(len(mask), len(mask)) & mask
-    assert_close(out, read(softmax(logits, seen), p.v), size=np.abs(p.v).max())
+    is_visible = causal_mask(len(mask), len(mask)) & mask
+    assert_close(out, read(softmax(logits, is_visible), p.v), size=np.abs(p.v).max())
 
 
 @pytest.mark.parametrize(

@@ -169,9 +169,9 @@ def output_of(m, own, x):
     return m.extend(continued_from(m, own, x)[0], **x)[0]
 
 
-def assert_all_agree(own, found):
+def assert_all_agree(own, result):
     """Within what the peers' float32 allows: they were found within 7e-7."""
-    for name, array in found.items():
+    for name, array in result.items():
         assert distance(array, own[name]) <= 1e-6, name
 
 
@@ -180,12 +180,12 @@ def assert_is_the_peer(m, own, x):
     out, cache, pullback = m.extend_vjp(cache, **x)
     d_final = {buffer: own[f"cotangent_{name}"] for name, buffer in buffers.items()}
     gradients, d_initial = pullback(own["cotangent"], d_final)
-    found = {"out": out} | {f"grad_{name}": gradients[name] for name in x}
+    result = {"out": out} | {f"grad_{name}": gradients[name] for name in x}
     for name, buffer in buffers.items():
-        found[f"final_{name}"] = cache.store[buffer]
-        found[f"grad_initial_{name}"] = d_initial[buffer]
-    assert set(found) == {name for name in own if name.startswith(("out", "final_", "grad_"))}
-    assert_all_agree(own, found)
+        result[f"final_{name}"] = cache.store[buffer]
+        result[f"grad_initial_{name}"] = d_initial[buffer]
+    assert set(result) == {name for name in own if name.startswith(("out", "final_", "grad_"))}
+    assert_all_agree(own, result)
 
 
 @pytest.mark.parametrize("case", FLA)
@@ -319,8 +319,8 @@ def test_mamba2_is_that_of_transformers():
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
     out = pa.mamba2(**leaves, **options)
     out.backward(torch.tensor(own["cotangent"]))
-    found = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
-    assert_all_agree(own, found | {"out": out.detach().numpy()})
+    result = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    assert_all_agree(own, result | {"out": out.detach().numpy()})
     assert_all_agree(own, {"out": pa.mamba2(**x, **options)})
 
 
@@ -337,10 +337,10 @@ def test_mamba2_continued_is_that_of_transformers():
     torch.autograd.backward(
         [out, final], [torch.tensor(own[name]) for name in ("cotangent", "cotangent_state")]
     )
-    found = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
-    found["grad_initial_state"] = own["initial_state"].grad.numpy()
-    found |= {"out": out.detach().numpy(), "final_state": final.detach().numpy()}
-    assert_all_agree(own, found)
+    result = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
+    result["grad_initial_state"] = own["initial_state"].grad.numpy()
+    result |= {"out": out.detach().numpy(), "final_state": final.detach().numpy()}
+    assert_all_agree(own, result)
 
 
 @pytest.mark.parametrize(

@@ -793,8 +793,8 @@ def test_a_shorthand_is_its_class_called(shorthand, options, text, library):
     x = p.x(layer, q2=p.q[::-1], k2=p.k[::-1], lam=np.asarray(0.7), g=g)
     x = in_torch({name: array.copy() for name, array in x.items()}) if library == "torch" else x
     arrays, named = [x.pop(name) for name in "qkv"], x
-    expected, found = layer(*arrays, **named), shorthand(*arrays, **named, **options)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    expected, result = layer(*arrays, **named), shorthand(*arrays, **named, **options)
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -809,13 +809,13 @@ def test_a_shorthand_tells_from_the_number_of_axes_what_per_is(library):
     for per in ("layer", "head"):
         tau = x[f"tau_{per}"]
         expected = pa.Temperature(per=per)(*arrays, tau=tau)
-        found = pa.temperature(*arrays, tau=tau)
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        result = pa.temperature(*arrays, tau=tau)
+        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
     for per in ("layer", "head", "token"):
         lam = x[f"lam_{per}"]
         expected = pa.Differential(per=per)(*arrays, **second, lam=lam)
-        found = pa.differential(*arrays, **second, lam=lam)
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        result = pa.differential(*arrays, **second, lam=lam)
+        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
 def test_one_head_still_has_a_temperature_of_its_own():
@@ -829,8 +829,8 @@ def test_gains_switch_the_gain_on():
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     for norm in NORMS:
         layer = pa.QKNorm(norm=norm, gain=True)
-        found = pa.qk_norm(p.q, p.k, p.v, q_gain=p.q_gain, k_gain=p.k_gain, norm=norm)
-        np.testing.assert_array_equal(found, layer(**p.x(layer)))
+        result = pa.qk_norm(p.q, p.k, p.v, q_gain=p.q_gain, k_gain=p.k_gain, norm=norm)
+        np.testing.assert_array_equal(result, layer(**p.x(layer)))
 
 
 def test_a_shorthand_says_what_it_does_not_know():

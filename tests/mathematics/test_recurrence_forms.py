@@ -29,8 +29,8 @@ def stream(rng, gate, *, is_delta=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, we
     return Stream(q, k, v, 0 * g if gate == "none" else g, beta), rng.normal(size=(b, m, d, e))
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(result, expected):
+    for one, other in zip(result, expected, strict=True):
         assert_close(one, other)
 
 
@@ -73,7 +73,7 @@ GATES_TO_SURVIVE = {
     "open": lambda rng, shape: np.zeros(shape),
     "closed": lambda rng, shape: np.full(shape, -50.0),
     "either": lambda rng, shape: rng.choice([0.0, -50.0], size=shape),
-    "fading": lambda rng, shape: np.full(shape, -3.0),
+    "decaying": lambda rng, shape: np.full(shape, -3.0),
 }
 
 
@@ -86,8 +86,8 @@ def test_chunks_survive_any_gate_in_float32(gates, is_delta):
     x = x._replace(g=GATES_TO_SURVIVE[gates](rng, x.g.shape))
     expected = recurrent(x, state)
     narrow = Stream(*(None if a is None else a.astype(np.float32) for a in x))
-    found = chunkwise(narrow, state.astype(np.float32), 64, 16)
-    for one, other in zip(found, expected, strict=True):
+    result = chunkwise(narrow, state.astype(np.float32), 64, 16)
+    for one, other in zip(result, expected, strict=True):
         assert one.dtype == np.float32
         assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max()
 
@@ -120,7 +120,7 @@ def test_gradients_are_those_of_finite_differences(gate, is_delta):
     out, final = recurrent(x, state)
     d_out, d_final = rng.normal(size=out.shape), rng.normal(size=final.shape)
     gradients = recurrent_vjp(x, state, d_out, d_final)
-    values, found = [*x, state], [*gradients.stream, gradients.state]
+    values, result = [*x, state], [*gradients.stream, gradients.state]
     for i, value in enumerate(values):
         if value is None:
             continue
@@ -132,4 +132,4 @@ def test_gradients_are_those_of_finite_differences(gate, is_delta):
             return np.sum(o * d_out) + np.sum(last * d_final)
 
         expected = (along(1e-6) - along(-1e-6)) / 2e-6
-        assert abs(np.sum(found[i] * direction) - expected) <= 1e-6 * max(1, abs(expected))
+        assert abs(np.sum(result[i] * direction) - expected) <= 1e-6 * max(1, abs(expected))

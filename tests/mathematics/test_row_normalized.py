@@ -141,12 +141,12 @@ def definition(layer, x):
 
 def conditioning_of(layer, x):
     """How much of the base's rounding a row norm may enlarge: the largest of its 1/‖o‖."""
-    found = 1.0
+    actual = 1.0
     while hasattr(layer, "base"):
         x = {name: x[name] for name in layer.base.inputs}
         layer = layer.base
-        found = max(found, 1 / max(length(layer(**x)).min(), 1e-3))
-    return 10 * found
+        actual = max(actual, 1 / max(length(layer(**x)).min(), 1e-3))
+    return 10 * actual
 
 
 # The piece
@@ -494,9 +494,9 @@ def test_without_detach_the_gradient_of_the_values_has_no_part_along_them(p):
         b, _, h, _ = out.shape
         of_heads = np.sum(out * cotangent, axis=(1, 3)).reshape(b, h // p.group, p.group).sum(-1)
         gradient = pullback(cotangent)["v"]
-        found = np.sum(p.v * gradient, axis=(1, 3))
+        actual = np.sum(p.v * gradient, axis=(1, 3))
         size = conditioning_of(layer, p.x(layer)) * np.abs(cotangent).sum()
-        assert_close(found, of_heads if detach else 0.0, size=size)
+        assert_close(actual, of_heads if detach else 0.0, size=size)
 
 
 @pytest.mark.parametrize("detach", [True, False])
@@ -511,12 +511,12 @@ def test_torch_and_jax_differentiate_the_call_alike(base, detach):
     result = layer(**tensors)
     result.backward(torch.tensor(cotangent))
     assert_close(result.detach().numpy(), out)
-    found = jax.grad(lambda x: (layer(**x) * cotangent).sum())(
+    actual = jax.grad(lambda x: (layer(**x) * cotangent).sum())(
         {name: jax.numpy.asarray(array) for name, array in x.items()}
     )
     for name, gradient in gradients.items():
         assert_close(tensors[name].grad.numpy(), gradient)
-        assert_close(np.asarray(found[name]), gradient)
+        assert_close(np.asarray(actual[name]), gradient)
 
 
 # Channels

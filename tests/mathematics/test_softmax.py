@@ -92,9 +92,9 @@ def online_attention(q, k, v, visible, bias=None, scale=None, tile=3):
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full(s.shape[:3], -np.inf)
     visible = np.broadcast_to(visible, s.shape)
     for b, h, i in np.ndindex(s.shape[:3]):
-        seen = visible[b, h, i]
-        if seen.any():
-            row, values = s[b, h, i, seen], v[b, seen, h]
+        row_mask = visible[b, h, i]
+        if row_mask.any():
+            row, values = s[b, h, i, row_mask], v[b, row_mask, h]
             out[b, i, h], lse[b, h, i] = online_softmax(row, values, tile)
     return out, lse
 
@@ -202,9 +202,9 @@ def test_a_window_shows_exactly_the_last_tokens(window):
     zeros = np.zeros((1, t, 1, 2))
     weights = weights_of(pa.Softmax(window=window), zeros, zeros)[0, 0]
     for i in range(t):
-        seen = min(i + 1, window)
+        visible_count = min(i + 1, window)
         expected = np.zeros(t)
-        expected[i + 1 - seen : i + 1] = 1 / seen
+        expected[i + 1 - visible_count : i + 1] = 1 / visible_count
         assert_close(weights[i], expected)
 
 

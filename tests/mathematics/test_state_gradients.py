@@ -84,14 +84,14 @@ def test_chained_pullbacks_are_one(layer, p, past):
         pullbacks.append(back)
     close(np.concatenate(outs, axis=1), out)
     close(cache.store, last.store)
-    found, d_state = [], d_last
+    result, d_state = [], d_last
     for chosen, back in zip(reversed(times), reversed(pullbacks), strict=True):
         gradients, d_state = back(d_out[:, chosen], d_state)
-        found.insert(0, gradients)
+        result.insert(0, gradients)
     expected, d_first = pullback(d_out, d_last)
     close(d_state, d_first)
     for name, gradient in expected.items():
-        pieces = [gradients[name] for gradients in found]
+        pieces = [gradients[name] for gradients in result]
         close(np.concatenate(pieces, axis=1) if timed(name) else sum(pieces), gradient)
 
 
@@ -103,8 +103,8 @@ def test_a_pullback_without_a_cotangent_of_the_state_takes_it_to_be_zero(layer):
     d_out = p.like(out)
     gradients, d_first = pullback(d_out)
     zero = {name: np.zeros_like(array) for name, array in last.store.items()}
-    for found, expected in zip((gradients, d_first), pullback(d_out, zero), strict=True):
-        close(found, expected)
+    for result, expected in zip((gradients, d_first), pullback(d_out, zero), strict=True):
+        close(result, expected)
     close(gradients, layer.vjp(**x)[1](d_out))
 
 
@@ -126,13 +126,13 @@ def test_torch_differentiates_extend(layer):
     for name, cotangent in d_last.items():
         total = total + (cache.store[name] * torch.tensor(cotangent)).sum()
     leaves = {**inputs, **first}
-    found = torch.autograd.grad(total, list(leaves.values()))
-    found = {name: g.numpy() for name, g in zip(leaves, found, strict=True)}
+    result = torch.autograd.grad(total, list(leaves.values()))
+    result = {name: g.numpy() for name, g in zip(leaves, result, strict=True)}
     expected, last, gradients, d_first = expected_vjp(layer, x, d_out, states, d_last)
     close(out.detach().numpy(), expected)
     for array, state in zip(cache.store.values(), last, strict=True):
         close(array.detach().numpy(), state)
-    close(found, {**gradients, **d_first})
+    close(result, {**gradients, **d_first})
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_a_masked_key_is_as_if_its_token_were_not_there(layer, p, data):
     """It writes nothing and decays nothing; its query reads what the tokens before it left."""
     layer = pa.parse(layer)
     x, (b, s) = p.x(layer), p.shape("b s")
-    seen = data.draw(st.lists(st.booleans(), min_size=b * s, max_size=b * s))
-    seen = np.asarray(seen).reshape(b, s)
-    close_to_definition(layer, p, x, seen=seen, key_mask=seen)
+    is_written = data.draw(st.lists(st.booleans(), min_size=b * s, max_size=b * s))
+    is_written = np.asarray(is_written).reshape(b, s)
+    close_to_definition(layer, p, x, is_written=is_written, key_mask=is_written)
     if p.sizes["t"] == s:
         states = p.states(layer.init_cache(**x))
-        close_to_definition(layer, p, x, states, seen=seen, key_mask=seen)
+        close_to_definition(layer, p, x, states, is_written=is_written, key_mask=is_written)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -253,8 +253,8 @@ def test_packed_segments_equal_each_segment_alone(layer, p, data):
         if len(queries) == 0:
             continue
         one = alone(x | {"q": x["k"]}, row, tokens) | {"q": x["q"][row : row + 1, queries]}
-        found, _, wanted, _ = expected_vjp(layer, one, d_out[row : row + 1, queries])
-        expected[row, queries] = found[0]
+        result, _, wanted, _ = expected_vjp(layer, one, d_out[row : row + 1, queries])
+        expected[row, queries] = result[0]
         for name, gradient in wanted.items():
             if timed(name):
                 total[name][row, queries if name == "q" else tokens] = gradient[0]
@@ -301,8 +301,8 @@ def test_the_pullback_takes_a_cache_and_gives_the_order_of_the_store():
     out, last, pullback = layer.extend_vjp(cache, **x)
     by_dict, by_cache = pullback(out, dict(last.store)), pullback(out, last)
     assert list(by_cache[1]) == list(cache.store)
-    for found, expected in zip(by_cache, by_dict, strict=True):
-        close(found, expected)
+    for result, expected in zip(by_cache, by_dict, strict=True):
+        close(result, expected)
 
 
 @pytest.mark.parametrize("wrong", [np.ones(3), [1.0], "state"])

@@ -1,6 +1,6 @@
-"""A backend that precondattn has never heard of: an installed package with one entry point.
+"""A third-party backend, installed as a package with one entry point.
 
-It claims a piece, the solve of LUCID with normalised keys, with formulas of its own that save the
+It claims a piece, the solve of LUCID with normalised keys, with its own formulas that save the
 inverse of the matrix; and a group, the whole of `lucid`, for calls without a gradient.
 """
 
@@ -9,7 +9,7 @@ from array_api_compat import array_namespace
 import precondattn as pa
 
 calls: list[str] = []
-"""What it was asked to run, for the tests."""
+"""The calls that it ran, for the tests."""
 
 
 class ThirdParty(pa.Backend):

@@ -1,4 +1,4 @@
-"""A mechanism that precondattn has never heard of, found by an entry point."""
+"""A third-party mechanism, discovered by an entry point."""
 
 from dataclasses import dataclass
 from typing import ClassVar

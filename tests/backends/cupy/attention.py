@@ -29,9 +29,9 @@ SOFTMAX = pa.Softmax()
 @pytest.fixture
 def unwritten_is_nan(monkeypatch):
     def empty(like, shape, dtype=None):
-        found = np.empty(shape, like.dtype if dtype is None else dtype)
-        found.fill(-1 if found.dtype.kind in "iu" else np.nan)
-        return found
+        array = np.empty(shape, like.dtype if dtype is None else dtype)
+        array.fill(-1 if array.dtype.kind in "iu" else np.nan)
+        return array
 
     for module in (layout, attention, softmax, softmax_step, laser):
         monkeypatch.setattr(module, "empty", empty)
@@ -50,7 +50,7 @@ def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=16, dtype="float32", spread=1.0
     return x, normal(b, t, h, e)
 
 
-def found(x, d_out, *, leaf=SOFTMAX, order=None, tiles=SMALL, **masks):
+def run_kernels(x, d_out, *, leaf=SOFTMAX, order=None, tiles=SMALL, **masks):
     """Output and gradients of the kernels."""
     frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
     kernels = KERNELS[leaf.read.name]()
@@ -75,7 +75,7 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     """The kernels agree with the definition, and write to none of the inputs."""
     bound = bound or TOLERANCES[str(x["v"].dtype)]
     before = {name: a.tobytes() for name, a in x.items()}
-    ours = found(x, d_out, **options)
+    ours = run_kernels(x, d_out, **options)
     for kept in ("tiles", "order"):
         options.pop(kept, None)
     for name, wanted in expected(x, d_out, **options).items():

@@ -14,8 +14,10 @@ ORDERS = (None, "reverse", 0)
 """Orders in which blocks and threads run; 0 is the seed of a random order."""
 
 
-def error(found, expected):
+def error(result, expected):
     """The largest, relative to the largest number."""
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    assert found.shape == expected.shape
-    return np.max(np.abs(found - expected), initial=0) / max(np.max(np.abs(expected), initial=0), 1)
+    result, expected = (np.asarray(x, np.float64) for x in (result, expected))
+    assert result.shape == expected.shape
+    return np.max(np.abs(result - expected), initial=0) / max(
+        np.max(np.abs(expected), initial=0), 1
+    )

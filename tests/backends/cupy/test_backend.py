@@ -110,6 +110,6 @@ def test_it_says_what_steps_it_does_not_take(mechanism, shape, reason):
 def test_what_has_kernels_and_what_is_left_to_portable(mechanism):
     x, _ = cupy_attention.problem(20)
     bias = {"bias": np.zeros((1, 2, 20, 20), np.float32)} if "bias" in mechanism.inputs else {}
-    found = mechanism.explain(**x, **bias, backend=("cupy", "portable"))
-    assert found.backends == ("portable" if bias else "cupy",)
-    assert not bias or "no kernel for attention with a bias" in str(found)
+    result = mechanism.explain(**x, **bias, backend=("cupy", "portable"))
+    assert result.backends == ("portable" if bias else "cupy",)
+    assert not bias or "no kernel for attention with a bias" in str(result)

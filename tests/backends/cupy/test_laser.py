@@ -7,7 +7,7 @@ import precondattn as pa
 from precondattn.backend import Request
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.softmax.laser import Laser
-from tests.backends.cupy.attention import check, found, problem, unwritten_is_nan, with_nan
+from tests.backends.cupy.attention import check, problem, run_kernels, unwritten_is_nan, with_nan
 from tests.backends.cupy.simulated import DTYPES, ORDERS
 from tests.kernel_tools.toolchain import needs_simulator
 
@@ -100,7 +100,7 @@ def test_segments_and_masked_keys(spread, leaf):
 def test_constant_values_give_that_constant(dtype, height):
     x, d_out = problem(33, b=1, dtype=dtype)
     x["v"] = np.full_like(x["v"], height)
-    ours = found(x, d_out, leaf=laser())
+    ours = run_kernels(x, d_out, leaf=laser())
     assert (ours["out"] == x["v"][:, :, :1]).all()
     assert (ours["q"] == 0).all()
 
@@ -157,7 +157,7 @@ def test_a_padded_value_does_not_put_a_head_apart():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
     assert is_close(check(x, d_out, leaf=laser(), lengths=np.array([16]))) == [[True]]
-    assert is_close(found(x, d_out, leaf=laser())) == [[False]]
+    assert is_close(run_kernels(x, d_out, leaf=laser())) == [[False]]
 
 
 @needs_simulator
@@ -180,7 +180,7 @@ def test_no_later_value_has_a_part_in_an_output():
     later = {name: a.copy() for name, a in x.items()}
     later["v"][:, 12:] += 3e4
     later["k"][:, 12:] *= 7
-    first, second = (found(given, d_out, leaf=laser())["out"][:, :12] for given in (x, later))
+    first, second = (run_kernels(given, d_out, leaf=laser())["out"][:, :12] for given in (x, later))
     np.testing.assert_array_equal(first, second)
 
 
@@ -190,7 +190,7 @@ def test_the_spread_of_many_tokens(monkeypatch):
     x, d_out = problem(33, b=1)
     check(x, d_out, leaf=laser())
     x["v"][:, 20] -= 90
-    assert is_close(found(x, d_out, leaf=laser())) == [[False]]
+    assert is_close(run_kernels(x, d_out, leaf=laser())) == [[False]]
 
 
 # --------------------------------------------------------------------------------- refusals

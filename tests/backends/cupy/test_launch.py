@@ -25,9 +25,9 @@ def test_a_source_has_its_headers_in_it_once(name):
 
 def test_a_launch_is_noted_and_not_run():
     out = ARRAYS[1].copy()
-    with recorded() as found:
+    with recorded() as result:
         launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (ARRAYS[0], out, 1, 8, 0.0), 64)
-    assert found == [launch.Launch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
+    assert result == [launch.Launch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
     np.testing.assert_array_equal(out, ARRAYS[1])
 
 
@@ -81,6 +81,6 @@ def test_every_kernel_of_a_source_is_among_the_variants():
 @needs_nvrtc
 def test_a_variant_compiles():
     variant = next(variants.variants("sm_80"))
-    found = cuda_compiler.compile_variant(variant, "sm_80")
-    assert found.failures == []
-    assert found.spilt_bytes == 0
+    result = cuda_compiler.compile_variant(variant, "sm_80")
+    assert result.failures == []
+    assert result.spilt_bytes == 0

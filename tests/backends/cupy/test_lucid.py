@@ -65,10 +65,10 @@ def filled(array, frame, filler):
     return np.where(valid, array, np.asarray(filler, array.dtype))
 
 
-def error(found, expected):
+def error(result, expected):
     """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
-    found, expected = found.astype(np.float64), expected.astype(np.float64)
-    return np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 0.1)
+    result, expected = result.astype(np.float64), expected.astype(np.float64)
+    return np.max(np.abs(result - expected)) / max(np.max(np.abs(expected)), 0.1)
 
 
 def run(leaf, x, d_y, frame, order=None, **tiles):
@@ -89,13 +89,13 @@ def check(leaf, x, d_y, frame, dtype="float32", bound=None, order=None, **tiles)
     expected = leaf.backward(exact, frame, y, (), d_exact)
     given = {name: filled(a, frame, np.nan) for name, a in given.items()}
     before = {name: a.tobytes() for name, a in given.items()}
-    found, residuals, gradients = run(
+    result, residuals, gradients = run(
         leaf, given, filled(d_given, frame, np.nan), frame, order, **tiles
     )
-    shapes = lucid_solve.LucidSolve().residual_shapes(leaf, {"v": (found.shape, dtype)})
+    shapes = lucid_solve.LucidSolve().residual_shapes(leaf, {"v": (result.shape, dtype)})
     assert [(r.shape, str(r.dtype)) for r in residuals] == [tuple(s) for s in shapes]
-    assert found.dtype == given["v"].dtype
-    assert error(found, y) < bound
+    assert result.dtype == given["v"].dtype
+    assert error(result, y) < bound
     for name, gradient in expected.items():
         assert gradients[name].dtype == given[name].dtype
         assert error(gradients[name], filled(gradient, frame, 0)) < 2 * bound, name
@@ -118,10 +118,10 @@ def test_half_precision(dtype):
 def test_one_token_is_its_own_value():
     leaf, x, d_y, frame = problem(1)
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
-    y, _, found = run(leaf, x, d_y, frame)
+    y, _, result = run(leaf, x, d_y, frame)
     np.testing.assert_array_equal(y, x["v"])
-    np.testing.assert_array_equal(found["v"], d_y)
-    assert not found["k"].any()
+    np.testing.assert_array_equal(result["v"], d_y)
+    assert not result["k"].any()
 
 
 @pytest.mark.parametrize("keys", ["equal", "zero"])
@@ -166,9 +166,9 @@ def test_channels_of_very_different_sizes(dtype):
     given = {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
     expected = leaf.forward({name: a.astype(np.float64) for name, a in given.items()}, frame)[0]
     with forced(**SMALL), checked():
-        found, _ = lucid_solve.LucidSolve().forward(leaf, given, frame)
+        result, _ = lucid_solve.LucidSolve().forward(leaf, given, frame)
     for channel in range(expected.shape[3]):
-        one, wanted = found[..., channel].astype(np.float64), expected[..., channel]
+        one, wanted = result[..., channel].astype(np.float64), expected[..., channel]
         assert np.max(np.abs(one - wanted)) < BOUNDS[dtype] * np.max(np.abs(wanted))
 
 
@@ -185,8 +185,8 @@ def test_large_gradients_in_half_precision():
     exact = {name: a.astype(np.float64) for name, a in given.items()}
     y = leaf.forward(exact, frame)[0]
     expected = leaf.backward(exact, frame, y, (), d_given.astype(np.float64))
-    found = run(leaf, given, d_given, frame)[2]
-    assert error(found["k"], expected["k"]) < 2e-2
+    result = run(leaf, given, d_given, frame)[2]
+    assert error(result["k"], expected["k"]) < 2e-2
 
 
 def test_wide_rows_and_tiles_of_unequal_sizes():
@@ -214,11 +214,11 @@ def test_any_strides():
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
     d_y = np.broadcast_to(d_y[:, :1], d_y.shape)
     strided = {name: np.asfortranarray(a) for name, a in x.items()}
-    y, _, found = run(leaf, strided, d_y, frame)
+    y, _, result = run(leaf, strided, d_y, frame)
     expected, _, wanted = run(leaf, x, d_y.copy(), frame)
     np.testing.assert_array_equal(y, expected)
-    for name in found:
-        np.testing.assert_array_equal(found[name], wanted[name])
+    for name in result:
+        np.testing.assert_array_equal(result[name], wanted[name])
 
 
 def test_the_order_of_threads_does_not_matter():
@@ -226,8 +226,8 @@ def test_the_order_of_threads_does_not_matter():
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
     results = []
     for order in ORDERS:
-        y, residuals, found = run(leaf, x, d_y, frame, order)
-        results.append((y, *residuals, *found.values()))
+        y, residuals, result = run(leaf, x, d_y, frame, order)
+        results.append((y, *residuals, *result.values()))
     for others in results[1:]:
         for one, other in zip(results[0], others, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -317,8 +317,8 @@ def check_a_step(m, x, held, bound=2e-5, **options):
     how = {**now, "backend": ("cupy", "portable")}
     assert "cupy" in m.explain(**new, **how, cache=cache).backends
     with forced(**SMALL), checked():
-        found, cache = m.extend(cache, **new, **how)
-    assert error(found, expected) < bound
+        result, cache = m.extend(cache, **new, **how)
+    assert error(result, expected) < bound
     np.testing.assert_array_equal(cache.length, exact.length)
     for name, buffer in exact.store.items():
         # What is hidden may be anything, or 0.

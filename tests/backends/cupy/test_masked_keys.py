@@ -28,7 +28,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 )
 @pytest.mark.parametrize("check", ["caching", "splits"])
 def test_a_token_whose_key_is_masked_attends_to_the_cache(check, backends, library, mechanism):
-    found = [
+    result = [
         case
         for case in cases(
             "full",
@@ -39,7 +39,7 @@ def test_a_token_whose_key_is_masked_attends_to_the_cache(check, backends, libra
         )
         if "-masked-" in case.id
     ]
-    assert found
-    for case in found:
+    assert result
+    for case in result:
         outcome = run_case(case, backends)
         assert outcome.status == PASSED, outcome.reason

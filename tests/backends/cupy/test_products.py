@@ -96,9 +96,9 @@ def test_attention_by_tensor_cores(mechanism, dtype, monkeypatch):
     cache = mechanism.init_cache(**x, capacity=22)
     past = {name: array[:, :19] for name, array in x.items()}
     _, cache = mechanism.extend(cache, **past, backend="portable")
-    found, _ = mechanism.extend(cache, **now, backend=("cupy", "portable"))
+    result, _ = mechanism.extend(cache, **now, backend=("cupy", "portable"))
     wanted, _ = mechanism.extend(cache, **now, backend="portable")
-    assert simulated.error(found, wanted) < 2e-2
+    assert simulated.error(result, wanted) < 2e-2
 
 
 @functools.cache

@@ -79,13 +79,13 @@ def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
     gradients = pullback(d_out.astype(np.float64))
     with checked(order), tiles(*(cut or (CHUNKS[dtype],))):
         out, pullback = layer.vjp(**x, **masks, backend=BACKENDS)
-        found = pullback(d_out)
+        result = pullback(d_out)
     bound = bound or BOUNDS[dtype]
     assert error(out, expected) < bound
     assert out.dtype == DTYPES[dtype]
     for name, gradient in gradients.items():
-        assert error(found[name], gradient) < 2 * bound, name
-        assert found[name].dtype == DTYPES[dtype]
+        assert error(result[name], gradient) < 2 * bound, name
+        assert result[name].dtype == DTYPES[dtype]
 
 
 @needs_simulator
@@ -261,16 +261,16 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
             piece, cache, back = layer.extend_vjp(cache, **part, backend=BACKENDS)
             outs.append(piece)
             pullbacks.append((start, stop, back))
-        d_state, found = d_last, []
+        d_state, result = d_last, []
         for start, stop, back in reversed(pullbacks):
             gradients, d_state = back(d_out[:, start:stop], d_state)
-            found.insert(0, gradients)
+            result.insert(0, gradients)
     assert error(np.concatenate(outs, axis=1), out) < 2e-6
     for name, state in last.store.items():
         assert error(cache.store[name], state) < 2e-6
         assert error(d_state[name], d_first[name]) < 4e-6
     for name, gradient in expected.items():
-        parts = np.concatenate([each[name] for each in found], axis=1)
+        parts = np.concatenate([each[name] for each in result], axis=1)
         assert error(parts, gradient) < 4e-6, name
 
 

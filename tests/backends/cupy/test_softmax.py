@@ -11,8 +11,8 @@ from tests.backends.cupy.attention import (
     TILES,
     check,
     expected,
-    found,
     problem,
+    run_kernels,
     unwritten_is_nan,
     with_nan,
 )
@@ -46,7 +46,7 @@ def test_keys_that_are_alike(dtype, bound):
     x, d_out = problem(33, b=1, dtype=dtype)
     x["k"] = (0.02 * x["k"].astype(np.float32) + 1).astype(DTYPES[dtype])
     wanted = expected(x, d_out)["q"]
-    assert error(found(x, d_out)["q"], wanted) < bound
+    assert error(run_kernels(x, d_out)["q"], wanted) < bound
 
 
 @needs_simulator
@@ -155,7 +155,7 @@ def test_parts_of_channels():
 @needs_simulator
 def test_the_same_bits_every_time():
     x, d_out = problem(33, h=4, n=2)
-    first, second = (found(x, d_out, order=order) for order in ("reverse", 3))
+    first, second = (run_kernels(x, d_out, order=order) for order in ("reverse", 3))
     for name in ("out", *x):
         np.testing.assert_array_equal(first[name], second[name])
 
@@ -186,7 +186,7 @@ def test_what_the_kernels_take():
 
 
 @pytest.mark.parametrize(
-    ("leaf", "asked", "reason"),
+    ("leaf", "changes", "reason"),
     [
         (pa.Softmax(bias=True), {}, "a bias"),
         (pa.Softmax(forget="scaled"), {}, "a forget gate"),
@@ -197,5 +197,5 @@ def test_what_the_kernels_take():
         (pa.Softmax(), {"t": 2**30}, "fewer than"),
     ],
 )
-def test_what_they_do_not_take_is_refused_with_the_reason(leaf, asked, reason):
-    assert reason in refusal(leaf, **asked)
+def test_what_they_do_not_take_is_refused_with_the_reason(leaf, changes, reason):
+    assert reason in refusal(leaf, **changes)

@@ -139,7 +139,7 @@ def refusal(leaf, *, t=1, h=2, d=64, e=64):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "asked", "reason"),
+    ("leaf", "changes", "reason"),
     [
         (pa.Softmax(), {"t": 2}, "one token; found t=2"),
         (pa.Softmax(window=3), {}, "no window"),
@@ -149,8 +149,8 @@ def refusal(leaf, *, t=1, h=2, d=64, e=64):
         (pa.Softmax(), {"h": 65536}, "at most 65535 sequences"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(leaf, asked, reason):
-    assert reason in refusal(leaf, **asked)
+def test_what_it_does_not_take_is_refused_with_the_reason(leaf, changes, reason):
+    assert reason in refusal(leaf, **changes)
 
 
 def test_what_it_takes():

@@ -29,12 +29,12 @@ def test_rows_and_their_gradient(t, h, e, dtype, detach, order):
     o, d_y = (rows(2, t, h, e, dtype=DTYPES[dtype], seed=seed) for seed in (0, 1))
     with checked(order):
         y, pullback = leaf.vjp(o, backend=BACKEND)
-        found = pullback(d_y)["o"]
-    assert y.dtype == found.dtype == DTYPES[dtype]
+        result = pullback(d_y)["o"]
+    assert y.dtype == result.dtype == DTYPES[dtype]
     expected, pullback = leaf.vjp(o.astype(np.float64), backend="reference")
     assert error(y, expected) < TOLERANCES[dtype]
     scale = 1 if dtype != "float16" else 8  # Behind a division by ε, numbers are large.
-    assert error(found, pullback(d_y.astype(np.float64))["o"]) < scale * TOLERANCES[dtype]
+    assert error(result, pullback(d_y.astype(np.float64))["o"]) < scale * TOLERANCES[dtype]
 
 
 @needs_simulator

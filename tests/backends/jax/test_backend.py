@@ -22,9 +22,9 @@ def arrays(x, dtype=None):
     return {n: jnp.asarray(a, dtype=dtype) for n, a in x.items()}
 
 
-def close(found, expected, tolerance=1e-9):
+def close(result, expected, tolerance=1e-9):
     np.testing.assert_allclose(
-        np.asarray(found), np.asarray(expected), rtol=tolerance, atol=tolerance
+        np.asarray(result), np.asarray(expected), rtol=tolerance, atol=tolerance
     )
 
 
@@ -39,10 +39,10 @@ def compare(m, x, tolerance=1e-9, **masks):
     """Output and gradients, relative to the largest that the reference has of each."""
     cotangent = np.random.default_rng(0).normal(size=m(**x, **masks, backend="reference").shape)
     expected = with_gradient(m, x, cotangent, "reference", **masks)
-    found = with_gradient(m, arrays(x), jnp.asarray(cotangent), "jax", **arrays(masks))
+    result = with_gradient(m, arrays(x), jnp.asarray(cotangent), "jax", **arrays(masks))
     for name, array in expected.items():
         scale = max(np.abs(array).max(), 1e-3)
-        close(found[name] / scale, array / scale, tolerance)
+        close(result[name] / scale, array / scale, tolerance)
 
 
 @pytest.mark.parametrize("expression", MECHANISMS)
@@ -111,11 +111,11 @@ def test_laser_reads_values_too_far_apart_for_one_shift(dtype, apart, small_bloc
     x["v"][:, 33, :, 1] += apart / 2
     wide = {n: a.astype(dtype).astype("float64") for n, a in x.items()}
     cotangent = rng.normal(size=x["v"].shape)
-    found = with_gradient(pa.Laser(), arrays(x, dtype), jnp.asarray(cotangent, dtype), "jax")
+    result = with_gradient(pa.Laser(), arrays(x, dtype), jnp.asarray(cotangent, dtype), "jax")
     wide_cotangent = cotangent.astype(dtype).astype("float64")
     expected = with_gradient(pa.Laser(), wide, wide_cotangent, "reference")
-    for name in found:
-        close(found[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
+    for name in result:
+        close(result[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 40, 256])
@@ -144,9 +144,9 @@ def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
     close(jax.jit(lambda x: call(**x))(x), expected)
     cotangent = jnp.cos(expected)
     stacked = {n: jnp.stack([a, 0.7 * a]) for n, a in x.items()}
-    found = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(call(**x))))))(stacked)
+    result = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(call(**x))))))(stacked)
     for name, gradient in pullback(cotangent).items():
-        close(found[name][0], gradient)
+        close(result[name][0], gradient)
     close(jax.vmap(lambda x: call(**x))(stacked)[1], call(**{n: a[1] for n, a in stacked.items()}))
 
 
@@ -192,9 +192,9 @@ def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
         return jnp.sum(jnp.sin(first)) + jnp.sum(jnp.cos(second))
 
     gradient = jax.jit(jax.grad(loss), static_argnames="backend")
-    found, expected = (gradient(x, backend=name) for name in ("jax", "reference"))
+    result, expected = (gradient(x, backend=name) for name in ("jax", "reference"))
     for name in x:
-        close(found[name], expected[name])
+        close(result[name], expected[name])
 
 
 @pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "gated_delta"])

@@ -25,8 +25,8 @@ def inputs(m, rng):
     return {name: jnp.asarray(a) for name, a in x.items()}
 
 
-def agree(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+def agree(result, expected):
+    np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

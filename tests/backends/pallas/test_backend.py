@@ -132,9 +132,9 @@ def test_jit_grad_and_vmap_of_a_call_with_fewer_key_heads():
 
     keys = jnp.stack([k, k[::-1] + 1])
     with small_tiles():
-        found = quick(jax.vmap(jax.grad(partial(loss, backend="pallas"))))(keys)
+        result = quick(jax.vmap(jax.grad(partial(loss, backend="pallas"))))(keys)
     expected = jax.vmap(jax.grad(partial(loss, backend="reference")))(keys)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_who_has_not_used_jax_has_it_start_nothing():

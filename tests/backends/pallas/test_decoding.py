@@ -58,8 +58,8 @@ def test_decoding_sequences_of_unequal_lengths():
 
     expected, other = step("reference")
     with small_tiles():
-        found, cache = step("pallas")
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        result, cache = step("pallas")
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     for name, buffer in other.store.items():
         np.testing.assert_allclose(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
 
@@ -81,6 +81,6 @@ def test_the_gradient_of_a_step_is_that_of_the_definitions():
         return quick(jax.grad(loss, (0, 1)))(cache.store, new)
 
     with small_tiles():
-        found = gradient("pallas")
-    for one, other in zip(*map(jax.tree.leaves, (found, gradient("reference"))), strict=True):
+        result = gradient("pallas")
+    for one, other in zip(*map(jax.tree.leaves, (result, gradient("reference"))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -120,17 +120,17 @@ def test_an_inverse_of_64_tokens_loses_no_digits(keys):
     x, _ = problem(pa.Delta(), 64, b=1, heads=(1, 1), keys=keys)
     k = x["k"][0, :, 0]
     given, strict = rounded(np.tril(2 * k @ k.T, -1), "float32")
-    found = unit_lower_inverse(Products(interpret=True, tf32=False), given)
-    assert error(found, np.linalg.inv(np.eye(64) + strict)) < 2e-5
+    result = unit_lower_inverse(Products(interpret=True, tf32=False), given)
+    assert error(result, np.linalg.inv(np.eye(64) + strict)) < 2e-5
 
 
 def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
     g = -np.abs(np.random.default_rng(0).normal(size=64)) * 1e-3
     g[5] = -150.0
-    found = pairs_of({"g": jnp.asarray(g, dtype="float32")}, 64)
+    result = pairs_of({"g": jnp.asarray(g, dtype="float32")}, 64)
     total = np.cumsum(g)
     expected = np.tril(np.exp(np.minimum(total[:, None] - total[None, :], 0)))
-    assert error(found, expected) < 1e-6
+    assert error(result, expected) < 1e-6
 
 
 def test_an_extension_and_its_gradient():

@@ -84,24 +84,24 @@ def test_a_chunks_scores_and_their_gradients():
         return scores_of_channels(plan, x), read_of_channels(plan, x, a), *gradients
 
     with small_tiles(**TILES):
-        found = quick(run)(given)
+        result = quick(run)(given)
 
     q, a = (exact[name].reshape(2, 2, 64, -1) for name in "qa")
     k, g = (exact[name].reshape(2, 64, 32) for name in "kg")
     total = np.cumsum(g, axis=1)
     i, j, t = np.ogrid[:64, :64, :64]
     sums = np.minimum(total[:, :, None] - total[:, None], 0)
-    fading = np.where((j <= i)[..., 0, None], np.exp(sums), 0)
+    decay = np.where((j <= i)[..., 0, None], np.exp(sums), 0)
     crossing = ((j < t) & (t <= i)).astype(float)
-    parts = np.einsum("rnij,rnic,njc,nijc->nijc", a, q, k, fading)
+    parts = np.einsum("rnij,rnic,njc,nijc->nijc", a, q, k, decay)
     expected = (
-        np.einsum("rnic,njc,nijc->rnij", q, k, fading),
-        np.einsum("rnij,njc,nijc->rnic", a, k, fading),
-        np.einsum("rnij,njc,nijc->rnic", a, k, fading),
-        np.einsum("rnij,rnic,nijc->njc", a, q, fading),
+        np.einsum("rnic,njc,nijc->rnij", q, k, decay),
+        np.einsum("rnij,njc,nijc->rnic", a, k, decay),
+        np.einsum("rnij,njc,nijc->rnic", a, k, decay),
+        np.einsum("rnij,rnic,nijc->njc", a, q, decay),
         np.einsum("ijt,nijc->ntc", crossing, parts),
     )
-    for index, (array, correct) in enumerate(zip(found, expected, strict=True)):
+    for index, (array, correct) in enumerate(zip(result, expected, strict=True)):
         assert error(array, correct.reshape(array.shape)) < 1e-5, index
 
 

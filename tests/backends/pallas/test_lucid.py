@@ -98,7 +98,7 @@ def test_one_token_is_its_own_value():
     frame = Frame(None, None)
     with small_tiles():
         y, kept = KERNELS.forward(leaf, given, frame)
-        found = KERNELS.backward(leaf, given, frame, y, kept, jnp.asarray(d_y, dtype="float32"))
+        result = KERNELS.backward(leaf, given, frame, y, kept, jnp.asarray(d_y, dtype="float32"))
     assert error(y, x["v"]) < 1e-6
-    assert error(found["v"], d_y) < 1e-6
-    assert not found["k"].any()
+    assert error(result["v"], d_y) < 1e-6
+    assert not result["k"].any()

@@ -42,9 +42,9 @@ def check_output_on_a_tpu(leaf, x, dtype, cores=1):
     expected, _ = leaf.forward(exact, frame_of(t, t, x["k"].shape[0]))
     with checked(cores=cores) as parameters:
         kernels = kernels_of(leaf, interpret=parameters, target=TPU)
-        found = quick(lambda x: kernels.forward(leaf, x, Frame(None, None))[0])(given)
-        jax.block_until_ready(found)
-    assert error(found, expected) < BOUNDS[dtype]
+        result = quick(lambda x: kernels.forward(leaf, x, Frame(None, None))[0])(given)
+        jax.block_until_ready(result)
+    assert error(result, expected) < BOUNDS[dtype]
 
 
 def stacked(*problems):
@@ -162,9 +162,9 @@ def test_an_extension_and_its_gradient():
             step = kernels.step(leaf, past, x, frame)
             return step, kernels.step_backward(leaf, past, x, frame, d_out, d_new)
 
-        (found, new), (d_x, d_state) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
+        (result, new), (d_x, d_state) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
         jax.block_until_ready(d_x)
-    assert error(found, out) < 2e-5
+    assert error(result, out) < 2e-5
     assert error(new[key].value, updates["state"].value) < 2e-5
     assert error(d_state[key], d_past["state"]) < 4e-5
     for name, gradient in gradients.items():
@@ -175,9 +175,9 @@ def test_factors_in_two_terms_keep_16_bits():
     a, b = np.random.default_rng(0).normal(size=(2, 64, 64)).astype("float32")
     size = np.abs(a).astype("float64") @ np.abs(b)
     for left, right in ((a, b), (jnp.asarray(a, dtype="bfloat16"), b)):
-        found = TpuProducts(half=True).dot(jnp.asarray(left), jnp.asarray(right))
+        result = TpuProducts(half=True).dot(jnp.asarray(left), jnp.asarray(right))
         exact = np.asarray(left).astype("float64") @ right
-        assert (np.abs(np.asarray(found) - exact) < 2**-15 * size).all()
+        assert (np.abs(np.asarray(result) - exact) < 2**-15 * size).all()
 
 
 def copy_and_read(x, out, scratch, semaphore, *, wait):
@@ -195,14 +195,14 @@ def copy_and_read(x, out, scratch, semaphore, *, wait):
 def test_a_race_is_an_error(wait, capfd):
     def run(parameters):
         shape = (8, 128)
-        found = pl.pallas_call(
+        result = pl.pallas_call(
             lambda *refs: copy_and_read(*refs, wait=wait),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
             out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32), pltpu.SemaphoreType.DMA],
             interpret=parameters,
         )(jnp.ones(shape, jnp.float32))
-        return np.asarray(found)
+        return np.asarray(result)
 
     if wait:
         with checked() as parameters:
@@ -219,7 +219,7 @@ def test_cores_that_write_the_same_memory_are_a_race(capfd):
 
     def run(parameters):
         shape = (8, 128)
-        found = pl.pallas_call(
+        result = pl.pallas_call(
             number,
             grid=(2,),
             out_specs=pl.BlockSpec(shape, lambda i: (jnp.int32(0), jnp.int32(0))),
@@ -227,7 +227,7 @@ def test_cores_that_write_the_same_memory_are_a_race(capfd):
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
             interpret=parameters,
         )()
-        jax.block_until_ready(found)
+        jax.block_until_ready(result)
 
     with pytest.raises(RaceError), checked(cores=2) as parameters:
         run(parameters)
@@ -287,8 +287,8 @@ def test_other_pieces_have_no_kernels_there():
         assert kernels_of(piece, interpret=True, target=TPU) is None
 
 
-def run_as_told(code, told):
-    environment = {**os.environ, "PRECONDATTN_PALLAS_INTERPRET": told}
+def run_with_setting(code, setting):
+    environment = {**os.environ, "PRECONDATTN_PALLAS_INTERPRET": setting}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
@@ -311,7 +311,7 @@ for m, dtype in ((pa.Softmax(), "float32"), (pa.Linear(), "float16")):
     except pa.UnsupportedError as error:
         print(error)
 """
-    done = run_as_told(code, "tpu")
+    done = run_with_setting(code, "tpu")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:3] == ["TpuRecurrence", "('pallas',)", "(1, 2, 3, 1, 4)"]
@@ -321,5 +321,5 @@ for m, dtype in ((pa.Softmax(), "float32"), (pa.Linear(), "float16")):
 
 def test_a_device_that_it_has_no_kernels_for_is_an_error():
     code = "from precondattn_pallas.backend import target; target()"
-    done = run_as_told(code, "gpu")
+    done = run_with_setting(code, "gpu")
     assert "has to be one of cuda, tpu; found 'gpu'" in done.stderr

@@ -38,17 +38,17 @@ def small_tiles(**configurations):
 
 def rounded(array, dtype):
     """As an array of JAX, and the same numbers in float64."""
-    found = jnp.asarray(array, dtype=dtype)
-    return found, wide(found)
+    result = jnp.asarray(array, dtype=dtype)
+    return result, wide(result)
 
 
 def wide(array):
     return np.asarray(array.astype(jnp.float32)).astype(np.float64)
 
 
-def error(found, expected):
+def error(result, expected):
     """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
-    return np.abs(wide(found) - expected).max() / max(np.abs(expected).max(), 0.1)
+    return np.abs(wide(result) - expected).max() / max(np.abs(expected).max(), 0.1)
 
 
 def frame_of(t, s, b, lengths=None, key_mask=None, segments=None):
@@ -90,19 +90,19 @@ def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
     d_given = jnp.asarray(filled(cotangent, of_out, np.nan), dtype=dtype)
 
     def run(x, masks, d_out):
-        found, residuals = kernels.forward(leaf, x, Frame(None, None, *masks))
+        result, residuals = kernels.forward(leaf, x, Frame(None, None, *masks))
         masked = Frame(None, None, *masks)
-        return found, residuals, kernels.backward(leaf, x, masked, found, residuals, d_out)
+        return result, residuals, kernels.backward(leaf, x, masked, result, residuals, d_out)
 
     masks = tuple(None if a is None else jnp.asarray(a) for a in frame.arrays[2:])
     with small_tiles(**tiles):
-        found, kept, gradients = quick(run)(given, masks, d_given)
+        result, kept, gradients = quick(run)(given, masks, d_given)
     specs = {name: ArraySpec(tuple(a.shape), dtype) for name, a in x.items()}
     wanted = kernels.residual_shapes(leaf, specs)
     assert [(r.shape, str(r.dtype)) for r in kept] == [tuple(w) for w in wanted]
-    assert str(found.dtype) == dtype
-    found = np.asarray(found.astype(jnp.float32))
-    assert error(jnp.asarray(filled(found, of_out, 0.0)), out) < bound
+    assert str(result.dtype) == dtype
+    result = np.asarray(result.astype(jnp.float32))
+    assert error(jnp.asarray(filled(result, of_out, 0.0)), out) < bound
     for name, gradient in expected.items():
         assert str(gradients[name].dtype) == dtype
         gradient = filled(gradient, sides[name], 0.0)
@@ -127,8 +127,8 @@ def check_extension(kernels, leaf, x, cotangent, bound, **tiles):
 
     given[1:] = [{key: of[name] for name, key in slots.items()} for of in given[1:]]
     with small_tiles(**tiles):
-        (found, new), (d_x, d_old) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
-    assert error(found, out) < bound
+        (result, new), (d_x, d_old) = quick(run)(*given, jnp.asarray(cotangent, dtype="float32"))
+    assert error(result, out) < bound
     for name, key in slots.items():
         assert error(new[key].value, updates[name].value) < bound, name
         assert error(d_old[key], d_past[name]) < bound, name

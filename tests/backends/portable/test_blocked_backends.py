@@ -34,9 +34,9 @@ def given(library, x):
     return {n: torch.asarray(a) for n, a in x.items()} if library == "torch" else x
 
 
-def close(found, expected, tolerance=1e-9):
+def close(result, expected, tolerance=1e-9):
     np.testing.assert_allclose(
-        np.asarray(found), np.asarray(expected), rtol=tolerance, atol=tolerance
+        np.asarray(result), np.asarray(expected), rtol=tolerance, atol=tolerance
     )
 
 
@@ -55,10 +55,10 @@ def test_several_blocks_of_the_size_they_have_by_default(expression, library):
     e = 8 if "path" in expression else 6
     x = make_inputs(m, Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e), "clustered")
     cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
-    found = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
+    result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
     for name, expected in with_gradient(m, x, cotangent, "reference").items():
         scale = np.abs(expected).max()
-        close(found[name] / scale, expected / scale)
+        close(result[name] / scale, expected / scale)
 
 
 @pytest.mark.parametrize("library", BACKENDS)
@@ -70,9 +70,9 @@ def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_block
     layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     x = make_inputs(m, layout, "clustered") | layout.masks()
     cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
-    found = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
+    result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
     for name, expected in with_gradient(m, x, cotangent, "reference").items():
-        close(found[name], expected)
+        close(result[name], expected)
 
 
 @pytest.mark.parametrize("library", BACKENDS)
@@ -86,11 +86,11 @@ def test_laser_reads_values_too_far_apart_for_one_shift(library, dtype, apart, s
     x["v"][:, 33, :, 1] += apart / 2
     x = {n: a.astype(dtype) for n, a in x.items()}
     cotangent = rng.normal(size=x["v"].shape).astype(dtype)
-    found = with_gradient(pa.Laser(), given(library, x), cotangent, BACKENDS[library])
+    result = with_gradient(pa.Laser(), given(library, x), cotangent, BACKENDS[library])
     wide = {n: a.astype("float64") for n, a in x.items()}
     expected = with_gradient(pa.Laser(), wide, cotangent.astype("float64"), "reference")
-    for name in found:
-        close(found[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
+    for name in result:
+        close(result[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
 
 
 @pytest.mark.parametrize("library", BACKENDS)
@@ -124,10 +124,10 @@ def test_an_extension_is_differentiable_as_the_references_is(expression):
         total = sum((i + 1) * out.sin().sum() for i, out in enumerate(outs))
         return torch.autograd.grad(total, list(leaves.values()))
 
-    for found, expected in zip(
+    for result, expected in zip(
         gradients(("torch", "reference")), gradients("reference"), strict=True
     ):
-        close(found, expected)
+        close(result, expected)
 
 
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path", "ccq(gated_delta)"])
@@ -142,8 +142,8 @@ def test_a_compiled_graph_has_the_blocked_backend_in_it(expression):
     leaves = [a.clone().requires_grad_() for a in x.values()]
     outs = [compiled(*leaves, backend="torch"), function(*leaves, backend="reference")]
     close(outs[0].detach(), outs[1].detach())
-    found, expected = (torch.autograd.grad(out.sum(), leaves) for out in outs)
-    for own, other in zip(found, expected, strict=True):
+    result, expected = (torch.autograd.grad(out.sum(), leaves) for out in outs)
+    for own, other in zip(result, expected, strict=True):
         close(own, other)
 
 
@@ -151,9 +151,9 @@ def test_a_mapped_call_is_one_call_of_the_blocked_backend():
     rng = np.random.default_rng(2)
     q, k, v = (torch.asarray(rng.normal(size=(3, 2, 7, 2, 4))) for _ in range(3))
     for m in (pa.Lucid(), pa.Softmax(), pa.Laser()):
-        found = torch.vmap(lambda *x, m=m: m(*x, backend="torch"))(q, k, v)
+        result = torch.vmap(lambda *x, m=m: m(*x, backend="torch"))(q, k, v)
         expected = [m(*x, backend="reference") for x in zip(q, k, v, strict=True)]
-        close(found, torch.stack(expected))
+        close(result, torch.stack(expected))
 
 
 def test_a_function_transform_is_left_to_the_reference_and_refused_where_that_is_excluded():

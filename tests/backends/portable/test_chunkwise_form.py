@@ -61,8 +61,8 @@ def some_stream(rng, kind, s, t, r, gates=some_gates):
     return Stream(q, k, v, g, beta), state, *gradients
 
 
-def all_equal(found, expected, bound=1e-10):
-    for one, other in zip(found, expected, strict=True):
+def all_equal(result, expected, bound=1e-10):
+    for one, other in zip(result, expected, strict=True):
         assert (one is None) == (other is None)
         if one is None:
             continue
@@ -76,9 +76,9 @@ def check(given, form, to=lambda a: a, bound=1e-10):
     x, state, d_o, d_final = given
     moved = Stream(*(None if a is None else to(a) for a in x))
     all_equal(form.forward(moved, to(state)), recurrent(x, state), bound)
-    found = form.vjp(moved, to(state), to(d_o), to(d_final))
+    result = form.vjp(moved, to(state), to(d_o), to(d_final))
     expected = recurrent_vjp(x, state, d_o, d_final)
-    all_equal([*found.stream, found.state], [*expected.stream, expected.state], bound)
+    all_equal([*result.stream, result.state], [*expected.stream, expected.state], bound)
 
 
 @pytest.mark.parametrize("r", [1, 3])
@@ -145,14 +145,14 @@ def triangles(size):
     k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
     near = k[:, :1] + 1e-3 * k
     ones = np.ones((3, size, size))
-    found = [
+    result = [
         k @ np.swapaxes(k, -1, -2),
         near @ np.swapaxes(near, -1, -2),
         ones,
         -ones / 3,
         2 * ones,
     ]
-    return np.tril(np.stack(found), -1)
+    return np.tril(np.stack(result), -1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 16, 24, 33, 64, 100, 128])
@@ -166,8 +166,8 @@ def test_the_inverse_of_triangular_matrices(size):
         (STANDARD, torch.from_numpy),
         (STANDARD, array_api_strict.asarray),
     ]:
-        found = np.asarray(unit_lower_inverse(ops, to(strict)))
-        assert np.all(np.abs(found - expected) <= bound)
+        result = np.asarray(unit_lower_inverse(ops, to(strict)))
+        assert np.all(np.abs(result - expected) <= bound)
     assert np.array_equal(strict, before)
     narrow = unit_lower_inverse(IN_PLACE, strict.astype(np.float32))
     assert narrow.dtype == np.float32

@@ -8,12 +8,12 @@ from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
 @triton.jit
-def inverse(strict, found, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+def inverse(strict, result, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(found + at, unit_lower_inverse(tl.load(strict + at), SIZE, LEVELS, "ieee"))
+    tl.store(result + at, unit_lower_inverse(tl.load(strict + at), SIZE, LEVELS, "ieee"))
 
 
 @triton.jit
-def fading(g, found, SIZE: tl.constexpr):
+def decay_factors(g, result, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(found + at, pairs_of(g, 0, SIZE, False))
+    tl.store(result + at, pairs_of(g, 0, SIZE, False))

@@ -148,8 +148,8 @@ def test_a_traced_step_goes_elsewhere():
         return m.extend(cache, q, k, v, backend=("triton", "torch"))[0]
 
     with small_tiles():
-        found = torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
-        torch.testing.assert_close(found, step(q, k, v), rtol=1e-5, atol=1e-6)
+        result = torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
+        torch.testing.assert_close(result, step(q, k, v), rtol=1e-5, atol=1e-6)
 
 
 def test_tf32_is_the_users_choice():
@@ -204,8 +204,8 @@ def test_decoding_sequences_of_unequal_lengths():
     lengths = torch.tensor([1, 1, 0])
     expected, other = m.extend(cache, **new, lengths=lengths, backend="torch")
     with small_tiles():
-        found, cache = m.extend(cache, **new, lengths=lengths, backend="triton")
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        result, cache = m.extend(cache, **new, lengths=lengths, backend="triton")
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     for name, buffer in other.store.items():
         torch.testing.assert_close(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
 

@@ -40,11 +40,11 @@ def check(layer, x, dtype=torch.float32, **masks):
     gradients = pullback(d_out.double())
     with small_tiles():
         out, pullback = layer.vjp(**x, **masks, backend="triton")
-        found = pullback(d_out)
+        result = pullback(d_out)
     assert error(out, expected) < BOUNDS[dtype]
     for name, gradient in gradients.items():
-        assert error(found[name], gradient) < 2 * BOUNDS[dtype], name
-        assert found[name].dtype == dtype
+        assert error(result[name], gradient) < 2 * BOUNDS[dtype], name
+        assert result[name].dtype == dtype
 
 
 # Slow: two passes, whose kernels the tests of the recurrences and of `conditioned_query` run too.
@@ -61,8 +61,8 @@ def support(expression, verb="vjp", **changes):
     group = Group(group_of(layer))
     shapes = {name: tuple(a.shape) for name, a in problem(layer, 4).items()}
     shapes = {name: changes.get(name, shapes[name]) for name in group.inputs}
-    asked = Request(verb, "torch", "cpu", "float32", tuple(shapes.items()), frozenset())
-    return Triton().supports(group, asked)
+    request = Request(verb, "torch", "cpu", "float32", tuple(shapes.items()), frozenset())
+    return Triton().supports(group, request)
 
 
 @pytest.mark.parametrize("base", SHARING)

@@ -36,7 +36,7 @@ def wide(array):
     return array.double().numpy()
 
 
-def found(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
+def run_kernels(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     """Output and gradients by the kernels."""
     group = Group(group_of(expression))
     frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
@@ -53,7 +53,7 @@ def found(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
 def check(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     """The kernels agree with the definition in float64, and write to none of the inputs."""
     before = {name: a.clone() for name, a in x.items()}
-    out, gradients = found(expression, x, d_out, seed=seed, tiles=tiles, **masks)
+    out, gradients = run_kernels(expression, x, d_out, seed=seed, tiles=tiles, **masks)
     with pa.use_backend("reference"):
         right, pullback = pa.parse(expression).vjp(
             **{name: a.double() for name, a in x.items()}, **masks
@@ -135,12 +135,12 @@ def test_queries_see_their_own_segment():
 def test_the_same_map_twice_is_one_map_less():
     x, d_out = problem("differential", 20)
     x |= {"q2": x["q"], "k2": x["k"], "lam": torch.tensor(1.0)}
-    out, _ = found("differential", x, d_out)
+    out, _ = run_kernels("differential", x, d_out)
     assert (out == 0).all()
     x["lam"] = torch.tensor(0.25)
     with pa.use_backend("reference"):
         softmax = pa.Softmax()(x["q"], x["k"], x["v"])
-    assert error(wide(found("differential", x, d_out)[0]), wide(0.75 * softmax)) < 1e-6
+    assert error(wide(run_kernels("differential", x, d_out)[0]), wide(0.75 * softmax)) < 1e-6
 
 
 def test_duplicate_and_zero_keys():
@@ -161,7 +161,7 @@ def test_inputs_of_any_strides():
 
 def test_the_same_bits_whatever_the_order_of_programs():
     x, d_out = problem("differential", 33, h=2)
-    first, second = (found("differential", x, d_out, seed=seed) for seed in (1, 2))
+    first, second = (run_kernels("differential", x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first[0], second[0])
     for name, gradient in first[1].items():
         assert torch.equal(gradient, second[1][name])
@@ -195,7 +195,7 @@ def test_what_the_kernels_take():
 
 
 @pytest.mark.parametrize(
-    ("expression", "asked", "reason"),
+    ("expression", "changes", "reason"),
     [
         ("differential(softmax[bias=true])", {}, "a bias"),
         ("differential(softmax[forget=scaled])", {}, "a forget gate"),
@@ -208,8 +208,8 @@ def test_what_the_kernels_take():
         ("differential", {"t": 0}, "empty"),
     ],
 )
-def test_what_has_no_kernel_is_refused(expression, asked, reason):
-    support = refusal(expression, **asked)
+def test_what_has_no_kernel_is_refused(expression, changes, reason):
+    support = refusal(expression, **changes)
     assert not support.ok
     assert reason in support.reason
 

@@ -18,7 +18,7 @@ HALF = (torch.bfloat16, torch.float16)
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
-class Found:
+class KernelRun:
     """What the kernels make of a call: output, gradients by input, and which heads were close."""
 
     def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
@@ -68,17 +68,17 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     """The kernels agree with the definition, and write to none of the inputs."""
     bound = bound or BOUND[x["v"].dtype]
     before = {name: a.clone() for name, a in x.items()}
-    found = Found(x, d_out, **options)
+    result = KernelRun(x, d_out, **options)
     out, gradients = expected(x, d_out, **{k: v for k, v in options.items() if k != "tiles"})
-    assert found.out.dtype == x["v"].dtype
-    assert error(wide(found.out), wide(out)) < bound
+    assert result.out.dtype == x["v"].dtype
+    assert error(wide(result.out), wide(out)) < bound
     for name, gradient in gradients.items():
-        assert found.gradients[name].dtype == x[name].dtype
-        assert found.gradients[name].shape == x[name].shape
-        difference = error(wide(found.gradients[name]), wide(gradient))
+        assert result.gradients[name].dtype == x[name].dtype
+        assert result.gradients[name].shape == x[name].shape
+        difference = error(wide(result.gradients[name]), wide(gradient))
         assert difference < (gradient_bound or 2 * bound), name
         torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
-    return found
+    return result
 
 
 def with_nan(array, hidden):
@@ -142,9 +142,9 @@ def test_padding_may_hold_nan(causal, dtype):
     lengths = torch.tensor([0, 20, 33])
     hidden = torch.arange(33) >= lengths[:, None]
     x = {name: with_nan(a, hidden) for name, a in x.items()}
-    found = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths)
-    assert (found.out[hidden] == 0).all()
-    assert all((gradient[hidden] == 0).all() for gradient in found.gradients.values())
+    result = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths)
+    assert (result.out[hidden] == 0).all()
+    assert all((gradient[hidden] == 0).all() for gradient in result.gradients.values())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -166,9 +166,9 @@ def test_masked_keys_may_hold_nan_and_queries_may_see_none(causal):
     key_mask = torch.arange(33) % 5 > 1  # A causal query before the third sees nothing.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
-    found = check(x, d_out, causal=causal, key_mask=key_mask)
-    assert (found.out[1] == 0).all()
-    assert (found.gradients["q"][1] == 0).all()
+    result = check(x, d_out, causal=causal, key_mask=key_mask)
+    assert (result.out[1] == 0).all()
+    assert (result.gradients["q"][1] == 0).all()
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4])
@@ -186,9 +186,9 @@ def test_logits_of_any_size(size):
 def test_constant_values_give_that_constant(dtype, height):
     x, d_out = problem(33, b=1, dtype=dtype)
     x["v"] = torch.full_like(x["v"], height)
-    found = Found(x, d_out)
-    assert (found.out == height).all()
-    assert (found.gradients["q"] == 0).all()
+    result = KernelRun(x, d_out)
+    assert (result.out == height).all()
+    assert (result.gradients["q"] == 0).all()
 
 
 def test_values_near_the_limit_of_close_heads():
@@ -228,9 +228,9 @@ def test_values_far_apart_behind_masks(causal):
     hidden = torch.arange(17) >= lengths[:, None]
     x = {name: with_nan(a, hidden) for name, a in x.items()}
     ids = torch.tensor([[1] * 4 + [3] * 13, [0] * 17])
-    found = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths, segment_ids=ids)
-    assert found.is_close == [[False], [False]]
-    assert (found.out[hidden] == 0).all()
+    result = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths, segment_ids=ids)
+    assert result.is_close == [[False], [False]]
+    assert (result.out[hidden] == 0).all()
 
 
 def test_close_and_far_heads_in_one_call():
@@ -243,7 +243,7 @@ def test_a_padded_value_does_not_put_a_head_apart():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
     assert check(x, d_out, lengths=torch.tensor([16])).is_close == [[True]]
-    assert Found(x, d_out).is_close == [[False]]
+    assert KernelRun(x, d_out).is_close == [[False]]
 
 
 @pytest.mark.parametrize("apart", [50.0, 130.0])
@@ -255,8 +255,8 @@ def test_values_that_oppose_the_scores(apart):
     x["q"][..., 0], x["k"][0, :, 0, 0] = 4, height
     x["v"] = x["v"] - height[None, :, None, None]
     for causal in (True, False):
-        found = check(x, d_out, causal=causal, gradient_bound=1e-3)
-        assert found.is_close == [[apart < 60]]
+        result = check(x, d_out, causal=causal, gradient_bound=1e-3)
+        assert result.is_close == [[apart < 60]]
 
 
 def test_values_of_size_ten_thousand():
@@ -271,7 +271,7 @@ def test_no_later_value_has_a_part_in_an_output():
     later = {name: a.clone() for name, a in x.items()}
     later["v"][:, 12:] += 3e4
     later["k"][:, 12:] *= 7
-    assert torch.equal(Found(x, d_out).out[:, :12], Found(later, d_out).out[:, :12])
+    assert torch.equal(KernelRun(x, d_out).out[:, :12], KernelRun(later, d_out).out[:, :12])
 
 
 # ------------------------------------------------------------------------------ any tensors
@@ -301,7 +301,7 @@ def test_tensors_of_more_than_two_to_the_31_elements():
 
 def test_the_same_bits_whatever_the_order_of_programs():
     x, d_out = problem(33, h=4, n=2)
-    first, second = (Found(x, d_out, seed=seed) for seed in (1, 2))
+    first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
     for name, gradient in first.gradients.items():
         assert torch.equal(gradient, second.gradients[name])
@@ -343,7 +343,7 @@ def test_options_without_a_kernel_are_refused(base, reason):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("changes", "reason"),
     [
         ({"verb": "extend"}, "extends a cache"),
         ({"dtype": "float64"}, "not in float64"),
@@ -353,5 +353,5 @@ def test_options_without_a_kernel_are_refused(base, reason):
         ({"e": 260, "dtype": "float32"}, "values whose width is a multiple of 4 and at most 256"),
     ],
 )
-def test_sizes_and_dtypes_without_a_kernel_are_refused(asked, reason):
-    assert reason in refusal(pa.Laser(), **asked)
+def test_sizes_and_dtypes_without_a_kernel_are_refused(changes, reason):
+    assert reason in refusal(pa.Laser(), **changes)

@@ -66,13 +66,13 @@ def check(leaf, x, d_y, frame, bound, **tiles):
     before = {name: array.clone() for name, array in given.items()}
     kernels = LucidSolve()
     with small_tiles(**tiles):
-        found, residuals = kernels.forward(leaf, given, frame)
+        result, residuals = kernels.forward(leaf, given, frame)
         d_y = only_valid(d_y, frame, torch.nan)
-        gradients = kernels.backward(leaf, given, frame, found, residuals, d_y)
+        gradients = kernels.backward(leaf, given, frame, result, residuals, d_y)
     shapes = kernels.residual_shapes(leaf, {"v": (tuple(x["v"].shape), str(x["v"].dtype)[6:])})
     assert [(tuple(r.shape), str(r.dtype)[6:]) for r in residuals] == [tuple(s) for s in shapes]
-    assert found.dtype == x["v"].dtype
-    assert error(found, y) < bound
+    assert result.dtype == x["v"].dtype
+    assert error(result, y) < bound
     for name, gradient in expected.items():
         assert gradients[name].dtype == x[name].dtype
         assert error(gradients[name], only_valid(gradient, frame, 0)) < 4 * bound, name
@@ -94,10 +94,10 @@ def test_one_token_is_its_own_value():
     leaf, x, d_y, frame = problem(1)
     with small_tiles():
         y, _ = LucidSolve().forward(leaf, x, frame)
-        found = LucidSolve().backward(leaf, x, frame, y, (), d_y)
+        result = LucidSolve().backward(leaf, x, frame, y, (), d_y)
     torch.testing.assert_close(y, x["v"])
-    torch.testing.assert_close(found["v"], d_y)
-    assert not found["k"].any()
+    torch.testing.assert_close(result["v"], d_y)
+    assert not result["k"].any()
 
 
 @pytest.mark.parametrize("keys", ["equal", "zero"])
@@ -131,9 +131,9 @@ def test_channels_of_very_different_sizes(dtype):
     leaf, x, _, frame = problem(34, b=1, n=1, dtype=dtype, spread=1e4)
     expected = leaf.forward({name: a.double() for name, a in x.items()}, frame)[0]
     with small_tiles():
-        found, _ = LucidSolve().forward(leaf, x, frame)
+        result, _ = LucidSolve().forward(leaf, x, frame)
     for channel in range(expected.shape[3]):
-        assert error(found[..., channel], expected[..., channel]) < BOUNDS[dtype]
+        assert error(result[..., channel], expected[..., channel]) < BOUNDS[dtype]
 
 
 def test_large_gradients_in_float16():
@@ -173,12 +173,12 @@ def test_any_strides():
         y, _ = LucidSolve().forward(leaf, strided, frame)
         wanted = LucidSolve().backward(leaf, x, frame, y, (), d_y)
         shared = d_y[:, :1].expand_as(d_y)
-        found = LucidSolve().backward(leaf, strided, frame, y, (), shared)
+        result = LucidSolve().backward(leaf, strided, frame, y, (), shared)
         again = LucidSolve().backward(leaf, x, frame, y, (), shared.contiguous())
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    assert not torch.equal(found["v"], wanted["v"])
-    for name in found:
-        torch.testing.assert_close(found[name], again[name], rtol=0, atol=0)
+    assert not torch.equal(result["v"], wanted["v"])
+    for name in result:
+        torch.testing.assert_close(result[name], again[name], rtol=0, atol=0)
 
 
 def test_the_order_of_the_programs_does_not_matter():
@@ -187,8 +187,8 @@ def test_the_order_of_the_programs_does_not_matter():
     for seed in (1, 2):
         with small_tiles(seed):
             y, residuals = LucidSolve().forward(leaf, x, frame)
-            found = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)
-        results.append((y, *found.values()))
+            result = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)
+        results.append((y, *result.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -198,14 +198,14 @@ def test_a_step_looks_past_masked_keys_its_own_among_them(hidden):
     x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     for name in ("k", "v"):
         x[name][:, hidden] = torch.nan
-    found = {}
+    result = {}
     for backend in ("triton", "reference"):
         cache, outs = pa.Lucid().init_cache(**x, capacity=8, key_mask=True), []
         for t in range(7):
             new = {name: array[:, t : t + 1] for name, array in x.items()}
-            seen = torch.tensor([[t != hidden]])
+            is_visible = torch.tensor([[t != hidden]])
             with small_tiles():
-                out, cache = pa.Lucid().extend(cache, **new, key_mask=seen, backend=backend)
+                out, cache = pa.Lucid().extend(cache, **new, key_mask=is_visible, backend=backend)
             outs.append(out)
-        found[backend] = torch.cat(outs, dim=1)
-    assert error(found["triton"], found["reference"]) < 2e-6
+        result[backend] = torch.cat(outs, dim=1)
+    assert error(result["triton"], result["reference"]) < 2e-6

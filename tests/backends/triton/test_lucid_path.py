@@ -47,7 +47,7 @@ def expected(leaf, x, d_y, frame):
     return y, {name: only_valid(a, frame, 0) for name, a in gradients.items()}
 
 
-def found(leaf, x, d_y, frame, tiles=SMALL, seed=0):
+def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
     """The kernels' output and gradients, and what they say of their residuals."""
     kernels = LucidSolve()
     with torch.no_grad(), tiles_as_given(seed, tiles):
@@ -66,7 +66,7 @@ def check(leaf, x, d_y, *, bound=None, tiles=SMALL, seed=0, **masks):
     frame = full_frame(t, t, x["k"], **masks)
     given = {name: only_valid(a, frame, torch.nan) for name, a in x.items()}
     before = {name: a.clone() for name, a in given.items()}
-    y, gradients = found(leaf, given, only_valid(d_y, frame, torch.nan), frame, tiles, seed)
+    y, gradients = run_kernels(leaf, given, only_valid(d_y, frame, torch.nan), frame, tiles, seed)
     wanted, wanted_gradients = expected(leaf, x, d_y, frame)
     assert y.dtype == x["v"].dtype
     assert error(y, wanted) < bound
@@ -196,7 +196,7 @@ def test_without_strength_it_is_the_dot_product(dtype):
     leaf, x, d_y = problem(70, dtype=dtype)
     x["beta"].zero_()
     y, gradients = check(leaf, x, d_y)
-    plain, plain_gradients = found(pa.LucidSolve(), dot(x), d_y, full_frame(70, 70, x["k"]))
+    plain, plain_gradients = run_kernels(pa.LucidSolve(), dot(x), d_y, full_frame(70, 70, x["k"]))
     assert error(y, plain) < BOUNDS[dtype]
     assert error(gradients["k"], plain_gradients["k"]) < 4 * BOUNDS[dtype]
 
@@ -222,8 +222,8 @@ def test_any_strides():
     leaf, x, d_y = problem(40, n=2, b=2, beta=True)
     apart = {name: torch.stack((a, a), -1)[..., 0].mT.contiguous().mT for name, a in x.items()}
     frame = full_frame(40, 40, x["k"])
-    wanted, wanted_gradients = found(leaf, x, d_y[:, :1].expand_as(d_y).contiguous(), frame)
-    y, gradients = found(leaf, apart, d_y[:, :1].expand_as(d_y), frame)
+    wanted, wanted_gradients = run_kernels(leaf, x, d_y[:, :1].expand_as(d_y).contiguous(), frame)
+    y, gradients = run_kernels(leaf, apart, d_y[:, :1].expand_as(d_y), frame)
     assert torch.equal(y, wanted)
     assert all(torch.equal(a, wanted_gradients[name]) for name, a in gradients.items())
 
@@ -231,7 +231,7 @@ def test_any_strides():
 def test_the_same_bits_whatever_the_order_of_programs():
     leaf, x, d_y = problem(80, n=2, beta=True)
     frame = full_frame(80, 80, x["k"])
-    (y, first), (again, second) = (found(leaf, x, d_y, frame, seed=seed) for seed in (1, 2))
+    (y, first), (again, second) = (run_kernels(leaf, x, d_y, frame, seed=seed) for seed in (1, 2))
     assert torch.equal(y, again)
     assert all(torch.equal(a, second[name]) for name, a in first.items())
 

@@ -34,7 +34,7 @@ def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
     return {name: a.to(dtype) for name, a in x.items()}, torch.randn(b, t, h, e).to(dtype)
 
 
-class Found:
+class KernelRun:
     """What the kernels make of a call: output, and gradients by input."""
 
     def __init__(self, x, d_out, *, window=None, seed=0, tiles=SMALL, **masks):
@@ -70,18 +70,18 @@ def check(x, d_out, *, bound=None, **options):
     """The kernels agree with the definition, and write to none of the inputs."""
     bound = bound or BOUND[x["v"].dtype]
     before = {name: a.clone() for name, a in x.items()}
-    found = Found(x, d_out, **options)
+    result = KernelRun(x, d_out, **options)
     call = {name: a for name, a in options.items() if name not in ("tiles", "seed")}
     out, gradients = expected(x, d_out, **call)
-    assert found.out.dtype == x["v"].dtype
-    assert error(wide(found.out), wide(out)) < bound
+    assert result.out.dtype == x["v"].dtype
+    assert error(wide(result.out), wide(out)) < bound
     for name in INPUTS:
-        gradient = found.gradients[name]
+        gradient = result.gradients[name]
         assert gradient.dtype == x[name].dtype
         assert gradient.shape == x[name].shape
         assert error(wide(gradient), wide(gradients[name])) < 2 * bound, name
         torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_padding_may_hold_nan(dtype):
     lengths = torch.tensor([0, 20])
     hidden = torch.arange(33) >= lengths[:, None]
     x = {name: with_nan(a, hidden) for name, a in x.items()}
-    found = check(x, with_nan(d_out, hidden), lengths=lengths)
-    assert (found.out[hidden] == 0).all()
-    assert all((gradient[hidden] == 0).all() for gradient in found.gradients.values())
+    result = check(x, with_nan(d_out, hidden), lengths=lengths)
+    assert (result.out[hidden] == 0).all()
+    assert all((gradient[hidden] == 0).all() for gradient in result.gradients.values())
 
 
 def test_masked_keys_may_hold_nan_and_reflect_nothing():
@@ -135,9 +135,9 @@ def test_masked_keys_may_hold_nan_and_reflect_nothing():
     key_mask = torch.arange(33) % 5 > 1  # A query before the third sees nothing.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in INPUTS[1:]}
-    found = check(x, d_out, key_mask=key_mask)
-    assert (found.out[1] == 0).all()
-    assert (found.gradients["q"][1] == 0).all()
+    result = check(x, d_out, key_mask=key_mask)
+    assert (result.out[1] == 0).all()
+    assert (result.gradients["q"][1] == 0).all()
 
 
 def test_queries_see_their_own_segment():
@@ -163,7 +163,7 @@ def test_without_strength_it_is_softmax():
     x["beta"].zero_()
     with pa.use_backend("reference"):
         softmax = pa.Softmax()(x["q"], x["k"], x["v"])
-    assert error(wide(Found(x, d_out).out), wide(softmax)) < 1e-6
+    assert error(wide(KernelRun(x, d_out).out), wide(softmax)) < 1e-6
 
 
 @pytest.mark.parametrize("size", [1e-4, 30.0])
@@ -191,13 +191,14 @@ def test_inputs_of_any_strides():
         for name, a in x.items()
     }
     first = check(apart, d_out[:1, :1].expand(2, 20, 2, 8))
-    again = Found({name: a.contiguous() for name, a in x.items()}, d_out[:1, :1].expand_as(d_out))
+    contiguous = {name: a.contiguous() for name, a in x.items()}
+    again = KernelRun(contiguous, d_out[:1, :1].expand_as(d_out))
     assert torch.equal(first.out, again.out)
 
 
 def test_the_same_bits_whatever_the_order_of_programs():
     x, d_out = problem(33, h=2)
-    first, second = (Found(x, d_out, seed=seed) for seed in (1, 2))
+    first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
     for name, gradient in first.gradients.items():
         assert torch.equal(gradient, second.gradients[name])
@@ -231,7 +232,7 @@ def test_what_the_kernels_take():
 
 
 @pytest.mark.parametrize(
-    ("base", "asked", "reason"),
+    ("base", "changes", "reason"),
     [
         (pa.Path(bias=True), {}, "a bias"),
         (pa.Path(forget="scaled"), {}, "a forget gate"),
@@ -242,13 +243,13 @@ def test_what_the_kernels_take():
         (pa.Path(), {"t": 0}, "empty"),
     ],
 )
-def test_what_has_no_kernel_is_refused(base, asked, reason):
-    assert reason in refusal(base, **asked)
+def test_what_has_no_kernel_is_refused(base, changes, reason):
+    assert reason in refusal(base, **changes)
 
 
 def test_nothing_is_left_of_keys_that_are_the_same():
     """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
     x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
     x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
-    d_q = Found(x, d_out).gradients["q"]
+    d_q = KernelRun(x, d_out).gradients["q"]
     assert d_q.abs().max() < 1e-4 * x["k"].abs().max()

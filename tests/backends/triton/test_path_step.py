@@ -22,34 +22,34 @@ def inputs(t, *, b=2, h=2, n=1, d=8, e=12, dtype=torch.float32):
     return {name: a.to(dtype) for name, a in x.items()}
 
 
-def steps(mechanism, x, backend, *, first, prefilled=None, counts=None, seen=None):
+def steps(mechanism, x, backend, *, first, prefilled=None, counts=None, is_visible=None):
     """Outputs of one token after the other behind `first`, and all that the cache held.
 
-    Keys that are not `seen` (b, t) are hidden.
+    Keys that are not `is_visible` (b, t) are masked.
     """
-    found = []
-    cache = mechanism.init_cache(**x, capacity=x["q"].shape[1] + 1, key_mask=seen is not None)
+    result = []
+    cache = mechanism.init_cache(**x, capacity=x["q"].shape[1] + 1, key_mask=is_visible is not None)
     masks = {} if prefilled is None else {"lengths": torch.tensor(prefilled)}
     start = {name: a[:, :first] for name, a in x.items()}
-    if seen is not None:
-        masks["key_mask"] = seen[:, :first]
+    if is_visible is not None:
+        masks["key_mask"] = is_visible[:, :first]
     with torch.no_grad():
         if first:
             _, cache = mechanism.extend(cache, **start, **masks, backend="reference")
         for t in range(first, x["q"].shape[1]):
             new = {name: a[:, t : t + 1] for name, a in x.items()}
             masks = {} if counts is None else {"lengths": torch.tensor(counts[t - first])}
-            if seen is not None:
-                masks["key_mask"] = seen[:, t : t + 1]
+            if is_visible is not None:
+                masks["key_mask"] = is_visible[:, t : t + 1]
             with small_tiles():
                 out, cache = mechanism.extend(cache, **new, **masks, backend=backend)
-            found += [out, *(cache.store[key] for key in sorted(cache.store))]
-    return found
+            result += [out, *(cache.store[key] for key in sorted(cache.store))]
+    return result
 
 
 def check(mechanism, x, **options):
-    found, expected = (steps(mechanism, x, name, **options) for name in ("triton", "reference"))
-    for one, other in zip(found, expected, strict=True):
+    result, expected = (steps(mechanism, x, name, **options) for name in ("triton", "reference"))
+    for one, other in zip(result, expected, strict=True):
         assert one.dtype == other.dtype
         assert error(one, other) < BOUND[x["v"].dtype]
 
@@ -92,7 +92,7 @@ def test_masked_keys_in_front_of_the_last_flush_and_since(hidden):
     x = inputs(8, b=1)
     for name in ("k", "v"):
         x[name][:, hidden] = torch.nan
-    check(pa.Path(flush=4), x, first=4, seen=torch.arange(8)[None] != hidden)
+    check(pa.Path(flush=4), x, first=4, is_visible=torch.arange(8)[None] != hidden)
 
 
 def refusal(*, t=1, h=2, d=64, e=64):

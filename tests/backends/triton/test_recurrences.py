@@ -64,12 +64,12 @@ def check(layer, x, dtype=torch.float32, bound=None, tiles=None, **masks):
     gradients = pullback(d_out.double())
     with small_tiles(**(tiles or {})):
         out, pullback = layer.vjp(**x, **masks, backend=BACKENDS)
-        found = pullback(d_out)
+        result = pullback(d_out)
     bound = bound or BOUNDS[dtype]
     assert error(out, expected) < bound
     for name, gradient in gradients.items():
-        assert error(found[name], gradient) < 2 * bound, name
-        assert found[name].dtype == dtype
+        assert error(result[name], gradient) < 2 * bound, name
+        assert result[name].dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,16 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
             piece, cache, back = layer.extend_vjp(cache, **part, backend=BACKENDS)
             outs.append(piece)
             pullbacks.append((start, stop, back))
-        d_state, found = d_last, []
+        d_state, result = d_last, []
         for start, stop, back in reversed(pullbacks):
             gradients, d_state = back(d_out[:, start:stop], d_state)
-            found.insert(0, gradients)
+            result.insert(0, gradients)
     assert error(torch.cat(outs, dim=1), out) < 2e-6
     for name, state in last.store.items():
         assert error(cache.store[name], state) < 2e-6
         assert error(d_state[name], d_first[name]) < 4e-6
     for name, gradient in expected.items():
-        assert error(torch.cat([each[name] for each in found], dim=1), gradient) < 4e-6, name
+        assert error(torch.cat([each[name] for each in result], dim=1), gradient) < 4e-6, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -263,22 +263,22 @@ def test_an_inverse_of_32_tokens_loses_no_digits(keys):
     """Doubling the Neumann series would lose all of them."""
     k = problem(pa.Delta(), 32, heads=(1, 1), keys=keys)["k"][0, :, 0]
     strict = torch.tril(2 * k @ k.T, -1)
-    found = torch.full((32, 32), torch.nan)
+    result = torch.full((32, 32), torch.nan)
     with small_tiles():
-        pieces.inverse[(1,)](strict, found, 32, 5)
+        pieces.inverse[(1,)](strict, result, 32, 5)
     expected = torch.linalg.inv(torch.eye(32).double() + strict.double())
-    assert error(found, expected) < 1e-5
+    assert error(result, expected) < 1e-5
 
 
 def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
     g = -torch.randn(64, generator=torch.Generator().manual_seed(0)).abs() * 1e-3
     g[5] = -150.0
-    found = torch.full((64, 64), torch.nan)
+    result = torch.full((64, 64), torch.nan)
     with small_tiles():
-        pieces.fading[(1,)](g, found, 64)
+        pieces.decay_factors[(1,)](g, result, 64)
     total = g.double().cumsum(0)
     expected = torch.tril((total[:, None] - total).clamp_max(0).exp())
-    assert error(found, expected) < 1e-6
+    assert error(result, expected) < 1e-6
 
 
 @pytest.mark.parametrize(

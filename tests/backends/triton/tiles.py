@@ -65,7 +65,7 @@ def tiles_as_given(seed, configurations):
         torch.use_deterministic_algorithms(False)
 
 
-def error(found, expected):
+def error(result, expected):
     """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
-    difference = (found.double() - expected.double()).abs().max()
+    difference = (result.double() - expected.double()).abs().max()
     return float(difference / expected.double().abs().max().clamp_min(0.1))

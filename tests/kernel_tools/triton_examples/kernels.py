@@ -16,11 +16,11 @@ def scale(x, y, count, factor, BLOCK: tl.constexpr):
 def copy(x, y, count, first, step, BLOCK: tl.constexpr, ATOMIC: tl.constexpr = False):
     """Reads within x, and writes `count` elements of y, wherever they are."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(x + at, mask=at < count)
+    result = tl.load(x + at, mask=at < count)
     if ATOMIC:
-        tl.atomic_add(y + first + step * at, found, mask=at < count)
+        tl.atomic_add(y + first + step * at, result, mask=at < count)
     else:
-        tl.store(y + first + step * at, found, mask=at < count)
+        tl.store(y + first + step * at, result, mask=at < count)
 
 
 @triton.jit
@@ -52,11 +52,11 @@ def running_sum(x, y, count, BLOCK: tl.constexpr):
 def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
     """Without atomics a race: of two programs that add at the same time, one is forgotten."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.sum(tl.load(x + at), 0)
+    result = tl.sum(tl.load(x + at), 0)
     if ATOMIC:
-        tl.atomic_add(y, found)
+        tl.atomic_add(y, result)
     else:
-        tl.store(y, tl.load(y) + found)
+        tl.store(y, tl.load(y) + result)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def arithmetic(x, y, out, BLOCK: tl.constexpr):
 @triton.jit
 def cast(x, y, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    found = tl.load(x + at).to(y.dtype.element_ty, fp_downcast_rounding=ROUNDING)
-    tl.store(y + at, found)
+    result = tl.load(x + at).to(y.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    tl.store(y + at, result)
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def update(x, y, old, OPERATION: tl.constexpr, BLOCK: tl.constexpr):
 def product(a, b, c, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     i = tl.arange(0, SIZE)
     at = i[:, None] * SIZE + i[None, :]
-    found = tl.dot(tl.load(a + at), tl.load(b + at), input_precision=PRECISION)
-    tl.store(c + at, found.to(c.dtype.element_ty))
+    result = tl.dot(tl.load(a + at), tl.load(b + at), input_precision=PRECISION)
+    tl.store(c + at, result.to(c.dtype.element_ty))
 
 
 @triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 64)], key=["count"])
@@ -121,22 +121,22 @@ def staged_product(a, b, c, count, SIZE: tl.constexpr, DEPTH: tl.constexpr):
     """As many tiles of a and b wait in shared memory as there are stages."""
     i = tl.arange(0, SIZE)
     k = tl.arange(0, DEPTH)
-    found = tl.zeros((SIZE, SIZE), tl.float32)
+    result = tl.zeros((SIZE, SIZE), tl.float32)
     for step in range(count):
         at = step * DEPTH + k
         rows = tl.load(a + i[:, None] * count * DEPTH + at[None, :])
-        found = tl.dot(rows, tl.load(b + at[:, None] * SIZE + i[None, :]), found)
-    tl.store(c + i[:, None] * SIZE + i[None, :], found)
+        result = tl.dot(rows, tl.load(b + at[:, None] * SIZE + i[None, :]), result)
+    tl.store(c + i[:, None] * SIZE + i[None, :], result)
 
 
 @triton.jit
 def sum_of_tiles(x, y, count, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A tile of float32, all of it in registers, in two loads at a time."""
     at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    found = tl.zeros((ROWS, WIDTH), tl.float32)
+    result = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in range(count):
-        found += tl.load(x + i * ROWS * WIDTH + at)
-    tl.store(y + at, found)
+        result += tl.load(x + i * ROWS * WIDTH + at)
+    tl.store(y + at, result)
 
 
 def variants(target):
