@@ -1,7 +1,4 @@
-"""CCQ written in PyTorch, token by token, and random problems for it.
-
-The equations are those of `test_ccq`.
-"""
+"""CCQ in PyTorch, token by token, and random problems for it; equations as in `test_ccq`."""
 
 import numpy as np
 import torch
@@ -142,7 +139,7 @@ def to_heads(x, heads):
 
 
 def log_decay(covariance, x):
-    """The logarithm of what one token leaves of the statistics, (b, s, h)."""
+    """The log of the factor by which a token decays the statistics, (b, s, h)."""
     (b, s), h = x["k"].shape[:2], x["q"].shape[2]
     if covariance != "decayed":
         return torch.zeros(b, s, h, dtype=torch.float64)
@@ -153,7 +150,7 @@ def log_decay(covariance, x):
 
 
 def conditioned(x, covariance="running", tau=1.0, eps=1e-6, state=None):
-    """q^c, and the sums (Σ k̄k̄ᵀ, Σ k̄, Σ 1) of each query head behind the last token."""
+    """q^c, and the sums (Σ k̄k̄ᵀ, Σ k̄, Σ 1) of each query head after the last token."""
     (_, t, h, _), s = x["q"].shape, x["k"].shape[1]
     q, k = unit(x["q"], eps), to_heads(unit(x["k"], eps), h)
     decay, out = torch.exp(log_decay(covariance, x)), []
@@ -183,14 +180,14 @@ def conditioned_for(layer, x, state=None):
 
 
 def key_for(layer, k):
-    """The key that the base reads."""
+    """The keys that reach the base."""
     automatic = "unit" if "delta" in str(layer.base) else "raw"
     chosen = automatic if layer.backbone_key == "auto" else layer.backbone_key
     return unit(k, layer.eps) if chosen == "unit" else k
 
 
 def recurrence(base, q, k, v, g=None, beta=None, state=None):
-    """o_t = s S_tᵀ q_t of the linear family, and S behind the last token."""
+    """o_t = s S_tᵀ q_t of the linear family, and S after the last token."""
     (b, t, h, d), s = q.shape, k.shape[1]
     heads = max(h, v.shape[2])
     scale = 1.0 if base == "ssd" else d**-0.5

@@ -1,4 +1,4 @@
-"""Tests of the mathematics run on the reference, the oracle that backends are compared with."""
+"""Tests of the mathematics run on the reference, with which backends are compared."""
 
 import pytest
 

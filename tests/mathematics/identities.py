@@ -1,4 +1,4 @@
-"""Comparisons, parts of inputs, and calls that several tests of identities make."""
+"""Comparisons, slices of inputs, and calls that several tests of identities share."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def causal_mask(t, s, window=None):
 
 
 def identity_values(k):
-    """Values (b, s, n, s) through which an output becomes the matrix that maps values to it."""
+    """Values (b, s, n, s) for which the output is the matrix that maps values to outputs."""
     b, s, n, _ = k.shape
     return np.broadcast_to(np.eye(s)[:, None], (b, s, n, s)).copy()
 

@@ -1,4 +1,4 @@
-"""The definitions of the linear family: loops over tokens, in PyTorch, and problems to try them on.
+"""The definitions of the linear family: loops over tokens in PyTorch, and random problems.
 
 S' = Γ_t S_{t−1}, then S_t = S' + k_t v_tᵀ, or S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ (delta rule), and
 o_t = s S_tᵀ q_t. PyTorch's gradients of the loop are the gradients expected.
@@ -39,7 +39,7 @@ BASES = LAYERS[:8]
 GATED = ["ssd", "gla", "gsa", "gated_delta"]
 DELTA = ["delta", "gated_delta"]
 
-# Every query head reads the key and value head it belongs to, or every value head the query head.
+# Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
 SHARED = {"q": "b t h d", "k": "b s n d", "v": "b s n e"}
 OWN = {"q": "b t h d", "k": "b s h d", "v": "b s u e"}
 SHAPES = {
@@ -133,7 +133,7 @@ def timed(name):
 
 
 def of_tokens(x, chosen):
-    """Inputs at some times; the weights of each head are of no time."""
+    """Inputs at some times; weights of each head have no time axis."""
     return {name: array[:, chosen] if timed(name) else array for name, array in x.items()}
 
 
@@ -233,7 +233,7 @@ def tensors(arrays, grad=False):
 
 
 def expected_vjp(layer, x, d_out, states=None, d_last=None, is_written=None):
-    """Output and last states of the loop; PyTorch's gradients of inputs and first states."""
+    """Output and last states of the loop; PyTorch's gradients for inputs and initial states."""
     x = tensors(x, grad=True)
     first = None if states is None else tensors(states, grad=True)
     out, last = scan(layer, x, first and list(first.values()), is_written)

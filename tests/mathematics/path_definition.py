@@ -1,7 +1,4 @@
-"""PaTH and LUCID over it, written as loops, and random problems for them.
-
-The equations are those of `test_path`.
-"""
+"""PaTH and LUCID over it as loops, and random problems; the equations are in `test_path`."""
 
 from itertools import pairwise
 
@@ -46,7 +43,7 @@ def unit(x):
 
 
 def make_keys(rng, kind, shape):
-    """Keys (b, s, n, d) of the kinds that are hard to tell apart."""
+    """Keys (b, s, n, d), of kinds in which keys are hard to distinguish."""
     k = rng.normal(size=shape)
     chosen = rng.integers(2, size=shape[1])
     match kind:
@@ -60,7 +57,7 @@ def make_keys(rng, kind, shape):
 
 
 def make_directions(rng, kind, k):
-    """Directions w of length 1, or of any length (raw), or none."""
+    """Directions w of length 1, of any length (raw), or zero."""
     w = unit(rng.normal(size=k.shape))
     match kind:
         case "keys":

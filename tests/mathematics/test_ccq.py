@@ -1,9 +1,9 @@
-"""CCQ (arXiv 2606.01294), against identities that hold whatever the implementation.
+"""CCQ (arXiv 2606.01294), against identities that hold for any implementation.
 
 The definition is q^c = (I − λ Σ) q̄ with q̄ and k̄ of length 1 and Σ the covariance of the keys so
-far: all alike, weighted by the base's decay, or by the softmax of the query. Everything is float64,
-so an identity has to hold to 1e-10 of the largest number it speaks of. The definition is written
-in PyTorch, token by token, and gradients are held against autograd of it and central differences.
+far: unweighted, weighted by the base's decay, or by the softmax of the query. Everything is
+float64, and an identity has to hold to 1e-10 of its largest number. The definition is written in
+PyTorch, token by token; gradients are compared with its autograd and with central differences.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ RECURRENT = [
 
 
 def definition(layer, x):
-    """By its own base of what is conditioned here."""
+    """The base by its own implementation, on queries that the loop conditions."""
     given = {name: array for name, array in x.items() if name in layer.base.inputs}
     return layer.base(**given | {"q": conditioned_for(layer, x)[0], "k": key_for(layer, x["k"])})
 
@@ -58,7 +58,7 @@ def definition(layer, x):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False))
-def test_the_base_reads_the_definitions_query(layer, p):
+def test_the_base_gets_the_query_of_the_definition(layer, p):
     layer = pa.parse(layer)
     x = p.x(layer)
     assert_is(layer(**x), definition(layer, in_torch(x)))
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_central_differences(layer):
 @pytest.mark.parametrize(("piece", "options"), PIECES, ids=str)
 @sampled
 @given(p=problems(square=False, kinds=["random", "equal", "clustered", "opposite"]))
-def test_the_query_by_itself(piece, options, p):
+def test_the_conditioned_query_and_its_gradient_are_those_of_the_definition(piece, options, p):
     def by(_, x):
         return conditioned(x, **options)[0]
 
@@ -138,7 +138,7 @@ def test_query_heads_share_the_statistics_of_their_key_head(layer, p):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), past=st.integers(1, 7))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
     changed = {name: array.copy() for name, array in x.items()}
@@ -166,7 +166,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
         ("ccq[eps=0.0]", False),
     ],
 )
-def test_keys_of_length_1_for_the_delta_rule_only(layer, unit_keys):
+def test_keys_are_normalised_for_the_delta_rule_only(layer, unit_keys):
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
@@ -178,7 +178,7 @@ def test_keys_of_length_1_for_the_delta_rule_only(layer, unit_keys):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False, kinds=["random"]))
-def test_the_length_of_a_query_makes_no_difference(layer, p):
+def test_the_length_of_a_query_does_not_matter(layer, p):
     layer = replace(pa.parse(layer), eps=0.0)
     x = p.x(layer)
     factors = p.rng.uniform(0.2, 3, size=(*x["q"].shape[:3], 1))
@@ -186,8 +186,8 @@ def test_the_length_of_a_query_makes_no_difference(layer, p):
     assert_close(layer(**(x | {"q": factors * x["q"]})), out, size=1 + np.abs(out).max())
 
 
-def test_a_feature_map_inside_or_outside():
-    """Inside, features are made of q^c; outside, the features of queries are conditioned."""
+def test_an_inner_feature_map_gets_conditioned_queries_and_an_outer_one_gives_them():
+    """Inside, features are computed from q^c; outside, the features of queries are conditioned."""
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     outside = pa.parse("hedgehog(ccq(gla))")
     x = p.x(outside)

@@ -26,7 +26,7 @@ from tests.mathematics.ccq_definition import (
 from tests.mathematics.identities import assert_close, part
 
 
-def test_what_a_cache_remembers_is_sums():
+def test_the_cache_stores_sums_over_the_keys():
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     for layer, decayed in [("ccq(gla)", "running"), ("ccq[covariance=decayed](gla)", "decayed")]:
         layer = pa.parse(layer)
@@ -47,7 +47,7 @@ def own_buffers(cache):
 
 
 def extended(layer, x, cuts, **masks):
-    """The outputs of the pieces between the cuts, in one array; masks are cut likewise."""
+    """The concatenated outputs of the pieces between the cuts; masks are split likewise."""
     cache = layer.init_cache(**x, capacity=cuts[-1], **({"key_mask": True} if masks else {}))
     outs = []
     for start, stop in pairwise(cuts):
@@ -92,7 +92,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, hidden):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), data=st.data())
-def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
+def test_padded_and_packed_sequences_are_independent(layer, p, data):
     layer, t = pa.parse(layer), p.sizes["t"]
     x = p.x(layer)
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
@@ -124,7 +124,7 @@ def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
 @sampled
 @given(p=problems(), data=st.data())
-def test_a_masked_key_is_counted_by_nobody(layer, p, data):
+def test_a_masked_key_enters_no_statistics(layer, p, data):
     layer, t = pa.parse(layer), p.sizes["t"]
     x = p.x(layer)
     shown = np.array([data.draw(st.booleans()) for _ in range(t)])
@@ -147,7 +147,7 @@ def test_a_masked_key_is_counted_by_nobody(layer, p, data):
 @pytest.mark.parametrize(("piece", "options"), PIECES[:4], ids=str)
 @sampled
 @given(p=problems(kinds=["random"]), data=st.data())
-def test_a_query_without_a_key_of_its_own_has_those_before(piece, options, p, data):
+def test_a_query_whose_own_key_is_masked_uses_the_keys_before_it(piece, options, p, data):
     t = p.sizes["t"]
     x = p.x(piece)
     shown = np.array([data.draw(st.booleans()) for _ in range(t)])
@@ -175,9 +175,9 @@ STATES = [
 @sampled
 @given(p=problems(kinds=["random", "clustered"]), past=st.integers(1, 3))
 def test_gradients_through_the_states(layer, p, past):
-    """Of an extension, with cotangents of all buffers: those of the loop that starts from them.
+    """Gradients of an extension with cotangents of all buffers equal those of the loop.
 
-    A second moment is symmetric, and so the symmetric part of its gradient is all that matters.
+    A second moment is symmetric, so only the symmetric part of its gradient matters.
     """
     layer, t = pa.parse(layer), p.sizes["t"]
     p.sizes |= {"t": t + past, "s": t + past}
@@ -218,7 +218,7 @@ def test_gradients_through_the_states(layer, p, past):
 
 
 @pytest.mark.parametrize("layer", STATES)
-def test_pullbacks_of_pieces_make_that_of_the_whole(layer):
+def test_chained_pullbacks_of_pieces_give_the_gradient_of_the_full_call(layer):
     p = Problem(np.random.default_rng(0), t=9, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
@@ -239,7 +239,7 @@ def test_pullbacks_of_pieces_make_that_of_the_whole(layer):
 
 @pytest.mark.parametrize("masks", ["lengths", "key_mask"])
 @pytest.mark.parametrize("layer", STATES)
-def test_what_is_masked_has_no_part_in_gradients_through_states(layer, masks):
+def test_masked_tokens_have_no_effect_on_gradients_through_states(layer, masks):
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)

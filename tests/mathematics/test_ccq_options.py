@@ -36,7 +36,7 @@ from tests.mathematics.identities import assert_close
         ("qk_norm(ccq)", "the base normalises its queries already"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
+def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reason):
     with pytest.raises(TypeError, match=rf"makes no sense: .*{reason}"):
         pa.parse(text)
 
@@ -65,7 +65,7 @@ def test_text_and_mechanism_are_inverse(text):
 
 
 @pytest.mark.parametrize("base", ["gated_delta", "ssd"])
-def test_a_decayed_covariance_wants_one_gate_for_each_query_head(base):
+def test_a_decayed_covariance_needs_one_gate_for_each_query_head(base):
     p = Problem(np.random.default_rng(0), t=4, n=2, values=2)
     running = pa.parse(f"ccq({base})")
     x = p.x(running)
@@ -78,7 +78,7 @@ def test_a_decayed_covariance_wants_one_gate_for_each_query_head(base):
 
 
 @pytest.mark.parametrize("wrong", [(2, 4), (2, 5, 4), (2, 4, 2), (2, 4, 4, 1), (1, 4, 4), ()])
-def test_a_contraction_of_another_shape_is_named(wrong):
+def test_a_contraction_of_the_wrong_shape_is_refused_by_name(wrong):
     p = Problem(np.random.default_rng(0), t=4, n=2, group=2)
     for layer in ("ccq(gla)", "ccq[covariance=query_weighted](linear)"):
         layer = pa.parse(layer)
@@ -86,7 +86,7 @@ def test_a_contraction_of_another_shape_is_named(wrong):
             layer(**p.x(layer, contraction=np.ones(wrong)))
 
 
-def test_a_contraction_has_to_be_given():
+def test_a_missing_contraction_is_refused():
     p = Problem(np.random.default_rng(0), t=4)
     layer = pa.parse("ccq(gla)")
     x = p.x(layer)
@@ -137,15 +137,15 @@ def test_the_gate_starts_at_a_tenth():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_gate_far_out_is_1_or_0_and_its_gradients_are_finite(sign):
+def test_a_saturated_gate_is_1_or_0_and_its_gradients_are_finite(sign):
     x = Problem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
     out, pullback = pa.ContractionGate().vjp(**(x | {"bias": np.full(2, sign * 1e4)}))
     assert_close(out, np.full(out.shape, (1 + sign) / 2), size=1)
     assert all(np.all(np.isfinite(gradient)) for gradient in pullback(0 * out + 1).values())
 
 
-def test_a_query_and_its_gate_together():
-    """A gate of the query's direction, and then CCQ: both paths into q."""
+def test_gradients_flow_through_the_query_and_through_its_gate():
+    """λ is computed from the query and then used by CCQ: q has a gradient along both paths."""
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     layer, of_gate = pa.parse("ccq(gated_delta)"), pa.ContractionGate()
     x, own = p.x(layer), p.x(of_gate)

@@ -25,7 +25,7 @@ from tests.mathematics.identities import assert_close
 
 
 def operator(k, lam, decay="none", g=None, eps=0.0):
-    """I − λΣ of every token and key head, (b, s, n, d, d): what it makes of the basis vectors."""
+    """I − λΣ of every token and key head, (b, s, n, d, d), by applying it to the basis vectors."""
     b, s, n, d = k.shape
     q = np.broadcast_to(np.tile(np.eye(d), (n, 1)), (b, s, n * d, d)).copy()
     gates = {} if g is None else {"g": np.repeat(g, d, axis=2) if decay == "head" else g}
@@ -35,7 +35,7 @@ def operator(k, lam, decay="none", g=None, eps=0.0):
 
 
 def conditioned_query(q, k, lam, piece=None):
-    """`ConditionedQuery` with one λ everywhere, and without ε."""
+    """`ConditionedQuery` with one λ for all tokens and heads, and without ε."""
     piece = piece or pa.ConditionedQuery(eps=0.0)
     return piece(q, k, contraction=np.full(q.shape[:3], float(lam)))
 
@@ -70,8 +70,8 @@ def test_both_ends_of_the_spectrum_are_attained(length):
 
 @sampled
 @given(problems(kinds=["random", "clustered"]))
-def test_a_direction_without_keys_is_left_alone(p):
-    """A query orthogonal to all keys, and the mean itself where all keys are equal."""
+def test_a_query_orthogonal_to_the_variation_of_the_keys_is_unchanged(p):
+    """A query orthogonal to all keys, and a query along the mean where all keys are equal."""
     x = p.x(pa.ConditionedQuery())
     q, k = (np.concatenate([x["q"], 0 * x["q"]], -1), np.concatenate([0 * x["k"], x["k"]], -1))
     assert_close(conditioned_query(q, k, 1), of_length_1(q))
@@ -108,7 +108,7 @@ def test_isotropic_keys_contract_by_lambda_over_d_only(d):
 
 @sampled
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 20))
-def test_the_shift_of_the_margin(seed, rho, lam, pairs):
+def test_the_shift_of_the_margin_is_that_of_equation_26(seed, rho, lam, pairs):
     """Eq. 26: λρ(β − α)(u·q) is exact if Σ = ρ u uᵀ, as of keys √(1 − ρ) w ± √ρ u, w ⟂ u."""
     rng = np.random.default_rng(seed)
     u, w = np.linalg.qr(rng.normal(size=(5, 5)))[0][:2]
@@ -121,7 +121,7 @@ def test_the_shift_of_the_margin(seed, rho, lam, pairs):
 
 
 @pytest.mark.parametrize("lam", [1e-3, 1e-2, 0.1])
-def test_it_is_the_first_order_of_a_regularised_inverse(lam):
+def test_ccq_is_the_first_order_of_a_regularised_inverse(lam):
     """(I + λΣ)⁻¹ q̄, as MesaNet would read, differs by λ²Σ² (I + λΣ)⁻¹ q̄, at most λ²."""
     k = np.random.default_rng(7).normal(size=(1, 9, 1, 4))
     contracted = operator(k, lam)[0, -1, 0]
@@ -134,7 +134,7 @@ def test_it_is_the_first_order_of_a_regularised_inverse(lam):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False))
-def test_without_contraction_it_is_the_base_on_queries_of_length_1(layer, p):
+def test_without_contraction_ccq_is_the_base_on_queries_of_length_1(layer, p):
     layer = pa.parse(layer)
     x = p.x(layer)
     x["contraction"] *= 0
@@ -193,7 +193,7 @@ def test_a_rotation_of_queries_and_keys_changes_no_output(layer, p):
 @pytest.mark.parametrize("layer", [layer for layer in DECAYED if "retention" not in layer])
 @sampled
 @given(p=problems(square=False))
-def test_what_forgets_nothing_has_the_running_covariance(layer, p):
+def test_with_open_gates_the_decayed_covariance_is_the_running_one(layer, p):
     decayed, running = pa.parse(layer), pa.parse(layer.replace("[covariance=decayed]", ""))
     x = p.x(decayed)
     x["g"] *= 0
@@ -203,7 +203,7 @@ def test_what_forgets_nothing_has_the_running_covariance(layer, p):
 @pytest.mark.parametrize("decay", ["head", "channel"])
 @sampled
 @given(p=problems(square=False))
-def test_what_forgets_everything_has_no_covariance(decay, p):
+def test_with_closed_gates_the_covariance_is_zero(decay, p):
     piece = pa.ConditionedQuery(decay=decay)
     x = p.x(piece)
     x["g"] = x["g"] * 0 - 1e4
@@ -214,7 +214,7 @@ def test_what_forgets_everything_has_no_covariance(decay, p):
 
 @sampled
 @given(problems(square=False))
-def test_the_gate_of_a_channel_counts_by_its_mean(p):
+def test_channel_gates_enter_the_covariance_by_their_mean(p):
     channel, head = (pa.ConditionedQuery(decay=decay) for decay in ("channel", "head"))
     x = p.x(channel)
     means = np.repeat(x["g"].mean(-1), p.group, axis=2)
@@ -223,12 +223,12 @@ def test_the_gate_of_a_channel_counts_by_its_mean(p):
 
 @sampled
 @given(problems(square=False))
-def test_at_a_high_temperature_all_keys_are_alike(p):
+def test_at_a_high_temperature_all_keys_have_equal_weight(p):
     x = p.x(pa.ConditionedQuery())
     assert_close(pa.QueryWeightedQuery(tau=1e12)(**x), pa.ConditionedQuery()(**x), size=1)
 
 
-def test_at_a_low_temperature_one_key_has_no_covariance():
+def test_at_a_low_temperature_one_key_dominates_and_the_covariance_is_zero():
     p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
     x = p.x(pa.ConditionedQuery())
     cold = pa.QueryWeightedQuery(tau=1e-5, eps=0.0)(**x)
@@ -251,7 +251,7 @@ def log_partition_hessian(k, at, tau=1.0):
 @sampled
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 5), st.floats(0.5, 3))
 def test_the_covariance_is_the_hessian_of_the_log_partition(seed, s, d, tau):
-    """Running: at 0. Weighted by the query: at q̄, and with a temperature τ² times that."""
+    """The running covariance: at 0. The query-weighted one: at q̄, multiplied by τ²."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(1, 1, 1, d)), rng.normal(size=(1, s, 1, d))
     unit_q, unit_k = of_length_1(q)[0, 0, 0], of_length_1(k)[0, :, 0]
@@ -266,8 +266,8 @@ def test_the_covariance_is_the_hessian_of_the_log_partition(seed, s, d, tau):
 
 
 @pytest.mark.parametrize("kind", ["random", "opposite"])
-def test_sums_instead_of_means_leave_the_spectrum_further_with_every_token(kind):
-    """Keys that come with their opposites have no mean, and λt in place of λ is C for C̄."""
+def test_with_sums_instead_of_means_the_spectrum_exceeds_the_bound_more_with_every_token(kind):
+    """Keys in opposite pairs have mean 0; λt in place of λ gives C in place of C̄."""
     rng, lam, lowest = np.random.default_rng(0), 0.1, []
     half = keys(kind, rng, (1, 256, 1, 4))
     k = np.stack([half, -half], axis=2).reshape(1, 512, 1, 4)
@@ -288,7 +288,7 @@ def test_sums_instead_of_means_leave_the_spectrum_further_with_every_token(kind)
 )
 @pytest.mark.parametrize("rho", [1.0, 0.4])
 def test_without_the_sigmoid_a_query_may_flip_and_grow(rho, lam, flips, amplifies):
-    """Along the first eigenvector of Σ = ρ u uᵀ it becomes 1 − λρ times itself."""
+    """Along the first eigenvector of Σ = ρ u uᵀ the query is multiplied by 1 − λρ."""
     u, w = np.eye(2)
     signs = np.tile([1.0, -1.0], 50)[:, None]
     k = (np.sqrt(1 - rho) * w + np.sqrt(rho) * signs * u)[None, :, None]
@@ -299,7 +299,7 @@ def test_without_the_sigmoid_a_query_may_flip_and_grow(rho, lam, flips, amplifie
 
 
 @pytest.mark.parametrize("logit", [-1e3, -2.197, 0.0, 30.0, 1e3])
-def test_with_the_gate_no_weights_and_no_length_break_the_bound(logit):
+def test_with_the_gate_the_bound_holds_for_any_weights_and_lengths(logit):
     p = Problem(np.random.default_rng(0), t=200, d=4)
     x = p.x(pa.ConditionedQuery())
     lam = pa.contraction_gate(x["q"], weight=np.full((1, 4), logit), bias=np.full(1, logit))

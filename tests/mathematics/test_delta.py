@@ -1,5 +1,4 @@
-"""The delta rule, gated or not, against what is known of it: contraction, what it reads back, and
-its relation to sums and reflections."""
+"""The delta rule, gated or not: contraction, retrieval, relations to sums and to reflections."""
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ KEYS = {
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("betas", [[0.0], [1.0], [2.0], [0.0, 2.0]])
 @pytest.mark.parametrize("layer", DELTA)
-def test_the_delta_rule_at_its_limits_is_that_of_the_definition(layer, betas, keys):
+def test_the_delta_rule_with_extreme_betas_and_keys_is_that_of_the_definition(layer, betas, keys):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
     x = p.x(layer)
     x |= {"k": KEYS[keys](x["k"]), "beta": p.rng.choice(betas, size=x["beta"].shape)}
@@ -42,8 +41,8 @@ def test_the_delta_rule_at_its_limits_is_that_of_the_definition(layer, betas, ke
 @pytest.mark.parametrize("layer", DELTA)
 @sampled
 @given(p=problems(longest=6), reach=st.floats(0, 2))
-def test_the_delta_rule_contracts_where_it_should(layer, p, reach):
-    """Where β ‖k‖² ≤ 2, a token makes the state longer by β ‖k‖ ‖v‖ at most."""
+def test_the_delta_rule_contracts_where_beta_times_the_squared_key_is_at_most_2(layer, p, reach):
+    """Where β ‖k‖² ≤ 2, a token increases the norm of the state by at most β ‖k‖ ‖v‖."""
     layer = pa.parse(layer)
     x = p.x(layer)
     lengths = p.rng.uniform(0.3, 3, size=x["k"].shape[:3])
@@ -65,7 +64,7 @@ def test_the_delta_rule_contracts_where_it_should(layer, p, reach):
 @pytest.mark.parametrize("gate", [0.0, -0.5])
 @pytest.mark.parametrize("reach", [0.0, 0.5, 1.0, 1.9, 2.0, 2.5, 4.0])
 def test_along_a_repeated_key_a_state_is_multiplied_by_one_minus_beta_of_its_square(reach, gate):
-    """Without values k · S_t = (e^g (1 − β ‖k‖²))^t k · S_0, which grows outside of [0, 2]."""
+    """With zero values k · S_t = (e^g (1 − β ‖k‖²))^t k · S_0, which grows outside of [0, 2]."""
     p, layer = Problem(np.random.default_rng(0), s=70, multiple=2), pa.GatedDelta(scale=1.0)
     x = p.x(layer)
     k = np.broadcast_to(3 * x["k"][:, :1], x["k"].shape).copy()
@@ -85,7 +84,7 @@ def test_along_a_repeated_key_a_state_is_multiplied_by_one_minus_beta_of_its_squ
 
 @sampled
 @given(problems(square=False))
-def test_under_orthonormal_keys_the_delta_rule_adds(p):
+def test_with_orthonormal_keys_the_delta_rule_only_adds(p):
     b, s, h = p.shape("b s h")
     p.sizes["d"] = s + 1
     x = p.x(pa.GatedDelta())
@@ -99,7 +98,7 @@ def test_under_orthonormal_keys_the_delta_rule_adds(p):
 
 @sampled
 @given(problems(), st.sampled_from(["delta[scale=1]", "gated_delta[scale=1]"]))
-def test_with_beta_one_what_was_written_is_read(p, text):
+def test_with_beta_of_one_the_written_value_is_read_back(p, text):
     layer = pa.parse(text)
     x = p.x(layer)
     x |= {"q": x["k"], "beta": np.ones_like(x["beta"])}

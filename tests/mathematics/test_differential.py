@@ -1,8 +1,8 @@
-"""Differential attention against identities that hold whatever the implementation.
+"""Differential attention against identities that hold for any implementation.
 
 The definition is o = f(q, k, v) − λ f(q2, k2, v), f being the base and λ one number, one for each
-head, or one for each token and head. Everything is float64, so an identity has to hold to 1e-10
-of the largest number it speaks of, and a gradient to 1e-7 of central differences.
+head, or one for each token and head. Everything is float64, and an identity has to hold to 1e-10
+of the largest number involved, and a gradient to 1e-7 of central differences.
 """
 
 import re
@@ -64,7 +64,7 @@ class Problem:
             per: np.asarray(rng.choice([-1, 1], size=shape) * rng.uniform(0.2, 2, size=shape))
             for per, shape in shapes.items()
         }
-        self.size = 10 * (1 + height)  # Of what is subtracted, and of the scores behind it.
+        self.size = 10 * (1 + height)  # Of the two outputs that are subtracted, and of the scores.
 
     def x(self, layer, **others):
         """All inputs of a layer, by name."""
@@ -95,7 +95,7 @@ def over_heads(lam):
 
 
 def one_map(base, x, visible):
-    """The base's output, written down for the bases of `LAYERS`."""
+    """The base's output, for the bases of `LAYERS`."""
     v = solved_values(x["k"], x["v"]) if base.startswith("lucid") else x["v"]
     q, k = x["q"], x["k"]
     scores = path_scores(q, k, x["w"], x["beta"]) if base.startswith("path") else dot_scores(q, k)
@@ -149,7 +149,7 @@ def test_masks_reach_both_maps(per, p, data):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), data=st.data())
-def test_what_is_hidden_may_be_nan_and_gets_no_gradient(layer, p, data):
+def test_masked_inputs_may_be_nan_and_get_no_gradient(layer, p, data):
     layer = pa.parse(layer)
     b, s = p.k.shape[:2]
     lengths = np.array([data.draw(st.integers(0, s)) for _ in range(b)])
@@ -185,7 +185,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), past=st.integers(1, 7))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
     changed = changed_from(x, past)
@@ -250,7 +250,7 @@ def test_rows_sum_to_one_minus_lambda(per, p):
 @pytest.mark.parametrize("base", ["softmax", "laser", "lucid"])
 @sampled
 @given(p=problems(square=False))
-def test_the_maps_change_places_with_one_over_lambda(base, per, p):
+def test_swapping_the_maps_inverts_lambda(base, per, p):
     """D(1, 2; λ) = −λ D(2, 1; 1/λ)."""
     layer, lam = pa.Differential(pa.parse(base), per=per), p.lams[per]
     swapped = p.x(layer, q=p.q2, q2=p.q, k=p.k2, k2=p.k, lam=1 / lam)
@@ -259,7 +259,7 @@ def test_the_maps_change_places_with_one_over_lambda(base, per, p):
 
 @sampled
 @given(problems(square=False))
-def test_the_shapes_of_lambda_agree_where_they_say_the_same(p):
+def test_the_shapes_of_lambda_agree_for_equal_numbers(p):
     layers = {per: pa.Differential(per=per) for per in PER}
     b, t, h, _ = p.q.shape
     one, each = p.lams["layer"], p.lams["head"]
@@ -280,7 +280,7 @@ def test_the_shapes_of_lambda_agree_where_they_say_the_same(p):
     assert_close(layer_pullback(cotangent)["lam"], summed, size=100 * p.size)
 
 
-def test_heads_and_tokens_have_a_lambda_of_their_own():
+def test_heads_and_tokens_have_their_own_lambda():
     p = Problem(np.random.default_rng(0), t=4, n=2, group=2)
     for per, place in [("head", (2,)), ("token", (1, 3, 2))]:
         layer = pa.Differential(per=per)
@@ -342,7 +342,7 @@ def test_a_temperature_of_each_map_divides_its_scores(p):
 @pytest.mark.parametrize("per", PER)
 @sampled
 @given(p=problems(square=False, heights=[1.0, 300.0]), size=st.floats(-1e3, 1e3))
-def test_over_laser_a_shift_of_the_values_comes_back_times_one_minus_lambda(per, p, size):
+def test_over_laser_shifted_values_shift_the_output_by_one_minus_lambda_times_that(per, p, size):
     """f(V + c) = f(V) + (1 − λ) c, and not f(V) + c."""
     layer, lam = pa.Differential(pa.Laser(), per=per), over_heads(p.lams[per])
     shift = size * p.rng.normal(size=p.v.shape[-1])
@@ -352,7 +352,7 @@ def test_over_laser_a_shift_of_the_values_comes_back_times_one_minus_lambda(per,
     assert_close(np.abs(shifted - out - shift), np.abs(lam * shift), size=slack)
 
 
-def test_over_laser_a_whole_shift_is_wrong_by_lambda():
+def test_over_laser_a_shift_by_the_full_constant_is_wrong_by_lambda():
     p = Problem(np.random.default_rng(0), t=5)
     layer = pa.Differential(pa.Laser())
     x = p.x(layer, lam=np.asarray(0.5))
@@ -364,7 +364,7 @@ def test_over_laser_a_whole_shift_is_wrong_by_lambda():
 @pytest.mark.parametrize("per", PER)
 @sampled
 @given(p=problems(square=False))
-def test_over_laser_values_hundreds_apart_stay_finite_and_exact(per, p):
+def test_over_laser_values_hundreds_apart_give_finite_and_exact_outputs(per, p):
     layer = pa.Differential(pa.Laser(), per=per)
     v = p.v + p.rng.choice([-700.0, -300.0, 0.0, 300.0, 700.0], size=p.v.shape)
     x = p.x(layer, v=v)
@@ -395,7 +395,7 @@ def test_over_lucid_each_map_solves_with_its_own_keys(p):
     assert_close(layer(**p.x(layer)), first - p.lams["layer"] * second, size=p.size)
 
 
-def test_over_lucid_the_second_map_does_not_read_the_first_solve():
+def test_over_lucid_the_second_map_does_not_use_the_first_solve():
     p = Problem(np.random.default_rng(0), t=6, d=2)
     layer, plain = pa.Differential(pa.Lucid()), pa.Softmax()
     y = solved_values(p.k, p.v)
@@ -545,18 +545,18 @@ def test_the_cache_of_lucid_and_path_holds_what_each_map_needs():
         ("differential[paired=lucid_beta](lucid)", r"paired names lucid_beta"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
+def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reason):
     with pytest.raises(TypeError, match=rf"^{re.escape(text)} makes no sense: .*{reason}"):
         pa.parse(text)
 
 
 @pytest.mark.parametrize("paired", [(), ("q", "q")])
-def test_paired_has_to_be_different_names(paired):
+def test_paired_must_be_different_names(paired):
     with pytest.raises(ValueError, match="option paired must be different names"):
         pa.Differential(paired=paired)
 
 
-def test_per_has_to_be_one_of_three_words():
+def test_per_must_be_one_of_three_names():
     with pytest.raises(ValueError, match="option per must be one of 'layer', 'head', 'token'"):
         pa.Differential(per="batch")
 
@@ -577,7 +577,7 @@ def test_text_and_mechanism_are_inverse(text):
     assert pa.parse(str(layer)) == layer
 
 
-def test_text_leaves_out_what_is_default_and_says_the_paired_names():
+def test_text_omits_defaults_and_contains_the_paired_names():
     assert str(pa.Differential()) == "differential"
     assert str(pa.Differential(per="head", paired=("q", "k"))) == "differential[per=head]"
     assert str(pa.Differential(paired=("q",))) == "differential[paired=q]"
@@ -607,7 +607,7 @@ def test_heads_split_by_their_layout(layout, pairs):
 
 @pytest.mark.parametrize("layout", PAIRS)
 @pytest.mark.parametrize("pairs", [1, 2, 3, 4])
-def test_values_of_a_pair_stand_side_by_side(layout, pairs):
+def test_values_of_a_pair_are_concatenated(layout, pairs):
     v = np.arange(2 * 3 * 2 * pairs * 5.0).reshape(2, 3, 2 * pairs, 5)
     paired = pa.pair_values(v, layout)
     assert paired.shape == (2, 3, pairs, 10)
@@ -619,7 +619,7 @@ def test_values_of_a_pair_stand_side_by_side(layout, pairs):
 
 @pytest.mark.parametrize("layout", PAIRS)
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_heads_of_other_libraries_split_alike_and_stay_there(layout, library):
+def test_heads_of_other_libraries_split_alike_and_keep_their_library(layout, library):
     jax_numpy = pytest.importorskip("jax.numpy")
     make, kind = {
         "torch": (torch.asarray, torch.Tensor),
@@ -642,7 +642,7 @@ def test_torch_differentiates_through_the_pairs():
 
 @pytest.mark.parametrize("layout", PAIRS)
 def test_grouped_heads_pair_as_queries_and_keys_of_one_pair(layout):
-    """Pair i of four reads key/value pair ⌊i/2⌋ of two: eight query heads, four others."""
+    """Pair i of four reads key/value pair ⌊i/2⌋ of two: eight query heads, four key/value heads."""
     rng = np.random.default_rng(0)
     queries, keys, values = (rng.normal(size=(1, 5, heads, 3)) for heads in (8, 4, 4))
     (q, q2), (k, k2) = pa.split_heads(queries, layout), pa.split_heads(keys, layout)
@@ -659,7 +659,7 @@ def test_grouped_heads_pair_as_queries_and_keys_of_one_pair(layout):
 
 
 @pytest.mark.parametrize("function", [pa.split_heads, pa.pair_values])
-def test_what_has_no_pairs_of_heads_is_refused(function):
+def test_arrays_without_pairs_of_heads_are_refused(function):
     x = np.zeros((1, 2, 4, 3))
     with pytest.raises(ValueError, match=r"even number of heads; found \(1, 2, 3, 3\)"):
         function(x[:, :, :3], "halves")

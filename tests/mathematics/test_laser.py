@@ -1,8 +1,8 @@
-"""LASER against identities that hold whatever the implementation.
+"""LASER against identities that hold for any implementation.
 
 The definition is o = log(A e^v), elementwise, with A the matrix of softmax attention; the tests
 take it as o_ic = LSE_j(score_ij + v_jc) − LSE_j(score_ij) over the visible keys. Everything is
-float64, so an identity has to hold to 1e-10 of the largest number it speaks of.
+float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
 from itertools import pairwise
@@ -21,7 +21,7 @@ sampled = settings(
 
 
 class Problem:
-    """Random q, k, v for some sizes, and how attention is to be masked.
+    """Random q, k, v of some sizes, and a mask for attention.
 
     `size` bounds the scores and values whose rounding enters an output.
     """
@@ -81,7 +81,7 @@ def scores(q, k, bias=None):
 
 
 def laser_by_rows(q, k, v, visible, bias=None):
-    """The output, row by row over the visible keys alone; hidden rows give 0."""
+    """The output, row by row over the visible keys only; rows without one give 0."""
     s = scores(q, k, bias)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out, visible = np.zeros((*q.shape[:3], v.shape[-1])), np.broadcast_to(visible, s.shape)
@@ -95,13 +95,13 @@ def laser_by_rows(q, k, v, visible, bias=None):
 
 
 def log_weights(q, k, visible):
-    """log A, (b, h, t, s); −inf where a key is hidden."""
+    """log A, (b, h, t, s); −inf where a key is masked."""
     masked = np.where(visible, scores(q, k), -np.inf)
     return masked - np.logaddexp.reduce(masked, axis=-1)[..., None]
 
 
 def values_per_key(p):
-    """The values as they meet queries and keys: (b, h, 1, s, e)."""
+    """The values broadcast for queries and keys: (b, h, 1, s, e)."""
     return np.repeat(p.v, p.group, axis=2).transpose(0, 2, 1, 3)[:, :, None]
 
 
@@ -143,7 +143,7 @@ def test_one_token_returns_its_value():
 
 @sampled
 @given(problems())
-def test_values_hundreds_apart_survive(p):
+def test_values_hundreds_apart_give_finite_and_exact_outputs(p):
     heights = p.rng.choice([-700.0, -300.0, 0.0, 300.0, 700.0], size=p.v.shape)
     v = p.v + heights
     out = p.layer(p.q, p.k, v)
@@ -235,7 +235,7 @@ def test_output_is_convex_in_the_values(p, share):
 
 @sampled
 @given(problems(), st.sampled_from([1e-6, 1.0, 1e3]))
-def test_output_moves_no_further_than_the_furthest_value_and_upwards_with_them(p, size):
+def test_output_is_monotone_in_the_values_and_changes_by_at_most_their_largest_change(p, size):
     step = size * p.rng.uniform(-1, 1, size=p.v.shape)
     slack = 1e-12 * (p.size + size)
     out = p.layer(p.q, p.k, p.v)
@@ -246,7 +246,7 @@ def test_output_moves_no_further_than_the_furthest_value_and_upwards_with_them(p
 
 @sampled
 @given(problems())
-def test_what_all_channels_share_acts_as_a_bias(p):
+def test_a_value_that_all_channels_share_acts_as_a_bias(p):
     """log(A e^(r+v)) = log(A e^r) + log(A' e^v), A' being A with the bias r."""
     shared = p.v[..., :1]
     r = np.repeat(shared[..., 0], p.group, axis=2).transpose(0, 2, 1)[:, :, None]
@@ -260,7 +260,7 @@ def test_what_all_channels_share_acts_as_a_bias(p):
 
 @sampled
 @given(problems(square=True, causal=True), st.integers(1, 9), st.sampled_from([1000.0, 1e6]))
-def test_no_future_value_leaks_into_the_past_by_a_single_bit(p, past, height):
+def test_no_future_value_changes_a_bit_of_past_outputs(p, past, height):
     v = p.v.copy()
     v[:, past:] += height
     out, changed = p.layer(p.q, p.k, p.v), p.layer(p.q, p.k, v)
@@ -269,7 +269,7 @@ def test_no_future_value_leaks_into_the_past_by_a_single_bit(p, past, height):
 
 @sampled
 @given(problems(square=True, causal=True), st.integers(1, 9))
-def test_no_future_query_or_key_leaks_into_the_past_by_a_single_bit(p, past):
+def test_no_future_query_or_key_changes_a_bit_of_past_outputs(p, past):
     q, k = p.q.copy(), p.k.copy()
     q[:, past:] += 1000
     k[:, past:] += 1000
@@ -278,7 +278,7 @@ def test_no_future_query_or_key_leaks_into_the_past_by_a_single_bit(p, past):
 
 
 @pytest.mark.parametrize("height", [120.0, 1e3, 1e5])
-def test_a_peak_in_the_future_neither_drowns_the_past_nor_its_gradient(height):
+def test_a_peak_in_the_future_costs_past_outputs_and_gradients_no_accuracy(height):
     p = Problem(np.random.default_rng(0), t=8, s=8)
     v = p.v.copy()
     v[:, 5:] += height
@@ -322,7 +322,7 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
     assert_close(out, repeated)
     cotangent = p.like_output()
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    size = np.abs(cotangent).max()  # Of the returns, before they cancel.
+    size = np.abs(cotangent).max()  # Of the products, before they cancel.
     assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
     dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
     assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())
@@ -338,7 +338,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(p, count):
 
 @sampled
 @given(problems())
-def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
+def test_rows_without_a_visible_key_have_zero_output_and_zero_gradient(p):
     blind = p.rng.random(p.bias.shape[:3]) < 0.5
     bias = np.where(blind[..., None], -np.inf, p.bias)
     out, pullback = p.biased.vjp(p.q, p.k, p.v, bias=bias)
@@ -358,7 +358,7 @@ def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
 
 @sampled
 @given(problems())
-def test_masked_keys_are_as_if_deleted_even_when_nan(p):
+def test_masking_keys_equals_deleting_them_even_when_they_are_nan(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     expected = laser_by_rows(p.q, p.k, p.v, p.visible & mask)
     k, v = (np.where(mask[:, None, None], x, np.nan) for x in (p.k, p.v))
@@ -372,7 +372,7 @@ def test_masked_keys_are_as_if_deleted_even_when_nan(p):
 
 @sampled
 @given(problems(square=True), st.data())
-def test_padding_and_segments_leave_each_sequence_as_if_alone(p, data):
+def test_padded_and_packed_sequences_are_independent(p, data):
     t = p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = (np.arange(t) >= lengths[:, None])[..., None, None]
@@ -407,7 +407,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
 
 @sampled
 @given(problems())
-def test_values_gradient_keeps_the_total_of_each_channel(p):
+def test_the_gradient_of_values_has_the_sum_of_the_cotangent_in_each_channel(p):
     _, pullback = p.layer.vjp(p.q, p.k, p.v)
     cotangent = p.like_output()
     received = grouped(cotangent, p.group).sum((1, 3))
@@ -416,7 +416,7 @@ def test_values_gradient_keeps_the_total_of_each_channel(p):
 
 @sampled
 @given(problems(), st.data())
-def test_values_gradient_of_one_output_is_a_distribution_over_its_visible_keys(p, data):
+def test_the_gradient_of_values_for_one_output_is_a_distribution_over_its_visible_keys(p, data):
     b, i, h, c = (data.draw(st.integers(0, size - 1)) for size in p.like_output().shape)
     _, pullback = p.layer.vjp(p.q, p.k, p.v)
     cotangent = np.zeros_like(p.like_output())
@@ -443,7 +443,7 @@ def closed_form_gradients(p, out, cotangent):
 
 @sampled
 @given(problems())
-def test_gradients_are_the_posterior_and_the_posterior_minus_the_weights(p):
+def test_gradients_are_those_of_the_closed_form_by_the_posterior(p):
     out, pullback = p.layer.vjp(p.q, p.k, p.v)
     cotangent = p.like_output()
     expected = closed_form_gradients(p, out, cotangent)
@@ -466,7 +466,7 @@ def test_key_gradients_cancel_because_a_common_shift_is_neutral(p):
 @pytest.mark.parametrize("height", [40.0, 90.0, 130.0, 300.0, 700.0, 5000.0])
 @pytest.mark.parametrize("score_height", [0.5, 1.0, 1.5])
 def test_opposing_spikes_of_scores_and_values_stay_exact(height, score_height):
-    """The largest value has the smallest weight, and the other way round: 0·1 + 1·0 in floats."""
+    """The largest value has the smallest weight and vice versa: 0·1 + 1·0 in floating point."""
     p = Problem(np.random.default_rng(0), t=8, s=8, n=2, group=2)
     spike = np.where(np.arange(8) % 3 == 1, height, 0.0)[:, None, None]
     p.v = p.v + spike

@@ -1,5 +1,5 @@
-"""Linear attention and its gated kin, slots and feature maps, against identities that hold whatever
-the implementation.
+"""Linear attention and its gated variants, slots and feature maps, against identities that hold for
+any implementation.
 
 The definition is a loop over tokens (`linear_definitions.py`). Everything is float64 and has to
 hold to 1e-10 of the largest number involved.
@@ -142,8 +142,8 @@ def test_gates_may_be_open_or_closed_or_mixed(layer, gates):
 
 @pytest.mark.parametrize("layer", GATED)
 @pytest.mark.parametrize("border", [3, 64, 70])
-def test_nothing_is_lost_behind_a_nearly_closed_gate(layer, border):
-    """Values of 1e15 before it are of size 1e-7 behind it, and the rest keeps its digits."""
+def test_a_nearly_closed_gate_costs_later_outputs_no_accuracy(layer, border):
+    """Values of 1e15 before the gate are of size 1e-7 after it; other outputs stay accurate."""
     layer = pa.parse(layer)
     p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
     x = p.x(layer)
@@ -160,8 +160,8 @@ def test_nothing_is_lost_behind_a_nearly_closed_gate(layer, border):
 
 @pytest.mark.parametrize("layer", GATED)
 @pytest.mark.parametrize("border", [3, 64, 70])
-def test_nothing_is_lost_before_a_nearly_closed_gate(layer, border):
-    """Cotangents of 1e15 behind it are of size 1e-7 before it, and the rest keeps its digits."""
+def test_a_nearly_closed_gate_costs_earlier_gradients_no_accuracy(layer, border):
+    """Cotangents of 1e15 after the gate are about 1e-7 before it; other gradients stay accurate."""
     layer = pa.parse(layer)
     p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
     x = p.x(layer)
@@ -176,7 +176,7 @@ def test_nothing_is_lost_before_a_nearly_closed_gate(layer, border):
 
 
 @pytest.mark.parametrize("layer", ["linear", "retention", "ssd", "gla", "gsa"])
-def test_equal_keys_and_zero_keys_are_keys_like_others(layer):
+def test_equal_keys_and_zero_keys_give_the_output_of_the_definition(layer):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
     x = p.x(layer)
     x["k"][:, 10:40] = x["k"][:, :1]
@@ -190,7 +190,7 @@ def test_equal_keys_and_zero_keys_are_keys_like_others(layer):
 
 @sampled
 @given(problems(square=False))
-def test_open_gates_are_as_if_absent(p):
+def test_open_gates_equal_no_gates(p):
     delta, gated = pa.Delta(), pa.GatedDelta()
     x = p.x(gated)
     x["g"] = 0 * x["g"]
@@ -304,7 +304,7 @@ def test_features_are_positive_and_those_of_hedgehog_sum_to_one(text, total, p):
 @pytest.mark.parametrize("base", ["linear", "gla", "delta", "gated_delta", "gsa", "retention"])
 @sampled
 @given(p=problems(square=False), eps=st.sampled_from([0.0, 1e-6, 0.5]))
-def test_an_l2_norm_makes_queries_and_keys_unit_rows(base, p, eps):
+def test_an_l2_norm_normalises_queries_and_keys_to_unit_rows(base, p, eps):
     layer = pa.parse(f"qk_norm[norm=l2,eps={eps}]({base})")
     x = p.x(layer)
     x["k"] = 3 * x["k"]
@@ -316,7 +316,7 @@ def test_an_l2_norm_makes_queries_and_keys_unit_rows(base, p, eps):
 
 @sampled
 @given(problems(square=False))
-def test_one_slot_is_a_gated_sum_that_does_not_ask_who_reads(p):
+def test_one_slot_is_a_gated_sum_that_does_not_depend_on_the_query(p):
     p.sizes["m"] = 1
     x = p.x(pa.GSA())
     one = np.ones_like(x["s"])
@@ -357,7 +357,7 @@ def test_outputs_are_linear_in_values(layer, p):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), past=st.integers(1, 7))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
     changed = {name: array.copy() for name, array in x.items()}
@@ -367,7 +367,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
 
 
 def of_head(layer, p, x, head):
-    """What one head of keys reads and is read by; also the heads of outputs that belong to it."""
+    """The inputs that belong to one key head, and the indices of its output heads."""
     letters = SHAPES[bare(layer).name]
     own = letters["k"] == OWN["k"]
     counts = {"h": 1 if own else p.group, "n": 1, "u": p.multiple}
@@ -384,8 +384,8 @@ def of_head(layer, p, x, head):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False))
-def test_batches_and_heads_know_nothing_of_each_other(layer, p):
-    """Retention's decay goes with the number of a head, so that only its first is looked at."""
+def test_sequences_and_heads_are_independent(layer, p):
+    """Retention's decay depends on the index of a head, so only its first head is compared."""
     layer = pa.parse(layer)
     x, base = p.x(layer), bare(layer).name
     out = layer(**x)
@@ -432,7 +432,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
         "hedgehog(hedgehog(gla))",
     ],
 )
-def test_what_makes_no_sense_is_refused(text):
+def test_compositions_that_make_no_sense_are_refused(text):
     with pytest.raises(TypeError, match=rf"^{re.escape(text)} makes no sense: "):
         pa.parse(text)
 

@@ -1,8 +1,8 @@
-"""LUCID against identities that hold whatever the implementation.
+"""LUCID against identities that hold for any implementation.
 
 With Φ_tj = exp(s kn_t·kn_j − s d) and kn the keys divided by their root mean square, the definition
 is y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j), read by softmax attention in place of v. P maps v to y.
-Everything is float64, so an identity has to hold to 1e-10 of the largest number it speaks of.
+Everything is float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
 from itertools import pairwise
@@ -23,7 +23,7 @@ KEYS = ["random", "clustered", "duplicate", "zero", "tiny", "opposite"]
 
 
 def make_keys(rng, kind, shape):
-    """Keys (b, s, n, d) of the kinds that are hard to tell apart or to normalise."""
+    """Keys (b, s, n, d), of kinds that are hard to distinguish or to normalise."""
     k = rng.normal(size=shape)
     centre = rng.normal(size=(shape[0], 1, *shape[2:]))
     chosen = rng.integers(2, size=shape[1])
@@ -144,7 +144,7 @@ def matrix_of(mechanism, *arrays, **named):
 
 
 def phi_of(k, eps=1e-6):
-    """The whole symmetric Φ with its unit diagonal, (b, n, s, s)."""
+    """The full symmetric Φ with its unit diagonal, (b, n, s, s)."""
     phi = np.zeros((k.shape[0], k.shape[2], k.shape[1], k.shape[1]))
     for b, n in np.ndindex(phi.shape[:2]):
         lower = kernel(k[b, :, n], "keys", eps=eps)
@@ -221,7 +221,7 @@ def test_over_laser_the_solved_values_are_read_by_laser(p):
 
 
 @pytest.mark.parametrize("normalize", ["keys", "rows"])
-def test_one_token_is_its_own_value(normalize):
+def test_for_one_token_y_is_its_value(normalize):
     p = Problem(np.random.default_rng(0), "random", s=1, n=2, group=2)
     out = pa.Lucid(normalize=normalize)(p.q, p.k, p.v)
     assert_close(out, np.repeat(p.v, 2, axis=2))
@@ -305,7 +305,7 @@ def test_the_inverse_of_many_tokens_is_bounded_and_exact(kind):
 
 @sampled
 @given(problems(longest=24))
-def test_energy_of_the_inverse_is_what_the_state_has_lost(p):
+def test_the_energy_of_the_inverse_is_the_energy_that_the_state_has_lost(p):
     inverse, phi = matrix_of(pa.LucidSolve(), p.k), phi_of(p.k)
     transposed = np.swapaxes(inverse, -1, -2)
     assert_close(transposed @ inverse + transposed @ phi @ inverse, inverse + transposed)
@@ -334,7 +334,7 @@ def test_beta_of_two_reflects_and_stays_bounded():
 
 @pytest.mark.parametrize("d", [4, 64, 256])
 @pytest.mark.parametrize("eps", [1e-6, 1e-3])
-def test_zero_keys_keep_values_at_their_size(d, eps):
+def test_zero_keys_keep_the_size_of_values(d, eps):
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(1, 8, 1, d)), rng.normal(size=(1, 8, 1, 3))
     k[:, [0, 3, 4]] = 0
@@ -381,7 +381,7 @@ def test_a_token_with_beta_of_zero_is_as_if_absent_from_the_solve(p):
 
 @sampled
 @given(problems(kinds=["random"]), st.permutations(range(8)))
-def test_a_large_scale_leaves_values_of_distinct_directions_alone(p, order):
+def test_a_large_scale_does_not_change_values_of_distinct_directions(p, order):
     corners = np.array(list(np.ndindex(2, 2, 2)), dtype=float)[order] * 2 - 1
     s = min(8, p.k.shape[1])
     q, v = p.rng.normal(size=(2, s, 2 * p.group, 3)), p.rng.normal(size=(2, s, 2, 2))
@@ -435,7 +435,7 @@ def test_output_is_linear_in_the_values(normalize, p, a, c):
 
 @sampled
 @given(problems())
-def test_row_maxima_equal_no_normalisation_of_rescaled_values(p):
+def test_normalising_rows_equals_no_normalisation_with_rescaled_values(p):
     d = p.k.shape[-1]
     scores = np.einsum("bind,bjnd->bnij", p.k, p.k) / np.sqrt(d)
     is_visible = np.tril(np.ones(scores.shape[-2:], dtype=bool))
@@ -446,7 +446,7 @@ def test_row_maxima_equal_no_normalisation_of_rescaled_values(p):
 
 @sampled
 @given(problems(kinds=["random", "clustered", "duplicate", "opposite"]))
-def test_keys_of_unit_size_make_the_variants_agree(p):
+def test_for_unit_keys_all_normalisations_agree(p):
     kn, d = rms_norm(p.k, 0), p.k.shape[-1]
     y = pa.LucidSolve(eps=0)(kn, p.v)
     assert_close(pa.LucidSolve(normalize="given")(kn, p.v), y)
@@ -487,7 +487,7 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(normalize
     cotangent = p.like_output()
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
     norms = [np.sqrt(np.mean(x**2, axis=-1) + 1e-6).min() for x in (p.q, p.k)]
-    size = np.abs(out).max() * np.abs(cotangent).max() / min(1, *norms)  # Before it cancels.
+    size = np.abs(out).max() * np.abs(cotangent).max() / min(1, *norms)  # Before terms cancel.
     assert_close(grads["q"], repeated_grads["q"], size=size)
     for name in "kv":
         shape = repeated_grads[name].shape
@@ -510,7 +510,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(normalize, p, count):
 )
 @sampled
 @given(p=problems(kinds=["random", "clustered"]), past=st.integers(1, 9))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(options, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(options, p, past):
     layer = pa.Lucid(**options)
     now = {"q": p.q, "k": p.k, "v": p.v} | ({"lucid_beta": p.beta} if layer.beta else {})
     shift = {"q": 3.0, "k": 3.0, "v": 1000.0, "lucid_beta": 0.5}
@@ -525,7 +525,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(options, p, past):
     ("normalize", "keys"),
     [("none", [0.5, 1, 2, 4, 6, 8, 10]), ("rows", [2, 10, -4, -2, 12, 6, 0, 8])],
 )
-def test_long_keys_of_the_future_leave_the_past_accurate(normalize, keys):
+def test_long_future_keys_cost_past_outputs_no_accuracy(normalize, keys):
     solve = pa.LucidSolve(normalize=normalize)
     k = np.array(keys, dtype=float).reshape(1, -1, 1, 1)
     v = np.ones_like(k)
@@ -537,7 +537,7 @@ def test_long_keys_of_the_future_leave_the_past_accurate(normalize, keys):
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @sampled
 @given(p=problems())
-def test_masked_keys_are_as_if_deleted_even_when_nan(normalize, p):
+def test_masking_keys_equals_deleting_them_even_when_they_are_nan(normalize, p):
     mask = p.rng.random(p.k.shape[1]) < 0.7
     mask[-1] = True
     k, v = (np.where(mask[:, None, None], x, np.nan) for x in (p.k, p.v))
@@ -555,7 +555,7 @@ def test_masked_keys_are_as_if_deleted_even_when_nan(normalize, p):
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @sampled
 @given(p=problems(), data=st.data())
-def test_padding_and_segments_leave_each_sequence_as_if_alone(normalize, p, data):
+def test_padded_and_packed_sequences_are_independent(normalize, p, data):
     layer, t = pa.Lucid(normalize=normalize), p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = (np.arange(t) >= lengths[:, None])[..., None, None]
@@ -594,7 +594,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, normalize, p
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @sampled
 @given(problems())
-def test_values_gradient_is_the_adjoint(normalize, p):
+def test_the_gradient_of_values_is_the_adjoint(normalize, p):
     out, pullback = pa.Lucid(normalize=normalize).vjp(p.q, p.k, p.v)
     cotangent = p.like_output()
     dv = pullback(cotangent)["v"]

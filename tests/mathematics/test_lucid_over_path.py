@@ -27,7 +27,7 @@ from tests.mathematics.path_definition import (
 
 
 def solved_by_cache(layer, q, k, v, **named):
-    """y (b, s, n, e), as a cache keeps it."""
+    """y (b, s, n, e), as a cache stores it."""
     cache = layer.init_cache(q, k, v, capacity=k.shape[1])
     return layer.extend(cache, q, k, v, **named)[1].store["y"]
 
@@ -118,7 +118,7 @@ def test_unit_directions_bound_the_kernel_and_its_inverse_whatever_the_keys(flus
         assert_close(matrix[b, h], expected, size=10)
 
 
-def test_long_directions_leave_the_bound():
+def test_long_directions_exceed_the_bound():
     k = np.ones((1, 7, 1, 2))
     w, beta = 1.1 * unit(k), np.full((1, 7, 1), 2.0)  # Factors of −1.42.
     inverse = inverse_of(pa.Lucid(pa.Path()), k, w=w, beta=beta)
@@ -126,7 +126,7 @@ def test_long_directions_leave_the_bound():
 
 
 @pytest.mark.parametrize("flush", FLUSHES)
-def test_a_cache_keeps_the_size_of_the_key_as_it_was_given(flush):
+def test_a_cache_stores_the_norm_of_the_original_key(flush):
     p = Problem(np.random.default_rng(0), "clustered", "keys", s=11, n=2, group=2)
     p.beta = np.full_like(p.beta, 0.5)  # Directions along the keys: they shrink by half each time.
     layer = pa.Lucid(pa.Path(flush=flush))

@@ -1,8 +1,8 @@
 """Mamba-2 (arXiv 2405.21060) by its own arguments, against its recurrence token by token.
 
 S_t = e^{Δ_t A} S_{t−1} + Δ_t B_t x_tᵀ and y_t = S_tᵀ C_t + D x_t, where Δ is dt + bias, then
-softplus of it, then clipped. Everything is float64, so an identity has to hold to 1e-10 of the
-largest number it speaks of. The definition is written in PyTorch, for gradients by autograd of it.
+softplus of it, then clipped. Everything is float64, and an identity has to hold to 1e-10 of the
+largest number involved. The definition is written in PyTorch, for gradients by autograd of it.
 """
 
 from itertools import pairwise
@@ -48,7 +48,7 @@ def problems(draw):
 
 
 def varied(x, options):
-    """Steps of both signs, where an option makes them positive."""
+    """Steps of both signs if there are options: these make them positive."""
     return x | {"dt": x["dt"] - 1} if options else x
 
 
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_central_differences(options):
             assert abs(gradient[index] - expected) <= 1e-7 * max(1, abs(expected))
 
 
-def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
+def test_gradients_follow_from_the_pullback_of_ssd():
     """dx = Δ dv + D dO, dΔ = x·dv + A dg, dA = Σ Δ dg, dD = Σ x·dO; no autograd in between."""
     x = problem(without=["dt_bias"])
     leaves = in_torch(x, requires_grad=True)
@@ -156,7 +156,7 @@ def test_gradients_by_the_pullback_of_the_recurrence_it_is_mapped_to():
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @sampled
 @given(x=problems())
-def test_the_inputs_are_those_of_ssd(options, x):
+def test_mamba2_is_ssd_with_mapped_inputs(options, x):
     """q = C, k = B, v = Δ x, g = Δ A, which is not above 0."""
     x = varied(x, options)
     given = {name: array for name, array in x.items() if name != "D"}
@@ -182,13 +182,13 @@ def test_groups_are_shared_by_consecutive_heads(x):
     assert_close(pa.mamba2(**(x | repeated)), out, size=1 + np.abs(out).max())
 
 
-def test_with_every_step_zero_only_the_skip_is_left():
+def test_with_zero_steps_only_the_skip_connection_is_left():
     x = problem()
     x["dt"] = np.broadcast_to(-x["dt_bias"], x["dt"].shape).copy()
     assert_close(pa.mamba2(**x), x["D"][:, None] * x["x"])
 
 
-def test_a_step_of_zero_is_a_token_that_is_not_there():
+def test_a_step_of_zero_equals_an_absent_token():
     x = problem(without=OPTIONAL)
     x["dt"][:, 2] = 0
     kept = [0, 1, 3, 4]
@@ -296,19 +296,19 @@ def test_half_precision_keeps_the_gate_in_float32(dtype, wide):
     assert error < 8 * torch.finfo(dtype).eps
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
 @pytest.mark.parametrize("bad", [None, [1.0], "array"], ids=["None", "list", "text"])
-def test_what_is_no_array_is_named(name, bad):
+def test_an_input_that_is_not_an_array_is_refused_by_name(name, bad):
     with pytest.raises(TypeError, match=rf"\bmamba2: .*\b{name}\b"):
         pa.mamba2(**(problem() | {name: bad}))
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_that_does_not_go_with_the_others_is_named(name):
-    """For x or B of a width of its own there is nothing to compare with; C has to go with B."""
+def test_a_shape_that_contradicts_the_others_is_refused_by_name(name):
+    """The widths of x and B are free; the width of C has to be that of B."""
     x = problem()
     named = "[BC]" if name in "BC" else name
     for wrong in (x[name][..., None], x[name][0], *([] if name == "x" else [x[name][..., :-1]])):
@@ -317,13 +317,13 @@ def test_a_shape_that_does_not_go_with_the_others_is_named(name):
 
 
 @pytest.mark.parametrize("name", ["dt", "B", "C"])
-def test_all_have_the_same_tokens(name):
+def test_all_inputs_must_have_the_same_number_of_tokens(name):
     x = problem()
     with pytest.raises(pa.ShapeError, match=rf"^mamba2: {name} is declared.*axis 1 \(t\)"):
         pa.mamba2(**(x | {name: x[name][:, 1:]}))
 
 
-def test_groups_divide_heads():
+def test_the_number_of_heads_must_be_a_multiple_of_the_groups():
     x = problem(h=3)
     wider = {name: np.concatenate([x[name]] * 2, axis=2)[:, :, :4] for name in "BC"}
     with pytest.raises(pa.ShapeError, match=r"u = 6.*multiple of.*h = 4"):
@@ -331,7 +331,7 @@ def test_groups_divide_heads():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_dtypes_and_libraries_are_not_mixed(name):
+def test_mixed_dtypes_or_libraries_are_refused(name):
     x = problem()
     with pytest.raises(TypeError, match=rf"mamba2: .*{name}.*int64"):
         pa.mamba2(**(x | {name: x[name].astype(int)}))

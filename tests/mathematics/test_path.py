@@ -1,4 +1,4 @@
-"""PaTH, and LUCID over it, against their definitions and what follows from them.
+"""PaTH, and LUCID over it, against their definitions and the consequences.
 
 With H_t = I − β_t w_t w_tᵀ the scores are A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j, written here as
 products of matrices, pair by pair. LUCID over PaTH solves with Φ_ij = exp(s A_ij − s d), whose A is
@@ -34,14 +34,15 @@ from tests.mathematics.path_definition import (
 
 
 def scores_of(q, k, w, beta):
-    """A (b, h, t, s) as the library has it: behind a zero key, whose score is 0, the weight of a
-    key divided by that of the zero key is e^A.
+    """A (b, h, t, s) as the library computes it.
+
+    A zero key with score 0 comes first: a key's weight divided by that of the zero key is e^A.
     """
 
-    def behind_a_zero(x):
+    def after_a_zero(x):
         return np.concatenate([np.zeros_like(x[:, :1]), x], axis=1)
 
-    k, w, beta = (behind_a_zero(x) for x in (k, w, beta))
+    k, w, beta = (after_a_zero(x) for x in (k, w, beta))
     weights = pa.Path(scale=1.0)(q, k, identity_values(k), w=w, beta=beta).transpose(0, 2, 1, 3)
     scores = np.zeros_like(weights)
     np.log(weights / weights[..., :1], out=scores, where=weights > 0)
@@ -143,7 +144,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(layer, p, count):
 @pytest.mark.parametrize("layer", ["path", "path[forget=scaled]", "lucid(path)"])
 @sampled
 @given(p=problems(), count=st.integers(1, 8), first=st.integers(0, 8))
-def test_the_last_queries_alone_see_the_same_masks(layer, p, count, first):
+def test_the_last_queries_alone_have_the_same_masks(layer, p, count, first):
     inputs, t = p.gated if "forget" in layer else p.inputs, p.k.shape[1]
     layer, segments = pa.parse(layer), np.tile(np.arange(t) >= first, (2, 1)).astype(int)
     is_visible = p.rng.random((2, t)) < 0.7
@@ -162,7 +163,7 @@ def test_a_bias_is_added_to_the_scaled_logits():
 
 @sampled
 @given(p=problems(square=False), g=st.booleans(), window=st.integers(1, 9))
-def test_a_window_hides_keys_and_changes_no_score(p, g, window):
+def test_a_window_masks_keys_and_changes_no_score(p, g, window):
     inputs = p.gated if g else p.inputs
     layer = pa.Path(window=window, forget="unscaled" if g else "none")
     out = layer(**inputs)
@@ -208,7 +209,7 @@ def test_a_common_rotation_of_queries_keys_and_directions_does_not_matter(layer,
 @pytest.mark.parametrize("layer", ["path", "lucid(path)"])
 @sampled
 @given(p=problems())
-def test_the_reflection_of_the_first_token_moves_no_key(layer, p):
+def test_the_reflection_of_the_first_token_has_no_effect(layer, p):
     out = pa.parse(layer)(**p.inputs)
     changed = {name: getattr(p, name).copy() for name in ("w", "beta")}
     changed["w"][:, 0], changed["beta"][:, 0] = 5.0, 1.7
@@ -262,8 +263,8 @@ def test_a_closed_gate_forgets_all_that_came_before(forget, p, data):
         assert_close(gradients[name], 0.0, size=1)
 
 
-def assert_past_is_untouched(layer, now, moved, past):
-    """All of the future may move, or any one input of it."""
+def assert_past_is_unchanged(layer, now, moved, past):
+    """All inputs of the future may change, or any one of them."""
     later = np.arange(now["k"].shape[1]) >= past
     moved = {
         name: np.where(later.reshape(-1, *[1] * (x.ndim - 2)), moved[name], x)
@@ -279,20 +280,20 @@ def assert_past_is_untouched(layer, now, moved, past):
 )
 @sampled
 @given(p=problems(directions=UNIT), past=st.integers(1, 8))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     now = p.gated if "forget" in layer else p.inputs
     moved = {name: 3 * x + 1 for name, x in p.inputs.items()} | {"g": 2 * p.g}
     moved |= {"v": p.v + 1000, "w": unit(p.w[..., ::-1] + 0.1), "beta": 2 - p.beta}
-    assert_past_is_untouched(pa.parse(layer), now, moved, past)
+    assert_past_is_unchanged(pa.parse(layer), now, moved, past)
 
 
 @pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]"])
 @sampled
 @given(p=problems(), past=st.integers(1, 8))
-def test_enormous_reflections_of_the_future_do_not_touch_the_past_either(layer, p, past):
+def test_enormous_reflections_of_the_future_change_no_bit_of_past_outputs(layer, p, past):
     now = p.gated if "forget" in layer else p.inputs
     moved = {name: 1e3 * x - 0.5 for name, x in p.gated.items()}
-    assert_past_is_untouched(pa.parse(layer), now, moved, past)
+    assert_past_is_unchanged(pa.parse(layer), now, moved, past)
 
 
 @pytest.mark.parametrize("betas", BETAS)

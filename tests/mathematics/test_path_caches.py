@@ -73,7 +73,7 @@ def test_decoding_one_by_one_over_many_flushes_is_the_definition(layer, flush, d
 
 
 def valid(cache, flush):
-    """The parts of the store that are in use, by name."""
+    """The valid parts of the cache's buffers, by name."""
     length = int(cache.length[0])
     assert np.all(cache.length == length)
     return {
@@ -86,7 +86,7 @@ def valid(cache, flush):
 @pytest.mark.parametrize("flush", FLUSHES)
 @settings(sampled, max_examples=8)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
-def test_a_store_does_not_depend_on_how_it_was_filled(layer, flush, widths, seed):
+def test_the_cache_does_not_depend_on_how_it_was_filled(layer, flush, widths, seed):
     p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     layer, length = with_flush(layer, flush), sum(widths)
@@ -102,7 +102,7 @@ def test_a_store_does_not_depend_on_how_it_was_filled(layer, flush, widths, seed
 
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 @pytest.mark.parametrize("flush", FLUSHES)
-def test_a_store_has_the_keys_as_of_the_last_flush_and_the_reflections_since(layer, flush):
+def test_the_cache_stores_keys_as_of_the_last_flush_and_the_reflections_since(layer, flush):
     p = Problem(np.random.default_rng(0), s=8, n=2)
     for length in range(1, 9):
         _, cache = decode(
@@ -156,7 +156,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, flush, data, seed):
 @pytest.mark.parametrize("flush", [1, 3])
 @settings(sampled, max_examples=10)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
-def test_keys_hidden_in_a_cache_neither_reflect_nor_are_seen(layer, flush, widths, seed):
+def test_masked_keys_in_a_cache_neither_reflect_nor_are_attended_to(layer, flush, widths, seed):
     p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     windowed, layer = "window" in layer, with_flush(layer, flush)
@@ -171,14 +171,14 @@ def test_keys_hidden_in_a_cache_neither_reflect_nor_are_seen(layer, flush, width
     at_once = layer(**inputs, key_mask=mask)
     assert_close(out, at_once, size=1 + np.abs(at_once).max())
     for i, kept in enumerate(mask):
-        if kept.any() and not windowed:  # A window counts hidden tokens too.
+        if kept.any() and not windowed:  # A window counts masked tokens too.
             alone = layer(**{name: x[i : i + 1, kept] for name, x in inputs.items()})
             assert_close(out[i : i + 1, kept], alone, size=1 + np.abs(alone).max())
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("flush", [1, 3])
-def test_donating_a_cache_or_keeping_it_gives_the_same(layer, flush):
+def test_donating_a_cache_or_keeping_it_gives_the_same_output(layer, flush):
     p = Problem(np.random.default_rng(0), s=11, group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     layer, widths = with_flush(layer, flush), [4, 1, 1, 2, 1, 2]
@@ -190,7 +190,7 @@ def test_donating_a_cache_or_keeping_it_gives_the_same(layer, flush):
 
 @pytest.mark.parametrize("flush", [1, 3])
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
-def test_two_continuations_of_one_cache_do_not_meet(layer, flush):
+def test_two_continuations_of_one_cache_are_independent(layer, flush):
     p = Problem(np.random.default_rng(0), s=8)
     layer = with_flush(layer, flush)
     cache = layer.init_cache(p.q, p.k, p.v, capacity=6)
@@ -203,7 +203,7 @@ def test_two_continuations_of_one_cache_do_not_meet(layer, flush):
 
 
 def scores_by_key_cache(q, k, w, beta):
-    """A of one head by moving every past key at every token, in linear memory."""
+    """A of one head by reflecting every past key at every token, in linear memory."""
     scores, keys = np.zeros((len(q), len(k))), k.copy()
     for i in range(len(q)):
         keys[:i] -= beta[i] * np.outer(keys[:i] @ w[i], w[i])

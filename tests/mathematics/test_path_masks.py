@@ -22,7 +22,7 @@ from tests.mathematics.path_definition import (
 @pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]", "lucid(path)"])
 @sampled
 @given(p=problems())
-def test_masked_keys_neither_reflect_nor_are_seen_even_when_nan(layer, p):
+def test_masked_keys_neither_reflect_nor_are_attended_to_even_when_nan(layer, p):
     inputs = p.gated if "forget" in layer else p.inputs
     layer, mask = pa.parse(layer), p.rng.random(p.k.shape[1]) < 0.7
     mask[-1] = True
@@ -56,7 +56,7 @@ def test_a_query_at_a_masked_key_is_not_reflected_there(p):
 )
 @sampled
 @given(p=problems(), data=st.data())
-def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
+def test_padded_and_packed_sequences_are_independent(layer, p, data):
     inputs = p.gated if "forget" in layer else p.inputs
     layer, t = pa.parse(layer), p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
@@ -81,7 +81,7 @@ def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
                 assert_close(out[i : i + 1, part], alone)
 
 
-def test_long_directions_of_one_segment_do_not_reach_the_next():
+def test_long_directions_of_one_segment_do_not_affect_the_next():
     p = Problem(np.random.default_rng(0), s=9)
     first = np.arange(9) < 4
     p.w = np.where(first[:, None, None], 1e3 * p.w, p.w)

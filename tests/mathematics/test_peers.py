@@ -1,6 +1,6 @@
-"""The oracle against what public implementations computed; `peers/make_fixtures.py` froze it.
+"""The reference against results of public implementations, saved by `peers/make_fixtures.py`.
 
-Each peer computes in float32, at least inside, which bounds the agreement that can be asked for.
+Each peer computes in float32, at least inside, which limits the agreement that can be required.
 """
 
 from pathlib import Path
@@ -37,8 +37,8 @@ def differential_of(entries, layout):
     return layer(q, k, pa.pair_values(entries["v"], layout), q2=q2, k2=k2, lam=entries["lam"])
 
 
-def test_differential_attention_is_that_of_diffllama(diffllama):
-    assert 0.05 < diffllama["lam"] < 5  # A second map that matters.
+def test_differential_attention_equals_that_of_diffllama(diffllama):
+    assert 0.05 < diffllama["lam"] < 5  # The second map matters.
     assert distance(differential_of(diffllama, "halves"), diffllama["difference"]) <= 1e-6
 
 
@@ -46,7 +46,7 @@ def test_the_other_pairing_of_heads_is_another_function(diffllama):
     assert distance(differential_of(diffllama, "adjacent"), diffllama["difference"]) > 0.1
 
 
-def test_what_diffllama_has_behind_the_difference_is_a_group_norm(diffllama):
+def test_diffllama_applies_a_group_norm_after_the_difference(diffllama):
     o = differential_of(diffllama, "halves")
     normed = o / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + 1e-5)
     expected = (1 - diffllama["lambda_init"]) * normed.reshape(*o.shape[:2], -1)
@@ -63,7 +63,7 @@ def path_fla():
 
 
 def of_case(entries, case):
-    """The inputs in float64, and everything else of one case."""
+    """The inputs in float64, and all entries of one case."""
     own = {name.removeprefix(f"{case}_"): x for name, x in entries.items() if name.startswith(case)}
     return {name: own[name].astype(np.float64) for name in PATH_INPUTS}, own
 
@@ -116,7 +116,7 @@ def test_the_reflections_matter(path_fla, case):
     assert distance(out, own["out"]) > 0.1
 
 
-# What keeps a state: that of flash-linear-attention, and of Qwen3-Next in Transformers
+# Mechanisms with a state: flash-linear-attention, and Qwen3-Next in Transformers
 
 FLA = {
     "linear": pa.Linear(),
@@ -143,7 +143,7 @@ def entries_of(file, case):
 
 
 def of_fla(case):
-    """The inputs, and everything of one case of flash-linear-attention."""
+    """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     own = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: own[name] for name in STATEFUL_INPUTS if name in own}, own
@@ -170,7 +170,7 @@ def output_of(m, own, x):
 
 
 def assert_all_agree(own, result):
-    """Within what the peers' float32 allows: they were found within 7e-7."""
+    """Agreement within the peers' float32; the measured distance is at most 7e-7."""
     for name, array in result.items():
         assert distance(array, own[name]) <= 1e-6, name
 
@@ -203,13 +203,13 @@ def test_retention_is_that_of_flash_linear_attention():
 
 
 @pytest.mark.parametrize("case", ["recurrent", "chunk"])
-def test_the_gated_delta_rule_behind_an_l2_norm_is_that_of_qwen3_next(case):
+def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
     x, own = of_qwen3_next(case)
     assert_is_the_peer(QWEN3_NEXT, own, x)
 
 
 @pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "gsa"])
-def test_the_frozen_data_holds_equal_keys_and_the_ends_of_every_range(case):
+def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
     x, _ = of_fla(case)
     assert np.all(x["k"][:, 1::4] == x["k"][:, :-1:4])
     ends = {"g": (-8, 0), "beta": (0, 2)}
@@ -217,7 +217,7 @@ def test_the_frozen_data_holds_equal_keys_and_the_ends_of_every_range(case):
         assert (x[name].min(), x[name].max()) == ends[name]
 
 
-# It matters when a state decays, is written to and is read, and by whom
+# The order of decay, write and read matters, and which heads share a state
 
 
 @pytest.mark.parametrize("case", FLA)
@@ -225,7 +225,7 @@ def test_a_state_read_before_it_is_written_to_is_another_function(case):
     x, own = of_fla(case)
     for name in x.keys() - {"q"}:
         x[name] = np.roll(x[name], 1, axis=1)
-        x[name][:, 0] = 0  # It leaves the initial state as it is.
+        x[name][:, 0] = 0  # It keeps the initial state.
     assert distance(output_of(FLA[case], own, x), own["out"]) > 0.1
 
 
@@ -256,7 +256,7 @@ def test_another_scale_is_another_function(case):
 
 
 @pytest.mark.parametrize(("case", "additive"), [("delta", pa.Linear()), ("chunk", FLA["simple"])])
-def test_values_that_are_added_and_correct_nothing_are_another_function(case, additive):
+def test_adding_values_without_the_correction_is_another_function(case, additive):
     x, own = of_fla(case)
     x["v"] = x.pop("beta")[..., None] * x["v"]
     assert distance(output_of(additive, own, x), own["out"]) > 0.1
@@ -268,7 +268,7 @@ def test_a_denominator_without_the_initial_mass_is_another_function():
     assert distance(output_of(FLA["normalized"], own, x), own["out"]) > 0.1
 
 
-def test_the_decay_of_retention_belongs_to_the_place_of_a_head():
+def test_the_decay_of_retention_depends_on_the_index_of_a_head():
     x, own = of_fla("retention")
     flipped = pa.Retention()(**{name: a[:, :, ::-1] for name, a in x.items()})[:, :, ::-1]
     assert distance(flipped, own["out"]) > 1e-2
@@ -287,7 +287,7 @@ def test_neighbouring_value_heads_of_qwen3_next_share_a_key():
     assert distance(output_of(QWEN3_NEXT, own, x | tiled), own["out"]) > 0.1
 
 
-def test_the_epsilon_of_the_norm_of_qwen3_next_stands_inside_the_root():
+def test_the_epsilon_of_the_norm_of_qwen3_next_is_inside_the_root():
     x, own = of_qwen3_next("chunk")
     without = pa.QKNorm(pa.GatedDelta(), norm="l2", eps=0.0)
     assert distance(output_of(without, own, x), own["out"]) > 1e-5
@@ -304,7 +304,7 @@ MAMBA2_INPUTS = ["x", "dt", "A", "B", "C", "D", "dt_bias"]
 
 
 def of_mamba2(case):
-    """The inputs, the options, and everything of one case."""
+    """The inputs, the options, and all entries of one case."""
     own = entries_of("ssd_mamba2.npz", case)
     limits = (float(own["dt_min"]), float(own["dt_max"]))
     return (

@@ -1,9 +1,9 @@
-"""What is done to queries and keys before the scores, against identities that hold whatever the
-implementation: a temperature, a scale for each dimension, and a norm of queries and keys.
+"""Temperature, per-dimension scale and QK-norm, which act on queries and keys before the scores,
+against identities that hold for any implementation.
 
 The definitions are scores s⟨q, k⟩/τ, queries q ∘ softplus(p)/ln 2, and norm(q), norm(k) with norm
 the root-mean-square norm or the layer norm without bias. Everything is float64, so an identity has
-to hold to 1e-10 of the largest number it speaks of, and a gradient to 1e-7 of central differences.
+to hold to 1e-10 of the largest number involved, and a gradient to 1e-7 of central differences.
 """
 
 import re
@@ -114,7 +114,7 @@ def normed(x, norm="rms", eps=1e-6, gain=None):
 
 
 def definition(layer, x):
-    """The output, layer by layer from the outside; Φ is built from the keys that are scored."""
+    """The output, layer by layer from the outside; Φ is computed from the keys of the scores."""
     (q, k, v), normalize, log_of_mean = (x["q"], x["k"], x["v"]), None, False
     while hasattr(layer, "base"):
         match layer.name:
@@ -136,7 +136,7 @@ def definition(layer, x):
 
 
 def size_of(layer, x):
-    """What is rounded on the way: scores, and solved values that only `keys` bounds."""
+    """The size of rounded intermediates: scores, and solved values, which only `keys` bounds."""
     grown = "normalize" in str(layer) and "per_dim" not in str(layer)
     y = solved_values(normed(x["k"], gain=x.get("k_gain")), x["v"], "rows") if grown else x["v"]
     return 100 * (1 + np.abs(y).max())
@@ -166,7 +166,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), past=st.integers(1, 7))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
     changed = changed_from(x, past)
@@ -176,7 +176,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), data=st.data())
-def test_padding_and_segments_leave_each_sequence_as_if_alone(layer, p, data):
+def test_padded_and_packed_sequences_are_independent(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     x = p.x(layer)
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
@@ -219,7 +219,7 @@ def test_a_temperature_is_a_divisor_of_the_scale(p):
 
 @sampled
 @given(problems(square=False))
-def test_each_head_has_a_temperature_of_its_own(p):
+def test_each_head_has_its_own_temperature(p):
     taus = p.taus["head"]
     out = pa.Temperature(per="head")(p.q, p.k, p.v, tau=taus)
     for head, tau in enumerate(taus):
@@ -241,7 +241,7 @@ def test_a_temperature_of_one_is_neutral(per, p):
 
 @sampled
 @given(problems(square=False))
-def test_temperatures_lead_from_the_best_key_to_the_mean_of_the_visible(p):
+def test_low_temperatures_select_the_best_key_and_high_ones_give_the_mean(p):
     layer = pa.Temperature(pa.Softmax(causal=False))
     hot = layer(p.q, p.k, p.v, tau=np.asarray(1e13))
     mean = np.repeat(p.v.mean(1, keepdims=True), p.group, axis=2)
@@ -263,7 +263,7 @@ def test_a_bias_is_not_divided_by_the_temperature():
 @pytest.mark.parametrize("base", ["softmax", "laser", "lucid", "path"])
 @sampled
 @given(p=problems(square=False))
-def test_queries_and_temperatures_grow_together_without_effect(base, per, p):
+def test_scaling_queries_and_temperatures_together_has_no_effect(base, per, p):
     """f(cq, cτ) = f(q, τ), and hence q·∂q + τ ∂τ = 0 for each head."""
     layer = pa.Temperature(pa.parse(base), per=per)
     x = p.x(layer, tau=p.taus[per])
@@ -302,7 +302,7 @@ def test_equal_scales_are_a_temperature(p, value):
 
 @sampled
 @given(problems(square=False, narrowest=2))
-def test_a_dimension_of_very_negative_scale_is_as_if_absent(p):
+def test_a_dimension_of_very_negative_scale_has_no_effect(p):
     per_dim = p.per_dim.copy()
     per_dim[0] = -1e3
     out = pa.PerDimScale()(p.q, p.k, p.v, per_dim=per_dim)
@@ -314,7 +314,7 @@ def test_a_dimension_of_very_negative_scale_is_as_if_absent(p):
 @pytest.mark.parametrize("normalize", [True, False])
 @sampled
 @given(p=problems(square=False))
-def test_gradient_of_the_scales_is_the_logistic_of_them(normalize, p):
+def test_gradient_of_the_scales_contains_their_logistic(normalize, p):
     layer = pa.PerDimScale(normalize=normalize)
     scale = softplus(p.per_dim) / (np.log(2) if normalize else 1)
     cotangent = p.like_output()
@@ -385,7 +385,7 @@ def test_the_length_of_a_query_and_of_a_key_does_not_matter(gain, norm, p):
 def test_the_mean_of_a_query_and_of_a_key_does_not_matter_to_the_layer_norm(eps, p):
     layer = pa.QKNorm(norm="layer", eps=eps, gain=True)
     x = p.x(layer)
-    # Two dimensions may be almost equal: what is rounded is then enlarged.
+    # Two dimensions may be almost equal, which amplifies rounding errors.
     enlarged = max(1 / np.sqrt(array.var(-1) + eps).min() for array in (p.q, p.k))
     out, pullback = layer.vjp(**x)
     shifts = [3 * p.rng.normal(size=(*array.shape[:3], 1)) for array in (p.q, p.k)]
@@ -398,7 +398,7 @@ def test_the_mean_of_a_query_and_of_a_key_does_not_matter_to_the_layer_norm(eps,
         assert_close(gradients[name].sum(-1), 0.0, size=size)
 
 
-def test_the_mean_does_matter_to_the_root_mean_square():
+def test_the_mean_matters_to_the_rms_norm():
     p, layer = Problem(np.random.default_rng(0), t=5), pa.QKNorm()
     assert np.abs(layer(p.q + 3, p.k, p.v) - layer(p.q, p.k, p.v)).max() > 0.01
     assert np.abs(pa.QKNorm(norm="layer")(p.q, p.k, p.v) - layer(p.q, p.k, p.v)).max() > 0.01
@@ -406,7 +406,7 @@ def test_the_mean_does_matter_to_the_root_mean_square():
 
 @sampled
 @given(problems(square=False))
-def test_a_common_rotation_does_not_matter_to_the_root_mean_square(p):
+def test_a_common_rotation_does_not_matter_to_the_rms_norm(p):
     rotation, _ = np.linalg.qr(p.rng.normal(size=(p.q.shape[-1],) * 2))
     layer = pa.QKNorm()
     assert_close(layer(p.q @ rotation, p.k @ rotation, p.v), layer(p.q, p.k, p.v), size=10)
@@ -415,7 +415,7 @@ def test_a_common_rotation_does_not_matter_to_the_root_mean_square(p):
 @pytest.mark.parametrize("norm", NORMS)
 @sampled
 @given(p=problems(square=False, narrowest=2))
-def test_it_is_the_base_on_normalised_queries_and_keys(norm, p):
+def test_qk_norm_is_the_base_on_normalised_queries_and_keys(norm, p):
     for eps in (0.0, 1e-6, 0.5):
         q, k = (normed(x, norm, eps) for x in (p.q, p.k))
         out = pa.QKNorm(norm=norm, eps=eps)(p.q, p.k, p.v)
@@ -454,7 +454,7 @@ def test_zero_queries_and_keys_have_scores_of_zero_and_finite_gradients(text, ze
         x[name] = x[name].copy()
         x[name][:, [0, 3, 4]] = 0
         if norm == "layer":
-            x[name][:, 4] = 7.0  # Nothing is left but its mean.
+            x[name][:, 4] = 7.0  # Only the mean is left.
     out, pullback = layer.vjp(**x)
     filled = {name: np.where(array == 7.0, 0, array) for name, array in x.items()}
     with_eps = pa.parse(str(layer).replace("eps=0", "eps=1e-300"))
@@ -484,7 +484,7 @@ def test_scores_are_bounded_however_long_queries_and_keys(height):
 )
 @sampled
 @given(p=problems(square=False))
-def test_inside_or_outside_lucid_makes_no_difference(query_side, normalize, p):
+def test_inside_or_outside_lucid_gives_the_same_output(query_side, normalize, p):
     inside = pa.parse(f"lucid[normalize={normalize}]({query_side})")
     outside = pa.parse(f"{query_side}(lucid[normalize={normalize}])")
     x = p.x(inside)
@@ -500,7 +500,7 @@ def test_inside_or_outside_lucid_makes_no_difference(query_side, normalize, p):
 
 
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale"])
-def test_what_is_done_to_queries_alone_does_not_reach_the_solve(query_side):
+def test_changes_to_queries_alone_do_not_reach_the_solve(query_side):
     p = Problem(np.random.default_rng(0), t=6, d=2)
     scaled = {"temperature": p.q / p.taus["layer"]}
     q = scaled.get(query_side, p.q * softplus(p.per_dim) / np.log(2))
@@ -550,8 +550,8 @@ def test_lucid_over_normalised_keys_is_bounded_whatever_the_gain(text, height, p
 
 @sampled
 @given(problems(square=False))
-def test_without_gain_lucid_over_it_is_lucid_s_own_norm_of_queries_and_keys(p):
-    """Exactly so at ε = 0; otherwise Φ sees keys normalised twice, which differ by O(ε)."""
+def test_without_gain_lucid_over_qk_norm_is_lucid_with_normalised_queries_and_keys(p):
+    """Exactly at ε = 0; otherwise the keys of Φ are normalised twice, a difference of O(ε)."""
     shortest = min(np.mean(x * x, axis=-1).min() for x in (p.q, p.k))
     for eps, tolerance in [(0.0, 1e-10), (1e-6, 1e-3 * (1e-6 / min(1, shortest)) ** 0.5)]:
         own = pa.Lucid(normalize="queries_and_keys", eps=eps)
@@ -563,7 +563,7 @@ def test_without_gain_lucid_over_it_is_lucid_s_own_norm_of_queries_and_keys(p):
 
 @sampled
 @given(problems(square=False))
-def test_laser_reads_at_the_temperature(p):
+def test_laser_uses_the_temperature(p):
     tau = p.taus["layer"]
     scores = dot_scores(p.q, p.k) / (np.sqrt(p.q.shape[-1]) * tau)
     expected = read_causal(scores, p.v, log_of_mean=True)
@@ -574,7 +574,7 @@ def test_laser_reads_at_the_temperature(p):
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale", "qk_norm[gain=true]"])
 @sampled
 @given(p=problems(square=False))
-def test_inside_or_outside_laser_makes_no_difference(query_side, p):
+def test_inside_or_outside_laser_gives_the_same_output(query_side, p):
     inside, outside = pa.parse(f"laser({query_side})"), pa.parse(f"{query_side}(laser)")
     x = p.x(inside)
     assert_close(outside(**x), inside(**x), size=100)
@@ -586,7 +586,7 @@ def test_inside_or_outside_laser_makes_no_difference(query_side, p):
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale", "qk_norm[gain=true]"])
 @sampled
 @given(p=problems(square=False))
-def test_over_path_without_reflections_it_is_that_over_softmax(query_side, p):
+def test_over_path_without_reflections_the_output_is_that_over_softmax(query_side, p):
     path, plain = pa.parse(f"{query_side}(path)"), pa.parse(query_side)
     out = path(**p.x(path, beta=0 * p.beta))
     assert_close(out, plain(**p.x(plain)), size=100)
@@ -604,7 +604,7 @@ def test_over_path_queries_and_keys_are_normalised_before_they_are_reflected(p):
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale", "qk_norm[gain=true]"])
 @sampled
 @given(p=problems(square=False))
-def test_inside_or_outside_lucid_over_path_makes_no_difference(query_side, p):
+def test_inside_or_outside_lucid_over_path_gives_the_same_output(query_side, p):
     inside = pa.parse(f"lucid({query_side}(path))")
     outside = pa.parse(f"{query_side}(lucid(path))")
     x = p.x(inside)
@@ -704,7 +704,7 @@ def test_temperatures_and_scales_are_not_in_the_cache_and_may_change():
         ("per_dim_scale(per_dim_scale)", "per_dim is an input of per_dim_scale already"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
+def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reason):
     with pytest.raises(TypeError, match=rf"^{re.escape(text)} makes no sense: .*{reason}"):
         pa.parse(text)
 
@@ -713,7 +713,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
     "text",
     ["qk_norm(temperature)", "qk_norm(per_dim_scale)", "per_dim_scale(temperature)"],
 )
-def test_what_makes_sense_is_not_refused(text):
+def test_compositions_that_make_sense_are_accepted(text):
     p, layer = Problem(np.random.default_rng(0), t=5), pa.parse(text)
     x = p.x(layer)
     assert_close(layer(**x), definition(layer, x), size=10)
@@ -741,7 +741,7 @@ def test_text_and_mechanism_are_inverse(text):
     assert pa.parse(str(layer)) == layer
 
 
-def test_inputs_are_those_of_the_options():
+def test_the_inputs_follow_from_the_options():
     for text, own in [
         ("temperature", "tau"),
         ("per_dim_scale", "per_dim"),
@@ -786,7 +786,7 @@ SHORTHANDS = [
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(("shorthand", "options", "text"), SHORTHANDS)
-def test_a_shorthand_is_its_class_called(shorthand, options, text, library):
+def test_a_shorthand_equals_a_call_of_its_class(shorthand, options, text, library):
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     layer = pa.parse(text or "temperature(softmax[causal=false,scale=0.3])")
     g = -p.rng.uniform(size=(2, 5, 4))
@@ -798,7 +798,7 @@ def test_a_shorthand_is_its_class_called(shorthand, options, text, library):
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_shorthand_tells_from_the_number_of_axes_what_per_is(library):
+def test_a_shorthand_infers_per_from_the_number_of_axes(library):
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     x = {"q": p.q, "k": p.k, "v": p.v, "q2": p.q[::-1].copy(), "k2": p.k[::-1].copy()}
     x |= {f"tau_{per}": tau for per, tau in p.taus.items()}
@@ -818,7 +818,7 @@ def test_a_shorthand_tells_from_the_number_of_axes_what_per_is(library):
         np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
-def test_one_head_still_has_a_temperature_of_its_own():
+def test_a_single_head_has_its_own_temperature():
     p = Problem(np.random.default_rng(0), t=5)
     tau = np.array([0.5])
     expected = pa.Temperature()(p.q, p.k, p.v, tau=tau[0, ...])
@@ -833,7 +833,7 @@ def test_gains_switch_the_gain_on():
         np.testing.assert_array_equal(result, layer(**p.x(layer)))
 
 
-def test_a_shorthand_says_what_it_does_not_know():
+def test_a_shorthand_names_an_unknown_keyword():
     p = Problem(np.random.default_rng(0), t=5)
     with pytest.raises(TypeError, match=r"temperature: unknown keyword 'tua'.*'tau'"):
         pa.temperature(p.q, p.k, p.v, tua=p.taus["layer"])

@@ -1,4 +1,4 @@
-"""Three forms of one recurrence, which share no code, against one another.
+"""Three independent implementations of one recurrence, compared with one another.
 
 Token by token (the oracle), all pairs at once, and in chunks with a state between them. An equality
 has to hold to 1e-10 of the largest number in float64, and to 2e-5 in float32.
@@ -18,7 +18,7 @@ GATES = ["none", "head", "key", "value"]
 
 
 def stream(rng, gate, *, is_delta=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0):
-    """A random stream, its initial state, and keys of which some coincide."""
+    """A random stream with some equal keys, and its initial state."""
     few = rng.normal(size=(b, m, 3, d))
     k = few[:, :, rng.integers(3, size=s)] + 0.1 * rng.normal(size=(b, m, s, d))
     k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
@@ -36,14 +36,14 @@ def assert_equal(result, expected):
 
 @pytest.mark.parametrize("t", [1, 6, 13])
 @pytest.mark.parametrize("gate", GATES)
-def test_token_by_token_is_all_pairs_at_once(gate, t):
+def test_token_by_token_equals_all_pairs_at_once(gate, t):
     x, state = stream(np.random.default_rng(0), gate, t=t)
     assert_equal(recurrent(x, state), parallel(x, state))
 
 
 @pytest.mark.parametrize("t", [1, 6, 13])
 @pytest.mark.parametrize("gate", ["none", "head"])
-def test_token_by_token_is_all_pairs_at_once_for_the_delta_rule(gate, t):
+def test_token_by_token_equals_all_pairs_at_once_for_the_delta_rule(gate, t):
     x, state = stream(np.random.default_rng(1), gate, is_delta=True, t=t)
     assert_equal(recurrent(x, state), parallel(x, state))
 
@@ -52,18 +52,18 @@ def test_token_by_token_is_all_pairs_at_once_for_the_delta_rule(gate, t):
 @pytest.mark.parametrize("gate", ["none", "head", "key"])
 @settings(max_examples=15, deadline=None, database=None)
 @given(s=st.integers(1, 20), chunk=st.integers(1, 24), sub_chunk=st.integers(1, 8))
-def test_token_by_token_is_chunk_by_chunk(gate, is_delta, s, chunk, sub_chunk):
+def test_token_by_token_equals_chunk_by_chunk(gate, is_delta, s, chunk, sub_chunk):
     x, state = stream(np.random.default_rng(s), gate, is_delta=is_delta, t=s, s=s)
     assert_equal(recurrent(x, state), chunkwise(x, state, chunk, sub_chunk))
 
 
-def test_the_delta_rule_with_a_gate_for_each_channel_has_no_parallel_form_here():
+def test_the_delta_rule_with_a_gate_for_each_channel_has_no_parallel_form():
     x, state = stream(np.random.default_rng(2), "key", is_delta=True)
     with pytest.raises(ValueError, match="one gate for all channels"):
         parallel(x, state)
 
 
-def test_a_gate_for_each_value_channel_has_no_chunkwise_form_here():
+def test_a_gate_for_each_value_channel_has_no_chunkwise_form():
     x, state = stream(np.random.default_rng(2), "value")
     with pytest.raises(ValueError, match="no gate for each value channel"):
         chunkwise(x, state, 4, 2)
@@ -79,8 +79,8 @@ GATES_TO_SURVIVE = {
 
 @pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize("gates", GATES_TO_SURVIVE)
-def test_chunks_survive_any_gate_in_float32(gates, is_delta):
-    """Over 64 tokens e^{−G} reaches e^{3200}: a factor by itself would overflow."""
+def test_chunks_are_accurate_for_any_gate_in_float32(gates, is_delta):
+    """Over 64 tokens e^{−G} reaches e^{3200}: a separate factor would overflow."""
     rng = np.random.default_rng(3)
     x, state = stream(rng, "key", is_delta=is_delta, t=64, s=64)
     x = x._replace(g=GATES_TO_SURVIVE[gates](rng, x.g.shape))
@@ -92,7 +92,7 @@ def test_chunks_survive_any_gate_in_float32(gates, is_delta):
         assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max()
 
 
-def test_a_factor_by_itself_does_overflow():
+def test_a_separate_factor_overflows():
     with np.errstate(over="ignore"):
         assert np.isinf(np.exp(-np.cumsum(np.full(64, -3.0, dtype=np.float32)))).any()
 

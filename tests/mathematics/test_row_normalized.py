@@ -1,8 +1,8 @@
-"""Row-normalised attention against identities that hold whatever the implementation.
+"""Row-normalised attention against identities that hold for any implementation.
 
 The definition is y_i = o_i / max(‖o_i‖, ε), o being the output of the base, row by row and head by
-head; the norm is constant to the gradient unless `detach=False`. Everything is float64, so an
-identity has to hold to 1e-10 of the largest number it speaks of, and a gradient to 1e-7 of central
+head; the norm is constant to the gradient unless `detach=False`. Everything is float64, and an
+identity has to hold to 1e-10 of the largest number involved, and a gradient to 1e-7 of central
 differences.
 """
 
@@ -102,7 +102,7 @@ def rows_of_values(b, t, low=0.1):
 
 
 def softmax_weights(q, k, *, causal=True, window=None, scale=None):
-    """A of shape (b, h, t, s); query i stands at i + s − t."""
+    """A of shape (b, h, t, s); query i has position i + s − t."""
     t, s = q.shape[1], k.shape[1]
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -140,7 +140,7 @@ def definition(layer, x):
 
 
 def conditioning_of(layer, x):
-    """How much of the base's rounding a row norm may enlarge: the largest of its 1/‖o‖."""
+    """The factor by which a row norm may amplify the base's rounding errors: the largest 1/‖o‖."""
     actual = 1.0
     while hasattr(layer, "base"):
         x = {name: x[name] for name in layer.base.inputs}
@@ -180,14 +180,14 @@ def test_a_row_as_long_as_eps_is_of_length_one():
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_a_constant_norm_divides_the_gradient_and_no_more(eps):
+def test_a_detached_norm_only_divides_the_gradient(eps):
     o, dy = rows_of_values(2, 6), np.random.default_rng(0).normal(size=(2, 6, 2, 3))
     _, pullback = pa.UnitRows(eps=eps).vjp(o)
     assert_close(pullback(dy)["o"], dy / np.maximum(length(o), eps))
 
 
 @pytest.mark.parametrize("eps", [0, 1e-6, 0.5])
-def test_a_differentiated_norm_takes_the_part_along_the_row_away(eps):
+def test_a_differentiated_norm_removes_the_part_of_the_gradient_along_the_row(eps):
     o, dy = rows_of_values(2, 6), np.random.default_rng(0).normal(size=(2, 6, 2, 3))
     y, pullback = pa.UnitRows(eps=eps, detach=False).vjp(o)
     gradient = pullback(dy)["o"]
@@ -213,7 +213,7 @@ def test_the_gradient_of_a_differentiated_norm_is_that_of_central_differences(ep
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("eps", [0, 1e-6])
-def test_rows_of_zeros_stay_zero_and_their_gradient_finite(eps, detach, axis):
+def test_zero_rows_stay_zero_with_a_finite_gradient(eps, detach, axis):
     o, dy = rows_of_values(2, 6), np.random.default_rng(0).normal(size=(2, 6, 2, 3))
     o[:, 2] = 0
     o[..., 1] = 0
@@ -274,7 +274,7 @@ def test_output_is_attention_with_rescaled_rows(p):
 
 @sampled
 @given(problems(square=False))
-def test_the_denominator_of_softmax_does_not_matter(p):
+def test_the_denominator_of_softmax_cancels(p):
     factors = p.rng.uniform(0.01, 100, size=(2, 1, p.q.shape[1], 1))
     undivided = factors * softmax_weights(p.q, p.k)
     layer = pa.RowNormalized(eps=0)
@@ -293,14 +293,14 @@ def test_the_size_of_the_values_does_not_matter_and_their_sign_does(base, p, c):
     assert_close(layer(**(x | {"v": -c * p.v})), -out, size=size)
 
 
-def test_over_laser_the_size_of_the_values_does_matter():
+def test_over_laser_the_size_of_the_values_matters():
     p, layer = Problem(np.random.default_rng(0), t=5), pa.RowNormalized(pa.Laser(), eps=0)
     assert np.abs(layer(p.q, p.k, 3 * p.v) - layer(p.q, p.k, p.v)).max() > 0.1
 
 
 @sampled
 @given(problems(square=False))
-def test_a_single_channel_leaves_the_sign(p):
+def test_for_a_single_channel_the_output_is_the_sign(p):
     v = p.v[..., :1]
     o = read(softmax_weights(p.q, p.k), v)
     assume(np.abs(o).min() > 1e-5)
@@ -336,7 +336,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), past=st.integers(1, 7))
-def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
+def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     layer = pa.parse(layer)
     x = p.x(layer)
     changed = changed_from(x, past)
@@ -351,7 +351,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(layer, p, past):
 def test_zero_values_give_zero_output_and_a_finite_gradient(eps, detach):
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     v = p.v.copy()
-    v[:, :3] = 0  # What the first three rows see.
+    v[:, :3] = 0  # The values that the first three rows attend to.
     layer = pa.RowNormalized(eps=eps, detach=detach)
     out, pullback = layer.vjp(p.q, p.k, v)
     assert np.all(out[:, :3] == 0)
@@ -373,7 +373,7 @@ def test_zero_values_give_zero_output_and_a_finite_gradient(eps, detach):
 @pytest.mark.parametrize("layer", ["row_normalized", "row_normalized[detach=false,eps=0](lucid)"])
 @sampled
 @given(p=problems(), data=st.data())
-def test_masks_leave_each_sequence_as_if_alone(layer, p, data):
+def test_masked_sequences_are_independent(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
@@ -398,7 +398,7 @@ def test_masks_leave_each_sequence_as_if_alone(layer, p, data):
 
 @sampled
 @given(problems())
-def test_rows_that_see_nothing_are_zero_without_a_gradient(p):
+def test_rows_without_a_visible_key_are_zero_without_a_gradient(p):
     mask = p.rng.random(p.k.shape[:2]) < 0.5
     blind = np.cumsum(mask, axis=1) == 0
     k, v = (np.where(mask[..., None, None], x, np.nan) for x in (p.k, p.v))
@@ -438,7 +438,7 @@ def test_by_default_the_gradient_is_the_base_s_under_the_rescaled_cotangent(base
 
 
 @pytest.mark.parametrize("base", ["softmax", "lucid", "differential[per=token]"])
-def test_by_default_finite_differences_agree_where_the_norm_is_held_and_not_otherwise(base):
+def test_by_default_finite_differences_agree_only_if_the_norm_is_kept_constant(base):
     p = Problem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
     layer = pa.RowNormalized(pa.parse(base))
     x, cotangent = p.x(layer), p.like_output()
@@ -485,7 +485,7 @@ def test_without_detach_gradients_are_those_of_central_differences(layer):
 
 @sampled
 @given(problems(square=False))
-def test_without_detach_the_gradient_of_the_values_has_no_part_along_them(p):
+def test_without_detach_the_gradient_of_the_values_is_orthogonal_to_them(p):
     """Σ v∘dv = Σ o·do, which is 0 for do = C(dy − y (y·dy)), and Σ y·dy for do = C dy."""
     cotangent = p.like_output()
     for detach in (True, False):
@@ -546,7 +546,7 @@ def test_the_order_of_tokens_does_not_matter_to_channels(p):
 @pytest.mark.parametrize("detach", ["true", "false"])
 @sampled
 @given(p=problems(), data=st.data())
-def test_channels_of_a_sequence_or_segment_are_as_if_it_were_alone(detach, p, data):
+def test_channels_of_sequences_and_segments_are_independent(detach, p, data):
     layer = pa.parse(f"row_normalized[axis=channel,detach={detach},eps=0](softmax[causal=false])")
     t, cotangent = p.q.shape[1], p.like_output()
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
@@ -574,7 +574,7 @@ def test_channels_of_a_sequence_or_segment_are_as_if_it_were_alone(detach, p, da
                     assert_close(gradients[name][i : i + 1, chosen], gradient, size=scale)
 
 
-def test_auto_takes_the_rows_of_the_base_which_are_tokens():
+def test_axis_auto_means_tokens_for_softmax():
     p, base = Problem(np.random.default_rng(0), t=5), pa.Softmax(causal=False)
     auto, token, channel = (
         pa.RowNormalized(base, axis=axis)(p.q, p.k, p.v) for axis in ("auto", "token", "channel")
@@ -635,7 +635,7 @@ def random_matrices(seed, n, e, sharpness, causal):
 @sampled
 @matrices
 def test_theorem_4_2_bounds_the_condition_number(**drawn):
-    """κ(A) ≤ μ(A), which is true; and of unit rows ‖CA‖_F is √n, so μ(CA) knows nothing else."""
+    """κ(A) ≤ μ(A) is true. With unit rows ‖CA‖_F = √n, so μ(CA) depends on the determinant only."""
     _, a, ca = random_matrices(**drawn)
     n, k = len(ca), min(ca.shape)
     from_rows_of_length_one = log_mu(ca, norm=np.sqrt(n))
@@ -653,8 +653,8 @@ def test_theorem_4_2_bounds_the_condition_number(**drawn):
 def test_theorem_4_3_bounds_the_condition_number_by_the_values(**drawn):
     """κ(A) ≤ 2/(σ₁⋯σ_k) (√(n/k) ‖v‖_F)^k, which is true as ‖A‖_F ≤ √n ‖v‖_F for a softmax.
 
-    Both sides are blind to v → cv, so that it does not say, as the paper has it, that ‖v‖_F > 1
-    makes for a high condition number.
+    Both sides are invariant under v → cv; so it does not follow, as the paper states, that
+    ‖v‖_F > 1 leads to a high condition number.
     """
     v, a, _ = random_matrices(**drawn)
     bound = log_mu(a, norm=np.sqrt(len(a)) * np.sqrt(np.sum(v * v)))
@@ -662,7 +662,7 @@ def test_theorem_4_3_bounds_the_condition_number_by_the_values(**drawn):
     assert np.log(kappa(a)) <= bound + 1e-9
 
 
-def test_theorem_4_3_is_attained_by_queries_that_all_see_the_only_value():
+def test_the_bound_of_theorem_4_3_equals_mu_for_a_single_value():
     q, k, v = np.full((5, 1), 60.0), np.zeros((5, 1)), np.zeros((5, 1))
     k[0], v[0] = 1, 3
     a, _ = before_and_after(q, k, v, pa.Softmax())
@@ -673,7 +673,7 @@ def test_theorem_4_3_is_attained_by_queries_that_all_see_the_only_value():
 
 @sampled
 @matrices
-def test_with_no_more_tokens_than_channels_mu_falls_by_what_the_rows_differ(**drawn):
+def test_with_no_more_tokens_than_channels_mu_does_not_increase(**drawn):
     """log μ(A) − log μ(CA) = n (log RMS(r) − mean log r) ≥ 0 for n ≤ e, r being the row norms."""
     drawn["n"] = min(drawn["n"], drawn["e"])
     _, a, ca = random_matrices(**drawn)
@@ -683,7 +683,7 @@ def test_with_no_more_tokens_than_channels_mu_falls_by_what_the_rows_differ(**dr
     assert abs(log_mu(a) - log_mu(ca) - fall) <= 1e-8
 
 
-def test_even_then_the_condition_number_may_rise():
+def test_the_condition_number_may_rise_although_mu_falls():
     """The example is one of 400 seeds; κ from 437 to 531, while μ falls."""
     rng = np.random.default_rng(59)
     q, k = rng.normal(size=(2, 4, 4))
@@ -694,11 +694,11 @@ def test_even_then_the_condition_number_may_rise():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_theorem_4_4_is_false_where_tokens_outnumber_channels(causal):
-    """μ(CA) ≤ μ(A) is claimed for every A; here μ goes from 2 to 3.6, and κ from 1 to √11.
+    """μ(CA) ≤ μ(A) is claimed for every A; here μ rises from 2 to 3.6, and κ from 1 to √11.
 
     Eleven queries read the value (1, 0) and one reads (0, √11), so that A has orthogonal columns
-    of equal length: as well conditioned as can be. Unit rows make them of length √11 and 1. The
-    softmax is sharp, to a part in e⁴⁰, and the example holds under a causal mask too.
+    of equal length: κ is 1. With unit rows their lengths are √11 and 1. The softmax weights are
+    exact to e⁻⁴⁰, and the example holds under a causal mask too.
     """
     k = np.array([[1.0, 0.0]] * 11 + [[0.0, 1.0]])
     v = k * np.array([1.0, np.sqrt(11)])
@@ -709,7 +709,7 @@ def test_theorem_4_4_is_false_where_tokens_outnumber_channels(causal):
     assert abs(mu(ca) - (np.sqrt(11) + 1 / np.sqrt(11))) <= 1e-9
 
 
-def test_theorem_4_4_is_false_for_blunt_weights_too():
+def test_theorem_4_4_is_false_for_smooth_weights_too():
     """Normal queries, keys and values, 12 × 2; one of 1000 seeds: κ from 1.97 to 3.59."""
     rng = np.random.default_rng(230)
     q, k = rng.normal(size=(2, 12, 2))
@@ -764,7 +764,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
             assert_close(outs[i : i + 1, kept[i]], layer(**one), size=size)
 
 
-def test_the_row_norm_remembers_nothing():
+def test_the_row_norm_adds_nothing_to_the_cache():
     p = Problem(np.random.default_rng(0), t=4)
     for text, stored in [("row_normalized", ["k", "v"]), ("row_normalized(laser)", ["k", "v"])]:
         cache = pa.parse(text).init_cache(p.q, p.k, p.v, capacity=4)
@@ -797,7 +797,7 @@ def test_channels_can_not_be_cached():
         ("row_normalized[axis=channel](path)", "over all tokens, and the base is causal"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(text, reason):
+def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reason):
     with pytest.raises(TypeError, match=rf"^{re.escape(text)} makes no sense: .*{reason}"):
         pa.parse(text)
 
@@ -824,13 +824,13 @@ def test_text_and_mechanism_are_inverse(text):
 
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("value", [2e38, 1e-30])
-def test_rows_of_any_size_come_out_with_length_one(axis, value):
+def test_rows_of_any_size_are_normalised_to_length_one(axis, value):
     o = np.full((1, 4, 1, 4), value, dtype=np.float32)
     out = pa.UnitRows(eps=0, axis=axis)(o)
     np.testing.assert_allclose(out, 0.5, rtol=1e-6)
 
 
-def test_a_packed_segment_of_huge_rows_does_not_touch_its_neighbour():
+def test_a_packed_segment_of_huge_rows_does_not_affect_its_neighbour():
     o = np.ones((1, 4, 1, 2), dtype=np.float32)
     o[:, 2:] = 1e25
     out = pa.UnitRows(axis="channel")(o, segment_ids=np.asarray([[0, 0, 1, 1]]))

@@ -1,7 +1,7 @@
-"""Softmax attention against identities that hold whatever the implementation.
+"""Softmax attention against identities that hold for any implementation.
 
 The definition is A = softmax over the visible keys of (scale · q kᵀ + bias), output A v. Everything
-is float64, so an identity has to hold to 1e-10 of the largest number it speaks of.
+is float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
 from itertools import pairwise
@@ -20,14 +20,14 @@ sampled = settings(
 
 
 class Problem:
-    """Random q, k, v for some sizes, and how attention is to be masked."""
+    """Random q, k, v of some sizes, and a mask for attention."""
 
     def __init__(self, rng, *, t, s, n=1, group=1, causal=True, window=None, spread=1.0, b=2):
         self.rng, self.causal, self.window, self.group = rng, causal, window, group
         self.q = spread * rng.normal(size=(b, t, n * group, 3))
         self.k = rng.normal(size=(b, s, n, 3))
         self.v = rng.normal(size=(b, s, n, 2))
-        position = np.arange(t)[:, None] + s - t  # The last query stands at the last key.
+        position = np.arange(t)[:, None] + s - t  # The last query has the position of the last key.
         distance = position - np.arange(s)
         self.visible = np.ones((t, s), dtype=bool)
         if causal:
@@ -73,7 +73,7 @@ def scores(q, k, bias=None, scale=None):
 
 
 def online_softmax(row, values, tile):
-    """One row's output and log-sum-exp, met tile by tile: running maximum, sum and output."""
+    """One row's output and log-sum-exp, tile by tile: running maximum, sum and output."""
     maximum, total, accumulated = -np.inf, 0.0, np.zeros(values.shape[-1])
     for start in range(0, len(row), tile):
         part = row[start : start + tile]
@@ -86,7 +86,7 @@ def online_softmax(row, values, tile):
 
 
 def online_attention(q, k, v, visible, bias=None, scale=None, tile=3):
-    """Output and log-sum-exp, row by row over the visible keys alone; hidden rows give 0."""
+    """Output and log-sum-exp, row by row over the visible keys only; rows without one give 0."""
     s = scores(q, k, bias, scale)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full(s.shape[:3], -np.inf)
@@ -100,7 +100,7 @@ def online_attention(q, k, v, visible, bias=None, scale=None, tile=3):
 
 
 def weights_of(mechanism, q, k, **named):
-    """The matrix A itself, (b, h, t, s), read off by giving the identity as values."""
+    """The matrix A, (b, h, t, s): the output for identity values."""
     b, s, n, _ = k.shape
     identity = np.broadcast_to(np.eye(s)[:, None], (b, s, n, s)).copy()
     return mechanism(q, k, identity, **named).transpose(0, 2, 1, 3)
@@ -123,7 +123,7 @@ def test_scale_multiplies_the_scores_and_defaults_to_one_over_root_d(p, scale):
 
 @sampled
 @given(problems())
-def test_weights_are_nonnegative_hidden_ones_zero_and_rows_sum_to_one(p):
+def test_weights_are_nonnegative_zero_if_masked_and_rows_sum_to_one(p):
     weights = weights_of(p.biased, p.q, p.k, bias=p.bias)
     assert np.all(weights >= 0)
     assert np.all(weights[..., ~p.visible] == 0)
@@ -181,7 +181,7 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
     assert_close(out, repeated)
     cotangent = p.like_output()
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    size = np.abs(cotangent).max() * np.abs(p.v).max()  # Of the returns, before they cancel.
+    size = np.abs(cotangent).max() * np.abs(p.v).max()  # Of the products, before they cancel.
     assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
     dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
     assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())
@@ -197,7 +197,7 @@ def test_causality_and_window_equal_an_explicit_mask(p):
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
-def test_a_window_shows_exactly_the_last_tokens(window):
+def test_a_window_covers_exactly_the_last_tokens(window):
     t = 7
     zeros = np.zeros((1, t, 1, 2))
     weights = weights_of(pa.Softmax(window=window), zeros, zeros)[0, 0]
@@ -217,7 +217,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(p, count):
 
 @sampled
 @given(problems())
-def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
+def test_rows_without_a_visible_key_have_zero_output_and_zero_gradient(p):
     blind = p.rng.random(p.bias.shape[:3]) < 0.5
     bias = np.where(blind[..., None], -np.inf, p.bias)
     out, pullback = p.biased.vjp(p.q, p.k, p.v, bias=bias)
@@ -237,7 +237,7 @@ def test_rows_that_see_nothing_give_zero_output_and_zero_gradient(p):
 
 @sampled
 @given(problems())
-def test_hiding_every_key_gives_zero_everywhere(p):
+def test_masking_every_key_gives_zero_everywhere(p):
     nothing = np.zeros(p.k.shape[:2], dtype=bool)
     out, pullback = p.plain.vjp(p.q, p.k, p.v, key_mask=nothing)
     assert np.all(out == 0)
@@ -247,7 +247,7 @@ def test_hiding_every_key_gives_zero_everywhere(p):
 
 @sampled
 @given(problems(windows=False))
-def test_masked_keys_are_as_if_deleted_even_when_nan(p):
+def test_masking_keys_equals_deleting_them_even_when_they_are_nan(p):
     mask = p.rng.random(p.k.shape[1]) < 0.6
     visible = p.visible & mask
     expected, _ = online_attention(p.q, p.k, p.v, visible)
@@ -262,7 +262,7 @@ def test_masked_keys_are_as_if_deleted_even_when_nan(p):
 
 @sampled
 @given(problems(square=True), st.data())
-def test_padding_is_ignored_and_each_sequence_is_as_if_alone(p, data):
+def test_padding_has_no_effect_and_sequences_are_independent(p, data):
     t = p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
@@ -284,7 +284,7 @@ def test_padding_is_ignored_and_each_sequence_is_as_if_alone(p, data):
 
 @sampled
 @given(problems(square=True), st.integers(0, 9))
-def test_segments_are_as_if_each_were_alone(p, border):
+def test_each_segment_gives_the_output_of_a_call_of_its_own(p, border):
     t = p.q.shape[1]
     ids = np.tile(np.arange(t) >= border, (2, 1)).astype(int)
     out = p.plain(p.q, p.k, p.v, segment_ids=ids)
@@ -320,7 +320,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
 
 @sampled
 @given(problems(square=True, causal=True), st.data())
-def test_the_future_does_not_touch_the_past_by_a_single_bit(p, data):
+def test_the_future_changes_no_bit_of_past_outputs(p, data):
     past = data.draw(st.integers(0, p.q.shape[1]))
     q, k, v = (x.copy() for x in (p.q, p.k, p.v))
     for x in (q, k, v):
@@ -331,7 +331,7 @@ def test_the_future_does_not_touch_the_past_by_a_single_bit(p, data):
 
 @sampled
 @given(problems())
-def test_values_gradient_is_the_adjoint_and_keeps_the_total(p):
+def test_the_gradient_of_values_is_the_adjoint_and_has_the_sum_of_the_cotangent(p):
     out, pullback = p.plain.vjp(p.q, p.k, p.v)
     cotangent = p.like_output()
     dv = pullback(cotangent)["v"]

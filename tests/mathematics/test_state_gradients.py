@@ -1,5 +1,5 @@
-"""States that are carried on, and what is masked on the way: outputs, last states and gradients
-through both ends, against the definition, token by token, and PyTorch's gradients of it."""
+"""Continued states and masks: outputs, last states and gradients through initial and last states,
+against the definition, token by token, and PyTorch's gradients of it."""
 
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def test_states_and_their_gradients_are_those_of_the_definition(layer, p):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_states_behind_a_long_sequence_are_those_of_the_definition(layer):
+def test_states_after_a_long_sequence_are_those_of_the_definition(layer):
     layer = pa.parse(layer)
     p = Problem(np.random.default_rng(0), s=131, n=1, group=2, multiple=2, d=5, e=3)
     x = p.x(layer)
@@ -48,7 +48,7 @@ def test_states_behind_a_long_sequence_are_those_of_the_definition(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(), data=st.data())
-def test_any_split_gives_the_outputs_of_the_full_call_and_one_state(layer, p, data):
+def test_any_split_gives_the_outputs_and_the_state_of_the_full_call(layer, p, data):
     layer, s = pa.parse(layer), p.sizes["s"]
     x = p.x(layer)
     empty = layer.init_cache(**x)
@@ -69,7 +69,7 @@ def test_any_split_gives_the_outputs_of_the_full_call_and_one_state(layer, p, da
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(longest=6), past=st.integers(1, 5))
-def test_chained_pullbacks_are_one(layer, p, past):
+def test_chained_pullbacks_equal_the_pullback_of_the_full_call(layer, p, past):
     layer, x = pa.parse(layer), p.x(pa.parse(layer))
     first = layer.init_cache(**x)
     first = first._replace(store=p.states(first))
@@ -96,7 +96,7 @@ def test_chained_pullbacks_are_one(layer, p, past):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_pullback_without_a_cotangent_of_the_state_takes_it_to_be_zero(layer):
+def test_a_missing_cotangent_of_the_state_means_zero(layer):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=5, group=2, multiple=2)
     x = p.x(layer)
     out, last, pullback = layer.extend_vjp(layer.init_cache(**x), **x)
@@ -147,7 +147,7 @@ def test_torch_differentiates_extend(layer):
         ("gated_delta", "k", lambda x: np.exp(x["g"].sum(1))),
     ],
 )
-def test_what_writes_nothing_only_decays_the_state(layer, silent, decay):
+def test_a_token_that_writes_nothing_only_decays_the_state(layer, silent, decay):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2)
     x = p.x(layer)
     x[silent] = 0 * x[silent]
@@ -174,8 +174,8 @@ def test_only_a_state_has_a_pullback(text):
 @pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False), data=st.data())
-def test_a_masked_key_is_as_if_its_token_were_not_there(layer, p, data):
-    """It writes nothing and decays nothing; its query reads what the tokens before it left."""
+def test_a_masked_token_does_not_change_the_state(layer, p, data):
+    """It neither writes nor decays the state; its query reads the state of the tokens before it."""
     layer = pa.parse(layer)
     x, (b, s) = p.x(layer), p.shape("b s")
     is_written = data.draw(st.lists(st.booleans(), min_size=b * s, max_size=b * s))
@@ -285,7 +285,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer):
             close(array[i : i + 1], state)
 
 
-# What is refused
+# Refusals
 
 
 def linear_cache():
@@ -293,7 +293,7 @@ def linear_cache():
     return pa.Linear(), x, pa.Linear().init_cache(**x)
 
 
-def test_the_pullback_takes_a_cache_and_gives_the_order_of_the_store():
+def test_the_pullback_accepts_a_cache_and_returns_the_order_of_its_buffers():
     layer = pa.parse("ccq(gated_delta)")
     p = Problem(np.random.default_rng(0), s=4)
     x = p.x(pa.GatedDelta()) | {"contraction": np.full((2, 4, 1), 0.5)}
@@ -306,14 +306,14 @@ def test_the_pullback_takes_a_cache_and_gives_the_order_of_the_store():
 
 
 @pytest.mark.parametrize("wrong", [np.ones(3), [1.0], "state"])
-def test_cotangents_of_states_go_by_name(wrong):
+def test_cotangents_of_states_must_be_named(wrong):
     layer, x, cache = linear_cache()
     out, _, pullback = layer.extend_vjp(cache, **x)
     with pytest.raises(TypeError, match="cotangents of buffers must be a dict by buffer name"):
         pullback(out, wrong)
 
 
-def test_an_unknown_state_and_a_state_of_another_shape_are_named():
+def test_an_unknown_state_and_a_state_of_the_wrong_shape_are_refused_by_name():
     layer, x, cache = linear_cache()
     out, _, pullback = layer.extend_vjp(cache, **x)
     with pytest.raises(ValueError, match=r"no buffer 'state'; it has linear.state\(k, v\)"):
@@ -322,7 +322,7 @@ def test_an_unknown_state_and_a_state_of_another_shape_are_named():
         pullback(out, {"linear.state(k, v)": out})
 
 
-def test_the_old_cache_is_not_donated_and_has_to_be_causal():
+def test_the_old_cache_is_not_donated_and_must_be_causal():
     layer, x, cache = linear_cache()
     with pytest.raises(TypeError, match="extend_vjp does not donate"):
         layer.extend_vjp(cache, **x, donate=True)

@@ -115,7 +115,7 @@ def test_half_precision(dtype):
         check(*problem(t, b=b, beta=True, valid=lengths and valid_up_to(t, lengths)), dtype)
 
 
-def test_one_token_is_its_own_value():
+def test_for_one_token_y_is_its_value():
     leaf, x, d_y, frame = problem(1)
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
     y, _, result = run(leaf, x, d_y, frame)

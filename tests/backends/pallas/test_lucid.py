@@ -92,7 +92,7 @@ def test_channels_of_very_different_sizes(dtype):
         assert error(y[..., channel], expected[..., channel]) < BOUNDS[dtype]
 
 
-def test_one_token_is_its_own_value():
+def test_for_one_token_y_is_its_value():
     leaf, x, d_y = problem(1)
     given = {name: jnp.asarray(a, dtype="float32") for name, a in x.items()}
     frame = Frame(None, None)

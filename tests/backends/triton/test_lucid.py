@@ -90,7 +90,7 @@ def test_lengths_around_the_edges_of_blocks(t):
     check(*problem(t, b=1, n=1), 2e-5)
 
 
-def test_one_token_is_its_own_value():
+def test_for_one_token_y_is_its_value():
     leaf, x, d_y, frame = problem(1)
     with small_tiles():
         y, _ = LucidSolve().forward(leaf, x, frame)

@@ -103,7 +103,7 @@ def test_lengths_around_borders(t):
     check(*problem(t))
 
 
-def test_one_token_is_its_own_value():
+def test_for_one_token_y_is_its_value():
     leaf, x, d_y = problem(1)
     y, gradients = check(leaf, x, d_y)
     torch.testing.assert_close(y, x["v"])

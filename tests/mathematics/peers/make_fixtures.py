@@ -1,29 +1,29 @@
-"""Freeze what public peers compute, to hold our mechanisms to them where no peer is installed.
+"""Save results of public implementations, so that tests compare with them without installing them.
 
 `path_fla.npz`: flash-linear-attention's naive PaTH attention and its gradients, for three cases
 (the prefix of the entries): `gqa`, four chunks and two query heads for each key head; `odd`, a
-length that the chunk does not divide; `gate`, with a forget gate. float32, because the peer
-computes in it whatever it is given.
+length that the chunk does not divide; `gate`, with a forget gate. float32, because the peer always
+computes in float32.
 
     q, out, cotangent       (batch, time, query heads, dim)
     k, v, w                 (batch, time, heads, dim), w of unit norm
     beta                    (batch, time, heads), in (0, 2)
     g                       (batch, time, query heads), log of the gate; 0 but in `gate`
     scale, chunk_size       scalars
-    grad_q … grad_g         gradients of sum(out * cotangent), shaped as what they are of
+    grad_q … grad_g         gradients of sum(out * cotangent), of the shapes of the inputs
 
 `differential_diffllama.npz`: the differential attention of Transformers' DiffLlama, under a causal
 mask, without rotation. float64, but the peer computes its softmax and exp(λ) in float32.
 
-    q                       (batch, time, heads=8, dim=8), what q_proj gives; unscaled
+    q                       (batch, time, heads=8, dim=8), the output of q_proj; unscaled
     k, v                    (batch, time, key/value heads=4, dim=8), likewise
     scale                   scalar, of the logits
     lam, lambda_init        scalars: λ = exp(λq1·λk1) − exp(λq2·λk2) + lambda_init, its last term
-    difference              (batch, time, pairs of heads=4, 2 dim=16), what its group norm is given
-    before_o_proj           (batch, time, 64), what o_proj is given: (1 − lambda_init) times the
+    difference              (batch, time, pairs of heads=4, 2 dim=16), the input of its group norm
+    before_o_proj           (batch, time, 64), the input of o_proj: (1 − lambda_init) times the
                             group norm of `difference`, the pairs side by side
 
-What keeps a state is frozen in five files, by cases (the prefix of the entries), all in float32:
+Mechanisms with a state are in five files, by cases (the prefix of the entries), all in float32:
 
 `linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
 `normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
@@ -35,9 +35,9 @@ What keeps a state is frozen in five files, by cases (the prefix of the entries)
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
-    q, k, v, g, beta, s     (batch, time, heads, …), what of them the peer takes. g: log of the
-                            gate, for each head, channel (gla) or slot (gsa); 0 and −8 among it.
-                            beta in [0, 2], both among it
+    q, k, v, g, beta, s     (batch, time, heads, …), those that the peer takes. g: log of the
+                            gate, for each head, channel (gla) or slot (gsa); some are 0 or −8.
+                            beta in [0, 2]; some are 0 or 2
     x, dt, A, B, C, D, dt_bias, dt_min, dt_max
                             of Mamba-2 instead; dt is before its bias, softplus and limits
     out, cotangent          (batch, time, heads, value width)
@@ -83,7 +83,7 @@ def path_inputs(rng, batch, time, query_heads, heads, gate, dim=16):
     q, cotangent = rng.normal(size=(2, batch, time, query_heads, dim))
     k = clustered(rng, (batch, time, heads, dim))
     v = rng.normal(size=k.shape)
-    w = k + 0.5 * rng.normal(size=k.shape)  # near its key, so that H_t changes the logits a lot
+    w = k + 0.5 * rng.normal(size=k.shape)  # close to its key, so that H_t changes the logits a lot
     w /= np.linalg.norm(w, axis=-1, keepdims=True)
     beta = rng.uniform(0.05, 1.95, size=k.shape[:3])
     g = np.log(rng.uniform(0.9, 1.0, size=q.shape[:3])) if gate else np.zeros(q.shape[:3])
@@ -216,7 +216,7 @@ def betas_of(rng, *shape):
 
 
 def stateful_entries(rng, peer, inputs, initial=None):
-    """Return one case: the inputs, what the peer makes of them, and its gradients.
+    """Return one case: the inputs, the peer's outputs, and its gradients.
 
     `peer(x, initial)` takes tensors by name, laid out as the entries are, and returns the output
     and the final states by the names of the initial ones.
