@@ -1,4 +1,4 @@
-"""The suite on backends that are wrong, each in one way: it says so, and the rest still runs."""
+"""The suite on faulty backends: it reports each fault, and the other cases still run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def conformance(backend, *arguments, mechanism="softmax", library="numpy"):
 
 
 def recorded(tmp_path, backend, *arguments, **named):
-    """The exit code, the record and what was printed."""
+    """The exit code, the record and the printed text."""
     path = tmp_path / "record.json"
     done = conformance(backend, "--record", str(path), *arguments, **named)
     assert path.exists(), done.stderr
@@ -42,14 +42,14 @@ def recorded(tmp_path, backend, *arguments, **named):
 
 
 @pytest.mark.parametrize("backend", ["zeros", "nans", "shuffles", "pretends", "raises"])
-def test_a_backend_that_is_wrong_fails(tmp_path, backend):
+def test_a_faulty_backend_fails(tmp_path, backend):
     code, record, printed = recorded(tmp_path, backend, "--dtype", "float64", "--check", "outputs")
     assert code == 1
     assert record.count("failed") >= 3
     assert f"{backend}: " in printed
 
 
-def test_a_failure_shows_where_how_much_and_how_to_see_it_again(tmp_path):
+def test_a_failure_shows_its_position_its_size_and_code_that_reproduces_it(tmp_path):
     _, record, printed = recorded(tmp_path, "shuffles", "--dtype", "float64", "--check", "outputs")
     (plain,) = [o for o in record.outcomes if o.layout == "plain"]
     assert "first wrong element: b=0, t=0, h=0, e=0:" in plain.details
@@ -92,7 +92,7 @@ def test_a_crash_is_one_failure_and_the_rest_runs(tmp_path):
     assert record.count("passed") > 5
 
 
-def test_a_hang_is_one_failure_which_says_where_and_the_rest_runs(tmp_path):
+def test_a_hang_is_one_failure_with_its_position_and_the_rest_runs(tmp_path):
     code, record, _ = recorded(
         tmp_path, "hangs", "--dtype", "float64", "--check", "outputs", "--timeout", "4"
     )
@@ -113,14 +113,14 @@ def test_a_leak_is_reported(tmp_path):
     assert code == 0, record.outcomes[0].reason
 
 
-def test_a_memory_class_that_is_not_kept_is_a_failure(tmp_path):
+def test_more_memory_than_declared_is_a_failure(tmp_path):
     name = "memory-torch-float32-long-random-softmax"
     code, record, _ = recorded(tmp_path, "quadratic", "--case", name, library="torch")
     assert code == 1
     assert "declares linear memory" in record.outcomes[0].reason
 
 
-def test_below_its_floor_a_backend_fails(tmp_path):
+def test_a_backend_below_its_declared_minimum_fails(tmp_path):
     of_both = ("--mechanism", "lucid_solve", "--dtype", "float64", "--check", "outputs")
     code, record, printed = recorded(tmp_path, "late", *of_both)
     assert code == 1
@@ -132,7 +132,7 @@ def test_below_its_floor_a_backend_fails(tmp_path):
 
 def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
     path = tmp_path / "record.json"
-    # Where the tests run in the background, interrupts are ignored, and a child inherits that.
+    # Tests in the background ignore interrupts, and a child process inherits this.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*COMMAND, "hangs", "--mechanism", "softmax", "--library", "numpy", "--record", path],
@@ -155,7 +155,7 @@ def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
     assert "interrupted" in printed
 
 
-def test_what_is_expected_to_fail_and_what_is_skipped(tmp_path):
+def test_lists_of_expected_failures_and_skipped_cases(tmp_path):
     xfail, skip = tmp_path / "xfail.txt", tmp_path / "skip.txt"
     xfail.write_text("# Known.\noutputs-*-packed-*-softmax   # segments are not written yet\n")
     skip.write_text("outputs-*-ragged-*  # issue 3\n")
@@ -178,7 +178,7 @@ def test_what_is_expected_to_fail_and_what_is_skipped(tmp_path):
         ("outputs-*", "no reason given"),
     ],
 )
-def test_a_line_that_means_nothing_is_an_error(tmp_path, line, text):
+def test_an_invalid_line_of_a_list_is_an_error(tmp_path, line, text):
     path = tmp_path / "xfail.txt"
     path.write_text(f"{line}\n")
     done = conformance("zeros", "--xfail", str(path))
@@ -186,7 +186,7 @@ def test_a_line_that_means_nothing_is_an_error(tmp_path, line, text):
     assert text in done.stderr
 
 
-def test_pytest_says_the_same_as_the_command(tmp_path):
+def test_pytest_reports_the_same_as_the_command(tmp_path):
     path = tmp_path / "record.json"
     done = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Benchmarks: what they refuse, what they save, their arithmetic. No test asserts a time."""
+"""Benchmarks: refusals, saved files, arithmetic. No test asserts a time."""
 
 import io
 import json
@@ -31,7 +31,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run_quick(*names, **options):
-    """A quick run in this process: its exit code, and what it printed."""
+    """A quick run in this process: its exit code and printed text."""
     printed = io.StringIO()
     console = Console(file=printed, width=200)
     code = command.bench(names=names, quick=True, rounds=2, console=console, **options)
@@ -54,7 +54,7 @@ class Rescaled(Backend):
     """Softmax by the reference, times a factor: wrong unless that is 1."""
 
     libraries = frozenset({"torch"})
-    preference = -1_000_001  # Behind the reference: only who asks for it gets it.
+    preference = -1_000_001  # After the reference: it runs only if it is requested.
 
     def __init__(self, name, factor):
         self.name, self.factor = name, factor
@@ -75,7 +75,7 @@ def rescaled(only_the_reference):
     register_backend(Rescaled("wrong", 1.01))
 
 
-def test_a_quick_run_saves_and_draws_whatever_pytest_is_set_up_to_do(tmp_path):
+def test_a_quick_run_saves_and_plots_whatever_the_settings_of_pytest(tmp_path):
     (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
     saved, raw = tmp_path / "run.json", tmp_path / "raw.json"
@@ -112,7 +112,7 @@ def test_a_quick_run_saves_and_draws_whatever_pytest_is_set_up_to_do(tmp_path):
 
 
 @pytest.mark.parametrize("work", ["forward", "forward_backward"])
-def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
+def test_a_wrong_result_is_reported_with_its_error_and_not_timed(rescaled, tmp_path, work):
     saved = tmp_path / "run.json"
     code, printed = run_quick(
         mechanisms=("softmax",), works=(work,), backends=("right", "wrong"), save=saved
@@ -127,7 +127,7 @@ def test_what_is_wrong_gets_no_time_but_its_error(rescaled, tmp_path, work):
     assert "a wrong result is not timed" in printed
 
 
-def test_a_backend_that_does_not_take_it_says_why(rescaled):
+def test_a_backend_without_support_gives_the_reason(rescaled):
     code, printed = run_quick("path", backends=("right",))
     assert code == 1
     assert "knows softmax only" in printed
@@ -153,7 +153,7 @@ def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["sdpa", "naive_lucid"])
 @pytest.mark.parametrize("heads", [4, 1])
-def test_peers_give_what_they_are_held_to(name, heads):
+def test_peers_agree_with_the_mechanisms_they_are_compared_with(name, heads):
     (peer,) = (p for p in PEERS if p.name == name)
     of = peer.make(pa.Lucid(), None)
     sizes = layout(t=40, h=4, n=heads, d=8)
@@ -164,8 +164,8 @@ def test_peers_give_what_they_are_held_to(name, heads):
     np.testing.assert_allclose(torch.numpy(result), expected.out, rtol=1e-9, atol=1e-11)
 
 
-def test_a_fault_behind_the_first_tokens_is_found(monkeypatch):
-    """The oracle sees the first tokens of a long call, and the last ones behind a cache."""
+def test_a_fault_after_the_first_tokens_is_detected(monkeypatch):
+    """The oracle computes the first tokens of a long call, and the last ones after a cache."""
     monkeypatch.setattr(correct, "LARGEST", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
     sizes = layout(t=100, h=2, d=4)
@@ -180,7 +180,7 @@ def test_a_fault_behind_the_first_tokens_is_found(monkeypatch):
         correct.check_forward(of, expected, library, "float64", results)
 
 
-def test_gradients_of_a_long_call_are_held_to_those_of_its_first_tokens(monkeypatch):
+def test_gradients_of_a_long_call_are_checked_on_its_first_tokens(monkeypatch):
     from precondattn_conformance.bench.computation import backward_run
 
     monkeypatch.setattr(correct, "LARGEST", 0)
@@ -195,7 +195,7 @@ def test_gradients_of_a_long_call_are_held_to_those_of_its_first_tokens(monkeypa
         correct.check_backward(expected, library, "float64", results)
 
 
-def test_what_can_not_be_held_to_the_oracle_is_not_measured(monkeypatch):
+def test_calls_that_can_not_be_compared_with_the_oracle_are_not_measured(monkeypatch):
     monkeypatch.setattr(correct, "LARGEST", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
     for expression in ("softmax[causal=false]", "softmax[bias=true]"):
@@ -203,8 +203,8 @@ def test_what_can_not_be_held_to_the_oracle_is_not_measured(monkeypatch):
             correct.oracle.__wrapped__(expression, layout(t=40), "float64", "numpy")
 
 
-def test_ratios_are_those_of_times_taken_side_by_side():
-    """A machine that slows down tenfold half way changes every time, and no ratio."""
+def test_ratios_are_of_times_measured_alternately():
+    """A machine that becomes ten times slower half way changes all times but no ratio."""
     now, ours_, pace = 0.0, [], 1.0
 
     def work(seconds):
@@ -215,7 +215,7 @@ def test_ratios_are_those_of_times_taken_side_by_side():
         return call
 
     turns = Turns({"peer": Run(work(2.0)), "slow": Run(work(8.0))}, clock=lambda: now)
-    turns()  # A round to warm up, which has no counterpart.
+    turns()  # One warm-up round, which is not measured.
     for round_ in range(10):
         pace = 1.0 if round_ < 5 else 10.0
         turns()
@@ -239,7 +239,7 @@ def verdict(old, new):
     return change.verdict
 
 
-def test_compare_flags_a_regression_and_no_noise():
+def test_compare_reports_a_regression_but_not_noise():
     assert verdict(a_row(1.0), a_row(1.3)) == REGRESSED
     assert verdict(a_row(1.3), a_row(1.0)) == IMPROVED
     assert verdict(a_row(1.0), a_row(1.05)) == SAME
@@ -253,7 +253,7 @@ def test_compare_flags_a_regression_and_no_noise():
     assert [change.verdict for change in result] == [NEW]
 
 
-def test_compare_ends_with_the_exit_code_of_what_it_found(tmp_path):
+def test_the_exit_code_of_compare_tells_whether_there_is_a_regression(tmp_path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     Record("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
     Record("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
@@ -288,7 +288,7 @@ def test_costs_are_those_computed_by_hand():
 
 
 def test_bytes_are_those_computed_by_hand():
-    # q and k 24 elements each, v and o 40; y goes there and back.
+    # q and k have 24 elements each, v and o 40; y is written and read.
     assert moved_bytes(pa.Softmax(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40)
     assert moved_bytes(pa.Lucid(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40 + 2 * 40)
     # One token's q, k, v and o are a quarter of that; the cache holds four tokens of k and v.
@@ -310,7 +310,7 @@ def test_every_mechanism_has_a_cost():
             assert moved_bytes(m, sizes, work, 4) > 0, (expression, work)
 
 
-def test_plots_get_written(tmp_path):
+def test_plots_are_written(tmp_path):
     peer = {"median": 2.0, "q1": 1.9, "q3": 2.2, "rounds": 9, "seconds": 0.5, "error": 1e-7}
     rows = [
         a_row(t / 64, sizes={"t": t}, ratios={"sdpa": peer}, peak_tokens=[t], peak_bytes=[64.0 * t])
@@ -331,7 +331,7 @@ def test_peak_memory_is_that_of_the_call():
     assert 8 * 512**2 * 8 < peak_bytes(call) < 30 * 8 * 512**2 * 8
 
 
-def test_the_declared_cases_exist_and_have_names_of_their_own():
+def test_the_declared_cases_exist_and_have_unique_names():
     assert len({case.name for case in COMPARED}) == len(COMPARED)
     for case in COMPARED:
         pa.parse(case.mechanism)
@@ -365,12 +365,12 @@ def test_every_mechanism_has_a_forward_and_a_memory_case():
         ({"rounds": 0}, "rounds must be 1 or above"),
     ],
 )
-def test_a_wrong_argument_is_told_what_there_is(options, complaint):
+def test_an_invalid_argument_is_refused_with_the_valid_choices(options, complaint):
     with pytest.raises(ValueError, match=complaint.replace("(", r"\(")):
         command.bench(console=Console(file=io.StringIO()), **options)
 
 
-def test_a_wrong_argument_ends_with_exit_code_2(tmp_path):
+def test_an_invalid_argument_has_exit_code_2(tmp_path):
     done = in_a_process("bench", "lucit", folder=tmp_path)
     assert done.returncode == 2
     assert "unknown case 'lucit'" in done.stderr
@@ -385,7 +385,7 @@ def test_a_wrong_argument_ends_with_exit_code_2(tmp_path):
         ("torch", "torch", {}),
     ],
 )
-def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extra, options):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra, options):
     result = command.find_spec
     missing = lambda name: None if name == module else result(name)  # noqa: E731
     monkeypatch.setattr(command, "find_spec", missing)
@@ -394,8 +394,8 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, module, extr
         command.bench(names=("lucid",), console=Console(file=io.StringIO()), **options)
 
 
-def test_the_performance_page_is_made_of_the_saved_files():
-    """It is what `docs/make_performance.py` makes of them, and nothing else."""
+def test_the_performance_page_is_generated_from_the_saved_files():
+    """The page equals the output of `docs/make_performance.py`."""
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
     assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](maker["load_records"]())
     assert "Nothing has been measured yet" in maker["page"]({})
@@ -407,7 +407,7 @@ def test_the_performance_page_is_made_of_the_saved_files():
         assert measured in text
 
 
-def test_sizes_of_ones_own_make_a_curve():
+def test_given_sizes_give_a_curve():
     cases = chosen(mechanisms=("lucid",), sizes=("t=16,h=2", "t=32,h=2,n=1"), works=("forward",))
     assert [(c.layout.t, c.layout.s, c.layout.h, c.layout.n) for c in cases] == [
         (16, 16, 2, 2),

@@ -1,4 +1,4 @@
-"""The conformance suite, run on this repository's own backend, and tested by planted faults."""
+"""The conformance suite on this repository's backends, and on backends with planted faults."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with
 
 @pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
 def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
-    """On i.i.d. keys it hardly differs: a test on those would pass without any solve."""
+    """On i.i.d. keys the outputs hardly differ: such a test would pass without a solve."""
     sizes = {"q": layout.h, "k": layout.n, "v": layout.n}
     x = {name: real_heads(name, (1, layout.s, n, 32), layout) for name, n in sizes.items()}
     plain, solved = pa.softmax(**x), pa.lucid(**x)
@@ -52,12 +52,12 @@ def outcome(expression, check="outputs", kind="clustered", **named):
     return run_case(Case(check, expression, "torch", "float64", layout, kind), "faulty")
 
 
-def sees_one_too_far(visible):
+def with_one_key_too_many(visible):
     return lambda self, frame: visible(self, frame.replaced(q_position=frame.q_position + 1))
 
 
 FAULTS = {
-    "mask off by one": (softmax.Softmax, "_visible", sees_one_too_far),
+    "mask off by one": (softmax.Softmax, "_visible", with_one_key_too_many),
     "1/d for the scale": (softmax.Softmax, "_scale", lambda scale: lambda self, d: 1 / d),
     "scale of the solve": (
         lucid.LucidSolve,
@@ -74,7 +74,7 @@ FAULTS = {
 
 @pytest.fixture
 def faulty(only_the_reference):
-    """A backend that is the reference, with the fault that a test plants in its leaves."""
+    """The reference as a backend, with a fault that a test plants in its leaves."""
 
     class Faulty(pa.Backend):
         name = "faulty"
@@ -124,7 +124,7 @@ def faulty(only_the_reference):
 
 @pytest.mark.parametrize("check", ["outputs", "gradients", "caching"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught_and_without_it_the_backend_passes(faulty, name, check):
+def test_a_planted_fault_is_detected_and_without_it_the_backend_passes(faulty, name, check):
     assert outcome("lucid", check).status == "passed"
     faulty.fault = FAULTS[name]
     assert outcome("lucid", check).status == FAILED
@@ -169,14 +169,14 @@ STATE_FAULTS = {
 
 @pytest.mark.parametrize("check", ["outputs", "gradients", "caching", "states"])
 @pytest.mark.parametrize("name", STATE_FAULTS)
-def test_a_fault_planted_in_a_state_is_caught_by_the_checks_that_see_it(faulty, name, check):
+def test_a_fault_planted_in_a_state_is_detected_by_the_checks_of_states(faulty, name, check):
     method, change, caught_by = STATE_FAULTS[name]
     assert outcome("gated_delta", check).status == "passed"
     faulty.fault = (LinearFamily, method, change)
     assert (outcome("gated_delta", check).status == FAILED) == (check in caught_by)
 
 
-def test_a_backend_that_answers_zero_nan_or_the_wrong_batch_fails(faulty, monkeypatch):
+def test_a_backend_that_returns_zeros_nan_or_the_wrong_sequence_fails(faulty, monkeypatch):
     original = type(faulty).forward
     for spoil in (lambda o: 0 * o, lambda o: o * float("nan"), lambda o: o.flip(0)):
         monkeypatch.setattr(
@@ -209,7 +209,7 @@ def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monke
     assert not report.is_good
 
 
-def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_party):
+def test_a_backend_that_runs_nothing_itself_has_no_coverage(third_party):
     layout = Layout("helped")
     helped = ("third_party", "reference")
     result = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
@@ -222,22 +222,24 @@ def test_a_backend_that_leaves_all_work_to_its_helper_has_no_coverage(third_part
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        # The norm of a row that sees nothing divides by so little that float16 overflows.
+        # The norm of a row without a visible key is so small that the division overflows float16.
         ("torch", "gradients-torch-float16-masked-clustered-row_normalized"),
-        # A gradient beyond float16's range, where infinity is right.
+        # A gradient beyond float16's range, for which infinity is correct.
         ("torch", "gradients-torch-float16-plain-zero-lucid(qk_norm[gain=true])"),
         # Sums whose terms cancel.
         ("torch", "gradients-torch-float32-block_and_one-clustered-temperature[per=head]"),
         ("torch", "gradients-torch-bfloat16-real_short-real-differential"),
     ],
 )
-def test_a_case_that_once_failed(backend, name):
+def test_cases_that_failed_before_pass(backend, name):
     result = run_case(case_of(name), backend)
     assert result.status == "passed", result.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="regions can not be counted here")
-def test_jax_forgets_what_it_compiled_before_a_process_has_too_many_regions(monkeypatch):
+def test_jaxs_compilation_cache_is_cleared_before_a_process_has_too_many_memory_regions(
+    monkeypatch,
+):
     case = case_of("outputs-jax-float64-plain-random-softmax")
     run_case(case, "reference")
     with_it = libraries.mapped_regions()
@@ -248,7 +250,7 @@ def test_jax_forgets_what_it_compiled_before_a_process_has_too_many_regions(monk
     assert libraries.mapped_regions() < with_it - 50
 
 
-def test_an_id_is_a_case():
+def test_an_id_determines_its_case():
     for case in cases("smoke", only_mechanisms=("lucid(path)",), only_libraries=("numpy",)):
         assert case_of(case.id) == case
     drawn = random_layouts(12)
@@ -267,7 +269,7 @@ def test_an_id_is_a_case():
         ("outputs-numpy-float64-plain-random-lucidity", "lucidity"),
     ],
 )
-def test_what_is_no_id_is_refused_with_the_part_that_is_wrong(text, reason):
+def test_an_invalid_id_is_refused_with_its_wrong_part(text, reason):
     with pytest.raises(ValueError, match=reason):
         case_of(text)
 
@@ -287,7 +289,7 @@ def test_one_wrong_element_fails():
     assert np.isnan(error(np.full((2, 2), np.nan), np.ones((2, 2))))
 
 
-def test_a_sum_whose_terms_cancel_is_measured_against_them():
+def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     assert error(np.asarray([1.001]), np.asarray([1.0]), terms=20.0) < 1e-4
     assert error(np.asarray([1.01]), np.asarray([1.0]), terms=20.0) > 1e-4
     layout = Layout("cancelling", t=33, s=33)

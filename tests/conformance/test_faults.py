@@ -1,4 +1,4 @@
-"""The conformance suite, tested by planted faults: full catches all, smoke most of them."""
+"""The conformance suite on planted faults: level full detects all, level smoke most of them."""
 
 import io
 from collections import Counter
@@ -39,7 +39,7 @@ def groups():
 
 
 @pytest.mark.parametrize("number", range(GROUPS))
-def test_full_catches_all_faults_smoke_most_and_carriers_without_one_pass(number):
+def test_full_detects_all_faults_smoke_most_and_backends_without_a_fault_pass(number):
     actual = run_self_test(only=groups()[number], workers=1)
     assert not [verdict.fault for verdict in actual.survivors]
     assert not actual.failing_carriers
@@ -64,7 +64,7 @@ def tried(fault):
         return run_fault(carriers[fault.carrier], fault, SMOKE)
 
 
-def test_a_fault_that_makes_no_difference_is_reported_as_one_that_survived():
+def test_a_fault_without_effect_is_reported_as_undetected():
     verdict = tried(planted(lambda truth, call: truth(call)))
     assert not verdict.is_caught
     assert not verdict.broken
@@ -77,7 +77,7 @@ def test_a_fault_that_makes_no_difference_is_reported_as_one_that_survived():
     assert "0 results of smoke were wrong" in printed
 
 
-def test_a_change_that_no_case_sees_is_told_from_one_that_is_none():
+def test_an_undetected_change_is_distinguished_from_no_change():
     def rounded_otherwise(truth, call):
         result = truth(call)
         return replace(result, out=result.out * (1 + 1e-15))
@@ -87,19 +87,19 @@ def test_a_change_that_no_case_sees_is_told_from_one_that_is_none():
     assert verdict.changed > 0
 
 
-def test_a_fault_that_breaks_down_by_itself_is_not_caught():
+def test_a_fault_that_raises_an_error_does_not_count_as_detected():
     verdict = tried(planted(lambda truth, call: truth(call).nothing))
     assert not verdict.is_caught
     assert "nothing" in verdict.broken
 
 
-def test_a_fault_that_is_never_reached_is_not_caught():
+def test_a_fault_that_never_runs_does_not_count_as_detected():
     verdict = tried(planted(lambda truth, call: truth(call), stage="step_backward"))
     assert not verdict.is_caught
     assert verdict.broken == "never reached"
 
 
-def test_the_exit_code_is_0_only_where_all_is_well():
+def test_the_exit_code_is_0_only_if_all_faults_are_detected():
     good = SelfTest(SMOKE, [Verdict("one", SMOKE)])
     console = Console(file=io.StringIO())
     assert show(good, console) == 0

@@ -1,4 +1,4 @@
-"""`precondattn new-backend`: what it writes is right, held to the oracle, and never overwrites."""
+"""`precondattn new-backend`: its files conform to the oracle, and it never overwrites files."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ CHAPTER = ROOT / "docs" / "write_a_backend.md"
 
 
 def installed(folder, name, library):
-    """A new backend, and what has to be on the path for it to be installed, as pip leaves it."""
+    """A new backend, with the metadata that pip would install on the path."""
     new_backend(name, library, folder)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     metadata = folder / "src" / f"{name.replace('-', '_')}-{project['version']}.dist-info"
@@ -73,14 +73,14 @@ def workflow_commands(folder):
 
 
 def counts(report):
-    """How many cases were compared, and how many of them failed, by a JUnit file."""
+    """The numbers of compared and of failed cases in a JUnit file."""
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     tests, failed, skipped = (int(suite.get(n)) for n in ("tests", "failures", "skipped"))
     assert suite.get("errors") == "0"
     return tests - skipped, failed
 
 
-def test_its_own_workflow_finds_it_right(tmp_path):
+def test_a_new_backend_passes_its_own_workflow(tmp_path):
     source = installed(tmp_path, "newcomer", "numpy")
     of_everything, of_its_own = workflow_commands(tmp_path)
     assert of_everything[:4] == of_its_own[:4] == ["python", "-m", "pytest", "--pyargs"]
@@ -95,7 +95,7 @@ def test_its_own_workflow_finds_it_right(tmp_path):
 @pytest.mark.parametrize(
     ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
 )
-def test_a_new_backend_is_right_in_what_it_takes(tmp_path, library, checks):
+def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks):
     source = installed(tmp_path, "newcomer", library)
     done = precondattn(
         "conformance", "--backend", "newcomer", "--library", library, *checks,
@@ -133,7 +133,7 @@ FAULTS = {
 
 @pytest.fixture
 def failures(only_the_reference, monkeypatch):
-    """How many of a mechanism's cases fail on the newcomer as its files are now."""
+    """The number of a mechanism's cases that fail on the new backend with its present files."""
 
     def forget():
         for module in [name for name in sys.modules if name.partition(".")[0] == "newcomer"]:
@@ -154,7 +154,7 @@ def failures(only_the_reference, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_planted_in_it_is_caught(tmp_path, failures, name):
+def test_a_fault_planted_in_a_new_backend_is_detected(tmp_path, failures, name):
     file, old, new, mechanism = FAULTS[name]
     new_backend("newcomer", "numpy", tmp_path)
     source = tmp_path / "src"
@@ -177,8 +177,8 @@ def plain(text):
     return [line for line in lines if line]
 
 
-def test_the_chapter_shows_what_is_printed(tmp_path):
-    """Its mistake, planted as its diff says, and the lines that it shows of the report."""
+def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
+    """The documented diff plants the fault; the documented lines are in the printed report."""
     source = installed(tmp_path, "mykernel", "torch")
     old, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", CHAPTER.read_text()).groups()
     replaced(source / "mykernel" / "lucid_solve.py", old, new)
@@ -191,7 +191,7 @@ def test_the_chapter_shows_what_is_printed(tmp_path):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_its_python_is_in_good_form(tmp_path, library):
+def test_the_python_of_a_new_backend_passes_its_linters(tmp_path, library):
     new_backend("newcomer", library, tmp_path)
     for command in (
         ("check", "--isolated"),
@@ -202,7 +202,7 @@ def test_its_python_is_in_good_form(tmp_path, library):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_solve_for_cupy_is_right_on_arrays_of_numpy(tmp_path, monkeypatch):
+def test_the_solve_for_cupy_is_correct_on_numpy_arrays(tmp_path, monkeypatch):
     new_backend("of-cupy", "cupy", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     monkeypatch.setitem(sys.modules, "cupy", np)
@@ -215,7 +215,7 @@ def test_the_solve_for_cupy_is_right_on_arrays_of_numpy(tmp_path, monkeypatch):
         np.testing.assert_allclose(result, expected[name], atol=1e-12)
 
 
-def test_it_imports_no_framework_before_a_call(tmp_path):
+def test_a_new_backend_imports_no_framework_before_a_call(tmp_path):
     source = installed(tmp_path, "newcomer", "torch")
     program = (
         "import sys, newcomer, precondattn\n"
@@ -228,7 +228,7 @@ def test_it_imports_no_framework_before_a_call(tmp_path):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_its_workflow_asks_for_what_there_is(tmp_path, library):
+def test_the_workflow_of_a_new_backend_uses_existing_options(tmp_path, library):
     new_backend("newcomer", library, tmp_path)
     workflow = (tmp_path / ".github/workflows/conformance.yml").read_text()
     known = []
@@ -245,7 +245,7 @@ def test_its_workflow_asks_for_what_there_is(tmp_path, library):
     assert sum("pytest" in step.get("run", "") for step in job["steps"]) == 2
 
 
-def test_its_lists_of_cases_are_empty(tmp_path):
+def test_the_lists_of_cases_of_a_new_backend_are_empty(tmp_path):
     new_backend("newcomer", "torch", tmp_path)
     for name in ("xfail.txt", "skip.txt"):
         lines = (tmp_path / "conformance" / name).read_text().splitlines()
@@ -291,19 +291,19 @@ def test_nothing_is_overwritten(tmp_path):
     assert mine.read_text() == "mine"
 
 
-def test_a_library_that_is_unknown_is_refused(tmp_path):
+def test_an_unknown_library_is_refused(tmp_path):
     with pytest.raises(ValueError, match="one of torch, jax, numpy, cupy; found 'tinygrad'"):
         new_backend("newcomer", "tinygrad", tmp_path / "new")
 
 
-def test_without_jinja_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"needs jinja2, .* with its extra 'conformance'"):
         new_backend("newcomer", "torch", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_tells_what_it_wrote_and_what_comes_next(tmp_path):
+def test_the_command_prints_the_files_and_the_next_steps(tmp_path):
     where = str(tmp_path / "new")
     done = precondattn("new-backend", "newcomer", "--library", "numpy", "--directory", where)
     assert done.returncode == 0, done.stderr

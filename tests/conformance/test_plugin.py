@@ -1,4 +1,4 @@
-"""The pytest plugin in a pytest run of its own, and what it imports before it is asked."""
+"""The pytest plugin in a separate pytest run, and its imports when it is not used."""
 
 import os
 import subprocess
@@ -70,13 +70,13 @@ def test_without_its_flags_the_plugin_is_inert(tmp_path):
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_the_suite_runs_by_its_flags(tmp_path):
+def test_the_flags_run_the_suite(tmp_path):
     done = pytest_run(tmp_path, *SUITE, "--precondattn-backend=reference")
     assert done.returncode == 0, done.stdout
     assert "reference: 24 cases compared" in done.stdout
 
 
-def test_a_third_party_backend_is_held_to_the_oracle_on_the_piece_it_claims(tmp_path):
+def test_a_third_party_backend_is_compared_with_the_oracle_on_the_piece_it_claims(tmp_path):
     done = pytest_run(
         tmp_path, *SUITE,
         "--precondattn-mechanism=lucid_solve", "--precondattn-backend=third_party",
@@ -86,7 +86,7 @@ def test_a_third_party_backend_is_held_to_the_oracle_on_the_piece_it_claims(tmp_
     assert "third_party: 19 cases compared" in done.stdout
 
 
-def test_a_named_backend_of_which_nothing_was_compared_fails(tmp_path):
+def test_a_named_backend_without_a_compared_case_fails(tmp_path):
     done = pytest_run(
         tmp_path, "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
         "--precondattn-mechanism=laser", "--precondattn-backend=third_party",

@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
-    """An outcome of the runner, as the reports see it."""
+    """An outcome of the runner, in the form that reports read."""
     parts = {"check": "outputs", "mechanism": "lucid", "library": "torch", "dtype": "float32"}
     parts |= {name: changed.pop(name) for name in list(changed) if name in parts}
     layout, kind = Layout(changed.pop("layout", "plain")), "clustered"
@@ -83,7 +83,7 @@ def a_failure(**changed):
 
 
 def of_every_status(**changed):
-    """One outcome of each status, and errors that are no numbers."""
+    """One outcome of each status, and errors of NaN and infinity."""
     return [
         an_outcome(**changed),
         a_failure(layout="ragged", **changed),
@@ -97,7 +97,7 @@ def of_every_status(**changed):
 
 
 def recorded(outcomes, path=None, *, backends=("mine",), **changed):
-    """The record of these, through the file where there is one."""
+    """The record of these outcomes, written to and read from the file if there is one."""
     options = {"level": "smoke", "device": None, "filters": {"mechanism": ("lucid",)}, **changed}
     with Recording(path, backends=backends, **options) as recording:
         for outcome in outcomes:
@@ -107,7 +107,7 @@ def recorded(outcomes, path=None, *, backends=("mine",), **changed):
 
 
 def undescribed(value, schema, at=""):
-    """What a record holds that its schema does not name."""
+    """The parts of a record that its schema does not name."""
     while "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
     if "oneOf" in schema and isinstance(value, dict):
@@ -137,7 +137,7 @@ def printed_by(print_it, width=80):
 
 
 @pytest.mark.parametrize("of", ["a run", "every status", "hostile text"])
-def test_a_record_is_as_its_schema_says(of, tmp_path):
+def test_a_record_matches_its_schema(of, tmp_path):
     if of == "a run":
         chosen = cases("smoke", only_libraries=("numpy",), only_mechanisms=("lucid",))
         outcomes = run_cases(list(chosen)[:12], ("reference",)).outcomes
@@ -160,7 +160,7 @@ def test_a_record_is_as_its_schema_says(of, tmp_path):
     assert {path.name} == {each.name for each in path.parent.iterdir()}
 
 
-def test_a_record_gives_back_what_was_kept(tmp_path):
+def test_a_record_round_trips(tmp_path):
     outcomes = of_every_status()
     actual = recorded(outcomes, tmp_path / "record.json").outcomes
     for result, outcome in zip(actual, outcomes, strict=True):
@@ -170,14 +170,14 @@ def test_a_record_gives_back_what_was_kept(tmp_path):
     assert actual[4].error is None
 
 
-def test_coverage_tells_what_was_compared_and_why_not():
+def test_coverage_counts_compared_cases_and_reasons_of_the_others():
     (row,) = recorded(of_every_status()).coverage
     assert (row.mechanism, row.check, row.compared, row.total) == ("lucid", "outputs", 6, 8)
     assert row.unsupported == {"takes widths that are powers of two; found 5": 1}
     assert row.skipped == {"too large": 1}
 
 
-def test_a_refusal_in_few_words():
+def test_a_refusal_is_shortened_to_its_reason():
     assert in_few_words(REFUSAL, ("mine",)) == "takes widths that are powers of two; found 5"
     assert in_few_words(REFUSAL).endswith("; is for GPUs")
     assert in_few_words("no kernel\nfor that") == "no kernel"
@@ -206,7 +206,7 @@ with Recording(sys.argv[1], backends=(), level="full", device=None, filters={}) 
 """
 
 
-def test_a_killed_run_leaves_a_whole_record_that_names_its_last_case(tmp_path):
+def test_a_killed_run_leaves_a_valid_record_that_names_its_last_case(tmp_path):
     path = tmp_path / "record.json"
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(path), "0.001"], stdout=subprocess.PIPE, text=True
@@ -215,7 +215,7 @@ def test_a_killed_run_leaves_a_whole_record_that_names_its_last_case(tmp_path):
     with child:
         for line in child.stdout:
             last = int(line)
-            if last % 50 == 0:  # At any moment of the run it can be read.
+            if last % 50 == 0:  # The file is readable at any time of the run.
                 saved_count = len(load(path).outcomes)
             if saved_count > 100:
                 break
@@ -231,7 +231,7 @@ def test_a_killed_run_leaves_a_whole_record_that_names_its_last_case(tmp_path):
     assert "the run stopped while it ran case-" in page(kept)
 
 
-def test_the_first_case_of_all_is_named_too(tmp_path):
+def test_a_record_names_the_first_case_before_it_ends(tmp_path):
     path = tmp_path / "record.json"
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(path), "60"], stdout=subprocess.PIPE, text=True
@@ -242,7 +242,7 @@ def test_the_first_case_of_all_is_named_too(tmp_path):
     assert (load(path).running, load(path).outcomes) == ("case-0", [])
 
 
-def test_an_interrupted_run_keeps_everything_up_to_then(tmp_path):
+def test_an_interrupted_run_keeps_all_outcomes_so_far(tmp_path):
     path = tmp_path / "record.json"
 
     def run():
@@ -276,7 +276,7 @@ def test_the_file_is_replaced_about_once_a_second(tmp_path):
     assert written == [0.0, *(float(second) for second in range(1, 10)), now]
 
 
-def test_a_record_that_can_not_be_written_is_known_before_anything_runs(tmp_path):
+def test_a_record_that_can_not_be_written_is_an_error_before_any_case_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ValueError, match="no record can be written to"),
@@ -298,7 +298,7 @@ def test_a_record_that_can_not_be_written_is_known_before_anything_runs(tmp_path
         ("strange outcomes", "is no record of a conformance run"),
     ],
 )
-def test_what_is_no_record_is_told_why(content, complaint, tmp_path):
+def test_a_file_that_is_not_a_record_is_refused_with_the_reason(content, complaint, tmp_path):
     path = tmp_path / "record.json"
     if content is not None:
         recorded([an_outcome()], path)
@@ -312,7 +312,7 @@ def test_what_is_no_record_is_told_why(content, complaint, tmp_path):
         load(path)
 
 
-def test_a_record_knows_where_it_was_made(tmp_path, monkeypatch):
+def test_a_record_contains_the_commit_and_the_environment(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ("-c", "user.name=n", "-c", "user.email=n@example.org")
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
@@ -337,7 +337,7 @@ def test_a_record_knows_where_it_was_made(tmp_path, monkeypatch):
     assert str(tmp_path) not in json.dumps(kept.head())
 
 
-def test_keeping_a_record_imports_nothing_but_numpy():
+def test_writing_a_record_imports_no_package_except_numpy():
     program = """
         import sys
         from precondattn_conformance.report.record import Recording
@@ -356,7 +356,7 @@ def test_keeping_a_record_imports_nothing_but_numpy():
     assert done.returncode == 0, done.stderr
 
 
-def test_text_from_elsewhere_can_not_act():
+def test_control_characters_in_text_are_removed_or_escaped():
     assert printable("a\x1b[31mred\x1b[0m\tb\r\nc") == "ared\tb\nc"
     assert printable("\x00\x07\x1b \ud800 \u202e") == "\\x00\\x07\\x1b \\ud800 \\u202e"
     assert printable("β ≤ 1 – 日本") == "β ≤ 1 – 日本"
@@ -417,7 +417,7 @@ def test_shares_are_short():
 # JUnit.
 
 
-def test_junit_tells_every_outcome(tmp_path):
+def test_junit_contains_every_outcome(tmp_path):
     path = tmp_path / "junit.xml"
     write_junit(recorded(of_every_status(mechanism="softmax[scale=0.3]"), device="cpu"), path)
     root = ElementTree.parse(path).getroot()
@@ -448,7 +448,7 @@ def test_junit_tells_every_outcome(tmp_path):
 
 
 class Reader(HTMLParser):
-    """The text of a page, its tags and attributes; complains of tags that are not closed."""
+    """The text of a page, its tags and attributes; tags that are not closed are an error."""
 
     VOID = frozenset({"meta", "input", "wbr", "br"})
 
@@ -476,7 +476,7 @@ class Reader(HTMLParser):
         return [value for _, attribute, value in self.attributes if attribute == name]
 
 
-def test_the_page_shows_everything_and_needs_nothing(tmp_path):
+def test_the_page_shows_all_outcomes_and_loads_no_other_file(tmp_path):
     path = tmp_path / "page.html"
     outcomes = of_every_status() + of_every_status(mechanism="lucid(path)", library="numpy")
     write_page(recorded(outcomes), path, docs_link=lambda check: f"https://example.org/#{check}")
@@ -510,7 +510,7 @@ def test_the_page_shows_everything_and_needs_nothing(tmp_path):
     assert "@import" not in style
 
 
-def test_verdicts():
+def test_the_page_states_the_verdict():
     good, refused = an_outcome(), an_outcome("unsupported", None, layout="odd")
     assert "✓ Passed" in Reader(page(recorded([good, refused]))).text
     assert "All 1 compared case agree" in Reader(page(recorded([good]))).text
@@ -521,7 +521,7 @@ def test_verdicts():
 
 
 def test_a_large_page_is_small_enough():
-    """Of very many failures some of each kind are shown in full, and the others by name."""
+    """Of many failures, some of each kind are shown in full, and the others by name."""
     outcomes = [
         an_outcome(mechanism=m, check=check, layout=f"layout{i}")
         for m in MECHANISMS
@@ -544,7 +544,7 @@ def test_a_large_page_is_small_enough():
         assert f"{m}, outputs, torch float32, layout bad0" in read.text
 
 
-def test_hostile_text_stays_text(tmp_path):
+def test_hostile_text_is_escaped(tmp_path):
     changed = dict.fromkeys(("mechanism", "reason", "details", "snippet", "library"), HOSTILE)
     outcomes = [replace_texts(outcome, changed) for outcome in of_every_status()]
     path = tmp_path / "record.json"
@@ -577,7 +577,7 @@ def test_a_page_without_jinja_names_the_extra(monkeypatch):
 
 
 def kinds(old, new, factor=3.0):
-    """What a comparison of two outcomes of one case calls it, and whether that is worse."""
+    """The kinds of change between two outcomes of one case, and whether they are worse."""
     before, after = ([] if each is None else [each] for each in (old, new))
     actual = compare_records(recorded(before), recorded(after), factor)
     names = [n for n, each in vars(actual).items() if isinstance(each, list) and each]
@@ -614,11 +614,11 @@ REFUSED, LEFT = an_outcome("unsupported", None, reason="no"), an_outcome("skippe
         (BAD, a_failure(error=0.9), None, False),
     ],
 )
-def test_comparisons(old, new, kind, worse):
+def test_a_comparison_classifies_changes_of_an_outcome(old, new, kind, worse):
     assert kinds(old, new) == ([kind] if kind else [], worse)
 
 
-def test_a_comparison_is_printed_with_what_else_differs():
+def test_a_printed_comparison_lists_other_differences_of_the_records():
     old = recorded([GOOD, an_outcome(layout="ragged"), an_outcome(layout="odd")])
     new = recorded([BAD, an_outcome(layout="ragged", error=8e-6)], level="full", device="cuda")
     new.environment = {**new.environment, "versions": {"numpy": "[bold]9"}}
@@ -639,7 +639,7 @@ def test_a_comparison_is_printed_with_what_else_differs():
         assert text in printed
 
 
-def test_compare_takes_records_of_either_kind_but_not_of_both(tmp_path):
+def test_compare_accepts_two_records_of_one_kind_only(tmp_path):
     good, bad, timed = (tmp_path / f"{name}.json" for name in ("good", "bad", "timed"))
     recorded([GOOD], good)
     recorded([BAD], bad)
@@ -681,6 +681,6 @@ def test_compare_on_the_command_line(tmp_path):
     assert "only two of the same kind can be compared" in done.stderr
 
 
-def test_the_schema_knows_every_status():
+def test_the_schema_contains_every_status():
     assert SCHEMA["properties"]["schema"]["const"] == record_module.SCHEMA
     assert set(STATUSES) == set(SCHEMA["$defs"]["outcome"]["properties"]["status"]["enum"])

@@ -1,4 +1,4 @@
-"""Compiling CUDA kernels for GPUs that are not here: what is reported, and what fails."""
+"""Compiling CUDA kernels without a GPU: reports and failures."""
 
 import json
 import subprocess
@@ -43,7 +43,9 @@ def everything(tmp_path_factory):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "float", "double"])
 @pytest.mark.parametrize("tile", [8, 16])
-def test_what_compiles_and_fits_has_its_resources_in_the_report(everything, dtype, tile, target):
+def test_the_report_has_the_resources_of_a_kernel_that_compiles_and_fits(
+    everything, dtype, tile, target
+):
     done, variants = everything
     result = variants[f"product<{dtype}, {tile}>", target]
     assert result["failures"] == []
@@ -56,7 +58,7 @@ def test_what_compiles_and_fits_has_its_resources_in_the_report(everything, dtyp
 
 
 @needs_nvrtc
-def test_a_kernel_without_a_template_is_found_by_its_name(everything):
+def test_a_kernel_without_a_template_is_compiled_by_its_name(everything):
     result = everything[1]["grid total", "sm_90"]
     assert result["failures"] == []
     assert result["registers"] > 0
@@ -75,7 +77,7 @@ def test_a_kernel_without_a_template_is_found_by_its_name(everything):
         ("static is too large", "65536 bytes of shared memory are declared, of 49152"),
     ],
 )
-def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
+def test_a_kernel_that_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     done, variants = everything
     assert done.returncode == 1
     (message,) = variants[name, "sm_80"]["failures"]
@@ -84,7 +86,7 @@ def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
 
 
 @needs_nvrtc
-def test_limits_are_those_of_the_variant_and_the_target(everything):
+def test_the_limits_of_the_variant_and_of_the_target_hold(everything):
     variants = everything[1]
     assert variants["may spill", "sm_80"]["failures"] == []
     assert variants["may spill", "sm_80"]["spilt_bytes"] > 0
@@ -111,7 +113,7 @@ def test_names_are_listed_without_compiling():
         ([], "--target is needed"),
     ],
 )
-def test_what_the_compiler_can_not_do_it_refuses(arguments, says):
+def test_invalid_arguments_of_the_compiler_are_refused(arguments, says):
     done = compiler(EXAMPLES, *arguments)
     assert done.returncode == 2
     assert says in done.stderr
@@ -128,12 +130,12 @@ def test_two_variants_of_one_name_are_refused(tmp_path, monkeypatch):
     assert "twice has more than one variant of the name same" in done.stderr
 
 
-def test_a_target_that_is_not_known_is_named():
+def test_an_unknown_target_is_refused_by_name():
     with pytest.raises(ValueError, match=r"target has to be one of sm_80, .* not 'sm_1'"):
         compile_variant(Variant("k", "", "k"), "sm_1")
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_a_missing_tool_is_named_with_its_extra(monkeypatch):
     cuda_toolkit.nvrtc_library.cache_clear()
     monkeypatch.setattr(cuda_toolkit, "_folders", lambda name: iter(()))
     with pytest.raises(MissingToolError, match=r"libnvrtc.so .* pip install 'precondattn.kernels"):

@@ -1,4 +1,4 @@
-"""The simulator of CUDA: what is planted wrong is found, in any order, and its line is named."""
+"""The CUDA simulator detects planted faults in any order of threads, and names their line."""
 
 import re
 
@@ -76,7 +76,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("name", "kind", "says"), FAULTS, ids=[name for name, *_ in FAULTS])
-def test_a_planted_fault_is_found_at_its_line(name, kind, says, order):
+def test_a_planted_fault_is_detected_at_its_line(name, kind, says, order):
     if name == "missing_barrier" and order is not None:
         kind, says = (RaceError, UninitializedError), "of row"
     x, y = normal(64), unwritten(64)
@@ -87,24 +87,24 @@ def test_a_planted_fault_is_found_at_its_line(name, kind, says, order):
     assert bool(named) == bool(lines_of(name))
     assert str(error.value).startswith(f"{name}: ")
     assert re.search(r"thread \(\d+, 0, 0\) of block \([01], 0, 0\)", str(error.value))
-    assert np.isnan(y).all()  # Nothing of a launch that failed is kept.
+    assert np.isnan(y).all()  # A failed launch writes no results.
 
 
 @pytest.mark.skipif(
     not missing(compiler) and not compilation._supports_pattern(), reason="g++ < 12"
 )
-def test_a_local_variable_that_no_one_has_written_shows():
+def test_an_unwritten_local_variable_contains_a_huge_number():
     y = unwritten(4)
     faults().get_function("uninitialized_local")((1,), (4,), (normal(64), y, np.int32(64)))
     assert (abs(y) > 1e30).all()
 
 
-def test_every_fault_is_tried():
+def test_every_fault_has_a_test():
     text = "\n".join(LINES)
     assert re.findall(r"(?m)^FAULT (\w+)\(", text) == [name for name, *_ in FAULTS]
 
 
-def test_behind_a_fault_all_is_as_before():
+def test_after_a_fault_the_simulator_still_works():
     for _ in range(3):
         with pytest.raises(SynchronizationError):
             faults().get_function("divergent_barrier")(
@@ -118,7 +118,7 @@ NEEDED = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);")
 
 @pytest.fixture(scope="module")
 def weakened():
-    """The examples, each of whose barriers and fences can be left out."""
+    """The examples, in which any one barrier or fence can be left out."""
     text, count = (EXAMPLES / "kernels.cu").read_text(), iter(range(100))
     text = NEEDED.sub(lambda match: f"if (left_out != {next(count)}) {match[0]}", text)
     switch = 'static int left_out;\nextern "C" __global__ void leave_out(int i) { left_out = i; }\n'
@@ -155,7 +155,7 @@ def failing(module, i, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_no_barrier_and_no_fence_can_be_left_out(weakened, order):
+def test_leaving_out_any_barrier_or_fence_is_detected(weakened, order):
     count = len(NEEDED.findall((EXAMPLES / "kernels.cu").read_text()))
     assert count == 14
     assert failing(weakened, -1, order) == []

@@ -1,4 +1,4 @@
-"""The simulator of CUDA: what it builds and launches, and what it refuses."""
+"""The CUDA simulator: building and launching modules, and refusals."""
 
 import shutil
 
@@ -34,7 +34,7 @@ from tests.kernel_tools.toolchain import needs_simulator
         ({2: "64"}, TypeError, r"args\[2\] .* has to be a number .* not str"),
     ],
 )
-def test_what_can_not_be_launched_is_named(change, kind, says):
+def test_an_invalid_launch_is_refused_by_name(change, kind, says):
     args = [normal(64), unwritten(64), np.int32(64)]
     launch = {"grid": (1,), "block": (64,), "args": args, "shared_mem": 0}
     for name, value in change.items():
@@ -84,7 +84,7 @@ def test_shared_memory_has_a_limit_that_can_be_raised():
         ("", {"name_expressions": ["k<int>"]}, CompilationError, "k"),
     ],
 )
-def test_what_can_not_be_built_is_refused(source, options, kind, says):
+def test_invalid_source_is_refused(source, options, kind, says):
     with pytest.raises(kind, match=says):
         SimulatedModule(source, **options)
 
@@ -97,12 +97,12 @@ def test_what_can_not_be_built_is_refused(source, options, kind, says):
         (b"", {}, TypeError, "source has to be text or a Path, not bytes"),
     ],
 )
-def test_arguments_that_can_not_be_built_from_are_refused(source, options, kind, says):
+def test_invalid_arguments_of_a_module_are_refused(source, options, kind, says):
     with pytest.raises(kind, match=says):
         SimulatedModule(source, **options)
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_a_missing_tool_is_named_with_its_extra(monkeypatch):
     compilation._compiler.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingToolError, match=r"g\+\+ is needed"):
@@ -145,7 +145,7 @@ template <class T, int N> __global__ void k(const T* x, double* y) {
 
 
 @needs_simulator
-def test_declarations_of_shared_memory_are_understood():
+def test_declarations_of_shared_memory_are_parsed():
     module = SimulatedModule(DECLARATIONS, ["k<float, 32>", "k<int, 64>"], ["-DNDEBUG"])
     for name, dtype, count in (("k<float, 32>", np.float32, 32), ("k<int, 64>", np.int32, 64)):
         x, y = np.arange(count, dtype=dtype), unwritten(count, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The simulator of CUDA: what is right runs, in any order of blocks and threads."""
+"""The CUDA simulator runs correct kernels in any order of blocks and threads."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def tiles(count):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (7, 9), (8, 8), (17, 15)])
-def test_a_transpose_by_tiles(name, rows, columns, order):
+def test_a_transpose_by_tiles_is_exact(name, rows, columns, order):
     x, y = normal(rows, columns, dtype=TYPES[name]), unwritten(columns, rows, dtype=TYPES[name])
     with checked(order):
         kernels().get_function(f"transpose<{name}, 8>")(
@@ -37,7 +37,7 @@ def test_a_transpose_by_tiles(name, rows, columns, order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 2), (8, 8, 8), (9, 17, 7)])
-def test_a_product_by_tiles(name, rows, inner, columns, order):
+def test_a_product_by_tiles_is_correct(name, rows, inner, columns, order):
     a, b = normal(rows, inner, dtype=TYPES[name]), normal(inner, columns, dtype=TYPES[name], seed=1)
     c = unwritten(rows, columns, dtype=TYPES[name])
     with checked(order):
@@ -52,7 +52,7 @@ def test_a_product_by_tiles(name, rows, inner, columns, order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129])
-def test_a_sum_by_shuffles_and_dynamic_shared_memory(name, count, order):
+def test_a_sum_by_shuffles_and_dynamic_shared_memory_is_correct(name, count, order):
     x, y = normal(count, dtype=TYPES[name]), unwritten(1)
     with checked(order):
         kernels().get_function(f"total<{name}>")(
@@ -62,7 +62,7 @@ def test_a_sum_by_shuffles_and_dynamic_shared_memory(name, count, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_lanes_that_wait_for_each_other_alone(order):
+def test_a_running_sum_by_lanes_that_wait_for_each_other_is_correct(order):
     x, y = normal(32), unwritten(32)
     with checked(order):
         kernels().get_function("running_sum")((1,), (32,), (x, y))
@@ -70,7 +70,7 @@ def test_lanes_that_wait_for_each_other_alone(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_votes_and_reductions(order):
+def test_votes_and_reductions_are_correct(order):
     x = np.random.default_rng(0).integers(0, 5, 32, np.int32)
     y = np.zeros((32, 8), np.uint32)
     with checked(order):
@@ -87,7 +87,7 @@ def test_votes_and_reductions(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_blocks_that_hand_over_behind_a_fence(order):
+def test_blocks_can_pass_results_after_a_fence(order):
     x, of_blocks, y = normal(5 * 8), unwritten(5), unwritten(1)
     with checked(order):
         kernels().get_function("grid_total")((5,), (32,), (x, of_blocks, np.zeros(1, np.uint32), y))
@@ -95,7 +95,7 @@ def test_blocks_that_hand_over_behind_a_fence(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_blocks_that_wait_for_the_one_that_started_before(order):
+def test_blocks_can_wait_for_a_block_that_started_before(order):
     x, y = normal(5, 48), unwritten(5, 48)
     ticket, is_ready = np.zeros(1, np.uint32), np.zeros(5, np.uint32)
     with checked(order):
@@ -112,7 +112,7 @@ def test_every_thread_of_every_block_runs_once(order):
     assert count == 2 * 3 * 2 * 24
 
 
-def test_the_order_is_that_of_the_seed():
+def test_the_seed_determines_the_order():
     assert turns(None) == list(range(12))
     assert turns("reverse") == list(range(12))[::-1]
     drawn = [turns(seed) for seed in range(3)]
@@ -138,7 +138,7 @@ def test_arithmetic_in_16_bits_rounds_to_the_nearest(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_functions_that_the_headers_have_for_a_gpu_only(name):
+def test_functions_that_cuda_defines_for_gpus_only_are_simulated(name):
     dtype = TYPES[name]
     x, wide = normal(32, dtype=dtype), normal(32, seed=1)
     wide[0] = np.nan
@@ -149,19 +149,19 @@ def test_functions_that_the_headers_have_for_a_gpu_only(name):
     expected[2] = expected[2].reshape(16, 2)[:, ::-1].ravel()
     eps = {"__half": 2.0**-10, "__nv_bfloat16": 2.0**-7}[name]
     np.testing.assert_allclose(y.astype(np.float64), np.stack(expected), rtol=eps, atol=1e-6)
-    assert (z[0] == np.fmax(wide, 0)).all()  # Of a NaN and a number, the number.
+    assert (z[0] == np.fmax(wide, 0)).all()  # fmax of NaN and a number is the number.
     np.testing.assert_array_equal(z[1], abs(wide))
     np.testing.assert_allclose(z[2], np.where(np.isnan(wide), 1, np.exp(-(wide**2))), rtol=1e-6)
 
 
-def test_numbers_by_value():
+def test_numbers_are_passed_by_value():
     y = unwritten(7, dtype=np.float64)
     given = (np.int32(-3), np.uint32(2**32 - 1), -(2**40), np.float32(0.5), 0.1, True)
     kernels().get_function("numbers")((1,), (1,), (y, *given, np.float16(1.5)))
     assert y.tolist() == [-3, 2**32 - 1, -(2**40), 0.5, 0.1, 1, 1.5]
 
 
-def test_views_are_as_on_a_gpu_and_nothing_else_is_written():
+def test_views_work_as_on_a_gpu_and_other_elements_are_not_written():
     whole = normal(4, 40)
     before = whole.copy()
     kernels().get_function("copy_vectors")((1,), (4,), (whole[0, 4:20], whole[2, 8:24]))
@@ -182,7 +182,7 @@ def test_arrays_that_share_memory_share_it_in_the_kernel():
     assert x.tolist() == [1, 0]
 
 
-def test_a_name_is_one_kernel_and_a_tile_may_be_larger_than_the_problem():
+def test_a_name_must_match_one_kernel_and_a_tile_may_be_larger_than_the_problem():
     assert "product<__half, 8>" in kernels()._built.names
     with pytest.raises(KeyError, match=r"no kernel 'product<__half, 16>' among 'transpose<__half"):
         kernels().get_function("product<__half, 16>")

@@ -1,4 +1,4 @@
-"""A variant that a saved report has is not compiled again, and one that could differ is."""
+"""A variant in a saved report is not compiled again unless its code may have changed."""
 
 import importlib
 import itertools
@@ -46,7 +46,7 @@ def variants(target):
 '''
 
 NUMBERS = itertools.count()
-"""Of modules: none is imported twice under one name."""
+"""Numbers of modules, so that every module has a new name."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_change_of_meaning_changes_a_kernels_code(module, old, new):
     assert code_of(module(KERNELS).kernel) != code_of(module(KERNELS.replace(old, new)).kernel)
 
 
-def test_a_global_that_is_no_constant_has_no_code(module):
+def test_a_global_that_is_not_a_constant_is_an_error(module):
     text = KERNELS.replace("tl.constexpr(2.0)", "[2.0]")
     with pytest.raises(ValueError, match="FACTOR is a list, and no constant of a kernel"):
         code_of(module(text).kernel)
@@ -107,7 +107,7 @@ def compiler(folder, *arguments):
     )
 
 
-def test_only_what_a_saved_report_lacks_is_compiled(tmp_path):
+def test_only_variants_missing_in_the_saved_report_are_compiled(tmp_path):
     (tmp_path / "shipped.py").write_text(KERNELS)
     saved, again = tmp_path / "saved.json", tmp_path / "again.json"
     first = compiler(tmp_path, "shipped", "--target=sm_80", "--match=16", f"--save={saved}")
@@ -115,7 +115,9 @@ def test_only_what_a_saved_report_lacks_is_compiled(tmp_path):
     (known,) = json.loads(saved.read_text())["variants"]
     assert len(known["key"]) == 32
 
-    known["registers"] = 77  # Not what the compiler says: it shows whether it ran.
+    known["registers"] = (
+        77  # A number that the compiler does not report: it shows whether the compiler ran.
+    )
     saved.write_text(json.dumps({"variants": [known]}))
     second = compiler(
         tmp_path, "shipped", "--target=sm_80", f"--known={saved}", f"--save={again}", "--jobs=1"
@@ -129,7 +131,7 @@ def test_only_what_a_saved_report_lacks_is_compiled(tmp_path):
     assert registers["kernel 32"] != 77
 
 
-def test_a_report_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_report_is_an_error(tmp_path):
     done = compiler(tmp_path, "shipped", "--target=sm_80", "--known=absent.json")
     assert done.returncode == 2
     assert "--known: there is no file absent.json" in done.stderr

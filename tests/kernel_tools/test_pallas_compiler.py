@@ -1,4 +1,4 @@
-"""Compiling Pallas kernels for devices that are not here: what is reported, and what fails."""
+"""Compiling Pallas kernels without a device: reports and failures."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def compiler(*arguments, path="."):
     )
 
 
-def test_what_fits_has_its_resources_and_what_does_not_is_a_failure(tmp_path):
+def test_a_kernel_that_fits_has_its_resources_and_one_that_does_not_is_a_failure(tmp_path):
     (tmp_path / "examples.py").write_text(EXAMPLES)
     done = compiler(
         "examples",
@@ -83,8 +83,8 @@ def test_what_fits_has_its_resources_and_what_does_not_is_a_failure(tmp_path):
         assert result["has no kernel", target]["failures"] == ["no kernel in it"]
 
 
-def test_what_is_shipped_compiles_for_a_few_of_its_variants():
-    """All of them are for the command, which takes minutes."""
+def test_some_variants_of_the_shipped_kernels_compile():
+    """The command compiles all of them, which takes minutes."""
     chosen = "softmax float32 64"
     done = compiler(
         "precondattn_pallas.variants", "--target=sm_90", f"--match={chosen}", "--jobs=1"
@@ -97,7 +97,7 @@ def test_what_is_shipped_compiles_for_a_few_of_its_variants():
     ]
 
 
-def test_every_configuration_is_among_the_compiled(monkeypatch):
+def test_every_configuration_is_compiled_ahead_of_time(monkeypatch):
     compiled, look_up = set(), configurations.configuration
 
     def noted(kernel, width, half):

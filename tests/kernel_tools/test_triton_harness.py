@@ -1,6 +1,6 @@
-"""How Triton kernels are checked without a GPU: what is planted wrong is found, the rest passes.
+"""Checks of Triton kernels without a GPU: planted faults are detected, correct kernels pass.
 
-The interpreter is for this process, see `conftest.py`. The compiler has processes of its own.
+`conftest.py` switches the interpreter on for this process. The compiler runs in other processes.
 """
 
 import json
@@ -40,7 +40,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 @interpreted
-def test_bfloat16_is_calculated_as_pytorch_does():
+def test_bfloat16_arithmetic_equals_pytorchs():
     x, y = normal(64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16, seed=1)
     out = torch.zeros(4, 64, dtype=torch.bfloat16)
     with checked():
@@ -63,7 +63,7 @@ def test_casts_round_to_the_nearest_and_ties_to_even(to):
 
 
 @interpreted
-def test_a_cast_towards_zero_cuts_the_bits_off():
+def test_a_cast_towards_zero_truncates():
     x = normal(128)
     result = torch.zeros(128, dtype=torch.bfloat16)
     with checked():
@@ -75,7 +75,7 @@ def test_a_cast_towards_zero_cuts_the_bits_off():
 
 @interpreted
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
-def test_a_tf32_product_has_factors_of_ten_bits_and_no_other_has(precision):
+def test_only_a_tf32_product_rounds_its_factors_to_ten_bits(precision):
     a, b = normal(32, 32), normal(32, 32, seed=1)
     result = torch.zeros(32, 32)
     with checked():
@@ -110,7 +110,7 @@ def test_atomic_additions_of_lanes_and_programs_add_up(dtype):
 
 
 @interpreted
-def test_other_atomic_operations():
+def test_other_atomic_operations_are_correct():
     x = torch.tensor([3.0, -1, 5, 2, 4, 0, -2, 9])
     y, old = torch.zeros(8), torch.zeros(8)
     with checked():
@@ -126,7 +126,7 @@ def test_other_atomic_operations():
 
 
 @interpreted
-def test_infinities_and_nans_are_silent_as_on_a_gpu():
+def test_infinities_and_nans_raise_no_warning():
     x, out = torch.tensor([*SPECIAL, 0.0]), torch.zeros(16)
     with checked():
         kernels.arithmetic[(1,)](x, x, out, 4)
@@ -134,7 +134,7 @@ def test_infinities_and_nans_are_silent_as_on_a_gpu():
 
 
 @interpreted
-def test_autotuning_takes_the_first_configuration():
+def test_autotuning_uses_the_first_configuration():
     x, y = normal(100), torch.zeros(100)
     with checked(seed=0):
         kernels.tuned_scale[lambda meta: (-(-100 // meta["BLOCK"]),)](x, y, 100, 2.0)
@@ -147,7 +147,7 @@ def test_autotuning_takes_the_first_configuration():
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
-def test_what_stays_inside_passes(dtype):
+def test_accesses_within_bounds_pass(dtype):
     x = normal(100).gt(0).to(dtype)
     y = torch.zeros(3, 200, dtype=dtype)
     with checked(seed=0):
@@ -160,7 +160,7 @@ def test_what_stays_inside_passes(dtype):
 
 
 @interpreted
-def test_an_expanded_tensor_has_one_element():
+def test_an_expanded_tensor_has_one_element_in_memory():
     x, y = torch.tensor([3.0]).expand(16), torch.zeros(16)
     with checked():
         kernels.read[(1,)](x, y, 0, 0, 16)
@@ -173,7 +173,7 @@ def test_an_expanded_tensor_has_one_element():
 @pytest.mark.parametrize(
     ("first", "offsets"), [(30, "32 to 45"), (-3, "-3 to -1"), (1000, "1000 to")]
 )
-def test_a_planted_read_out_of_bounds_is_counted(first, offsets):
+def test_a_planted_read_out_of_bounds_is_reported(first, offsets):
     count = {30: 14, -3: 3, 1000: 16}[first]
     says = (
         f"{count} of 16 elements are read outside of a tensor of shape .32,. .* offsets {offsets}"
@@ -184,7 +184,7 @@ def test_a_planted_read_out_of_bounds_is_counted(first, offsets):
 
 @interpreted
 @pytest.mark.parametrize(("is_atomic", "verb"), [(False, "written"), (True, "updated")])
-def test_a_planted_write_out_of_bounds_is_counted_and_not_done(is_atomic, verb):
+def test_a_planted_write_out_of_bounds_is_reported_and_not_executed(is_atomic, verb):
     whole = torch.zeros(64)
     with checked(), pytest.raises(OutOfBoundsError, match=f"8 of 24 elements are {verb}"):
         kernels.copy[(1,)](torch.ones(24), whole[20:36], 24, 0, 1, 32, ATOMIC=is_atomic)
@@ -192,7 +192,7 @@ def test_a_planted_write_out_of_bounds_is_counted_and_not_done(is_atomic, verb):
 
 
 @interpreted
-def test_a_mask_that_is_too_wide_is_found_though_the_storage_goes_on():
+def test_a_mask_that_is_too_wide_is_detected_although_the_storage_is_larger():
     x, y = normal(64), torch.zeros(64)
     with checked():
         kernels.scale[(2,)](x[:40], y[:40], 40, 2.0, 32)
@@ -203,14 +203,14 @@ def test_a_mask_that_is_too_wide_is_found_though_the_storage_goes_on():
 
 
 @interpreted
-def test_a_read_out_of_bounds_is_found_though_it_is_inside_another_tensor():
+def test_a_read_out_of_bounds_is_detected_although_it_is_inside_another_tensor():
     whole = normal(64)
     with checked(), pytest.raises(OutOfBoundsError, match="16 of 16"):
         kernels.read[(1,)](whole[:32], whole[32:], 32, 1, 16)
 
 
 @interpreted
-def test_tensors_without_elements_and_tuples_of_tensors():
+def test_empty_tensors_and_tuples_of_tensors_are_accepted():
     nothing, x, y = torch.zeros(0), normal(2, 16), torch.zeros(16)
     with checked(seed=0):
         kernels.copy[(1,)](nothing, nothing, 0, 0, 1, 16)
@@ -233,7 +233,7 @@ def running_sum(seed):
 
 
 @interpreted
-def test_a_planted_race_has_another_output_in_another_order():
+def test_a_planted_race_gives_different_outputs_in_different_orders():
     in_order = torch.arange(1.0, 65)
     assert torch.equal(running_sum(None), in_order)
     outputs = [running_sum(seed) for seed in range(3)]
@@ -243,7 +243,7 @@ def test_a_planted_race_has_another_output_in_another_order():
 
 
 @interpreted
-def test_a_planted_lost_update_is_found_in_any_order():
+def test_a_planted_lost_update_is_detected_in_any_order():
     x, y = torch.ones(64), torch.zeros(1)
     for seed in (None, 0, 1):
         with checked(seed):
@@ -264,7 +264,7 @@ def test_every_program_of_a_grid_runs_once_whatever_the_order():
 
 
 @interpreted
-def test_behind_checked_all_is_as_before():
+def test_after_checked_kernels_run_unchecked_again():
     x, y = normal(64), torch.zeros(16)
 
     def read_behind():
@@ -284,11 +284,11 @@ def test_behind_checked_all_is_as_before():
     assert torch.equal(inner, torch.arange(1.0, 65))
 
 
-# Processes of their own.
+# Separate processes.
 
 
 def python(*arguments, path=ROOT, **environment):
-    """A process that does not interpret, and finds modules in a folder too."""
+    """A process without the interpreter, with a folder on its path."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = os.pathsep.join([str(path), inherited.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
@@ -312,7 +312,7 @@ def compiler(*arguments, **options):
         ("import sys; sys.modules['ml_dtypes'] = None", "pip install 'precondattn[kernels]'"),
     ],
 )
-def test_checked_says_what_it_lacks(before, says):
+def test_checked_names_what_is_missing(before, says):
     program = f"{before}\nfrom precondattn_kernel_tools.triton_interpreter import checked"
     done = python("-c", f"{program}\nwith checked(): pass")
     assert done.returncode
@@ -329,7 +329,7 @@ def everything(tmp_path_factory):
     return done, {variant["name"]: variant for variant in report["variants"]}
 
 
-def test_what_compiles_and_fits_has_its_resources_in_the_report(everything):
+def test_the_report_has_the_resources_of_a_kernel_that_compiles_and_fits(everything):
     done, variants = everything
     for name, takes_shared in (("scale", False), ("product 32", True)):
         result = variants[name]
@@ -350,7 +350,7 @@ def test_what_compiles_and_fits_has_its_resources_in_the_report(everything):
         ("needs too much shared memory", "bytes of shared memory, of 166912"),
     ],
 )
-def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
+def test_a_kernel_that_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     done, variants = everything
     assert done.returncode == 1
     (message,) = variants[name]["failures"]
@@ -358,7 +358,7 @@ def test_what_does_not_compile_or_fit_is_a_failure(everything, name, failure):
     assert failure in done.stdout
 
 
-def test_two_targets_of_two_makers(tmp_path):
+def test_two_targets_of_two_vendors_compile_together(tmp_path):
     path = tmp_path / "report.json"
     targets = ("--target=sm_90", "--target=gfx942")
     done = compiler(EXAMPLES, *targets, "--match=product 32", f"--save={path}")
@@ -383,13 +383,13 @@ def test_names_are_listed_without_compiling():
         ([], {}, "--target is needed"),
     ],
 )
-def test_what_the_compiler_can_not_do_it_refuses(arguments, environment, says):
+def test_invalid_arguments_of_the_compiler_are_refused(arguments, environment, says):
     done = compiler(EXAMPLES, *arguments, **environment)
     assert done.returncode == 2
     assert says in done.stderr
 
 
-def test_a_target_that_is_not_known_is_named():
+def test_an_unknown_target_is_refused_by_name():
     variant = Variant("scale", kernels.scale, {}, {}, {})
     with pytest.raises(ValueError, match=r"target has to be one of sm_80, .* not 'sm_1'"):
         compile_variant(variant, "sm_1")
@@ -415,7 +415,7 @@ def variants(target):
 """
 
 
-def test_bad_variants_are_failures_and_stop_no_other(tmp_path):
+def test_invalid_variants_are_failures_and_do_not_stop_others(tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
     done = compiler("bad", "--target=sm_80", "--jobs=2", path=tmp_path)
     assert done.returncode == 1, done.stderr

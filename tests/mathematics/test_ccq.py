@@ -186,7 +186,7 @@ def test_the_length_of_a_query_does_not_matter(layer, p):
     assert_close(layer(**(x | {"q": factors * x["q"]})), out, size=1 + np.abs(out).max())
 
 
-def test_an_inner_feature_map_gets_conditioned_queries_and_an_outer_one_gives_them():
+def test_ccq_inside_a_feature_map_conditions_its_features_and_outside_its_inputs():
     """Inside, features are computed from q^c; outside, the features of queries are conditioned."""
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     outside = pa.parse("hedgehog(ccq(gla))")

@@ -231,7 +231,7 @@ assert (found - expected).abs().max() < 3e-2
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
 
 
-def test_every_configuration_is_among_the_compiled():
+def test_every_configuration_is_compiled_ahead_of_time():
     code = """
 from unittest.mock import patch
 from precondattn_triton import configurations, tiles, unit_rows, variants

@@ -1,4 +1,4 @@
-"""Backends that are wrong, each in one way; otherwise they are the definition of a leaf.
+"""Faulty backends, each with one fault; otherwise they run the definition of a leaf.
 
 For tests that run the suite in processes of its own: the entry points are beside this file.
 """
@@ -13,7 +13,7 @@ import precondattn as pa
 
 
 class Definition(pa.Backend):
-    """Takes single leaves, and does what they say."""
+    """Supports single leaves, and runs their definition."""
 
     libraries = frozenset({"numpy", "torch"})
 
@@ -48,7 +48,7 @@ class NaNs(Definition):
 
 
 class Shuffles(Definition):
-    """The next sequence's output."""
+    """Returns the output of the next sequence."""
 
     name = "shuffles"
 
@@ -58,7 +58,7 @@ class Shuffles(Definition):
 
 
 class Pretends(Definition):
-    """Computes in float32, and calls it float64."""
+    """Computes in float32, and returns float64."""
 
     name = "pretends"
 
@@ -83,7 +83,7 @@ class Raises(Definition):
 
 
 class Hangs(Definition):
-    """On packed sequences."""
+    """Hangs on packed sequences."""
 
     name = "hangs"
 
@@ -94,7 +94,7 @@ class Hangs(Definition):
 
 
 class Crashes(Definition):
-    """On packed sequences, and takes the process with it."""
+    """Kills its process on packed sequences."""
 
     name = "crashes"
 
@@ -117,14 +117,14 @@ class Leaks(Definition):
 
 
 class Quadratic(Definition):
-    """Declares linear memory, and keeps every pair of query and key."""
+    """Declares linear memory, but stores every pair of query and key."""
 
     name = "quadratic"
     memory = "linear"
 
 
 class Late(Definition):
-    """Promises what it does not take."""
+    """Declares a minimum of support that it does not have."""
 
     name = "late"
     covers = frozenset({"softmax", "lucid_solve"})

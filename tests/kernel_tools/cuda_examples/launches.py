@@ -1,4 +1,4 @@
-"""What the tests of the simulator share: the examples, built once, and arrays for them."""
+"""Shared by tests of the simulator: the example kernels, built once, and arrays for them."""
 
 import functools
 from pathlib import Path
@@ -31,13 +31,13 @@ EXPRESSIONS = [
 
 @functools.cache
 def kernels():
-    """Those that are right."""
+    """The correct example kernels."""
     return SimulatedModule(EXAMPLES / "kernels.cu", EXPRESSIONS)
 
 
 @functools.cache
 def faults():
-    """Those that are wrong."""
+    """The faulty example kernels."""
     return SimulatedModule(EXAMPLES / "faults.cu")
 
 

@@ -1,4 +1,4 @@
-"""The example kernels as a package would ship them, and some that can not be shipped."""
+"""Variants of the example kernels, and variants that fail to compile or to fit."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small kernels, right and wrong, for the tests of how kernels are checked."""
+"""Small correct and faulty kernels, for tests of the checks of kernels."""
 
 import triton
 import triton.language as tl
