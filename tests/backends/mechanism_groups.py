@@ -13,7 +13,7 @@ from precondattn_conformance.status import FAILED
 def groups(level, library, dtypes, checks=()):
     """A group for each mechanism.
 
-    A composition that no class declares has no code except the wiring of its steps: smoke suffices.
+    A composition that no class declares only connects its steps: level smoke suffices.
     """
     for expression in expressions():
         options = {"only_libraries": (library,), "only_dtypes": dtypes, "only_checks": checks}
@@ -28,7 +28,7 @@ def mechanism_of(group):
 
 
 def slow_unless(is_default, groups):
-    """The groups; those of mechanisms that are not `is_default` are marked slow."""
+    """The groups; those whose mechanism is not `is_default` are marked slow."""
     for group in groups:
         slow = () if is_default(mechanism_of(group)) else (pytest.mark.slow,)
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, *slow))

@@ -1,4 +1,4 @@
-"""What tests of the CuPy backend's attention share: calls of its kernels, and of the definition."""
+"""Shared by tests of the CuPy backend's attention: calls of its kernels and of the definition."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ TILES = (
 )
 SMALL = dict.fromkeys(TILES, Configuration(16, 16))
 KERNELS = {"mean": softmax.Softmax, "log_mean_exp": laser.Laser}
-"""By the leaf's read."""
+"""Tiles by the leaf's read."""
 SOFTMAX = pa.Softmax()
 
 
@@ -38,7 +38,7 @@ def unwritten_is_nan(monkeypatch):
 
 
 def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=16, dtype="float32", spread=1.0):
-    """Inputs and a cotangent; a `spread` of 100 puts the values of a channel far apart."""
+    """Inputs and a cotangent; with a `spread` of 100 the values of a channel are far apart."""
     s = s or t
     rng = np.random.default_rng(t)
 
@@ -64,7 +64,7 @@ def run_kernels(x, d_out, *, leaf=SOFTMAX, order=None, tiles=SMALL, **masks):
 
 
 def expected(x, d_out, *, leaf=SOFTMAX, **masks):
-    """Those of the definition, in float64."""
+    """Output and gradients of the definition, in float64."""
     x = {name: a.astype(np.float64) for name, a in x.items()}
     with pa.use_backend("reference"):
         out, pullback = leaf.vjp(**x, **masks)
@@ -88,5 +88,5 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
 
 
 def with_nan(array, hidden):
-    """NaN at hidden tokens (b, t)."""
+    """The array with NaN at masked tokens (b, t)."""
     return np.where(hidden[:, :, None, None], np.asarray(np.nan, array.dtype), array)

@@ -15,7 +15,7 @@ ORDERS = (None, "reverse", 0)
 
 
 def error(result, expected):
-    """The largest, relative to the largest number."""
+    """The largest difference, divided by the largest expected number or by at least 1."""
     result, expected = (np.asarray(x, np.float64) for x in (result, expected))
     assert result.shape == expected.shape
     return np.max(np.abs(result - expected), initial=0) / max(

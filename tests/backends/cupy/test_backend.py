@@ -1,4 +1,4 @@
-"""The CuPy backend in dispatch: what it takes, what it refuses, and that it conforms."""
+"""The CuPy backend in dispatch: support, refusals and conformance."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ SMALL = {
         *fewer_queries("numpy", "float32", (*TAKEN, "ssd", "ccq(gated_delta)")),
     ],
 )
-def test_what_it_takes_conforms(group):
+def test_all_supported_mechanisms_conform(group):
     with forced(**SMALL):
         report = run_cases(group, ("cupy", "portable"))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
@@ -48,7 +48,7 @@ def test_what_it_takes_conforms(group):
     assert any(o.status == PASSED for o in report.outcomes)
 
 
-def test_simulated_it_is_used_only_by_name():
+def test_in_the_simulator_the_backend_runs_only_if_it_is_named():
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 8)).astype(np.float32)
     assert "cupy" not in pa.Lucid().explain(q, k, v).backends
     named = pa.Lucid().explain(q, k, v, backend=("cupy", "portable"))
@@ -77,7 +77,7 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("lucid_solve", {"verb": "extend"}, "no step"),
     ],
 )
-def test_it_says_what_it_does_not_take(mechanism, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reason):
     leaf = pa.parse(mechanism).program.leaves[0]
     support = Cupy().supports(leaf, request(mechanism, **{**KV, **changes}))
     assert support.ok == (reason is None)
@@ -97,7 +97,7 @@ def test_it_says_what_it_does_not_take(mechanism, changes, reason):
         ("lucid(laser)", {}, "plain LUCID"),
     ],
 )
-def test_it_says_what_steps_it_does_not_take(mechanism, shape, reason):
+def test_unsupported_steps_are_declined_with_the_reason(mechanism, shape, reason):
     b, t, h, n, d, e = ({"b": 2, "t": 1, "h": 4, "n": 2, "d": 8, "e": 8} | shape).values()
     shapes = {"q": (b, t, h, d), "k": (b, t, n, d), "v": (b, t, n, e)}
     group = Group(group_of(mechanism))
@@ -107,7 +107,7 @@ def test_it_says_what_steps_it_does_not_take(mechanism, shape, reason):
 
 
 @pytest.mark.parametrize("mechanism", [pa.Softmax(), pa.Laser(), pa.Softmax(bias=True)])
-def test_what_has_kernels_and_what_is_left_to_portable(mechanism):
+def test_calls_without_a_kernel_are_left_to_portable(mechanism):
     x, _ = cupy_attention.problem(20)
     bias = {"bias": np.zeros((1, 2, 20, 20), np.float32)} if "bias" in mechanism.inputs else {}
     result = mechanism.explain(**x, **bias, backend=("cupy", "portable"))

@@ -49,7 +49,7 @@ GRADIENTS = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
 @needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
-def test_in_any_order_of_blocks_and_threads(spread, order):
+def test_any_order_of_blocks_and_threads_gives_the_definition(spread, order):
     check(*problem(19, h=4, n=2, spread=spread), leaf=laser(), order=order, gradient_bound=1e-4)
 
 
@@ -65,7 +65,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(t, leaf, spread):
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_padding_may_hold_nan(dtype, spread, leaf):
+def test_padding_may_contain_nan(dtype, spread, leaf):
     x, d_out = problem(33, b=3, h=1, dtype=dtype, spread=spread)
     lengths = np.array([0, 20, 33])
     hidden = np.arange(33) >= lengths[:, None]
@@ -111,7 +111,7 @@ def test_values_near_the_limit_of_close_heads(dtype):
     x, d_out = problem(33, b=1, dtype=dtype)
     lift = 60 * np.random.default_rng(0).random(x["v"].shape) - 500
     x["v"] = lift.astype(DTYPES[dtype])
-    # Values that differ much take attention to themselves: the gradient is of opposing terms.
+    # Values that differ much dominate attention: terms of the gradient cancel.
     ours = check(x, d_out, leaf=laser(), gradient_bound=10 * GRADIENTS[dtype])
     assert is_close(ours) == [[True]] or dtype == "bfloat16"
 
@@ -119,7 +119,7 @@ def test_values_near_the_limit_of_close_heads(dtype):
 @needs_simulator
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_values_have_small_errors(dtype):
-    """Though e^v is next to 1, where numbers of half precision lie apart by as much as they."""
+    """e^v is close to 1, where the spacing of half-precision numbers is as large as the values."""
     x, d_out = problem(33, b=1, dtype=dtype, spread=1e-2)
     ours = check(x, d_out, leaf=laser())
     exact = check({name: a.astype(np.float32) for name, a in x.items()}, d_out, leaf=laser())
@@ -139,7 +139,7 @@ def test_values_far_apart(dtype, leaf):
 
 
 @needs_simulator
-def test_values_far_apart_with_more_channels_than_are_taken_at_once():
+def test_values_far_apart_with_several_groups_of_channels():
     check(*problem(17, 20, b=1, h=2, e=72, spread=100.0), leaf=laser(), gradient_bound=1e-4)
 
 
@@ -153,7 +153,7 @@ def test_close_and_far_heads_in_one_call():
 
 
 @needs_simulator
-def test_a_padded_value_does_not_put_a_head_apart():
+def test_a_padded_value_does_not_count_for_the_spread_of_a_head():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
     assert is_close(check(x, d_out, leaf=laser(), lengths=np.array([16]))) == [[True]]
@@ -175,7 +175,7 @@ def test_values_that_oppose_the_scores(apart, leaf):
 
 
 @needs_simulator
-def test_no_later_value_has_a_part_in_an_output():
+def test_outputs_do_not_depend_on_later_values():
     x, d_out = problem(17, b=1, h=1, spread=100.0)
     later = {name: a.copy() for name, a in x.items()}
     later["v"][:, 12:] += 3e4
@@ -205,7 +205,7 @@ def test_the_spread_of_many_tokens(monkeypatch):
         (laser(), "float16", 129, "at most 128 channels; found 129"),
     ],
 )
-def test_what_they_do_not_take_is_refused_with_the_reason(leaf, dtype, e, reason):
+def test_unsupported_calls_are_declined_with_the_reason(leaf, dtype, e, reason):
     shapes = (("q", (1, 8, 2, 64)), ("k", (1, 8, 1, 64)), ("v", (1, 8, 1, e)))
     request = Request("vjp", "numpy", "cpu", dtype, shapes, frozenset())
     assert reason in Laser().refuses(leaf, request)

@@ -16,14 +16,14 @@ ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.cu")))
-def test_a_source_has_its_headers_in_it_once(name):
+def test_a_source_contains_each_header_once(name):
     text = source(name)
     assert '#include "' not in text
     defined = re.findall(r"__device__ __forceinline__ float wide\(float x\)", text)
     assert len(defined) == 1
 
 
-def test_a_launch_is_noted_and_not_run():
+def test_a_launch_can_be_recorded_without_running():
     out = ARRAYS[1].copy()
     with recorded() as result:
         launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (ARRAYS[0], out, 1, 8, 0.0), 64)
@@ -32,17 +32,17 @@ def test_a_launch_is_noted_and_not_run():
 
 
 @pytest.mark.parametrize("grid", [(0,), (2**31,), (1, 65536), (1, 1, 65536), (1, -1)])
-def test_a_grid_that_no_gpu_takes(grid):
+def test_a_grid_that_no_gpu_supports_is_refused(grid):
     with pytest.raises(ValueError, match="a grid has from 1"):
         launch.launch("unit_rows", "unit_rows<float>", grid, 32, ARRAYS)
 
 
-def test_a_number_that_is_too_large():
+def test_an_integer_of_more_than_32_bits_is_refused():
     with pytest.raises(ValueError, match="32 bits, not 2147483648"):
         launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (*ARRAYS[:2], 2**31, 8, 0.0))
 
 
-def test_shared_memory_is_held_to_the_device(monkeypatch):
+def test_shared_memory_is_limited_by_the_device(monkeypatch):
     monkeypatch.setenv(launch.SIMULATE, "0")
     monkeypatch.setattr(launch, "_device", lambda: 0)
     monkeypatch.setattr(launch, "_shared_limit", lambda device: 50 << 10)
@@ -67,8 +67,8 @@ def test_configurations():
         configuration("example", 64, half=True)
 
 
-def test_every_kernel_of_a_source_is_among_the_variants():
-    """What is not compiled ahead of time is not known to compile."""
+def test_every_kernel_of_a_source_has_a_variant():
+    """Only kernels that are compiled ahead of time are known to compile."""
     listed = {variant.name.partition("<")[0] for variant in variants.variants("sm_80")}
     kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
     defined = set()

@@ -52,7 +52,7 @@ def problem(
     position = np.arange(t)[None]
     segment = None
     if segments:
-        # Ids of 64 bits, of another cut in every sequence.
+        # Ids of 64 bits; every sequence is split elsewhere.
         segment = np.stack([position[0] // (7 + i) for i in range(b)]) + 2**40
     frame = Frame(position, position, valid, valid, segment, segment)
     return leaf, x, rng.normal(size=(b, t, n, e)), frame
@@ -66,7 +66,7 @@ def filled(array, frame, filler):
 
 
 def error(result, expected):
-    """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
+    """The largest difference, divided by the largest expected number or by at least 0.1."""
     result, expected = result.astype(np.float64), expected.astype(np.float64)
     return np.max(np.abs(result - expected)) / max(np.max(np.abs(expected)), 0.1)
 
@@ -79,7 +79,7 @@ def run(leaf, x, d_y, frame, order=None, **tiles):
 
 
 def check(leaf, x, d_y, frame, dtype="float32", bound=None, order=None, **tiles):
-    """Output and gradients against the definition in float64, whatever stands in the padding."""
+    """Output and gradients against the definition in float64, whatever the padding contains."""
     bound = BOUNDS[dtype] if bound is None else bound
     given = {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
     d_given = d_y.astype(DTYPES[dtype])
@@ -135,17 +135,17 @@ def valid_up_to(t, lengths):
 
 
 @pytest.mark.parametrize("lengths", [(40, 13), (40, 0)])
-def test_padding_is_not_looked_at(lengths):
+def test_padding_has_no_effect(lengths):
     check(*problem(40, beta=True, valid=valid_up_to(40, lengths)))
 
 
 @pytest.mark.parametrize("beta", [False, True])
-def test_tokens_in_the_middle_that_do_not_count(beta):
+def test_masked_tokens_in_the_middle_have_no_effect(beta):
     valid = np.random.default_rng(0).random((2, 50)) < 0.7
     check(*problem(50, beta=beta, valid=valid))
 
 
-def test_segments_do_not_meet():
+def test_segments_are_independent():
     check(*problem(50, segments=True, beta=True))
 
 
@@ -154,14 +154,14 @@ def test_rows_that_are_no_multiples_of_16_bytes():
     check(*problem(35, d=5, e=3, b=1), "bfloat16")
 
 
-def test_keys_that_somebody_else_normalised():
-    """No operand has 16 bits then, which leaves little but the rounding of the result."""
+def test_keys_that_are_normalised_already():
+    """No operand has 16 bits then, so almost all of the error is the rounding of the result."""
     check(*problem(34, normalize="given", beta=True), "bfloat16", 5e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_channels_of_very_different_sizes(dtype):
-    """Each channel is as exact as if it were alone, though float16 ends at 65504."""
+    """Each channel is as accurate as alone, although the largest float16 is 65504."""
     leaf, x, _, frame = problem(34, b=1, spread=1e4)
     given = {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
     expected = leaf.forward({name: a.astype(np.float64) for name, a in given.items()}, frame)[0]
@@ -173,7 +173,7 @@ def test_channels_of_very_different_sizes(dtype):
 
 
 def test_large_gradients_in_half_precision():
-    """Products of dv and y beyond float16 give a gradient of the keys that is within it."""
+    """Products of dv and y overflow float16; the gradient of the keys does not."""
     leaf, x, d_y, frame = problem(34, b=1, n=1)
     check(leaf, {**x, "v": 60 * x["v"]}, 100 * d_y, frame, "float16")
     # Rows that grow from tile to tile, and rows of 10⁻²⁰.
@@ -190,7 +190,7 @@ def test_large_gradients_in_half_precision():
 
 
 def test_wide_rows_and_tiles_of_unequal_sizes():
-    """Several chunks of values, the last of which is not full, and tiles made of several blocks."""
+    """Several chunks of values with an incomplete last one, and tiles of several blocks."""
     tiles = {
         "lucid_inverse": Configuration(32, 64),
         "lucid_update": Configuration(32, 16),
@@ -260,8 +260,8 @@ DECODED = {
 
 
 @pytest.mark.parametrize("dtype", DECODED)
-def test_decoding_behind_a_cache(dtype):
-    """Capacities of whole and of broken 16 bytes; caches that end within a tile, and at one."""
+def test_decoding_after_a_cache(dtype):
+    """Capacities with aligned and unaligned rows; caches that end within a tile, and at its end."""
     h, n, d, e, beta = DECODED[dtype]
     x, m = sequences(37, h, n, d, e, dtype, beta), pa.Lucid(beta=beta)
     expected = m(**{name: a.astype(np.float64) for name, a in x.items()}, backend="reference")
@@ -284,7 +284,7 @@ def test_decoding_with_other_norms(options):
 
 
 def test_decoding_with_a_tile_of_many_query_heads():
-    """Two warps, of which the second has the key."""
+    """Two warps; the second one computes the key."""
     check_a_step(pa.Lucid(), sequences(20, 19, 1, 12, 20), 18)
 
 
@@ -292,14 +292,14 @@ def test_decoding_wide_rows():
     check_a_step(pa.Lucid(scale=0.1), sequences(35, 2, 1, 100, 132, "bfloat16"), 34, 2e-2)
 
 
-def test_decoding_with_scores_beyond_what_an_exponential_holds():
+def test_decoding_with_scores_whose_exponentials_overflow():
     x = sequences(36, 4, 2, 12, 20)
     x["q"] *= 300
     check_a_step(pa.Lucid(), x, 35, 1e-4)
 
 
 def check_a_step(m, x, held, bound=2e-5, **options):
-    """One step against the reference's, by `options` that differ from step to step."""
+    """One step against the reference's, with `options` that differ between the steps."""
     wide = {name: a.astype(np.float64) for name, a in x.items()}
     exact, cache = (
         m.init_cache(**a, capacity=40, key_mask="key_mask" in options) for a in (wide, x)
@@ -321,7 +321,7 @@ def check_a_step(m, x, held, bound=2e-5, **options):
     assert error(result, expected) < bound
     np.testing.assert_array_equal(cache.length, exact.length)
     for name, buffer in exact.store.items():
-        # What is hidden may be anything, or 0.
+        # Masked entries may be anything, or 0.
         both = np.isfinite(cache.store[name]) & np.isfinite(buffer)
         assert error(np.where(both, cache.store[name], 0), np.where(both, buffer, 0)) < bound, name
 
@@ -330,15 +330,15 @@ def check_a_step(m, x, held, bound=2e-5, **options):
 def test_decoding_sequences_of_unequal_lengths(processors, monkeypatch):
     """One sequence begins with the step, and one has no new token.
 
-    A cache is in one part, or in one for each tile, of which a short sequence has fewer.
+    A cache is read in one part, or in one part for each tile; a short sequence has fewer tiles.
     """
     monkeypatch.setattr(lucid_step, "processors", lambda: processors)
     x = sequences(21, 2, 2, 12, 20, b=3)
     check_a_step(pa.Lucid(), x, 20, lengths=(np.asarray([20, 0, 7]), np.asarray([1, 1, 0])))
 
 
-def test_decoding_with_keys_that_are_hidden():
-    """Whatever they are; a query whose own key is hidden sees those before it."""
+def test_decoding_with_masked_keys():
+    """Masked keys may be anything; a query whose own key is masked attends to those before it."""
     x = sequences(21, 2, 2, 12, 20, b=3, beta=True)
     masks = np.random.default_rng(0).random((3, 20)) < 0.6, np.asarray([[True], [False], [True]])
     masks[0][2] = False

@@ -1,6 +1,6 @@
 """Products of tiles: in plain C++, and by tensor cores, whose two instructions are emulated.
 
-What is proved of the latter is where their lanes point to, and which number lies in which lane.
+For tensor cores the tests prove the addresses of the lanes, and which lane has which number.
 """
 
 import functools
@@ -23,7 +23,7 @@ pytestmark = needs_simulator
 HERE = Path(__file__).with_name("cuda_tensors")
 HALF, WAYS = ("float16", "bfloat16"), tuple(product((False, True), repeat=2))
 SIZES = ((16, 16), (48, 32), (32, 80))
-"""Of COLUMNS and DEPTH."""
+"""Sizes of COLUMNS and DEPTH."""
 
 
 def expression(is_tensor, a_transposed, b_transposed, columns, depth, dtype):
@@ -32,7 +32,7 @@ def expression(is_tensor, a_transposed, b_transposed, columns, depth, dtype):
 
 
 KINDS = [*product((True,), HALF), *product((False,), (*HALF, "float32"))]
-"""Whether by tensor cores, and the dtype."""
+"""Pairs (by tensor cores or not, dtype)."""
 
 
 def held_expression(is_tensor, b_transposed, columns, depth, dtype):
@@ -87,7 +87,7 @@ def test_products_whose_left_factor_is_in_registers(is_tensor, dtype, b_transpos
     ("mechanism", "dtype"), [(pa.Softmax(), "bfloat16"), (pa.Laser(), "float16")]
 )
 def test_attention_by_tensor_cores(mechanism, dtype, monkeypatch):
-    """Every row that its kernels hand to tensor cores begins at a multiple of 16 bytes."""
+    """Every row that its kernels pass to tensor cores begins at a multiple of 16 bytes."""
     monkeypatch.setattr("precondattn_cupy.launch._simulated", emulated)
     leaf = mechanism.program.leaves[0]
     x, d_out = problem(20, d=24, e=24, b=1, h=2, n=1, dtype=dtype)

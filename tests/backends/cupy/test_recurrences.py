@@ -1,4 +1,4 @@
-"""The CUDA kernels of the gated delta rule and its kin against the definition, simulated."""
+"""The CUDA kernels of the gated delta rule and its variants against the definition, simulated."""
 
 from itertools import pairwise, product
 from pathlib import Path
@@ -23,7 +23,7 @@ CHUNKS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 @pytest.fixture(autouse=True)
-def what_no_one_has_written_is_nan(monkeypatch):
+def unwritten_is_nan(monkeypatch):
     empty = chunk_arrays.empty
 
     def full(like, shape, dtype=None):
@@ -40,7 +40,7 @@ def tiles(chunk=32, block=16):
 
 
 def problem(layer, t, d=12, e=16, b=1, heads=(1, 2), keys="random", gates="random"):
-    """Inputs; heads of keys, and of what has a state or of queries."""
+    """Inputs; `heads` are those of keys, and those of states or queries."""
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": 5}
@@ -93,7 +93,7 @@ def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
     ("t", "dtype", "d", "e"),
     [(33, "float32", 20, 40), (31, "bfloat16", 12, 20), (1, "float32", 5, 5)],
 )
-def test_tokens_one_off_a_chunk_blocks_of_channels_and_dtypes(t, dtype, d, e):
+def test_lengths_around_a_chunk_blocks_of_channels_and_dtypes(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e, heads=(1, 1)), dtype)
 
 
@@ -132,7 +132,7 @@ def test_products_in_tf32_by_tensor_cores_and_without(options, in_two):
 @needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("t", [15, 32])
-def test_any_order_of_blocks_and_threads(t, order):
+def test_any_order_of_blocks_and_threads_gives_the_definition(t, order):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, heads=(1, 1)), order=order)
 
 
@@ -154,19 +154,19 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 @needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_what_such_keys_write_has_the_digits_of_float16(keys):
+def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
     x["beta"] = np.full_like(x["beta"], 1.95)
     check(pa.Delta(), x, "float16", bound=8e-4, cut=(32,))
 
 
 @needs_simulator
-def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
+def test_zero_keys_and_open_gates_next_to_closed_ones():
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 37, keys="zero", gates="extreme"))
 
 
 @needs_simulator
-def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
+def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
     x = problem(pa.GatedDelta(), 32, heads=(1, 1))
     x["g"] = 1e-3 * x["g"]
     x["g"][:, 5] = -150.0
@@ -177,7 +177,7 @@ def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
 @pytest.mark.parametrize(
     "layer", ["delta[scale=0.3]", "ssd", "retention", "linear", "linear[normalize=true]"]
 )
-def test_special_cases_by_the_same_kernels(layer):
+def test_special_cases_run_by_the_same_kernels(layer):
     layer = pa.parse(layer)
     x = problem(layer, 34)
     if layer == pa.Linear(normalize=True):
@@ -186,7 +186,7 @@ def test_special_cases_by_the_same_kernels(layer):
 
 
 @needs_simulator
-def test_contracted_queries_by_the_same_kernels():
+def test_contracted_queries_run_by_the_same_kernels():
     x = problem(pa.GatedDelta(), 17, heads=(1, 1))
     x["contraction"] = np.random.default_rng(0).uniform(size=(1, 17, 1)).astype(np.float32)
     check(pa.parse("ccq(gated_delta)"), x)
@@ -203,7 +203,7 @@ def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
 
 
 @needs_simulator
-def test_four_heads_that_share_two_of_keys_with_strides_of_their_own():
+def test_four_heads_that_share_two_key_heads_with_arbitrary_strides():
     x = problem(pa.GatedDelta(), 19, heads=(2, 4))
     for name, array in x.items():
         x[name] = np.ascontiguousarray(array.T).T
@@ -211,7 +211,7 @@ def test_four_heads_that_share_two_of_keys_with_strides_of_their_own():
 
 
 @needs_simulator
-def test_padding_and_segments_are_not_looked_at():
+def test_padding_and_other_segments_have_no_effect():
     x = problem(pa.GatedDelta(), 20, b=2, heads=(1, 1))
     segments = np.array([[0] * 3 + [2] * 12 + [5] * 5, [1] * 20])
     check(pa.GatedDelta(), x, segment_ids=segments)
@@ -224,7 +224,7 @@ def test_padding_and_segments_are_not_looked_at():
 
 
 def states_of(layer, x):
-    """A cache whose states are anything."""
+    """A cache with random states."""
     rng = np.random.default_rng(1)
     cache = layer.init_cache(**x)
     store = {
@@ -243,7 +243,7 @@ def states_of(layer, x):
         ("ccq(gated_delta)", (0, 5, 6)),
     ],
 )
-def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
+def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
     layer = pa.parse(layer)
     x = problem(layer, cuts[-1], heads=(1, 2) if layer == pa.GatedDelta() else (1, 1))
     first = states_of(layer, x)
@@ -281,7 +281,7 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
     [("gated_delta", "float32"), ("gated_delta", "bfloat16"), ("linear", "float32")],
 )
 def test_a_token_reads_and_writes_the_state_once(layer, dtype, order):
-    """Several queries to a state, several blocks of values, a gate of nothing."""
+    """Several queries per state, several blocks of values, a closed gate."""
     layer = pa.parse(layer)
     x = problem(layer, 1, e=40, heads=(2, 4), b=2)
     x = {name: array.astype(DTYPES[dtype]) for name, array in x.items()}
@@ -326,7 +326,7 @@ def test_an_extension_of_sequences_of_unequal_lengths():
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
     ],
 )
-def test_it_says_what_it_does_not_take(layer, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(layer, changes, reason):
     shape = (2, 20, 2, 8)
     shapes = {"q": shape, "k": shape, "v": shape} | changes
     leaf = pa.parse(layer) if layer != "conditioned_query" else pa.ConditionedQuery()

@@ -35,14 +35,14 @@ def test_output_and_gradients_of_every_length_and_dtype(t, dtype, leaf):
 
 @needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_any_order_of_blocks_and_threads(order):
+def test_any_order_of_blocks_and_threads_gives_the_definition(order):
     check(*problem(33, h=4, n=2), order=order)
 
 
 @needs_simulator
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-4), ("float16", 4e-5)])
-def test_keys_that_are_alike(dtype, bound):
-    """All that is left of the gradient of a query is what the rows of dS add up to."""
+def test_equal_keys(dtype, bound):
+    """Only the sums of the rows of dS remain in the gradient of a query."""
     x, d_out = problem(33, b=1, dtype=dtype)
     x["k"] = (0.02 * x["k"].astype(np.float32) + 1).astype(DTYPES[dtype])
     wanted = expected(x, d_out)["q"]
@@ -70,14 +70,14 @@ def test_more_queries_than_keys():
 @needs_simulator
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 100])
-def test_windows(window, causal):
+def test_windows_give_the_definition(window, causal):
     check(*problem(20, 40, b=1), leaf=pa.Softmax(window=window, causal=causal, scale=0.7))
 
 
 @needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_padding_may_hold_nan(dtype, leaf):
+def test_padding_may_contain_nan(dtype, leaf):
     x, d_out = problem(33, b=3, h=1, dtype=dtype)
     lengths = np.array([0, 20, 33])
     hidden = np.arange(33) >= lengths[:, None]
@@ -88,9 +88,9 @@ def test_padding_may_hold_nan(dtype, leaf):
 
 @needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
-def test_masked_keys_may_hold_nan_and_queries_may_see_none(leaf):
+def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(leaf):
     x, d_out = problem(33, h=1)
-    key_mask = np.arange(33) % 5 > 1  # A causal query before the third sees nothing.
+    key_mask = np.arange(33) % 5 > 1  # A causal query before the third has no visible key.
     key_mask = key_mask[None] & np.array([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
     ours = check(x, d_out, leaf=leaf, key_mask=key_mask)
@@ -100,7 +100,7 @@ def test_masked_keys_may_hold_nan_and_queries_may_see_none(leaf):
 
 @needs_simulator
 @pytest.mark.parametrize("leaf", [*CAUSAL, pa.Softmax(window=7)])
-def test_queries_see_their_own_segment(leaf):
+def test_queries_attend_to_their_own_segment_only(leaf):
     ids = np.array([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 25, [7] * 43])
     check(*problem(43, h=1), leaf=leaf, segment_ids=ids)
 
@@ -113,13 +113,13 @@ def test_segments_of_fewer_queries_than_keys():
 
 @needs_simulator
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_keys_that_are_alike_or_zero(dtype):
+def test_equal_or_zero_keys(dtype):
     x, d_out = problem(33, b=1, dtype=dtype)
     x["k"][:] = x["k"][:, :1]
     x["k"] += DTYPES[dtype](0.1) * problem(33, b=1, dtype=dtype)[0]["k"]
     check(x, d_out)
     x["k"][:] = DTYPES[dtype](16) * x["k"][:, :1]
-    # What is left of sums that cancel is small, however large the keys.
+    # Sums that cancel give a small result, however large the keys are.
     assert np.max(np.abs(check(x, d_out)["q"])) < 5e-4
     x["k"] *= 0
     check(x, d_out)
@@ -130,7 +130,7 @@ def test_keys_that_are_alike_or_zero(dtype):
 def test_logits_of_any_size(size):
     x, d_out = problem(33, b=1)
     x["q"] *= np.float32(size)
-    # In float32 a logit of that size is rounded to 1e-4, and its exponential with it.
+    # In float32 a logit of that size is rounded to 1e-4, and so is its exponential.
     check(x, d_out, bound=1e-3 if size > 1 else 1e-5)
 
 
@@ -148,12 +148,12 @@ def test_tiles_of_queries_and_keys_may_differ():
 
 
 @needs_simulator
-def test_parts_of_channels():
+def test_channels_in_several_parts_give_the_definition():
     check(*problem(18, b=1, h=2, d=200, e=300))
 
 
 @needs_simulator
-def test_the_same_bits_every_time():
+def test_every_run_gives_the_same_bits():
     x, d_out = problem(33, h=4, n=2)
     first, second = (run_kernels(x, d_out, order=order) for order in ("reverse", 3))
     for name in ("out", *x):
@@ -179,7 +179,7 @@ def refusal(leaf, *, verb="vjp", dtype="bfloat16", t=8, h=2, d=64, e=64):
     )
 
 
-def test_what_the_kernels_take():
+def test_supported_calls_are_accepted():
     for size in ({}, {"d": 1, "e": 3}, {"d": 256, "e": 512}, {"verb": "forward"}):
         for leaf in (*CAUSAL, pa.Softmax(window=4), pa.Softmax(scale=2.0)):
             assert refusal(leaf, **size) is None
@@ -197,5 +197,5 @@ def test_what_the_kernels_take():
         (pa.Softmax(), {"t": 2**30}, "fewer than"),
     ],
 )
-def test_what_they_do_not_take_is_refused_with_the_reason(leaf, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(leaf, changes, reason):
     assert reason in refusal(leaf, **changes)

@@ -28,7 +28,7 @@ def inputs(t, *, b=2, h=2, n=1, d=16, e=16, dtype="float32", spread=1.0):
 
 
 def last_output(mechanism, x, held, backend, *, capacity=None, order=None, **masks):
-    """Of the last of the tokens, behind a cache that holds all but it."""
+    """The output of the last token, with a cache of all tokens before it."""
     capacity = capacity or held + 3
     cache = mechanism.init_cache(
         **{name: array[:, :1] for name, array in x.items()},
@@ -62,7 +62,7 @@ def check(name, x, held, **options):
 
 @pytest.fixture(autouse=True)
 def only_ours(monkeypatch):
-    """No call is left to another backend."""
+    """A step by the portable backend is an error."""
     monkeypatch.setattr("precondattn_portable.backend.Portable.step", None)
 
 
@@ -77,20 +77,20 @@ def test_caches_of_every_length_and_dtype(held, dtype, name):
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_any_order_of_blocks_and_threads(order, name):
+def test_any_order_of_blocks_and_threads_gives_the_definition(order, name):
     check(name, inputs(131, h=4, n=2, d=12, e=5), 130, order=order)
 
 
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("capacity", [136, 140])
-def test_a_cache_that_is_longer_than_what_it_holds(capacity, name):
+def test_a_cache_with_unused_capacity(capacity, name):
     check(name, inputs(131), 130, capacity=capacity)
 
 
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_more_query_heads_to_a_kv_head_than_a_tile_has_rows(name):
+def test_more_query_heads_per_key_head_than_a_tile_has_rows(name):
     check(name, inputs(40, b=1, h=38, n=2), 39)
 
 
@@ -108,7 +108,7 @@ def test_values_of_any_size(spread):
 
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_sequences_of_other_lengths(name):
+def test_sequences_of_unequal_lengths(name):
     lengths = np.array([50, 0, 17]), np.array([1, 1, 0])
     x = inputs(51, b=3)
     for i in range(3):
@@ -120,7 +120,7 @@ def test_sequences_of_other_lengths(name):
 
 @needs_simulator
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_masked_keys_may_hold_nan(name):
+def test_masked_keys_may_contain_nan(name):
     x = inputs(51, b=3)
     mask = np.arange(50) % 5 > 1
     past = mask[None] & np.array([True, True, False])[:, None]
@@ -149,16 +149,16 @@ def refusal(leaf, *, t=1, h=2, d=64, e=64):
         (pa.Softmax(), {"h": 65536}, "at most 65535 sequences"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(leaf, changes, reason):
+def test_unsupported_steps_are_declined_with_the_reason(leaf, changes, reason):
     assert reason in refusal(leaf, **changes)
 
 
-def test_what_it_takes():
+def test_supported_steps_are_accepted():
     for size in ({}, {"d": 256, "e": 128}, {"d": 1, "e": 3}):
         assert refusal(pa.Softmax(), **size) is None
 
 
-def test_every_block_has_whole_tiles():
+def test_every_block_consists_of_full_tiles():
     tile = softmax_step.WARPS * softmax_step.COLUMNS
     for count in (0, 1, 63, 64, 65, 1000):
         for heads in (1, 3, 100):

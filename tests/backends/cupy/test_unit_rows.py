@@ -12,7 +12,7 @@ BACKEND = ("cupy",)
 
 
 def rows(*shape, dtype, seed=0):
-    """Some of them zero, some the same, some of another size."""
+    """Random rows: some zero, some equal, some of another size."""
     o = np.random.default_rng(seed).normal(size=shape)
     o[:, 1::4] = 0
     o[:, 2::4] = o[:, :1]
@@ -33,20 +33,20 @@ def test_rows_and_their_gradient(t, h, e, dtype, detach, order):
     assert y.dtype == result.dtype == DTYPES[dtype]
     expected, pullback = leaf.vjp(o.astype(np.float64), backend="reference")
     assert error(y, expected) < TOLERANCES[dtype]
-    scale = 1 if dtype != "float16" else 8  # Behind a division by ε, numbers are large.
+    scale = 1 if dtype != "float16" else 8  # After a division by ε, numbers are large.
     assert error(result, pullback(d_y.astype(np.float64))["o"]) < scale * TOLERANCES[dtype]
 
 
 @needs_simulator
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20, 3e38])
-def test_rows_that_can_not_be_squared(size):
+def test_rows_whose_squares_overflow_or_vanish(size):
     o = (np.random.default_rng(0).uniform(-1, 1, size=(1, 4, 2, 8)) * size).astype(np.float32)
     y = pa.UnitRows(eps=0)(o, backend=BACKEND)
     np.testing.assert_allclose(np.linalg.norm(y, axis=-1), 1, rtol=1e-5)
 
 
 @needs_simulator
-def test_strides():
+def test_any_strides_give_the_same_rows():
     o = rows(2, 6, 3, 16, dtype=np.float32)
     turned = np.ascontiguousarray(o.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     odd = np.zeros((2, 6, 3, 17), np.float32)[..., 1:]
@@ -55,7 +55,7 @@ def test_strides():
         np.testing.assert_array_equal(pa.UnitRows()(view, backend=BACKEND), pa.UnitRows()(o))
 
 
-def test_what_it_refuses():
+def test_unsupported_rows_are_declined():
     o = np.zeros((1, 2, 2, 8))
     with pytest.raises(pa.UnsupportedError, match="not of channels"):
         pa.UnitRows(axis="channel")(o, backend=BACKEND)

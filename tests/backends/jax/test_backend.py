@@ -36,7 +36,7 @@ def with_gradient(m, x, cotangent, backend, **masks):
 
 
 def compare(m, x, tolerance=1e-9, **masks):
-    """Output and gradients, relative to the largest that the reference has of each."""
+    """Compares output and gradients, each relative to the reference's largest number."""
     cotangent = np.random.default_rng(0).normal(size=m(**x, **masks, backend="reference").shape)
     expected = with_gradient(m, x, cotangent, "reference", **masks)
     result = with_gradient(m, arrays(x), jnp.asarray(cotangent), "jax", **arrays(masks))
@@ -47,7 +47,7 @@ def compare(m, x, tolerance=1e-9, **masks):
 
 @pytest.mark.parametrize("expression", MECHANISMS)
 @pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
-def test_it_is_chosen_over_the_reference(expression, verb):
+def test_jax_is_chosen_over_the_reference(expression, verb):
     m = pa.parse(expression)
     x = arrays(make_inputs(m, Layout("plain"), "random"))
     if verb == "extend":
@@ -68,7 +68,7 @@ DEFAULT = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(ga
         for expression in MECHANISMS
     ],
 )
-def test_several_blocks_of_the_size_they_have_by_default(expression):
+def test_several_blocks_of_the_default_size(expression):
     m = pa.parse(expression)
     layout = Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
     compare(m, make_inputs(m, layout, "clustered"))
@@ -77,7 +77,7 @@ def test_several_blocks_of_the_size_they_have_by_default(expression):
 @pytest.mark.parametrize("expression", ["lucid", "path"])
 @pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
 def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
-    """A query whose own key is masked still sees the others."""
+    """A query whose own key is masked still attends to the others."""
     m = pa.parse(expression)
     layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     compare(m, make_inputs(m, layout, "clustered"), **layout.masks())
@@ -96,14 +96,14 @@ def test_hard_keys_around_the_edge_of_a_block(keys, tokens, small_blocks):
 
 
 @pytest.mark.parametrize("tokens", [15, 16])
-def test_softmax_that_sees_all_keys_with_more_queries_than_those(tokens, small_blocks):
+def test_non_causal_softmax_with_more_queries_than_keys(tokens, small_blocks):
     m = pa.Softmax(causal=False)
     compare(m, make_inputs(m, Layout("more", b=1, t=21, s=tokens, h=2, n=1, d=4, e=3), "random"))
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])
 def test_laser_reads_values_too_far_apart_for_one_shift(dtype, apart, small_blocks):
-    """Blocks far above and below one another, and single values far from those around them."""
+    """Values of whole blocks that are far apart, and single values far from their neighbours."""
     rng = np.random.default_rng(1)
     x = {n: rng.normal(size=(2, 45, 2, 4)) for n in "qkv"}
     x["v"][:, 10:20] += apart
@@ -119,7 +119,7 @@ def test_laser_reads_values_too_far_apart_for_one_shift(dtype, apart, small_bloc
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 40, 256])
-def test_the_inverse_of_a_matrix_of_keys_that_nearly_coincide(size):
+def test_the_inverse_for_nearly_equal_keys_is_accurate(size):
     rng = np.random.default_rng(2)
     strict = np.tril(1.0 - 0.1 * rng.random((2, size, size)), k=-1)
     exact = np.linalg.inv(np.eye(size) + strict)
@@ -127,7 +127,7 @@ def test_the_inverse_of_a_matrix_of_keys_that_nearly_coincide(size):
     close(unit_lower_inverse(jnp.asarray(strict, "float32")), exact, 1e-4)
 
 
-# Slow: `test_jax` has the same of LASER and of GSA, which take long to compile.
+# Slow: `test_jax` has the same test for LASER and GSA, which take long to compile.
 @pytest.mark.parametrize(
     "expression",
     [
@@ -199,7 +199,7 @@ def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
 
 @pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "gated_delta"])
 def test_memory_is_linear_in_the_number_of_tokens(expression):
-    """By XLA's own account of what a compiled function has in memory beside its arguments."""
+    """XLA reports the memory of a compiled function besides its arguments."""
     m = pa.parse(expression)
 
     def bytes_of(tokens):
@@ -247,7 +247,7 @@ print("all of them agree")
 """
 
 
-def test_shards_on_eight_devices():
+def test_sharded_calls_on_eight_devices_equal_the_reference():
     flags = os.environ.get("XLA_FLAGS", "")
     done = subprocess.run(
         [sys.executable, "-c", SHARDED],

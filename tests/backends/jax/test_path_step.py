@@ -11,13 +11,13 @@ import precondattn as pa
 from precondattn_conformance.inputs import Layout, make_inputs
 
 NEW = np.asarray([[5, 3, 0], [1, 1, 1], [1, 0, 4], [7, 7, 2], [1, 1, 1], [2, 3, 8]])
-"""New tokens of three sequences, step by step."""
+"""The numbers of new tokens of three sequences, step by step."""
 
 CAPACITY, MOST = 19, 8
 
 
 def inputs(m, rng):
-    """New tokens for each of the sequences, of which some count."""
+    """New tokens for each sequence, some of which are padding."""
     x = make_inputs(m, Layout("step", b=3, t=MOST, s=MOST, h=4, n=2, d=6, e=5), "clustered")
     x = {name: rng.permuted(a, axis=1) for name, a in x.items()}
     if "bias" in x:
@@ -41,7 +41,7 @@ def agree(result, expected):
     ],
 )
 def test_sequences_of_several_lengths_step_by_step(expression, small_blocks):
-    """Outputs and buffers, where lengths are traced; some keys are never seen."""
+    """Outputs and buffers with traced lengths; some keys are always masked."""
     m, rng = pa.parse(expression), np.random.default_rng(0)
     cache = m.init_cache(**inputs(m, rng), capacity=CAPACITY, key_mask=True)
     caches = dict.fromkeys(("jax", "reference"), cache)
@@ -58,8 +58,8 @@ def test_sequences_of_several_lengths_step_by_step(expression, small_blocks):
             agree(buffer, caches["reference"].store[name])
 
 
-def test_it_makes_no_call_into_lapack():
-    """Two such calls at once wait for one another's threads, where there are two cores."""
+def test_a_step_does_not_call_lapack():
+    """Two such calls at once deadlock on a machine with two cores."""
     m = pa.Path()
     x = {n: jnp.asarray(a) for n, a in make_inputs(m, Layout("s"), "random").items()}
     cache = m.init_cache(**x, capacity=32)

@@ -47,7 +47,7 @@ def problem(t, s, h=4, n=2, d=12, e=20, b=2, spread=1.0):
 def test_every_mask_across_tiles(options, t, s, masks, dtype):
     x, cotangent = problem(t, s)
     if masks.pop("masked", False):
-        # Whole tiles of keys are hidden, and whole segments.
+        # Full tiles of keys and full segments are masked.
         masks = {
             **masks,
             "key_mask": (np.arange(s) % 3 > 0) & (np.arange(s) > 35) & np.ones((2, 1), bool),
@@ -56,7 +56,7 @@ def test_every_mask_across_tiles(options, t, s, masks, dtype):
     check(KERNELS, pa.Softmax(**options), x, cotangent, frame, dtype, BOUNDS[dtype])
 
 
-def test_logits_that_are_huge():
+def test_huge_logits_do_not_overflow():
     x, cotangent = problem(40, 40, h=2, b=1, spread=1000.0)
     check(KERNELS, pa.Softmax(), x, cotangent, frame_of(40, 40, 1), "float32", 1e-4)
 
@@ -64,8 +64,8 @@ def test_logits_that_are_huge():
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("t", "s"), [(50, 50), (23, 50)])
-def test_tiles_that_meet_are_those_in_which_someone_sees_someone(t, s, causal, window):
-    """No tile is missed, and of those that causality, window or segments hide, none is visited."""
+def test_exactly_the_tiles_with_a_visible_pair_are_visited(t, s, causal, window):
+    """No tile is missed; tiles masked by causality, window or segments are not visited."""
     mask = StaticMask(t, s, causal, window)
     segment = np.stack([np.arange(s) // 13, np.arange(s) // 30])
     frame = frame_of(t, s, 2, segments=(13, 30))

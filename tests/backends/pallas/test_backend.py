@@ -1,4 +1,4 @@
-"""The Pallas backend in dispatch: what it takes, what it refuses, and that it conforms."""
+"""The Pallas backend in dispatch: support, refusals and conformance."""
 
 import subprocess
 import sys
@@ -23,9 +23,9 @@ from tests.backends.pallas.tiles import quick, small_tiles
 
 TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
 ALSO = ("laser", "gla", "gsa", "gated_delta", "conditioned_query")
-"""Whose kernels take long to interpret: in one dtype, and not each check."""
+"""Mechanisms whose kernels take long to interpret: one dtype, and only some checks."""
 RUNS_BOTH = ("gsa",)
-"""Slow: its kernels are those of GLA, run twice."""
+"""Slow: it runs the kernels of GLA twice."""
 GROUPS = (
     (TAKEN, ("float32", "bfloat16", "float16"), ()),
     (ALSO, ("float32",), ("outputs", "gradients", "caching")),
@@ -50,7 +50,7 @@ GROUPS = (
         ),
     ],
 )
-def test_what_it_takes_conforms(group):
+def test_all_supported_mechanisms_conform(group):
     with small_tiles():
         report = run_cases(group, ("pallas", "reference"))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
@@ -64,7 +64,7 @@ def arrays(t=20, h=2, n=2, d=8, e=8, dtype="float32"):
     return [jnp.asarray(rng.normal(size=shape), dtype=dtype) for shape in shapes]
 
 
-def test_interpreted_it_is_used_only_by_name():
+def test_in_the_interpreter_the_backend_runs_only_if_it_is_named():
     q, k, v = arrays()
     assert "pallas" not in pa.Lucid().explain(q, k, v).backends
     named = pa.Lucid().explain(q, k, v, backend="pallas")
@@ -99,14 +99,14 @@ QKV = {"q": (2, 20, 4, 8), "k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("gsa", {"s": (2, 20, 2, 300)}, "found 300"),
     ],
 )
-def test_it_says_what_it_does_not_take(mechanism, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reason):
     leaf = pa.parse(mechanism).program.leaves[0]
     support = Pallas().supports(leaf, request(mechanism, **{**QKV, **changes}))
     assert not support.ok
     assert reason in support.reason
 
 
-def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
+def test_an_unsupported_call_is_an_error_if_no_other_backend_is_allowed():
     q, k, v = arrays()
     w, beta = k / 3, jnp.ones(k.shape[:3], k.dtype)
     with pytest.raises(UnsupportedError, match="no kernels for path"):
@@ -137,7 +137,7 @@ def test_jit_grad_and_vmap_of_a_call_with_fewer_key_heads():
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_who_has_not_used_jax_has_it_start_nothing():
+def test_a_numpy_call_does_not_initialise_jax():
     code = """
 import jax, numpy as np, precondattn as pa
 from jax._src import xla_bridge

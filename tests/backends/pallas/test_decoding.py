@@ -26,7 +26,7 @@ def arrays(t, h, n, d, e, beta=False):
     ("h", "n", "d", "e", "options", "dtype", "bound"),
     [(4, 2, 12, 20, {"beta": True}, "bfloat16", 1e-2), (16, 1, 16, 16, {}, "float32", 1e-5)],
 )
-def test_decoding_behind_a_cache(h, n, d, e, options, dtype, bound):
+def test_decoding_after_a_cache(h, n, d, e, options, dtype, bound):
     m, t, first = pa.Lucid(**options), 36, 34
     given = {name: rounded(a, dtype) for name, a in arrays(t, h, n, d, e, **options).items()}
     x = {name: pair[0] for name, pair in given.items()}
@@ -42,7 +42,7 @@ def test_decoding_behind_a_cache(h, n, d, e, options, dtype, bound):
 
 
 def test_decoding_sequences_of_unequal_lengths():
-    """One sequence begins with the step, one has no new token, and some slots are hidden."""
+    """One sequence begins with the step, one has no new token, and some keys are masked."""
     m = pa.Lucid()
     x = {name: jnp.concatenate([a, a[:1]], 0) for name, a in arrays(21, 2, 2, 8, 8).items()}
     x = {name: a.astype(jnp.float32) for name, a in x.items()}

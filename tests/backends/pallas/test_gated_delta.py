@@ -1,4 +1,4 @@
-"""The Pallas kernels of the gated delta rule and its kin against the definition, interpreted."""
+"""The gated delta rule and its variants by Pallas kernels against the definition, interpreted."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ TILES = {
 
 
 def problem(leaf, t, d=12, e=20, b=2, heads=(2, 4), keys="random", gates="random"):
-    """Inputs and a cotangent; heads of keys, and of what has a state or of queries."""
+    """Inputs and a cotangent; `heads` are those of keys, and those of states or queries."""
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n}
@@ -60,7 +60,7 @@ def check_leaf(leaf, t, dtype="float32", frame=None, bound=None, **options):
     ("t", "dtype", "d", "e"),
     [(33, "float32", 12, 20), (31, "bfloat16", 40, 72), (1, "float16", 8, 8)],
 )
-def test_tokens_one_off_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
+def test_lengths_around_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
     check_leaf(pa.GatedDelta(), t, dtype, d=d, e=e)
 
 
@@ -70,18 +70,18 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_what_such_keys_write_has_the_digits_of_float16(keys):
+def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
     check_leaf(pa.Delta(), 40, "float16", keys=keys, b=1, heads=(1, 1), bound=8e-4)
 
 
-def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
+def test_zero_keys_and_open_gates_next_to_closed_ones():
     check_leaf(pa.GatedDelta(), 40, keys="zero", gates="extreme", b=1)
 
 
 @pytest.mark.parametrize(
     "leaf", [pa.Delta(scale=0.3), pa.SSD(), pa.Retention(), pa.Linear(normalize=True)], ids=str
 )
-def test_special_cases_by_the_same_kernels(leaf):
+def test_special_cases_run_by_the_same_kernels(leaf):
     if leaf == pa.Linear(normalize=True):
         x, cotangent = problem(leaf, 20, b=1)
         x = {name: np.abs(a) if name in "qk" else a for name, a in x.items()}
@@ -90,7 +90,7 @@ def test_special_cases_by_the_same_kernels(leaf):
     check_leaf(leaf, 20, b=1)
 
 
-def test_contracted_queries_by_the_same_kernels():
+def test_contracted_queries_run_by_the_same_kernels():
     rng = np.random.default_rng(0)
     x = {"q": rng.normal(size=(1, 20, 4, 12)), "k": rng.normal(size=(1, 20, 2, 12))}
     x |= {"contraction": rng.uniform(size=(1, 20, 4)), "g": -np.abs(rng.normal(size=(1, 20, 4)))}
@@ -99,7 +99,7 @@ def test_contracted_queries_by_the_same_kernels():
 
 
 @pytest.mark.parametrize(("t", "lengths"), [(20, None), (9, (20, 11))])
-def test_what_hides_a_key_hides_no_contraction_of_a_query(t, lengths):
+def test_masking_a_key_does_not_mask_the_contraction_of_its_query(t, lengths):
     rng = np.random.default_rng(0)
     x = {"q": rng.normal(size=(2, t, 4, 12)), "k": rng.normal(size=(2, 20, 2, 12))}
     x["contraction"] = rng.uniform(size=(2, t, 4))
@@ -109,14 +109,14 @@ def test_what_hides_a_key_hides_no_contraction_of_a_query(t, lengths):
     check(KERNELS, leaf, x, cotangent, frame, "float32", 1e-5, **TILES)
 
 
-def test_padding_and_segments_are_not_looked_at():
+def test_padding_and_other_segments_have_no_effect():
     frame = frame_of(40, 40, 2, lengths=(40, 3), segments=(20, 9))
     check_leaf(pa.GatedDelta(), 40, frame=frame, heads=(1, 1))
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_an_inverse_of_64_tokens_loses_no_digits(keys):
-    """Doubling the Neumann series would lose all of them."""
+def test_an_inverse_of_64_tokens_is_accurate(keys):
+    """The Neumann series by repeated doubling would lose all digits."""
     x, _ = problem(pa.Delta(), 64, b=1, heads=(1, 1), keys=keys)
     k = x["k"][0, :, 0]
     given, strict = rounded(np.tril(2 * k @ k.T, -1), "float32")
@@ -124,7 +124,7 @@ def test_an_inverse_of_64_tokens_loses_no_digits(keys):
     assert error(result, np.linalg.inv(np.eye(64) + strict)) < 2e-5
 
 
-def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
+def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
     g = -np.abs(np.random.default_rng(0).normal(size=64)) * 1e-3
     g[5] = -150.0
     result = pairs_of({"g": jnp.asarray(g, dtype="float32")}, 64)

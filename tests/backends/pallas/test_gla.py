@@ -1,6 +1,6 @@
 """The Pallas kernels of a decay for each channel against the definition, interpreted.
 
-Chunks have 64 tokens, four tiles, so that there are tiles between two others.
+Chunks have 64 tokens in four tiles, so that some tiles are between two others.
 """
 
 import numpy as np
@@ -65,9 +65,9 @@ def check_leaf(leaf, t, dtype="float32", frame=None, **options):
 
 
 def test_a_chunks_scores_and_their_gradients():
-    """Of two queries, in two chunks: F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc.
+    """F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc for two queries per key, in two chunks.
 
-    Gates are weak in half of the channels, and keep all or nothing in the others.
+    Gates are weak in half of the channels, and open or closed in the others.
     """
     rng = np.random.default_rng(0)
     given, exact = {}, {}
@@ -112,7 +112,7 @@ def test_one_token_more_than_a_chunk_and_blocks_of_channels():
 @pytest.mark.parametrize(
     ("leaf", "dtype"), [(pa.GLA(scale=0.3), "float32"), (pa.GSA(), "float16")], ids=str
 )
-def test_padding_segments_and_gates_that_keep_all_beside_those_that_keep_nothing(leaf, dtype):
+def test_padding_segments_and_open_gates_next_to_closed_ones(leaf, dtype):
     frame = frame_of(70, 70, 2, lengths=(70, 3), segments=(20, 9))
     check_leaf(leaf, 70, dtype, frame=frame, b=2, heads=(1, 1), gates="extreme")
 

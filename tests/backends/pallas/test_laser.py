@@ -1,4 +1,4 @@
-"""LASER by Pallas kernels against the definition, interpreted, and where values are far apart."""
+"""LASER by Pallas kernels against the definition, interpreted; values close and far apart."""
 
 import numpy as np
 import pytest

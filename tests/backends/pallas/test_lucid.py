@@ -48,12 +48,12 @@ def test_keys_that_coincide_or_are_zero(keys, eps):
 
 
 @pytest.mark.parametrize(("dtype", "lengths"), [("float32", (33, 13)), ("bfloat16", (40, 0))])
-def test_padding_is_not_looked_at(dtype, lengths):
+def test_padding_has_no_effect(dtype, lengths):
     frame = frame_of(40, 40, 2, lengths=lengths)
     check(KERNELS, *problem(40, n=1, beta=True), frame, dtype, BOUNDS[dtype])
 
 
-def test_segments_do_not_meet():
+def test_segments_are_independent():
     frame = frame_of(70, 70, 2, segments=(7, 40))
     check(KERNELS, *problem(70), frame, "float32", 2e-5)
 
@@ -64,12 +64,12 @@ def test_widths_that_are_no_powers_of_two_and_more_than_a_chunk(d, e):
     check(KERNELS, *given, frame_of(18, 18, 1), "bfloat16", 2e-2)
 
 
-def test_keys_that_somebody_else_normalised():
+def test_keys_that_are_normalised_already():
     given = problem(34, b=1, normalize="given")
     check(KERNELS, *given, frame_of(34, 34, 1), "bfloat16", 2e-2)
 
 
-def test_tiles_of_unequal_sizes_as_they_are_shipped():
+def test_shipped_tiles_of_unequal_sizes_compute_the_same():
     tiles = {
         "lucid_inverse": Configuration(64, 128),
         "lucid_update": Configuration(64, 32),
@@ -81,7 +81,7 @@ def test_tiles_of_unequal_sizes_as_they_are_shipped():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_channels_of_very_different_sizes(dtype):
-    """Each channel is as exact as if it were alone, though float16 ends at 65504."""
+    """Each channel is as accurate as alone, although the largest float16 is 65504."""
     leaf, x, _ = problem(34, b=1, n=1)
     x["v"] *= 1e4 ** np.random.default_rng(0).normal(size=x["v"].shape[3])
     given, exact = ({n: rounded(a, dtype)[i] for n, a in x.items()} for i in (0, 1))

@@ -1,4 +1,4 @@
-"""The Pallas kernels for a TPU against the definition, interpreted: no races, nothing unwritten."""
+"""The Pallas kernels for a TPU against the definition, interpreted, with checks for races."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def check_on_a_tpu(leaf, x, cotangent, frame, dtype, bound=None):
 
 
 def check_output_on_a_tpu(leaf, x, dtype, cores=1):
-    """Of all tokens, in one segment."""
+    """The output of a call without masks."""
     given, exact = ({name: rounded(a, dtype)[i] for name, a in x.items()} for i in (0, 1))
     t = x["k"].shape[1]
     expected, _ = leaf.forward(exact, frame_of(t, t, x["k"].shape[0]))
@@ -76,7 +76,7 @@ def recurrence(leaf, t, kinds=(("random", "random"),), **options):
         (127, "bfloat16", (127, 3, 127, 100), (30, 127, 50, 127)),
     ],
 )
-def test_lucid_one_off_a_block_with_keys_that_coincide_or_are_zero(t, dtype, lengths, segments):
+def test_lucid_around_a_block_with_keys_that_coincide_or_are_zero(t, dtype, lengths, segments):
     given = lucid(t, ("clustered", "equal", "zero", "clustered"), beta=True)
     check_on_a_tpu(*given, frame_of(t, t, 4, lengths=lengths, segments=segments), dtype)
 
@@ -86,12 +86,12 @@ def test_lucid_with_heads_wide_values_and_whole_blocks():
     check_on_a_tpu(*given, frame_of(256, 256, 1), "float32")
 
 
-def test_lucid_with_keys_that_somebody_else_normalised():
+def test_lucid_with_keys_that_are_normalised_already():
     given = lucid(129, ("clustered",), normalize="given")
     check_on_a_tpu(*given, frame_of(129, 129, 1), "bfloat16")
 
 
-def test_one_token_of_lucid_is_its_own_value():
+def test_for_one_token_of_lucid_y_is_its_value():
     given = lucid(1, ("clustered",))
     check_on_a_tpu(*given, frame_of(1, 1, 1), "float32", 1e-6)
 
@@ -99,7 +99,7 @@ def test_one_token_of_lucid_is_its_own_value():
 KINDS = (("random", "random"), ("clustered", "random"), ("equal", "extreme"), ("zero", "extreme"))
 
 
-def test_gated_delta_one_off_a_chunk_with_extreme_gates_padding_and_segments():
+def test_gated_delta_around_a_chunk_with_extreme_gates_padding_and_segments():
     given = recurrence(pa.GatedDelta(), 257, KINDS, heads=(1, 2))
     frame = frame_of(257, 257, 4, lengths=(257, 256, 200, 257), segments=(300, 100, 300, 128))
     check_on_a_tpu(*given, frame, "float32")
@@ -115,7 +115,7 @@ def test_gated_delta_in_half_precision_with_wide_values():
     [(pa.Delta(), 1, "float32"), (pa.SSD(), 129, "bfloat16")],
     ids=str,
 )
-def test_special_cases_by_the_same_kernels(leaf, t, dtype):
+def test_special_cases_run_by_the_same_kernels(leaf, t, dtype):
     check_on_a_tpu(*recurrence(leaf, t), frame_of(t, t, 1), dtype)
 
 
@@ -126,7 +126,7 @@ def test_several_queries_that_read_one_state():
     check_on_a_tpu(leaf, x, cotangent, frame_of(20, 20, 1), "float32")
 
 
-def test_contracted_queries_by_the_same_kernels():
+def test_contracted_queries_run_by_the_same_kernels():
     rng = np.random.default_rng(0)
     x = {"q": rng.normal(size=(1, 20, 4, 12)), "k": rng.normal(size=(1, 20, 2, 12))}
     x |= {"contraction": rng.uniform(size=(1, 20, 4)), "g": -np.abs(rng.normal(size=(1, 20, 4)))}
@@ -181,7 +181,7 @@ def test_factors_in_two_terms_keep_16_bits():
 
 
 def copy_and_read(x, out, scratch, semaphore, *, wait):
-    """Reads what is being copied, or what has been."""
+    """Reads the destination of a copy before or after waiting for it."""
     copy = pltpu.make_async_copy(x, scratch, semaphore)
     copy.start()
     if wait:
@@ -234,13 +234,13 @@ def test_cores_that_write_the_same_memory_are_a_race(capfd):
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
-def test_checking_nothing_is_an_error():
+def test_a_check_without_kernels_is_an_error():
     with pytest.raises(RuntimeError, match="nothing was checked"), checked():
         pass
 
 
 def test_every_variant_for_a_tpu_can_be_lowered():
-    """Under 64 bits by default too, as in all of these tests."""
+    """Also when 64 bits are enabled, as in all of these tests."""
     names = set()
     for variant in ahead_of_time.variants_of(variants.__name__, TPU).values():
         kernels = pallas_compiler.kernels_of(variant, TPU)
@@ -275,13 +275,13 @@ def request(verb="vjp", **shapes):
         ("gsa", {"s": (2, 20, 2, 4)}, "one decay for all of a state on a TPU"),
     ],
 )
-def test_it_says_what_it_does_not_take(mechanism, shapes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(mechanism, shapes, reason):
     given = {"q": (2, 20, 2, 8), "k": (2, 20, 2, 8), "v": (2, 20, 2, 8)} | shapes
     leaf = pa.parse(mechanism).program.leaves[0]
     assert reason in kernels_of(leaf, interpret=True, target=TPU).refuses(leaf, request(**given))
 
 
-def test_other_pieces_have_no_kernels_there():
+def test_other_pieces_have_no_kernels_for_a_tpu():
     group = Group(group_of("lucid"))
     for piece in (pa.Softmax(), pa.parse("laser").program.leaves[0], pa.Path(), group):
         assert kernels_of(piece, interpret=True, target=TPU) is None
@@ -294,7 +294,7 @@ def run_with_setting(code, setting):
     )
 
 
-def test_the_environment_says_whose_kernels_are_interpreted():
+def test_an_environment_variable_selects_the_target_of_interpreted_kernels():
     code = """
 import jax, jax.numpy as jnp, precondattn as pa
 from precondattn_pallas.backend import Pallas

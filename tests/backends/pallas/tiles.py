@@ -1,6 +1,6 @@
-"""Tiles of a few tokens, so that short sequences have several, and kernels held to the definition.
+"""Tiles of a few tokens, so that short sequences have several; comparison with the definition.
 
-Interpreted, what no program writes is NaN, and so is all padding here.
+In the interpreter, memory that no program writes is NaN; here padding is NaN too.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ quick = partial(
     jax.jit,
     compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
 )
-"""Compiled fast rather than to be fast."""
+"""Options for fast compilation, not for fast code."""
 
 
 def small_tiles(**configurations):
@@ -37,7 +37,7 @@ def small_tiles(**configurations):
 
 
 def rounded(array, dtype):
-    """As an array of JAX, and the same numbers in float64."""
+    """The array in JAX, rounded to the dtype, and the same numbers in float64."""
     result = jnp.asarray(array, dtype=dtype)
     return result, wide(result)
 
@@ -47,12 +47,12 @@ def wide(array):
 
 
 def error(result, expected):
-    """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
+    """The largest difference, divided by the largest expected number or by at least 0.1."""
     return np.abs(wide(result) - expected).max() / max(np.abs(expected).max(), 0.1)
 
 
 def frame_of(t, s, b, lengths=None, key_mask=None, segments=None):
-    """Of NumPy's arrays, for t queries that are the last of s tokens."""
+    """A frame of NumPy's arrays for t queries, which are the last of s tokens."""
     key = np.arange(s)[None]
     query = key[:, s - t :]
     k_valid = key_mask
@@ -66,7 +66,7 @@ def frame_of(t, s, b, lengths=None, key_mask=None, segments=None):
 
 
 def filled(array, valid, filler):
-    """With the filler in tokens that do not count."""
+    """The array with `filler` at invalid tokens."""
     if valid is None:
         return array
     shape = (*valid.shape, *[1] * (array.ndim - 2))
@@ -74,7 +74,7 @@ def filled(array, valid, filler):
 
 
 def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
-    """Output and gradients against the definition in float64, whatever stands in the padding."""
+    """Output and gradients against the definition in float64, whatever the padding contains."""
     sides = {
         name: frame.q_valid if "t" in leaf.inputs[name].letters else frame.k_valid for name in x
     }
@@ -110,7 +110,7 @@ def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
 
 
 def check_extension(kernels, leaf, x, cotangent, bound, **tiles):
-    """A step of float32 behind a state, and its gradient, against the definition in float64."""
+    """An extension of a state in float32, and its gradient, against the definition in float64."""
     rng = np.random.default_rng(1)
     (b, t), slots = x["k"].shape[:2], leaf.program.calls[0].slot_keys()
     shapes = {name: a.shape for name, a in leaf.zero_state(x).items()}

@@ -49,9 +49,9 @@ def with_gradient(m, x, cotangent, backend):
 
 @pytest.mark.parametrize("library", BACKENDS)
 @pytest.mark.parametrize("expression", MECHANISMS)
-def test_several_blocks_of_the_size_they_have_by_default(expression, library):
+def test_several_blocks_of_the_default_size(expression, library):
     m = pa.parse(expression)
-    # PyTorch's kernel reads PaTH's past where values are as wide as keys.
+    # PyTorch's kernel is used for PaTH's past only if values are as wide as keys.
     e = 8 if "path" in expression else 6
     x = make_inputs(m, Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e), "clustered")
     cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
@@ -65,7 +65,7 @@ def test_several_blocks_of_the_size_they_have_by_default(expression, library):
 @pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "lucid(path)"])
 @pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
 def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_blocks):
-    """A query whose own key is masked still sees the others."""
+    """A query whose own key is masked still attends to the others."""
     m = pa.parse(expression)
     layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     x = make_inputs(m, layout, "clustered") | layout.masks()
@@ -78,7 +78,7 @@ def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_block
 @pytest.mark.parametrize("library", BACKENDS)
 @pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])
 def test_laser_reads_values_too_far_apart_for_one_shift(library, dtype, apart, small_blocks):
-    """Blocks far above and below one another, and single values far from those around them."""
+    """Values of whole blocks that are far apart, and single values far from their neighbours."""
     rng = np.random.default_rng(1)
     x = {n: rng.normal(size=(2, 45, 2, 4)) for n in "qkv"}
     x["v"][:, 10:20] += apart
@@ -96,7 +96,7 @@ def test_laser_reads_values_too_far_apart_for_one_shift(library, dtype, apart, s
 @pytest.mark.parametrize("library", BACKENDS)
 @pytest.mark.parametrize("expression", MECHANISMS)
 @pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
-def test_they_are_chosen_over_the_reference(expression, library, verb):
+def test_blocked_backends_are_chosen_over_the_reference(expression, library, verb):
     m = pa.parse(expression)
     x = given(library, make_inputs(m, Layout("plain"), "random"))
     if verb == "extend":
@@ -131,7 +131,7 @@ def test_an_extension_is_differentiable_as_the_references_is(expression):
 
 
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path", "ccq(gated_delta)"])
-def test_a_compiled_graph_has_the_blocked_backend_in_it(expression):
+def test_a_compiled_graph_contains_the_blocked_backend(expression):
     m = pa.parse(expression)
     x = given("torch", make_inputs(m, Layout("compiled"), "clustered"))
 
@@ -170,14 +170,14 @@ def test_a_function_transform_is_left_to_the_reference_and_refused_where_that_is
 
 
 @pytest.mark.parametrize("library", BACKENDS)
-def test_a_cache_keeps_the_tokens_of_a_feature_together(library):
+def test_a_cache_stores_the_tokens_of_a_feature_contiguously(library):
     x = given(library, {n: np.ones((2, 1, 3, 4)) for n in "qkvw"} | {"beta": np.ones((2, 1, 3))})
     store = pa.Path().init_cache(**x, capacity=8).store
     values, keys = store["v"], store["path(k,w,beta)"]
     assert tuple(values.shape) == tuple(keys.shape) == (2, 8, 3, 4)
     xp = namespace(values)
     assert is_in_one_piece(xp.permute_dims(values, (0, 2, 3, 1)))
-    assert is_in_one_piece(xp.permute_dims(keys, (0, 2, 1, 3)))  # They are rewritten.
+    assert is_in_one_piece(xp.permute_dims(keys, (0, 2, 1, 3)))  # Every flush rewrites keys.
 
 
 def is_in_one_piece(array):

@@ -1,4 +1,4 @@
-"""The conformance suite on the blocked backends: at the block sizes they have, and small ones."""
+"""The conformance suite on the blocked backends, with default and with small block sizes."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_the_blocked_backends_conform(group):
     check(group, BACKENDS[group[0].library])
 
 
-# Slow: compositions, whose pieces run here by themselves and whose wiring runs above; options in
+# Slow: compositions, whose pieces run alone here and whose wiring is tested above; options in
 # PyTorch, whose algorithms are those of NumPy with other arithmetic.
 @pytest.mark.parametrize(
     "group",
@@ -44,5 +44,5 @@ def test_the_blocked_backends_conform(group):
         *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
     ],
 )
-def test_the_blocked_backends_conform_from_block_to_block(group, small_blocks):
+def test_the_blocked_backends_conform_across_small_blocks(group, small_blocks):
     check(group, BACKENDS[group[0].library])

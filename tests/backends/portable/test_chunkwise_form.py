@@ -1,8 +1,8 @@
 """The backends' chunkwise form against the definition, token by token.
 
-Every kind of decay, with gates that keep everything, forget everything, and all between; any number
-of tokens and of queries; from a state, and with a gradient for the last one. An equality has to
-hold to 1e-10 of the largest number in float64, and to 2e-5 in float32.
+Every kind of decay, with open, closed and intermediate gates; any number of tokens and of queries;
+with an initial state and a gradient of the last one. An equality has to hold to 1e-10 of the
+largest number in float64, and to 2e-5 in float32.
 """
 
 import array_api_strict
@@ -23,7 +23,7 @@ KINDS = ["none", "head", "key", "value", "delta", "gated delta"]
 
 @pytest.fixture(autouse=True)
 def several_groups(monkeypatch):
-    """Two chunks to a group, so that three chunks are two of them."""
+    """Two chunks per group, so that three chunks have two groups."""
     monkeypatch.setattr(chunkwise, "GROUP", 2 * 4 * CHUNK * CHUNK)
 
 
@@ -34,7 +34,7 @@ def some_gates(rng, shape):
 
 
 def some_keys(rng, shape):
-    """Of length 1 or 0, many of them the same."""
+    """Keys of length 1 or 0, many of them equal."""
     few = rng.normal(size=(4, shape[-1]))
     few /= np.linalg.vector_norm(few, axis=-1, keepdims=True)
     few[0] = 0
@@ -46,7 +46,7 @@ def some_keys(rng, shape):
 
 
 def some_stream(rng, kind, s, t, r, gates=some_gates):
-    """A stream and its initial state, and gradients of what comes of them."""
+    """A stream, its initial state, and cotangents of the outputs and the last state."""
     b, m, d, e = 2, 2, 4, 3
     k, v, q = (
         some_keys(rng, (b, m, s, d)),
@@ -84,14 +84,14 @@ def check(given, form, to=lambda a: a, bound=1e-10):
 @pytest.mark.parametrize("r", [1, 3])
 @pytest.mark.parametrize("s", TOKENS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_definition(kind, s, r):
+def test_the_chunkwise_form_equals_the_definition(kind, s, r):
     rng = np.random.default_rng([KINDS.index(kind), s, r])
     for t in sorted({s, max(s - 2, 1), 1}):
         check(some_stream(rng, kind, s, t, r), Chunkwise(IN_PLACE, CHUNK))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_definition_in_pytorch_and_by_the_standard_alone(kind):
+def test_the_chunkwise_form_equals_the_definition_in_pytorch_and_in_the_array_api_standard(kind):
     rng = np.random.default_rng(1)
     for s, t, r in [(21, 14, 2), (3, 3, 1)]:
         given = some_stream(rng, kind, s, t, r)
@@ -114,14 +114,14 @@ GATES = {
 
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("kind", ["head", "key", "value", "gated delta"])
-def test_no_gate_costs_digits(kind, gates):
+def test_no_gate_costs_accuracy(kind, gates):
     """In chunks of 64, in float64 and in float32."""
     given = some_stream(np.random.default_rng(2), kind, 70, 70, 1, GATES[gates])
     check(given, Chunkwise(IN_PLACE))
     check(given, Chunkwise(IN_PLACE), lambda a: a.astype(np.float32), 2e-5)
 
 
-def test_it_writes_to_none_of_its_inputs():
+def test_the_chunkwise_form_does_not_modify_its_inputs():
     rng = np.random.default_rng(3)
     for kind in KINDS:
         x, *others = some_stream(rng, kind, 16, 16, 1)
@@ -133,7 +133,7 @@ def test_it_writes_to_none_of_its_inputs():
         assert all(np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
 
 
-def test_what_it_does_not_have_is_refused():
+def test_unsupported_decays_are_refused():
     x, state, *_ = some_stream(np.random.default_rng(4), "key", 4, 4, 1)
     with pytest.raises(ValueError, match="one decay for each head"):
         Chunkwise(IN_PLACE).forward(x._replace(beta=np.ones((2, 2, 4))), state)

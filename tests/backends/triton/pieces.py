@@ -1,4 +1,4 @@
-"""Kernels around pieces of the backend's kernels, for tests that look at one piece alone."""
+"""Kernels that call one device function of the backend, for tests of that function alone."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The Triton backend in dispatch: what it takes, what it refuses, and that it conforms."""
+"""The Triton backend in dispatch: support, refusals and conformance."""
 
 import os
 import runpy
@@ -42,7 +42,7 @@ TAKEN = (
 )
 OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
-"""Slow in half precision, in which tests of their kernels run by default."""
+"""Slow in half precision: the tests of their kernels cover it by default."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
@@ -59,7 +59,7 @@ INTERPRET = "TRITON_INTERPRET"
         *fewer_queries("torch", "float16", (*OF_ANY_WIDTH, *RECURRENCES)),
     ],
 )
-def test_what_it_takes_conforms(group):
+def test_all_supported_mechanisms_conform(group):
     with small_tiles():
         report = run_cases(group, ("triton", "torch"))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
@@ -71,7 +71,7 @@ def arrays(t=20, h=2, n=2, d=8, e=8, dtype=torch.float32):
     return (torch.randn(2, t, heads, width).to(dtype) for heads, width in ((h, d), (n, d), (n, e)))
 
 
-def test_interpreted_it_is_used_only_by_name():
+def test_in_the_interpreter_the_backend_runs_only_if_it_is_named():
     q, k, v = arrays()
     assert "triton" not in pa.Lucid().explain(q, k, v).backends
     named = pa.Lucid().explain(q, k, v, backend=("triton", "torch"))
@@ -103,7 +103,7 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),
     ],
 )
-def test_it_says_what_it_does_not_take(mechanism, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reason):
     support = Triton().supports(
         pa.parse(mechanism).program.leaves[0], request(mechanism, **{**KV, **changes})
     )
@@ -111,7 +111,7 @@ def test_it_says_what_it_does_not_take(mechanism, changes, reason):
     assert reason in support.reason
 
 
-def test_on_amd_it_takes_what_fits():
+def test_on_amd_calls_that_fit_are_supported():
     solve = pa.LucidSolve()
     with compiling_for(amd=True):
         assert Triton().supports(solve, request(solve, **KV)).ok
@@ -131,7 +131,7 @@ def test_on_amd_it_takes_what_fits():
         ("float32", 32, 8, False),
     ],
 )
-def test_a_step_takes_as_many_query_heads_as_fit(dtype, h, d, fits):
+def test_a_step_supports_as_many_query_heads_as_fit(dtype, h, d, fits):
     group = Group(group_of("lucid"))
     shapes = {"q": (2, 1, h, d), "k": (2, 1, 1, d), "v": (2, 1, 1, d)}
     support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
@@ -139,7 +139,7 @@ def test_a_step_takes_as_many_query_heads_as_fit(dtype, h, d, fits):
     assert fits or f"d={d}" in support.reason
 
 
-def test_a_traced_step_goes_elsewhere():
+def test_a_traced_step_runs_on_another_backend():
     m = pa.Lucid()
     q, k, v = arrays(1)
     cache = m.init_cache(q, k, v, capacity=8)
@@ -165,7 +165,7 @@ def test_tf32_is_the_users_choice():
         matmul.fp32_precision = before
 
 
-def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
+def test_an_unsupported_call_is_an_error_if_no_other_backend_is_allowed():
     q, k, v = arrays()
     with pytest.raises(UnsupportedError, match="no kernels for softmax"):
         pa.Lucid()(q, k, v, backend="triton")
@@ -174,7 +174,7 @@ def test_what_it_refuses_is_an_error_where_it_is_the_only_one():
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("beta", [False, True])
 @pytest.mark.parametrize(("h", "n", "d", "e"), [(4, 2, 12, 20), (16, 1, 8, 8), (2, 2, 40, 16)])
-def test_decoding_behind_a_cache(dtype, bound, beta, h, n, d, e):
+def test_decoding_after_a_cache(dtype, bound, beta, h, n, d, e):
     torch.manual_seed(0)
     m, t, first = pa.Lucid(beta=beta), 37, 33
     q, k, v = arrays(t, h, n, d, e, dtype)
@@ -210,16 +210,16 @@ def test_decoding_sequences_of_unequal_lengths():
         torch.testing.assert_close(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
 
 
-def test_the_ledger_is_that_of_the_saved_reports():
-    """It is what `docs/make_ledger.py` makes of them, and nothing else."""
+def test_the_ledger_is_generated_from_the_saved_reports():
+    """The ledger equals the output of `docs/make_ledger.py`."""
     docs = Path(__file__).parents[3] / "docs"
     maker = runpy.run_path(str(docs / "make_ledger.py"))
     made = maker["page"](maker["_reports"](), maker["_records"]())
     assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
 
 
-def test_interpreted_by_name_it_has_a_gpus_arithmetic():
-    """In a process that knows nothing of how kernels are checked."""
+def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
+    """In a process that does not import the checks of kernels."""
     code = """
 import torch, precondattn as pa
 torch.manual_seed(0)

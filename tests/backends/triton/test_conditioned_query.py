@@ -1,4 +1,4 @@
-"""CCQ's query by kernels of its own, and in one pass with its backbone, interpreted."""
+"""CCQ's query by its own kernels, and in one pass with its backbone, interpreted."""
 
 import pytest
 
@@ -19,7 +19,7 @@ ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def problem(layer, t, d=12, e=8, b=1, h=1, n=1, u=1):
-    """Keys that vary around a direction, so that their mean and their covariance both count."""
+    """Keys that vary around a direction, so that their mean and covariance both matter."""
     torch.manual_seed(t)
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": h, "n": n, "u": u}
     x = {name: torch.randn(pattern.shape(sizes)) for name, pattern in layer.inputs.items()}
@@ -33,7 +33,7 @@ def problem(layer, t, d=12, e=8, b=1, h=1, n=1, u=1):
 
 
 def check(layer, x, dtype=torch.float32, **masks):
-    """Output and gradients by these kernels alone, against the definition in double precision."""
+    """Output and gradients by these kernels only, against the definition in float64."""
     x = {name: array.to(dtype) for name, array in x.items()}
     expected, pullback = layer.vjp(**doubled(x), **masks, backend="reference")
     d_out = torch.randn(expected.shape).to(dtype)
@@ -47,12 +47,12 @@ def check(layer, x, dtype=torch.float32, **masks):
         assert result[name].dtype == dtype
 
 
-# Slow: two passes, whose kernels the tests of the recurrences and of `conditioned_query` run too.
+# Slow: two passes; the tests of the recurrences and of `conditioned_query` run their kernels too.
 @pytest.fixture(
     params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["one pass", "two passes"]
 )
 def passes(request, monkeypatch):
-    """In float32, too: what is carried together is the same to its last digits."""
+    """Runs the query and its backbone in one pass in every dtype, or in two passes."""
     monkeypatch.setattr(conditioned_read, "SHARING", ALL_DTYPES if request.param else ())
 
 
@@ -66,7 +66,7 @@ def support(expression, verb="vjp", **changes):
 
 
 @pytest.mark.parametrize("base", SHARING)
-def test_a_backbone_that_goes_over_the_same_keys_is_one_piece_with_the_query(base):
+def test_the_query_and_a_backbone_that_reads_the_same_keys_run_in_one_pass(base):
     assert support(f"ccq({base})").ok
 
 
@@ -87,8 +87,8 @@ def test_other_backbones_and_extensions_are_left_to_the_leaves(expression, chang
 
 
 @pytest.mark.parametrize(("t", "heads"), [(33, {"u": 2}), (16, {}), (1, {})])
-def test_gated_delta_at_the_edges_of_chunks(passes, t, heads):
-    """Three chunks of which the last has one token; heads of values that share their keys."""
+def test_gated_delta_at_the_borders_of_chunks(passes, t, heads):
+    """Three chunks, the last of one token; value heads that share their keys."""
     layer = pa.parse("ccq(gated_delta)")
     check(layer, problem(layer, t, d=20, e=40, **heads))
 
@@ -119,8 +119,8 @@ def test_half_precision(expression, dtype):
 
 
 @pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(ssd)"])
-def test_packed_padded_and_hidden_tokens(passes, expression):
-    """A segment ends at a chunk's edge, one within it, and one has chunks between its ends."""
+def test_packed_padded_and_masked_tokens(passes, expression):
+    """One segment ends at a chunk's border, one within a chunk, and one spans several chunks."""
     layer = pa.parse(expression)
     x = problem(layer, 57)
     check(layer, x, segment_ids=torch.tensor([[0] * 3 + [1] * 13 + [2] * 37 + [7] * 4]))
@@ -139,7 +139,7 @@ def test_fewer_queries_than_keys_are_those_of_the_last_tokens(passes):
     check(layer, x | late)
 
 
-def test_the_query_alone_with_strides_of_its_own_and_rows_of_zero():
+def test_the_query_alone_with_arbitrary_strides_and_rows_of_zero():
     layer = pa.ConditionedQuery(eps=0)
     x = problem(layer, 19, h=2)
     x["k"][:, 4], x["q"][:, 6] = 0, 0
@@ -161,14 +161,14 @@ def test_rows_so_long_or_short_that_their_squares_overflow_or_vanish():
 
 
 def test_keys_that_hardly_vary_around_a_long_mean():
-    """The covariance is what is left of two large numbers."""
+    """The covariance is a difference of two large numbers."""
     layer = pa.ConditionedQuery()
     x = problem(layer, 40)
     x["k"] = 1e-2 * x["k"] + torch.randn(12)
     check(layer, x)
 
 
-def test_pairs_of_the_first_token_contract_nothing():
+def test_the_query_of_the_first_token_is_not_contracted():
     layer = pa.ConditionedQuery(eps=0)
     x = problem(layer, 17)
     segments = torch.tensor([[0] * 16 + [1]])

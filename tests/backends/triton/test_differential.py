@@ -20,7 +20,7 @@ BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 def problem(expression, t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
-    """Inputs by the group's names, and a cotangent."""
+    """Inputs by the names of the group, and a cotangent."""
     torch.manual_seed(t)
     sizes = {"b": b, "t": t, "s": s or t, "h": h, "n": n, "d": d, "e": e}
     inputs = Group(group_of(expression)).inputs
@@ -86,7 +86,7 @@ def test_output_and_gradients_of_every_size_and_dtype(expression, t, h, n, d, e,
 
 
 @pytest.mark.parametrize("paired", ["q", "k"])
-def test_what_both_maps_read_has_both_gradients(paired):
+def test_inputs_of_both_maps_get_the_sum_of_their_gradients(paired):
     expression = f"differential[paired={paired}]"
     check(expression, *problem(expression, 17, h=2))
 
@@ -106,7 +106,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(t, causal):
 
 
 @pytest.mark.parametrize("causal", ["true", "false"])
-def test_padding_may_hold_nan(causal):
+def test_padding_may_contain_nan(causal):
     expression = f"differential[per=token](softmax[causal={causal}])"
     x, d_out = problem(expression, 33, b=2, dtype=torch.bfloat16)
     lengths = torch.tensor([0, 20])
@@ -117,7 +117,7 @@ def test_padding_may_hold_nan(causal):
     assert all((gradient[hidden] == 0).all() for gradient in gradients.values())
 
 
-def test_masked_keys_may_hold_nan_and_queries_may_see_none():
+def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key():
     x, d_out = problem("differential", 33, b=2)
     key_mask = torch.arange(33)[None] % 5 > 1
     key_mask = key_mask & torch.tensor([[True], [False]])
@@ -127,12 +127,12 @@ def test_masked_keys_may_hold_nan_and_queries_may_see_none():
     assert (gradients["q"][1] == 0).all()
 
 
-def test_queries_see_their_own_segment():
+def test_queries_attend_to_their_own_segment_only():
     x, d_out = problem("differential", 35)
     check("differential", x, d_out, segment_ids=torch.tensor([[5] * 10 + [1] * 8 + [9] * 17]))
 
 
-def test_the_same_map_twice_is_one_map_less():
+def test_equal_maps_give_one_map_times_one_minus_lambda():
     x, d_out = problem("differential", 20)
     x |= {"q2": x["q"], "k2": x["k"], "lam": torch.tensor(1.0)}
     out, _ = run_kernels("differential", x, d_out)
@@ -159,7 +159,7 @@ def test_inputs_of_any_strides():
     check("differential[per=token]", apart, torch.randn(17, 1, 8)[None].expand(2, 17, 2, 8))
 
 
-def test_the_same_bits_whatever_the_order_of_programs():
+def test_any_order_of_programs_gives_the_same_bits():
     x, d_out = problem("differential", 33, h=2)
     first, second = (run_kernels("differential", x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first[0], second[0])
@@ -173,7 +173,7 @@ def test_shipped_tiles_compute_the_same():
 
 
 def with_nan(array, hidden):
-    """NaN at hidden tokens (b, t)."""
+    """The array with NaN at masked tokens (b, t)."""
     return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
 
 
@@ -188,7 +188,7 @@ def refusal(expression, *, verb="vjp", d=64, e=64, t=8):
     return Triton().supports(group, request)
 
 
-def test_what_the_kernels_take():
+def test_supported_calls_are_accepted():
     for size in ({}, {"d": 68}, {"d": 256, "e": 512}, {"t": 3}, {"verb": "forward"}):
         for expression in ("differential", "differential[per=head,paired=q]"):
             assert refusal(expression, **size).ok
@@ -208,13 +208,13 @@ def test_what_the_kernels_take():
         ("differential", {"t": 0}, "empty"),
     ],
 )
-def test_what_has_no_kernel_is_refused(expression, changes, reason):
+def test_calls_without_a_kernel_are_declined_with_the_reason(expression, changes, reason):
     support = refusal(expression, **changes)
     assert not support.ok
     assert reason in support.reason
 
 
-def test_a_plan_takes_the_group_in_one_go():
+def test_a_plan_runs_the_whole_group_in_one_call():
     q, k, v, q2, k2 = torch.randn(5, 1, 20, 2, 8)
     inputs = {"q": q, "k": k, "v": v, "q2": q2, "k2": k2, "lam": torch.tensor(0.5)}
     plan = pa.Differential().explain(**inputs, backend=("triton", "torch"))

@@ -19,7 +19,7 @@ BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 class KernelRun:
-    """What the kernels make of a call: output, gradients by input, and which heads were close."""
+    """The kernels' results of a call: output, gradients by input, and which heads are close."""
 
     def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
         leaf = mechanism(causal).program.leaves[0]
@@ -47,7 +47,7 @@ def dtype_name(array):
 
 
 def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=8, dtype=torch.float32, spread=1.0):
-    """Inputs and a cotangent; a `spread` of 100 puts the values of a channel far apart."""
+    """Inputs and a cotangent; with a `spread` of 100 the values of a channel are far apart."""
     s = s or t
     torch.manual_seed(t)
     q, k = torch.randn(b, t, h, d), torch.randn(b, s, n, d)
@@ -82,7 +82,7 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
 
 
 def with_nan(array, hidden):
-    """NaN at hidden tokens (b, t)."""
+    """The array with NaN at masked tokens (b, t)."""
     return array.masked_fill(hidden[:, :, None, None], torch.nan)
 
 
@@ -137,7 +137,7 @@ def test_more_queries_than_keys():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_may_hold_nan(causal, dtype):
+def test_padding_may_contain_nan(causal, dtype):
     x, d_out = problem(33, b=3, h=1, dtype=dtype)
     lengths = torch.tensor([0, 20, 33])
     hidden = torch.arange(33) >= lengths[:, None]
@@ -148,7 +148,7 @@ def test_padding_may_hold_nan(causal, dtype):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_queries_see_their_own_segment(causal):
+def test_queries_attend_to_their_own_segment_only(causal):
     x, d_out = problem(35, h=1)
     ids = torch.tensor([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 17, [7] * 35])
     check(x, d_out, causal=causal, segment_ids=ids)
@@ -161,9 +161,9 @@ def test_segments_of_fewer_queries_than_keys():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_masked_keys_may_hold_nan_and_queries_may_see_none(causal):
+def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(causal):
     x, d_out = problem(33, h=1)
-    key_mask = torch.arange(33) % 5 > 1  # A causal query before the third sees nothing.
+    key_mask = torch.arange(33) % 5 > 1  # A causal query before the third has no visible key.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
     result = check(x, d_out, causal=causal, key_mask=key_mask)
@@ -175,8 +175,8 @@ def test_masked_keys_may_hold_nan_and_queries_may_see_none(causal):
 def test_logits_of_any_size(size):
     x, d_out = problem(33, b=1)
     x["q"] *= size
-    # In float32 a logit of that size is rounded to 1e-3, and its exponential with it; what is left
-    # of the gradient of q comes from the few rows where two logits are nearly the same.
+    # In float32 a logit of that size is rounded to 1e-3, and so is its exponential; the gradient of
+    # q comes from the few rows in which two logits are nearly equal.
     bounds = {"bound": 5e-4, "gradient_bound": 1e-2} if size > 1 else {}
     check(x, d_out, **bounds)
 
@@ -194,13 +194,13 @@ def test_constant_values_give_that_constant(dtype, height):
 def test_values_near_the_limit_of_close_heads():
     x, d_out = problem(33, b=1)
     x["v"] = 60 * torch.rand(x["v"].shape) - 500
-    # Values that differ much take attention to themselves: the gradient is of opposing terms.
+    # Values that differ much dominate attention: terms of the gradient cancel.
     assert check(x, d_out, gradient_bound=2e-4).is_close == [[True]]
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_values_have_small_errors(dtype):
-    """Though e^v is next to 1, where numbers of half precision lie apart by as much as they."""
+    """e^v is close to 1, where the spacing of half-precision numbers is as large as the values."""
     x, d_out = problem(33, b=1, dtype=dtype, spread=1e-2)
     check(x, d_out)
 
@@ -215,7 +215,7 @@ def test_values_far_apart(dtype, causal):
     assert check(x, d_out, causal=causal).is_close == [[False]]
 
 
-def test_values_far_apart_with_more_channels_than_are_taken_at_once(monkeypatch):
+def test_values_far_apart_with_several_groups_of_channels(monkeypatch):
     monkeypatch.setattr("precondattn_triton.softmax.laser_forward.EXACT_CHANNELS", 16)
     x, d_out = problem(17, 20, b=1, h=1, e=36, spread=100.0)
     check(x, d_out)
@@ -239,7 +239,7 @@ def test_close_and_far_heads_in_one_call():
     assert check(x, d_out).is_close == [[True, False], [True, True]]
 
 
-def test_a_padded_value_does_not_put_a_head_apart():
+def test_a_padded_value_does_not_count_for_the_spread_of_a_head():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
     assert check(x, d_out, lengths=torch.tensor([16])).is_close == [[True]]
@@ -262,11 +262,11 @@ def test_values_that_oppose_the_scores(apart):
 def test_values_of_size_ten_thousand():
     x, d_out = problem(17, b=1, h=1, spread=300.0)
     x["v"] += 1e4
-    # In float32 a sum s + v of that size is rounded to 1e-3, and its exponential with it.
+    # In float32 a sum s + v of that size is rounded to 1e-3, and so is its exponential.
     check(x, d_out, bound=1e-6, gradient_bound=2e-3)
 
 
-def test_no_later_value_has_a_part_in_an_output():
+def test_outputs_do_not_depend_on_later_values():
     x, d_out = problem(17, b=1, h=1, spread=100.0)
     later = {name: a.clone() for name, a in x.items()}
     later["v"][:, 12:] += 3e4
@@ -280,7 +280,7 @@ def test_no_later_value_has_a_part_in_an_output():
 def test_inputs_of_any_strides():
     torch.manual_seed(0)
     x = {
-        "q": torch.randn(2, 4, 16, 17).permute(0, 3, 1, 2),  # Channels apart.
+        "q": torch.randn(2, 4, 16, 17).permute(0, 3, 1, 2),  # Channels are not contiguous.
         "k": torch.randn(2, 2, 20, 32)[:, :, 3:, ::2].transpose(1, 2),
         "v": torch.randn(17, 2, 2, 8).transpose(0, 1).flip(0),
     }
@@ -293,13 +293,13 @@ def test_inputs_of_any_strides():
 
 def test_tensors_of_more_than_two_to_the_31_elements():
     x, d_out = problem(5, b=1, h=1, dtype=torch.float16)
-    far = torch.empty(2**31 + 16, dtype=torch.float16)  # Of which next to nothing is touched.
+    far = torch.empty(2**31 + 16, dtype=torch.float16)  # Almost none of it is accessed.
     for name in x:
         apart = far.as_strided(x[name].shape, (0, 2**29, 0, 1))
         check({**x, name: apart.copy_(x[name])}, d_out)
 
 
-def test_the_same_bits_whatever_the_order_of_programs():
+def test_any_order_of_programs_gives_the_same_bits():
     x, d_out = problem(33, h=4, n=2)
     first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
@@ -323,7 +323,7 @@ def refusal(leaf, *, verb="vjp", dtype="bfloat16", d=64, e=64):
     return Laser().refuses(leaf.program.leaves[0], request)
 
 
-def test_what_the_kernels_take():
+def test_supported_calls_are_accepted():
     for size in ({}, {"d": 68}, {"d": 256, "e": 256}, {"e": 512}, {"verb": "forward"}):
         for causal in (True, False):
             assert refusal(mechanism(causal), **size) is None
@@ -338,7 +338,7 @@ def test_what_the_kernels_take():
         (pa.Path(), "not of path"),
     ],
 )
-def test_options_without_a_kernel_are_refused(base, reason):
+def test_options_without_a_kernel_are_declined(base, reason):
     assert reason in refusal(pa.Laser(base))
 
 
@@ -353,5 +353,5 @@ def test_options_without_a_kernel_are_refused(base, reason):
         ({"e": 260, "dtype": "float32"}, "values whose width is a multiple of 4 and at most 256"),
     ],
 )
-def test_sizes_and_dtypes_without_a_kernel_are_refused(changes, reason):
+def test_sizes_and_dtypes_without_a_kernel_are_declined(changes, reason):
     assert reason in refusal(pa.Laser(), **changes)

@@ -28,7 +28,7 @@ def problem(
     spread=1.0,
     **options,
 ):
-    """A leaf, its inputs, a cotangent, a frame, and which tokens count."""
+    """A leaf, its inputs, a cotangent, a frame, and which tokens are valid."""
     torch.manual_seed(t)
     leaf = pa.LucidSolve(**options)
     k = 0.3 * torch.randn(b, t, n, d) + torch.randn(b, 1, n, d)
@@ -58,7 +58,7 @@ def only_valid(array, frame, filler):
 
 
 def check(leaf, x, d_y, frame, bound, **tiles):
-    """Output and gradients against the definition in float64, whatever stands in the padding."""
+    """Output and gradients against the definition in float64, whatever the padding contains."""
     wide = {name: array.double() for name, array in x.items()}
     y = only_valid(leaf.forward(wide, frame)[0], frame, 0)
     expected = leaf.backward(wide, frame, y, (), only_valid(d_y.double(), frame, 0))
@@ -108,11 +108,11 @@ def test_keys_that_coincide_or_are_zero(keys, eps):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(40, 13), (40, 0)])
-def test_padding_is_not_looked_at(dtype, lengths):
+def test_padding_has_no_effect(dtype, lengths):
     check(*problem(40, dtype=dtype, lengths=lengths, beta=True), BOUNDS[dtype])
 
 
-def test_segments_do_not_meet():
+def test_segments_are_independent():
     check(*problem(50, segments=True), 2e-5)
 
 
@@ -121,13 +121,13 @@ def test_widths_that_are_no_powers_of_two(d, e):
     check(*problem(18, d=d, e=e, b=1, n=1, dtype=torch.bfloat16), 2e-2)
 
 
-def test_keys_that_somebody_else_normalised():
+def test_keys_that_are_normalised_already():
     check(*problem(34, dtype=torch.bfloat16, normalize="given"), 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_of_very_different_sizes(dtype):
-    """Each channel is as exact as if it were alone, though float16 ends at 65504."""
+    """Each channel is as accurate as alone, although the largest float16 is 65504."""
     leaf, x, _, frame = problem(34, b=1, n=1, dtype=dtype, spread=1e4)
     expected = leaf.forward({name: a.double() for name, a in x.items()}, frame)[0]
     with small_tiles():
@@ -137,7 +137,7 @@ def test_channels_of_very_different_sizes(dtype):
 
 
 def test_large_gradients_in_float16():
-    """Products of dv and y beyond float16 give a gradient of the keys that is within it."""
+    """Products of dv and y overflow float16; the gradient of the keys does not."""
     leaf, x, d_y, frame = problem(34, e=64, b=1, n=1, dtype=torch.float16)
     x = {**x, "v": 30 * x["v"]}
     check(leaf, x, 50 * d_y, frame, BOUNDS[torch.float16])
@@ -151,8 +151,8 @@ def test_tiles_of_unequal_sizes():
 
 
 @pytest.mark.parametrize("t", [33, 130])
-def test_tiles_as_large_as_they_are_shipped(t):
-    """Of which the diagonal ones are made of smaller blocks."""
+def test_shipped_tiles_compute_the_same(t):
+    """The diagonal tiles consist of smaller blocks."""
     tiles = {"lucid_inverse": Configuration(64, 128), "lucid_update": Configuration(64, 32)}
     check(*problem(t, b=1, n=1, beta=True), 2e-5, **tiles)
 
@@ -193,7 +193,7 @@ def test_the_order_of_the_programs_does_not_matter():
 
 
 @pytest.mark.parametrize("hidden", [2, 5])
-def test_a_step_looks_past_masked_keys_its_own_among_them(hidden):
+def test_a_step_ignores_masked_keys_including_its_own(hidden):
     torch.manual_seed(0)
     x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     for name in ("k", "v"):

@@ -20,8 +20,8 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
 def problem(t, d=8, e=16, n=1, b=1, dtype=torch.float32, strength=2.0, **options):
     """A leaf, its inputs, and a cotangent; keys in a cluster, and some equal.
 
-    The cluster and most directions are nearly orthogonal: a reflection along a key would leave
-    nothing of its scores with later ones, and no digit of those would matter.
+    The cluster and most directions are nearly orthogonal: a reflection along a key would make its
+    scores with later keys almost 0, and the test would not depend on them.
     """
     torch.manual_seed(t)
     leaf = pa.LucidSolve(metric=Transported(), **options)
@@ -40,7 +40,7 @@ def problem(t, d=8, e=16, n=1, b=1, dtype=torch.float32, strength=2.0, **options
 
 
 def expected(leaf, x, d_y, frame):
-    """Output and gradients of the definition, in float64, of what counts."""
+    """Output and gradients of the definition at valid tokens, in float64."""
     wide = {name: only_valid(a.double(), frame, 0) for name, a in x.items()}
     y = only_valid(leaf.forward(wide, frame)[0], frame, 0)
     gradients = leaf.backward(wide, frame, y, (), only_valid(d_y.double(), frame, 0))
@@ -48,7 +48,7 @@ def expected(leaf, x, d_y, frame):
 
 
 def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
-    """The kernels' output and gradients, and what they say of their residuals."""
+    """The kernels' output and gradients; their residuals have the declared shapes."""
     kernels = LucidSolve()
     with torch.no_grad(), tiles_as_given(seed, tiles):
         y, residuals = kernels.forward(leaf, x, frame)
@@ -60,7 +60,7 @@ def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
 
 
 def check(leaf, x, d_y, *, bound=None, tiles=SMALL, seed=0, **masks):
-    """Both agree, whatever stands at tokens that do not count; no input is written to."""
+    """Both agree, whatever invalid tokens contain; no input is modified."""
     bound = bound or BOUNDS[x["v"].dtype]
     t = x["k"].shape[1]
     frame = full_frame(t, t, x["k"], **masks)
@@ -99,7 +99,7 @@ def test_every_dtype_within_chunks_across_borders_and_super_blocks(t, dtype):
 
 @pytest.mark.parametrize("t", [16, 17, 31, 32, 48, 49, 80, 97, 113])
 def test_lengths_around_borders(t):
-    """Of 16, 32 and 64 tokens a side, the later one as long as the earlier one, shorter, or not."""
+    """Borders after parts of 16, 32 and 64 tokens; the next part is as long, shorter or empty."""
     check(*problem(t))
 
 
@@ -116,7 +116,7 @@ def test_widths_that_are_no_powers_of_two(d, e):
     check(*problem(34, d=d, e=e, dtype=torch.bfloat16))
 
 
-def test_wide_tiles_of_scores_are_cut_where_a_chunk_ends():
+def test_tiles_of_scores_may_be_wider_than_a_chunk():
     tiles = {
         **SMALL,
         "lucid_gradient": Configuration(32, 64),
@@ -126,7 +126,7 @@ def test_wide_tiles_of_scores_are_cut_where_a_chunk_ends():
 
 
 def test_chunks_of_several_tiles():
-    """Inverses then begin with the scores within a chunk, and go on across borders."""
+    """Inverses begin with the scores within a chunk, and continue across borders."""
     tiles = {**SMALL, "path_chunks": Configuration(32, 16)}
     check(*problem(100), tiles=tiles)
     tiles["lucid_inverse"] = Configuration(16, 128)
@@ -143,28 +143,28 @@ def test_shipped_tiles(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(70, 13), (33, 0)])
-def test_padding_may_hold_nan(dtype, lengths):
+def test_padding_may_contain_nan(dtype, lengths):
     leaf, x, d_y = problem(70, b=2, dtype=dtype, beta=True)
     check(leaf, x, d_y, lengths=torch.tensor(lengths))
 
 
-def test_masked_keys_may_hold_nan_and_reflect_nothing():
+def test_masked_keys_may_contain_nan_and_do_not_reflect():
     leaf, x, d_y = problem(50, b=2)
     key_mask = torch.arange(50) % 5 > 1
     check(leaf, x, d_y, key_mask=key_mask[None] & torch.tensor([[True], [False]]))
 
 
-def test_segments_do_not_meet():
+def test_segments_are_independent():
     ids = torch.tensor([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 32 + [7] * 20])
     check(*problem(70), segment_ids=ids)
 
 
-# --------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------- numbers
 
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 2.0])
 def test_extreme_strengths_and_directions(strength):
-    """No reflection, projections, and reflections proper; of the same direction, and of none."""
+    """No reflection, projections and reflections (β = 0, 1, 2); equal and zero directions."""
     leaf, x, d_y = problem(70)
     x["beta"] = torch.full_like(x["beta"], strength)
     x["w"][:, 10:20] = x["w"][:, 10:11]
@@ -192,7 +192,7 @@ def test_equal_keys_turn_values_into_differences_where_nothing_is_reflected(eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_strength_it_is_the_dot_product(dtype):
+def test_with_zero_strength_the_metric_is_the_dot_product(dtype):
     leaf, x, d_y = problem(70, dtype=dtype)
     x["beta"].zero_()
     y, gradients = check(leaf, x, d_y)
@@ -205,12 +205,12 @@ def dot(x):
     return {name: x[name] for name in ("k", "v")}
 
 
-def test_keys_that_somebody_else_normalised():
+def test_keys_that_are_normalised_already():
     check(*problem(50, dtype=torch.bfloat16, normalize="given"))
 
 
 def test_large_values_and_gradients_in_float16():
-    """Products of dv and y beyond float16 give gradients that are within it."""
+    """Products of dv and y overflow float16; the gradients do not."""
     leaf, x, d_y = problem(50, e=64, dtype=torch.float16)
     check(leaf, {**x, "v": 30 * x["v"]}, 50 * d_y)
 
@@ -228,7 +228,7 @@ def test_any_strides():
     assert all(torch.equal(a, wanted_gradients[name]) for name, a in gradients.items())
 
 
-def test_the_same_bits_whatever_the_order_of_programs():
+def test_any_order_of_programs_gives_the_same_bits():
     leaf, x, d_y = problem(80, n=2, beta=True)
     frame = full_frame(80, 80, x["k"])
     (y, first), (again, second) = (run_kernels(leaf, x, d_y, frame, seed=seed) for seed in (1, 2))
@@ -262,7 +262,7 @@ def refusal(leaf, d=64, e=64):
     return LucidSolve().refuses(leaf, request)
 
 
-def test_what_the_kernels_take():
+def test_supported_calls_are_accepted():
     for size in ({}, {"d": 68}, {"d": 256, "e": 512}):
         assert refusal(pa.LucidSolve(metric=Transported(flush=7), beta=True), **size) is None
 
@@ -276,5 +276,5 @@ def test_what_the_kernels_take():
         ({}, {"e": 513}, "e ≤ 512"),
     ],
 )
-def test_what_has_no_kernel_is_refused(options, size, reason):
+def test_calls_without_a_kernel_are_declined_with_the_reason(options, size, reason):
     assert reason in refusal(pa.LucidSolve(metric=Transported(), **options), **size)

@@ -20,7 +20,7 @@ INPUTS = ("q", "k", "v", "w", "beta")
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """Of four chunks, so that short sequences have several."""
+    """Groups of four chunks, so that short sequences have several groups."""
     monkeypatch.setattr("precondattn_triton.path.backward.GROUP_TOKENS", 1)
 
 
@@ -35,7 +35,7 @@ def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
 
 
 class KernelRun:
-    """What the kernels make of a call: output, and gradients by input."""
+    """The kernels' results of a call: output, and gradients by input."""
 
     def __init__(self, x, d_out, *, window=None, seed=0, tiles=SMALL, **masks):
         leaf = pa.Path(window=window)
@@ -103,7 +103,7 @@ def test_output_and_gradients_of_every_size_and_dtype(t, h, n, d, e, dtype):
 
 @pytest.mark.parametrize("t", [3, 24])
 def test_fewer_queries_than_keys_are_the_last_ones(t):
-    """Tiles of queries then begin within a chunk."""
+    """Tiles of queries begin within a chunk."""
     check(*problem(t, 35))
 
 
@@ -115,12 +115,12 @@ def test_tiles_may_be_larger_and_smaller_than_chunks():
 
 
 @pytest.mark.parametrize("window", [2, 20])
-def test_a_window(window):
+def test_a_window_gives_the_definition(window):
     check(*problem(33, 40), window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_may_hold_nan(dtype):
+def test_padding_may_contain_nan(dtype):
     x, d_out = problem(33, b=2, dtype=dtype)
     lengths = torch.tensor([0, 20])
     hidden = torch.arange(33) >= lengths[:, None]
@@ -130,9 +130,9 @@ def test_padding_may_hold_nan(dtype):
     assert all((gradient[hidden] == 0).all() for gradient in result.gradients.values())
 
 
-def test_masked_keys_may_hold_nan_and_reflect_nothing():
+def test_masked_keys_may_contain_nan_and_do_not_reflect():
     x, d_out = problem(33, b=2)
-    key_mask = torch.arange(33) % 5 > 1  # A query before the third sees nothing.
+    key_mask = torch.arange(33) % 5 > 1  # A query before the third has no visible key.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in INPUTS[1:]}
     result = check(x, d_out, key_mask=key_mask)
@@ -140,7 +140,7 @@ def test_masked_keys_may_hold_nan_and_reflect_nothing():
     assert (result.gradients["q"][1] == 0).all()
 
 
-def test_queries_see_their_own_segment():
+def test_queries_attend_to_their_own_segment_only():
     x, d_out = problem(50)
     ids = torch.tensor([[2**40] * 10 + [1] * 8 + [2**40 + 2**32] * 32])
     check(x, d_out, segment_ids=ids)
@@ -148,7 +148,7 @@ def test_queries_see_their_own_segment():
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 def test_extreme_strengths_and_directions(beta):
-    """No reflection, projections, and reflections proper; of the same direction, and of none."""
+    """No reflection, projections and reflections (β = 0, 1, 2); equal and zero directions."""
     x, d_out = problem(40)
     x["beta"] = torch.full_like(x["beta"], beta)
     x["w"][:, 10:20] = x["w"][:, 10:11]
@@ -158,7 +158,7 @@ def test_extreme_strengths_and_directions(beta):
     check(x, d_out)
 
 
-def test_without_strength_it_is_softmax():
+def test_with_zero_strength_path_is_softmax():
     x, d_out = problem(40)
     x["beta"].zero_()
     with pa.use_backend("reference"):
@@ -170,12 +170,12 @@ def test_without_strength_it_is_softmax():
 def test_logits_of_any_size(size):
     x, d_out = problem(33)
     x["q"] *= size
-    # In float32 a logit of that size is rounded to 1e-5, and its exponential with it.
+    # In float32 a logit of that size is rounded to 1e-5, and so is its exponential.
     check(x, d_out, bound=2e-4 if size > 1 else None)
 
 
-def test_correlated_directions_lose_no_digits():
-    """As doubling the Neumann series would."""
+def test_correlated_directions_cost_no_accuracy():
+    """The Neumann series by repeated doubling would."""
     torch.manual_seed(0)
     w = torch.nn.functional.normalize(torch.randn(1, 32) + 0.1 * torch.randn(32, 32), dim=-1)
     x, d_out = problem(32, d=32)
@@ -196,7 +196,7 @@ def test_inputs_of_any_strides():
     assert torch.equal(first.out, again.out)
 
 
-def test_the_same_bits_whatever_the_order_of_programs():
+def test_any_order_of_programs_gives_the_same_bits():
     x, d_out = problem(33, h=2)
     first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
@@ -212,7 +212,7 @@ def test_shipped_tiles_compute_the_same():
 
 
 def with_nan(array, hidden):
-    """NaN at hidden tokens (b, t)."""
+    """The array with NaN at masked tokens (b, t)."""
     return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
 
 
@@ -226,7 +226,7 @@ def refusal(leaf, *, verb="vjp", d=64, e=64, t=8):
     return Path().refuses(leaf.program.leaves[0], request)
 
 
-def test_what_the_kernels_take():
+def test_supported_calls_are_accepted():
     for size in ({}, {"d": 68}, {"d": 256, "e": 512}, {"t": 3}, {"verb": "forward"}):
         assert refusal(pa.Path(window=3, flush=7), **size) is None
 
@@ -243,11 +243,11 @@ def test_what_the_kernels_take():
         (pa.Path(), {"t": 0}, "empty"),
     ],
 )
-def test_what_has_no_kernel_is_refused(base, changes, reason):
+def test_calls_without_a_kernel_are_declined_with_the_reason(base, changes, reason):
     assert reason in refusal(base, **changes)
 
 
-def test_nothing_is_left_of_keys_that_are_the_same():
+def test_equal_keys_give_queries_a_gradient_of_zero():
     """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
     x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
     x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}

@@ -23,7 +23,7 @@ def inputs(t, *, b=2, h=2, n=1, d=8, e=12, dtype=torch.float32):
 
 
 def steps(mechanism, x, backend, *, first, prefilled=None, counts=None, is_visible=None):
-    """Outputs of one token after the other behind `first`, and all that the cache held.
+    """Outputs of single tokens after the first `first`, and all buffers of the cache.
 
     Keys that are not `is_visible` (b, t) are masked.
     """
@@ -69,11 +69,11 @@ def test_many_keys_are_read_in_parts():
     check(pa.Path(flush=8), inputs(46, b=1, n=2), first=44)
 
 
-def test_a_window():
+def test_a_window_gives_the_definition():
     check(pa.Path(window=3, flush=2), inputs(9), first=5)
 
 
-def test_sequences_of_several_lengths_flush_at_several_places():
+def test_sequences_of_unequal_lengths_flush_at_different_steps():
     counts = [[1, 1], [1, 0], [1, 1], [0, 1]]
     check(pa.Path(flush=3), inputs(8), first=4, prefilled=[4, 0], counts=counts)
 
@@ -83,12 +83,12 @@ def test_a_window_that_ends_among_the_keys_since_the_last_flush():
 
 
 def test_a_sequence_that_gets_no_token_is_not_flushed_and_keeps_its_reflections():
-    """Where its next token would flush it."""
+    """Its next token would cause a flush."""
     check(pa.Path(flush=3), inputs(8), first=5, prefilled=[5, 2], counts=[[0, 1], [1, 0], [1, 1]])
 
 
 @pytest.mark.parametrize("hidden", [2, 5])
-def test_masked_keys_in_front_of_the_last_flush_and_since(hidden):
+def test_masked_keys_before_and_after_the_last_flush(hidden):
     x = inputs(8, b=1)
     for name in ("k", "v"):
         x[name][:, hidden] = torch.nan
@@ -101,7 +101,7 @@ def refusal(*, t=1, h=2, d=64, e=64):
     return Path().refuses(pa.Path(), request)
 
 
-def test_what_a_step_takes():
+def test_a_step_supports_one_token_and_limited_widths():
     assert refusal() is None
     assert refusal(d=256, e=256, h=32) is None
     assert "one token; found t=2" in refusal(t=2)

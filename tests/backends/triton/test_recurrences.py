@@ -1,4 +1,4 @@
-"""The Triton kernels of the gated delta rule and its kin against the definition, interpreted."""
+"""The gated delta rule and its variants by Triton kernels against the definition, interpreted."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ BACKENDS = ("triton", "torch")
 
 
 def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), slots=5, keys="random", gates="random"):
-    """Inputs; heads of keys, and of what has a state or of queries."""
+    """Inputs; `heads` are those of keys, and those of states or queries."""
     torch.manual_seed(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": slots}
@@ -76,7 +76,7 @@ def check(layer, x, dtype=torch.float32, bound=None, tiles=None, **masks):
     ("t", "dtype", "d", "e"),
     [(33, torch.float32, 20, 40), (31, torch.bfloat16, 12, 20), (1, torch.float16, 8, 8)],
 )
-def test_tokens_one_off_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
+def test_lengths_around_a_chunk_blocks_of_channels_and_every_dtype(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e, heads=(1, 1)), dtype)
 
 
@@ -86,20 +86,20 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_what_such_keys_write_has_the_digits_of_float16(keys):
+def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
     x["beta"] = torch.full_like(x["beta"], 1.95)
     check(pa.Delta(), x, torch.float16, bound=8e-4)
 
 
-def test_keys_of_zero_and_gates_that_keep_all_beside_those_that_keep_nothing():
+def test_zero_keys_and_open_gates_next_to_closed_ones():
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys="zero", gates="extreme"))
 
 
 @pytest.mark.parametrize(
     "layer", ["delta[scale=0.3]", "ssd", "retention", "linear", "linear[normalize=true]"]
 )
-def test_special_cases_by_the_same_kernels(layer):
+def test_special_cases_run_by_the_same_kernels(layer):
     layer = pa.parse(layer)
     x = problem(layer, 17)
     if layer == pa.Linear(normalize=True):
@@ -107,7 +107,7 @@ def test_special_cases_by_the_same_kernels(layer):
     check(layer, x)
 
 
-def test_contracted_queries_by_the_same_kernels():
+def test_contracted_queries_run_by_the_same_kernels():
     check(
         pa.parse("ccq(gated_delta)"),
         problem(pa.GatedDelta(), 17) | {"contraction": torch.rand(1, 17, 1)},
@@ -124,7 +124,7 @@ def test_contracted_queries_by_the_same_kernels():
         ("gsa", 33, torch.float16),
     ],
 )
-def test_gates_of_channels(layer, t, dtype):
+def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
     """Chunks of two sub-chunks, so that pairs cross their border; channels in two blocks."""
     layer = pa.parse(layer)
     heads = (1, 2) if t == 16 else (1, 1)
@@ -134,18 +134,18 @@ def test_gates_of_channels(layer, t, dtype):
 @pytest.mark.parametrize(
     ("layer", "gates"), [("gla", "random"), ("gla", "extreme"), ("gsa", "extreme")]
 )
-def test_four_sub_chunks_of_which_two_lie_between_others(layer, gates):
-    """Gates of channels that keep all stand beside those that keep nothing, or all keep some."""
+def test_four_sub_chunks_of_which_two_are_between_others(layer, gates):
+    """Open gates of channels next to closed ones, or all gates between."""
     layer = pa.parse(layer)
     x = problem(layer, 64, d=8, heads=(1, 1), gates=gates)
     segments = torch.tensor([[0] * 37 + [1] * 27])
     check(layer, x, tiles=FOUR_SUB_CHUNKS, segment_ids=segments)
 
 
-def test_two_queries_to_a_state_with_two_blocks_of_gates():
-    """Of the columns of the first state, of the rows of the second; keys in two blocks, too.
+def test_two_queries_per_state_with_two_blocks_of_gates():
+    """Gates of the first state's columns and of the second state's rows; keys in two blocks too.
 
-    In three chunks, since only the second has a state in front of it and its gradient behind.
+    In three chunks: only the second one has both an initial state and a gradient of its last state.
     """
     layer = pa.GSA()
     check(layer, problem(layer, 33, d=20, slots=20))
@@ -158,7 +158,7 @@ def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     check(layer, x | {"q": x["q"][:, 7:]})
 
 
-def test_inputs_with_strides_of_their_own():
+def test_inputs_with_arbitrary_strides():
     x = problem(pa.GatedDelta(), 19)
     for name, array in x.items():
         axes = [*reversed(range(array.ndim))]
@@ -166,7 +166,7 @@ def test_inputs_with_strides_of_their_own():
     check(pa.GatedDelta(), x)
 
 
-def test_padding_and_segments_are_not_looked_at():
+def test_padding_and_other_segments_have_no_effect():
     x = problem(pa.GatedDelta(), 20, b=2, heads=(1, 1))
     segments = torch.tensor([[0] * 3 + [2] * 12 + [5] * 5, [1] * 20])
     check(pa.GatedDelta(), x, segment_ids=segments)
@@ -180,7 +180,7 @@ def test_padding_and_segments_are_not_looked_at():
 
 
 def states_of(layer, x, dtype):
-    """A cache whose states are anything."""
+    """A cache with random states."""
     cache = layer.init_cache(**x)
     store = {name: torch.rand(a.shape).to(dtype) for name, a in cache.store.items()}
     return cache._replace(store=store)
@@ -196,7 +196,7 @@ def states_of(layer, x, dtype):
         ("gsa", (0, 16, 17)),
     ],
 )
-def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
+def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
     layer = pa.parse(layer)
     x = problem(layer, cuts[-1], d=8, e=8)
     first = states_of(layer, x, torch.float32)
@@ -228,7 +228,7 @@ def test_any_split_carries_the_state_on_and_its_gradient_back(layer, cuts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "gsa"])
 def test_a_token_reads_and_writes_the_state_once(layer, dtype):
-    """Several queries to a state, several blocks of values, a gate of nothing."""
+    """Several queries per state, several blocks of values, a closed gate."""
     layer = pa.parse(layer)
     x = {name: a.to(dtype) for name, a in problem(layer, 1, e=40, heads=(2, 4), b=2).items()}
     if "g" in x:
@@ -259,8 +259,8 @@ def test_an_extension_of_sequences_of_unequal_lengths():
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_an_inverse_of_32_tokens_loses_no_digits(keys):
-    """Doubling the Neumann series would lose all of them."""
+def test_an_inverse_of_32_tokens_is_accurate(keys):
+    """The Neumann series by repeated doubling would lose all digits."""
     k = problem(pa.Delta(), 32, heads=(1, 1), keys=keys)["k"][0, :, 0]
     strict = torch.tril(2 * k @ k.T, -1)
     result = torch.full((32, 32), torch.nan)
@@ -270,7 +270,7 @@ def test_an_inverse_of_32_tokens_loses_no_digits(keys):
     assert error(result, expected) < 1e-5
 
 
-def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
+def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
     g = -torch.randn(64, generator=torch.Generator().manual_seed(0)).abs() * 1e-3
     g[5] = -150.0
     result = torch.full((64, 64), torch.nan)
@@ -292,7 +292,7 @@ def test_a_strong_gate_costs_the_weak_ones_behind_it_no_digits():
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
     ],
 )
-def test_it_says_what_it_does_not_take(layer, changes, reason):
+def test_unsupported_calls_are_declined_with_the_reason(layer, changes, reason):
     shape = (2, 20, 2, 8)
     shapes = {"q": shape, "k": shape, "v": shape} | changes
     leaf = pa.parse(layer) if layer != "conditioned_query" else pa.ConditionedQuery()

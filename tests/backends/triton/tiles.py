@@ -1,4 +1,4 @@
-"""Tiles of a few tokens, so that short sequences have several, under every check there is."""
+"""Tiles of a few tokens, so that short sequences have several; all checks are on."""
 
 from contextlib import contextmanager
 
@@ -16,7 +16,7 @@ RECURRENT = tuple(
         )
     )
 )
-"""Of a recurrence in chunks, which have to have as many tokens in all of them."""
+"""Tiles of the kernels of a chunkwise recurrence, which must have equal chunks."""
 
 SMALL = {
     "lucid_inverse": Configuration(16, 32),
@@ -47,15 +47,15 @@ SMALL = {
 
 
 def small_tiles(seed=0, **configurations):
-    """Small tiles, but for the kernels that have others here."""
+    """Small tiles, except for kernels in `configurations`."""
     return tiles_as_given(seed, {**SMALL, **configurations})
 
 
 @contextmanager
 def tiles_as_given(seed, configurations):
-    """These, or what is shipped; programs in an order by the seed; every address looked at.
+    """Given or else shipped tiles; programs in an order by the seed; every address is checked.
 
-    What nobody wrote is NaN.
+    Unwritten memory is NaN.
     """
     torch.use_deterministic_algorithms(True)
     try:
@@ -66,6 +66,6 @@ def tiles_as_given(seed, configurations):
 
 
 def error(result, expected):
-    """The largest difference, to the largest number that is expected, or 0.1 if that is larger."""
+    """The largest difference, divided by the largest expected number or by at least 0.1."""
     difference = (result.double() - expected.double()).abs().max()
     return float(difference / expected.double().abs().max().clamp_min(0.1))
