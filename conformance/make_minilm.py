@@ -9,10 +9,10 @@ in attention that decorrelates its keys. The passage was written for this script
     layers   int64 (3,): which layers
     heads    int64 (layers=3, heads=3): which heads of each layer
 
-Each layer gives the three heads whose preconditioning effect lies nearest the median of its 12.
+Each layer gives the three heads whose preconditioning effect is nearest to the median of its 12.
 The script prints that effect and the condition number for all heads ("*": stored).
 
-To run it, in an environment of its own:
+To run it, in a new environment:
 
     python3.11 -m venv venv
     venv/bin/pip install torch==2.13.0 transformers==5.23.0 numpy==2.4.6 safetensors tokenizers

@@ -1,7 +1,7 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
 On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
-TPU: LUCID's solve and the recurrences, by kernels of their own. Where there is neither, JAX
+TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX
 interprets the kernels on a CPU, for checking only: the backend then takes arrays there, and only
 when it is requested by name. It interprets a GPU's kernels, or a TPU's where the environment has
 PRECONDATTN_PALLAS_INTERPRET=tpu.
@@ -140,7 +140,7 @@ def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
     """An object that computes a leaf or group on `"cuda"` or `"tpu"`; None where there is none.
 
     `interpret` is passed to JAX: for a TPU's kernels it may be an `InterpretParams`, and True
-    stands for its defaults.
+    means its defaults.
     """
     kernel_class = kernels_in(KERNELS[target], mechanism)
     if kernel_class is None:

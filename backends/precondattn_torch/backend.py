@@ -51,7 +51,7 @@ class Torch(Portable):
         return super().algorithm(leaf)
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
-        """Whether it is made of PyTorch's own differentiable calls."""
+        """Whether it consists of PyTorch's own differentiable calls."""
         if type(leaf) in TOKEN_WISE:
             return True
         if type(leaf) is not pa.Softmax or leaf.read != MEAN or request.mapped:

@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages of every kernel: data, by what was measured on which device.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
-Devices in `TUNED` have numbers of their own; all others, and the interpreter's tests, use
+Devices in `TUNED` have their own configurations; all others, and the interpreter's tests, use
 `UNTUNED`, which was chosen to compile for compute capability 8.0 and above without spilling.
 Whatever the configuration, a kernel computes the same.
 """

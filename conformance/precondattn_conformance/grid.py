@@ -1,7 +1,7 @@
 """The data of each check, at each level.
 
 smoke    under a minute for a backend of one library: every mechanism in every check that applies,
-         on the data that finds most faults; for compositions without code of their own, the wiring
+         on the data that finds most faults; for compositions that no class declares, the wiring
 full     every check of every mechanism, on every library and dtype: all masks, kinds of keys,
          extremes, widths, and lengths around the end of a block
 stress   full, plus random sizes, lengths around larger blocks, and memory

@@ -29,7 +29,7 @@ UNIT: CallLetter = (-1, FIXED)
 """The size 1; every fixed size is a multiple of it."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
-"""Letters without a meaning of their own, for families whose letters are all taken."""
+"""Letters that mean no axis of a leaf, for families whose letters are all taken."""
 
 
 class _Families:

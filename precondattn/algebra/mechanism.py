@@ -223,7 +223,7 @@ def step(out: str, mechanism: Mechanism, **renamed: str) -> Step:
 
 
 class Preconditioner(Mechanism):
-    """A static list of steps around a base. It contains no mathematics of its own.
+    """A static list of steps around a base. It contains no mathematics itself.
 
     Subclasses are frozen dataclasses with a field `base`, a method `steps`, and, if some bases are
     refused, `refuses`.

@@ -182,7 +182,7 @@ def explain(
 def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:
     if "segment_ids" in named:
         raise TypeError(
-            f"{mechanism}: segment_ids belong to a full call; each sequence has a cache of its own"
+            f"{mechanism}: segment_ids belong to a full call; each sequence has its own cache"
         )
 
 

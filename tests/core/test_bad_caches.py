@@ -344,7 +344,7 @@ def test_an_extension_refuses_a_key_mask_of_the_capacity():
 
 
 def test_an_extension_refuses_segment_ids():
-    text = "softmax: segment_ids belong to a full call; each sequence has a cache of its own"
+    text = "softmax: segment_ids belong to a full call; each sequence has its own cache"
     ids = np.zeros((2, 4), int)
     refuses(lambda: by_extend(SOFTMAX, Q, K, V, segment_ids=ids), TypeError, text)
 

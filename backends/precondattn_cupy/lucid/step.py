@@ -50,16 +50,16 @@ class LucidStep(LucidStepKernels):
         b, _, h, d = q.shape
         n, e = v.shape[2:]
         capacity = keys.shape[3]
-        seen = past_of(frame, b, capacity)
+        cached = past_of(frame, b, capacity)
         counts = None
-        if seen.valid is not None:
+        if cached.valid is not None:
             position = xp.broadcast_to(frame.q_position[:, 0], (b,))
             counts = in_one_piece(xp.astype(position, xp.int32))
         key_width, width = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         half = q.dtype.itemsize == 2
         cut = configuration("lucid_decode", max(key_width, width), half)._replace(rows=rows)
-        splits, per_split = splits_of(seen.count, b * n, cut.columns)
+        splits, per_split = splits_of(cached.count, b * n, cut.columns)
         parts = (b * n, splits, h // n + 1)
         totals = empty(q, (*parts, width), np.float32)
         maxima, sums = (empty(q, parts, np.float32) for _ in range(2))
@@ -70,7 +70,7 @@ class LucidStep(LucidStepKernels):
             (splits, b * n),
             cut.threads,
             (
-                q, k, keys, solved, rms, seen.valid, counts, totals, maxima, sums, seen.count,
+                q, k, keys, solved, rms, cached.valid, counts, totals, maxima, sums, cached.count,
                 capacity, per_split, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
                 np.bool_(by_16(keys)),
             ),
@@ -84,8 +84,8 @@ class LucidStep(LucidStepKernels):
             (h // n, b * n),
             FINISHING_THREADS,
             (
-                q, k, v, beta, seen.is_query, seen.is_key, counts, totals, maxima, sums, out,
-                y, own_rms, seen.count, capacity, per_split, splits, n, d, e, width, solve.eps,
+                q, k, v, beta, cached.is_query, cached.is_key, counts, totals, maxima, sums, out,
+                y, own_rms, cached.count, capacity, per_split, splits, n, d, e, width, solve.eps,
                 scale,
             ),
         )  # fmt: skip

@@ -7,7 +7,7 @@ with D and the factors of `cuda/chunk_tiles.cuh` and M of `cuda/chunk_inverse.cu
 prepared all at once (`cuda/chunk_delta.cu`), states are passed from chunk to chunk
 (`cuda/chunk_states.cu`), and outputs are read all at once (`cuda/chunk_reads.cu`). The gradient
 (`chunkwise_gradient.py`) recomputes the states, propagates their gradients back, and computes the
-rest for all chunks at once. A single token has a kernel of its own (`cuda/recurrent_step.cu`).
+rest for all chunks at once. A single token has a separate kernel (`cuda/recurrent_step.cu`).
 
 Besides inputs, outputs and their gradients, memory holds a state of d e numbers in float32 for each
 chunk, and M and two rows of numbers for each token; in the gradient, twice that and a few rows.

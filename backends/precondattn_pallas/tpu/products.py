@@ -1,7 +1,8 @@
 """How a TPU multiplies tiles: its matrix unit multiplies bfloat16 and sums in float32.
 
-A float32 factor is split into a sum of such factors. For float32 inputs, the compiler is asked for
-float32's accuracy, which takes six products. For bfloat16 inputs, a float32 factor is two terms,
+A float32 factor is split into a sum of such factors. For float32 inputs, `Precision.HIGHEST`
+requests float32's accuracy, which takes six products. For bfloat16 inputs, a float32 factor is two
+terms,
 
     a = a₁ + a₂ + O(2⁻¹⁶ a),    a b ≈ a₁ b₁ + a₁ b₂ + a₂ b₁,
 
