@@ -58,7 +58,7 @@ class _Terms(NamedTuple):
 class QueryWeightedQuery(Leaf):
     """q^c = q̄ − λ Cov_p[k̄] q̄, with p = softmax(q̄·k̄ / τ) over the keys so far.
 
-    Quadratic in the number of tokens, in time and memory.
+    It takes quadratic time in the number of tokens; this definition also takes quadratic memory.
 
     Parameters
     ----------
