@@ -2,7 +2,7 @@
 
 Leaves without kernels here run on the backend `portable`, on CuPy arrays; `explain` shows it. Where
 kernels are simulated, on a machine without a GPU, they are for checking only: the backend then
-takes NumPy arrays, and only when it is requested by name.
+supports NumPy arrays, and only when it is requested by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Cupy(KernelBackend):
     def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
         dtypes = getattr(kernels, "dtypes", DTYPES)
         if request.dtype not in dtypes:
-            return f"takes {', '.join(dtypes)}; found {request.dtype}"
+            return f"supports {', '.join(dtypes)}; found {request.dtype}"
         if is_simulated():
             return None
         if find_spec("cupy") is None:

@@ -25,7 +25,7 @@ class UnitRows:
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if leaf.axis != "token":
-            return "its rows are those of tokens, not of channels"
+            return "supports rows of tokens, not of channels"
         if 0 in dict(request.shapes)["o"]:
             return "supports no empty arrays"
         return None

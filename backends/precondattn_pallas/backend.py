@@ -2,7 +2,7 @@
 
 On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
 TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX
-interprets the kernels on a CPU, for checking only: the backend then takes arrays there, and only
+interprets the kernels on a CPU, for checking only: the backend then supports arrays there, and only
 when it is requested by name. It interprets a GPU's kernels, or a TPU's where the environment has
 PRECONDATTN_PALLAS_INTERPRET=tpu.
 """
@@ -124,9 +124,9 @@ class Pallas(KernelBackend):
         if request.device != device:
             machine = "a GPU" if kernels_for == CUDA else "a TPU"
             how = "interprets its kernels here" if is_interpreting() else f"found {machine} here"
-            return f"{how}, and then takes arrays on {device}; found {request.device}"
+            return f"{how}, and then supports arrays on {device}; found {request.device}"
         if request.dtype not in DTYPES[kernels_for]:
-            return f"takes {', '.join(DTYPES[kernels_for])}; found {request.dtype}"
+            return f"supports {', '.join(DTYPES[kernels_for])}; found {request.dtype}"
         return None
 
     def on_device(self) -> str:

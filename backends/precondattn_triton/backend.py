@@ -3,8 +3,8 @@
 LUCID's solve, LASER, PaTH, differential attention, rows of unit norm, and leaves with a state: the
 linear family, the delta rule, gated slot attention, CCQ's query, alone and with its backbone.
 Softmax around them is computed by the backend `torch`. Where Triton interprets its kernels, on a
-machine without a GPU, they are for checking only: the backend then takes arrays on a CPU, and only
-when it is requested by name.
+machine without a GPU, they are for checking only: the backend then supports arrays on a CPU, and
+only when it is requested by name.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Triton(KernelBackend):
         if is_interpreting():
             device, reason = "cpu", "interprets its kernels here, and then"
         if request.device != device:
-            return f"{reason} takes arrays on {device}; found {request.device}"
+            return f"{reason} supports arrays on {device}; found {request.device}"
         if request.dtype not in DTYPES:
-            return f"takes {', '.join(DTYPES)}; found {request.dtype}"
+            return f"supports {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:
             return "its kernels do not support torch.vmap"
         if request.traced and request.verb == "extend":

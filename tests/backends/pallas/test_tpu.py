@@ -316,7 +316,7 @@ for m, dtype in ((pa.Softmax(), "float32"), (pa.Linear(), "float16")):
     lines = done.stdout.splitlines()
     assert lines[:3] == ["TpuRecurrence", "('pallas',)", "(1, 2, 3, 1, 4)"]
     assert "has no kernels for softmax on a TPU" in done.stdout
-    assert "takes float32, bfloat16; found float16" in done.stdout
+    assert "supports float32, bfloat16; found float16" in done.stdout
 
 
 def test_a_device_that_it_has_no_kernels_for_is_an_error():
