@@ -23,7 +23,7 @@ from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Unless the class of the kernels has another list."""
+"""The default; kernels may declare their own `dtypes`."""
 
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""

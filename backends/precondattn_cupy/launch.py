@@ -92,9 +92,9 @@ def launch(
         raise ValueError(f"{kernel}: a grid has from 1 to {GRID_LIMITS} blocks, not {tuple(grid)}")
     simulated = is_simulated()
     values = tuple(_value(kernel, argument, simulated) for argument in arguments)
-    noted = _recorded.get()
-    if noted is not None:
-        noted.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
+    launches = _recorded.get()
+    if launches is not None:
+        launches.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
         return
     if simulated:
         function = _simulated(file, kernel)
@@ -118,7 +118,7 @@ def _value(kernel: str, argument: Any, simulated: bool) -> Any:
         return argument
     if isinstance(argument, (bool, int)):
         if not -(2**31) <= argument < 2**31:
-            raise ValueError(f"{kernel}: takes numbers of 32 bits, not {argument}")
+            raise ValueError(f"{kernel}: integers must fit 32 bits; found {argument}")
         return np.int32(argument)
     return np.float32(argument) if isinstance(argument, float) else argument
 

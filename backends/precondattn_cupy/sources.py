@@ -20,9 +20,9 @@ def source(name: str) -> str:
     return _written_out(f"{name}.cu", set())
 
 
-def _written_out(file: str, seen: set[str]) -> str:
-    if file in seen:
+def _written_out(file: str, included: set[str]) -> str:
+    if file in included:
         return ""
-    seen.add(file)
+    included.add(file)
     text = (FOLDER / file).read_text(encoding="utf-8").replace("#pragma once\n", "")
-    return INCLUDE.sub(lambda result: _written_out(result[1], seen), text)
+    return INCLUDE.sub(lambda result: _written_out(result[1], included), text)

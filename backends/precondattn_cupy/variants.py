@@ -56,14 +56,14 @@ WIDE_SPILLS = 0
 
 def variants(target: str) -> Iterator[Variant]:
     """Every instance of every kernel, once."""
-    seen = set()
+    yielded = set()
     for is_step, shipped in ((False, CALLS), (True, STEPS)):
         for mechanism, dtypes, widths in shipped:
             for dtype in dtypes:
                 for (d, e), shared in product(widths, SHARED.get(mechanism, (1,))):
                     for launch in launches(mechanism, dtype, d, e, is_step, shared):
-                        if launch.kernel not in seen:
-                            seen.add(launch.kernel)
+                        if launch.kernel not in yielded:
+                            yielded.add(launch.kernel)
                             yield _variant(launch, WIDE_SPILLS if max(d, e) > 128 else 0)
 
 

@@ -38,7 +38,7 @@ class Jax(Portable):
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
-            return Support.no("takes this group leaf by leaf")
+            return Support.no("runs the leaves of this group one by one")
         return super().supports(mechanism, request)
 
     def forward(

@@ -2,9 +2,9 @@
 
 On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
 TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX
-interprets the kernels on a CPU, for checking only: the backend then supports arrays there, and only
-when it is requested by name. It interprets a GPU's kernels, or a TPU's where the environment has
-PRECONDATTN_PALLAS_INTERPRET=tpu.
+interprets the kernels on a CPU, for checking only: the backend then supports arrays on a CPU, and
+runs only if it is requested by name. It interprets a GPU's kernels, or a TPU's if the environment
+has PRECONDATTN_PALLAS_INTERPRET=tpu.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _device() -> str:
 def _has_started() -> bool:
     """Whether JAX has looked for devices, as it has in every process that has a JAX array.
 
-    It is not made to look here: a process that works with another library would lose GPU memory.
+    This function does not start JAX: a process that uses another library would lose GPU memory.
     """
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)()
@@ -100,7 +100,7 @@ def _interpreted() -> str:
     """
     device = os.environ.get(INTERPRETED, CUDA)
     if device not in DTYPES:
-        raise ValueError(f"{INTERPRETED} has to be one of {', '.join(DTYPES)}; found {device!r}")
+        raise ValueError(f"{INTERPRETED} must be one of {', '.join(DTYPES)}; found {device!r}")
     return device
 
 
@@ -123,8 +123,8 @@ class Pallas(KernelBackend):
         device = "cpu" if is_interpreting() else kernels_for
         if request.device != device:
             machine = "a GPU" if kernels_for == CUDA else "a TPU"
-            how = "interprets its kernels here" if is_interpreting() else f"found {machine} here"
-            return f"{how}, and then supports arrays on {device}; found {request.device}"
+            how = "interprets its kernels" if is_interpreting() else f"runs on {machine}"
+            return f"{how}: it supports arrays on {device}; found {request.device}"
         if request.dtype not in DTYPES[kernels_for]:
             return f"supports {', '.join(DTYPES[kernels_for])}; found {request.dtype}"
         return None
@@ -140,7 +140,7 @@ def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
     """An object that computes a leaf or group on `"cuda"` or `"tpu"`; None where there is none.
 
     `interpret` is passed to JAX: for a TPU's kernels it may be an `InterpretParams`, and True
-    means its defaults.
+    stands for its defaults.
     """
     kernel_class = kernels_in(KERNELS[target], mechanism)
     if kernel_class is None:

@@ -83,7 +83,7 @@ class Portable(Backend):
         if len(mechanism.program.calls) > 1:
             if steps_together(mechanism.program, request):
                 return Support.yes()
-            return Support.no("takes this group leaf by leaf")
+            return Support.no("runs the leaves of this group one by one")
         algorithm = self.algorithm(mechanism)
         if algorithm is None:
             return Support.no(f"has no algorithm for {mechanism.name}")

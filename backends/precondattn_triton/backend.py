@@ -4,7 +4,7 @@ LUCID's solve, LASER, PaTH, differential attention, rows of unit norm, and leave
 linear family, the delta rule, gated slot attention, CCQ's query, alone and with its backbone.
 Softmax around them is computed by the backend `torch`. Where Triton interprets its kernels, on a
 machine without a GPU, they are for checking only: the backend then supports arrays on a CPU, and
-only when it is requested by name.
+runs only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Triton(KernelBackend):
     def refuses_request(self, request: Request) -> str | None:
         if not _is_installed():
             return "Triton is not installed; install precondattn with its extra 'triton'"
-        device, reason = "cuda", "is for GPUs, and"
+        device, reason = "cuda", "needs a GPU:"
         if is_interpreting():
-            device, reason = "cpu", "interprets its kernels here, and then"
+            device, reason = "cpu", "interprets its kernels:"
         if request.device != device:
-            return f"{reason} supports arrays on {device}; found {request.device}"
+            return f"{reason} it supports arrays on {device}; found {request.device}"
         if request.dtype not in DTYPES:
             return f"supports {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:

@@ -173,7 +173,7 @@ declare(
     full={256: Configuration(0, 16, 8, 1)},
 )
 declare(
-    "path_own_scores",
+    "path_within_chunk",
     half={512: Configuration(32, 32, 4, 1)},
     full={512: Configuration(16, 32, 4, 1)},
 )

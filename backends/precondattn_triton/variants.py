@@ -67,7 +67,7 @@ STEPS: Shipped = (
 """Extensions of a cache by one token."""
 
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
-CUT = (
+DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
     *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS"),
 )
@@ -79,7 +79,7 @@ at 256 spill most, on compute capability 8.0."""
 
 def variants(target: str) -> Iterator[Variant]:
     """Every kernel in every configuration: at its widest, and at the widest of 128."""
-    seen = set()
+    yielded = set()
     is_amd = target.startswith("gfx")
     shipped = [*((*call, False) for call in CALLS), *((*call, True) for call in STEPS)]
     for mechanism, dtypes, widths, is_step in shipped:
@@ -90,13 +90,13 @@ def variants(target: str) -> Iterator[Variant]:
                 with compiling_for(amd=is_amd):
                     launches = _launches(mechanism, dtype, d, e, is_step)
                 for launch in launches:
-                    constants = tuple(launch.arguments.get(name) for name in CUT)
+                    constants = tuple(launch.arguments.get(name) for name in DISTINGUISHING)
                     options = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
                     function = launch.function.module, launch.function.__name__
-                    cut = (function, dtype, _first_dtype(launch), constants, options, is_wide)
-                    if cut not in seen:
-                        seen.add(cut)
+                    identity = (function, dtype, _first_dtype(launch), constants, options, is_wide)
+                    if identity not in yielded:
+                        yielded.add(identity)
                         yield _variant(launch, mechanism, dtype, d, e)
 
 

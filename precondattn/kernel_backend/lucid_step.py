@@ -34,7 +34,7 @@ class LucidStepKernels:
         b, t, h, d = shapes["q"]
         n, e = shapes["v"][2:]
         if t != 1:
-            return f"its step is of one token; found t={t}"
+            return f"its step supports one token; found t={t}"
         if 0 in shapes["q"] + shapes["v"]:
             return "its step supports no empty arrays"
         if b * n > MOST_HEADS:

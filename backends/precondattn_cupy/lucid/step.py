@@ -58,23 +58,23 @@ class LucidStep(LucidStepKernels):
         key_width, width = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
         half = q.dtype.itemsize == 2
-        cut = configuration("lucid_decode", max(key_width, width), half)._replace(rows=rows)
-        splits, per_split = splits_of(cached.count, b * n, cut.columns)
+        tuned = configuration("lucid_decode", max(key_width, width), half)._replace(rows=rows)
+        splits, per_split = splits_of(cached.count, b * n, tuned.columns)
         parts = (b * n, splits, h // n + 1)
         totals = empty(q, (*parts, width), np.float32)
         maxima, sums = (empty(q, parts, np.float32) for _ in range(2))
         scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
         launch(
             "lucid_decode",
-            f"lucid_read<{cpp_type(q)}, {rows}, {cut.columns}, {key_width}, {width}>",
+            f"lucid_read<{cpp_type(q)}, {rows}, {tuned.columns}, {key_width}, {width}>",
             (splits, b * n),
-            cut.threads,
+            tuned.threads,
             (
                 q, k, keys, solved, rms, cached.valid, counts, totals, maxima, sums, cached.count,
                 capacity, per_split, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
                 np.bool_(by_16(keys)),
             ),
-            shared_bytes(rows, cut.columns, key_width, width, q.dtype.itemsize),
+            shared_bytes(rows, tuned.columns, key_width, width, q.dtype.itemsize),
         )  # fmt: skip
         out, y = empty(v, (b, 1, h, e)), empty(v, (b, 1, n, e))
         own_rms = None if rms is None else empty(v, (b, 1, n), np.float32)
@@ -93,7 +93,7 @@ class LucidStep(LucidStepKernels):
 
 
 def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:
-    """Bytes of `lucid_read`: rows, two tiles of slots, weights in one or two parts, 1 / rms."""
+    """Bytes of `lucid_read`: rows, two tiles of cached, weights in one or two parts, 1 / rms."""
     weights = rows * 4 // itemsize if itemsize == 2 else rows
     of_slots = (key_width + width + weights) * (tokens * itemsize + 16)
     return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens

@@ -66,14 +66,14 @@ class Laser:
         self, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
         q, k, v = inputs_of(x)
-        known = spread(v, masks_of(frame, *q.shape[:2]).k_valid)
-        call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
+        spreads = spread(v, masks_of(frame, *q.shape[:2]).k_valid)
+        call = call_of(leaf, q, k, weights(v, spreads), frame, spreads.is_close)
         out = empty(v, (*q.shape[:3], v.shape[3]))
         full = empty(v, out.shape, "float32")
         log_total = attend(call, None, full)
-        _by_rows(out, f"outputs<{cpp_type(v)}>", (full, log_total, *known, out), v.shape[2])
+        _by_rows(out, f"outputs<{cpp_type(v)}>", (full, log_total, *spreads, out), v.shape[2])
         laser_exact.forward(call, v, out, full, log_total)
-        return out, (log_total, *known, full)
+        return out, (log_total, *spreads, full)
 
     def backward(
         self,
@@ -86,11 +86,11 @@ class Laser:
     ) -> dict[str, Array]:
         q, k, v = inputs_of(x)
         log_total, *spread_of, full = residuals
-        known = Spread(*spread_of)
+        spreads = Spread(*spread_of)
         d_out = in_one_piece(cast(cotangent, v.dtype))
-        call = call_of(leaf, q, k, weights(v, known), frame, known.is_close)
+        call = call_of(leaf, q, k, weights(v, spreads), frame, spreads.is_close)
         result = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
-        _close_backward(call, v, known, full, log_total, d_out, result)
+        _close_backward(call, v, spreads, full, log_total, d_out, result)
         laser_exact.backward(call, v, full, log_total, d_out, result)
         return {name: cast(d, x[name].dtype) for name, d in result.items()}
 
@@ -135,11 +135,11 @@ def spread(v: Array, k_valid: Array | None) -> Spread:
     return Spread(shift, less, is_close)
 
 
-def weights(v: Array, known: Spread) -> Values:
+def weights(v: Array, spreads: Spread) -> Values:
     """W (b, s, n, e) of close heads; undefined in other heads, and at masked keys."""
     w = _factors(v, v.shape)
     kernel = f"weights<{cpp_type(v)}, {w.cpp_type}, {w.parts}>"
-    _by_rows(v, kernel, (v, *known, *w), None)
+    _by_rows(v, kernel, (v, *spreads, *w), None)
     return w
 
 
@@ -162,7 +162,7 @@ def _bfloat16() -> Any:
 def _close_backward(
     call: Call,
     v: Array,
-    known: Spread,
+    spreads: Spread,
     full: Array,
     log_total: Array,
     d_out: Array,
@@ -171,12 +171,12 @@ def _close_backward(
     g, n = _factors(v, d_out.shape), v.shape[2]
     d_sum = empty(log_total, log_total.shape)
     kernel = f"cotangents<{cpp_type(v)}, {g.cpp_type}, {g.parts}>"
-    arguments = (d_out, full, log_total, known.less, known.is_close, *g, d_sum)
+    arguments = (d_out, full, log_total, spreads.less, spreads.is_close, *g, d_sum)
     _by_rows(d_out, kernel, arguments, n)
     query_gradient(call, g, log_total, d_sum, result["q"])
     d_w = empty(v, v.shape, "float32")
     key_gradient(call, g, log_total, d_sum, result["k"], None, d_w)
-    arguments = (v, known.shift, known.is_close, d_w, result["v"])
+    arguments = (v, spreads.shift, spreads.is_close, d_w, result["v"])
     _by_rows(v, f"value_gradients<{cpp_type(v)}>", arguments, None)
 
 

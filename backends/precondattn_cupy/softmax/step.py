@@ -30,7 +30,7 @@ def refusal_of_step(leaf: Any, request: Request) -> str | None:
     """Why the kernels do not support an extension of a cache."""
     shapes = dict(request.shapes)
     if shapes["q"][1] != 1:
-        return f"its step is of one token; found t={shapes['q'][1]}"
+        return f"its step supports one token; found t={shapes['q'][1]}"
     if leaf.window is not None:
         return "its step has no window"
     for name, kind in (("k", "keys"), ("v", "values")):

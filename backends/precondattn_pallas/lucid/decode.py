@@ -149,10 +149,10 @@ def finished(
     y = beta[:, None] * (value - total[:, group])
 
     largest, weight = largest[:, :group], weight[:, :group]
-    own = jnp.where(counts[:, None], jnp.sum(queries * key[:, None], axis=2), -jnp.inf)
-    higher = jnp.maximum(largest, own)
+    new_logits = jnp.where(counts[:, None], jnp.sum(queries * key[:, None], axis=2), -jnp.inf)
+    higher = jnp.maximum(largest, new_logits)
     base = jnp.where(higher == -jnp.inf, 0.0, higher)
-    kept, added = jnp.exp2(largest - base), jnp.exp2(own - base)
+    kept, added = jnp.exp2(largest - base), jnp.exp2(new_logits - base)
     numerator = total[:, :group] * kept[..., None] + y[:, None] * added[..., None]
     weight = weight * kept + added
     return numerator / jnp.where(weight > 0, weight, 1.0)[..., None], y

@@ -134,10 +134,10 @@ def inverses(
         return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
 
     half = min(FIRST_BLOCK, configuration.rows, super_block)
-    own = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
+    row_inputs = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
     everything = {"keys": all_of(keys, d), "factor": all_of(factor)}
     if segments is not None:
-        own["segments"], everything["segments"] = rows_of(segments, half), all_of(segments)
+        row_inputs["segments"], everything["segments"] = rows_of(segments, half), all_of(segments)
     per_block = super_block // half
     diagonal = pl.BlockSpec((None, half, half), lambda i, h: (h, i, remainder(i, per_block)))
     inverse = jnp.zeros((m, tokens, super_block), keys.dtype)
@@ -145,7 +145,7 @@ def inverses(
     inverse = launch(
         invert_blocks,
         (tokens // half, m),
-        {**own, "inverse": (inverse, diagonal)},
+        {**row_inputs, "inverse": (inverse, diagonal)},
         {"inverse": (shape, diagonal)},
         configuration,
         overwrites="inverse",

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
     group: Any
     """The mechanism."""
-    cut: Configuration
+    tiles: Configuration
     products: Products
 
     @property
@@ -104,7 +104,7 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     rows = jnp.concatenate([queries, key_scale * unit.reshape(m, 1, d)], axis=1)
     widths = padded_width(d), padded_width(e)
     rows = padded(rows, padded_width(group + 1), widths[0])
-    tokens = -(-capacity // plan.cut.columns) * plan.cut.columns
+    tokens = -(-capacity // plan.tiles.columns) * plan.tiles.columns
     # A copy, unless the cache has whole tiles.
     buffers = {
         "keys": padded(past[slots["key"]], tokens, widths[0]),
@@ -118,11 +118,11 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
         rows,
         buffers,
         filled_slots.astype(jnp.int32),
-        plan.cut,
+        plan.tiles,
         products=plan.products,
         group=group,
         shift=key_scale * d,
-        splits=max(min(math.ceil(PROGRAMS / m), tokens // plan.cut.columns), 1),
+        splits=max(min(math.ceil(PROGRAMS / m), tokens // plan.tiles.columns), 1),
     )
     partial_sums = partial_sums._replace(totals=partial_sums.totals[..., :e])
     factor = jnp.ones((b, 1, n)) if beta is None else beta

@@ -167,9 +167,9 @@ def substitute(
     def one(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         right, values, before = carried
         start = jnp.asarray(blocks - 1 - index if backward else index, jnp.int32) * super_block
-        own = _part(right, start, super_block)
-        sizes = _powers_of_two(own) if keys.dtype == jnp.float16 else jnp.ones_like(own[:, :1])
-        solution = solve(start, (own / sizes).astype(keys.dtype))
+        sides = _part(right, start, super_block)
+        sizes = _powers_of_two(sides) if keys.dtype == jnp.float16 else jnp.ones_like(sides[:, :1])
+        solution = solve(start, (sides / sizes).astype(keys.dtype))
         solved = solution * _part(factor, start, super_block)[..., None]
         right = updated(start, solved.astype(keys.dtype), sizes, right)
         values = lax.dynamic_update_slice_in_dim(values, solved * sizes, start, 1)

@@ -80,11 +80,11 @@ class Chunkwise:
 
         of_scores = chunk_gradient.of_scores(plan, rows, u, d_o)
         rows["d_scores"] = of_scores["d_scores"]
-        d_v, own = d_u, {}
+        d_v, of_delta_rule = d_u, {}
         if x.beta is not None:
-            own = delta_rule.d_written(plan, rows, u, d_u)
-            rows |= {name: own[name] for name in ("d_right", "d_keys")}
-            d_v = rows["beta"][..., None] * own["d_right"]
+            of_delta_rule = delta_rule.d_written(plan, rows, u, d_u)
+            rows |= {name: of_delta_rule[name] for name in ("d_right", "d_keys")}
+            d_v = rows["beta"][..., None] * of_delta_rule["d_right"]
         by_queries = chunk_gradient.of_queries(plan, rows, d_o, states)
         of_keys = chunk_gradient.of_keys(plan, rows, states, u, d_states)
 
@@ -93,14 +93,14 @@ class Chunkwise:
             crossing = jnp.sum(of_scores["crossing"], axis=1)
             read = jnp.sum(by_queries["read"], axis=1)
             if x.beta is not None:
-                crossing = crossing + own["crossing"]
+                crossing = crossing + of_delta_rule["crossing"]
                 read = read - rows["beta"] * of_keys["from_keys"]
             kept = jnp.sum(of_keys["overlap"] * rows["total"], axis=2)
             d_g = d_gates(crossing, read, of_keys["written"], kept, plan.chunk)
             d_g = d_g[:, :s].reshape(x.g.shape)
         d_beta = None
         if x.beta is not None:
-            d_beta = (own["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
+            d_beta = (of_delta_rule["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
         stream = Stream(
             unpadded_queries(by_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),

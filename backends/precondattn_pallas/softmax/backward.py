@@ -118,9 +118,9 @@ def d_queries(tiling: Tiling, x: dict[str, Any], segments: Segments | None) -> A
         "high": (high, of_each(high)),
     }
     if segments is not None:
-        own = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
+        row_spec = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
         other = pl.BlockSpec((None, s_padded), lambda i, h, b: (b, 0))
-        inputs["q_run"] = (padded_runs(segments.q_run, t_padded, -2), own)
+        inputs["q_run"] = (padded_runs(segments.q_run, t_padded, -2), row_spec)
         inputs["k_run"] = (padded_runs(segments.key, s_padded, -1), other)
     shape = shape_of((b, t_padded, h, tiling.d), jnp.float32)
     result = launch(
@@ -165,9 +165,9 @@ def d_keys_and_values(
     }
     if segments is not None:
         other = pl.BlockSpec((None, t_padded), lambda j, n, b: (b, 0))
-        own = pl.BlockSpec((None, rows), lambda j, n, b: (b, j))
+        row_spec = pl.BlockSpec((None, rows), lambda j, n, b: (b, j))
         inputs["q_run"] = (padded_runs(segments.q_run, t_padded, -2), other)
-        inputs["k_run"] = (padded_runs(segments.key, s_padded, -1), own)
+        inputs["k_run"] = (padded_runs(segments.key, s_padded, -1), row_spec)
     result = launch(
         key_gradient,
         (tiles, n, b),

@@ -104,9 +104,9 @@ def attend(tiling: Tiling, q: Any, k: Any, v: Any, segments: Segments | None) ->
         "high": (high, of_each(high)),
     }
     if segments is not None:
-        own = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
+        row_spec = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
         other = pl.BlockSpec((None, s_padded), lambda i, h, b: (b, 0))
-        inputs["q_run"] = (padded_runs(segments.q_run, t_tiles * rows, -2), own)
+        inputs["q_run"] = (padded_runs(segments.q_run, t_tiles * rows, -2), row_spec)
         inputs["k_run"] = (padded_runs(segments.key, s_padded, -1), other)
     result = launch(
         forward,

@@ -26,8 +26,8 @@ def _scores(mask: StaticMask, scale: float, q: Any, key: Any, j: Any, segments: 
     scores = scale * jnp.einsum("bhtd,bhd->bht", q, key, precision=HIGHEST)
     runs = (None, None)
     if segments is not None:
-        own = lax.dynamic_index_in_dim(segments.key, j, 1, keepdims=True)
-        runs = segments.q_run[:, None], own[:, None]
+        key_segment = lax.dynamic_index_in_dim(segments.key, j, 1, keepdims=True)
+        runs = segments.q_run[:, None], key_segment[:, None]
     rows = jnp.arange(q.shape[2], dtype=jnp.int32)[None, None]
     return jnp.where(visible(mask, rows, j, *runs), scores, -jnp.inf)
 
@@ -47,10 +47,10 @@ def forward(
         largest, total, of_scores = carried
         j, key, value = at
         scores = _scores(mask, scale, q, key, j, segments)
-        here = scores[..., None] + value[:, :, None, :]
-        higher = jnp.maximum(largest, here)
+        shifted = scores[..., None] + value[:, :, None, :]
+        higher = jnp.maximum(largest, shifted)
         base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        total = total * jnp.exp(largest - base) + jnp.exp(here - base)
+        total = total * jnp.exp(largest - base) + jnp.exp(shifted - base)
         return (higher, total, jnp.logaddexp(of_scores, scores)), None
 
     shape = (*q.shape[:3], v.shape[3])

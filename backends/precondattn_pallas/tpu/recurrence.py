@@ -27,7 +27,7 @@ class TpuRecurrence(Recurrence):
         if reason is not None:
             return reason
         if isinstance(leaf, (pa.GLA, pa.GSA)):
-            return f"its recurrence has one decay for all of a state on a TPU; found {leaf}"
+            return f"its recurrence on a TPU supports one decay for each state; found {leaf}"
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])
         d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]

@@ -64,23 +64,23 @@ class Conditioned:
         chunk = chunk or tokens_of_chunk("chunk_moments", d, d, half, k)
         self.call = call = Call(stream, state, has_segments, 1.0, precision, half, chunk)
         for name in ("gates", "reading", "writing", "total", "strength"):
-            call.known[name] = None
+            call.arguments[name] = None
         if has_segments:
             prepare_numbers(call, stream)
         valid = frame.among_keys(s).q_valid
         if valid is not None:
             valid = valid.expand(b, s).contiguous().view(torch.uint8)
-        call.known |= {"valid": valid, "contraction": x["contraction"]}
-        call.known |= strides("l", x["contraction"], "bth")
+        call.arguments |= {"valid": valid, "contraction": x["contraction"]}
+        call.arguments |= strides("l", x["contraction"], "bth")
         self.least = math.sqrt(eps)
         self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)
         """k̄"""
         of_queries = {"x": stream.q, **strides("x", stream.q, "bmtrc"), "unit": None}
-        call.known["q_scale"] = self._inverse_lengths(of_queries, call.t, call.r)
+        call.arguments["q_scale"] = self._inverse_lengths(of_queries, call.t, call.r)
         of_keys = {"x": k, **strides("x", k[:, :, :, None], "bmtrc"), "unit": self.unit}
-        call.known["k_scale"] = self._inverse_lengths(of_keys, s, 1)
+        call.arguments["k_scale"] = self._inverse_lengths(of_keys, s, 1)
         unit = self.unit.transpose(1, 2)
-        call.known |= {"k": unit, **strides("k", unit, "bmsd")}
+        call.arguments |= {"k": unit, **strides("k", unit, "bmsd")}
 
     def _inverse_lengths(self, x: dict[str, Any], count: int, rows: int) -> Tensor:
         call = self.call
@@ -110,14 +110,14 @@ class Conditioned:
             "sums": call.empty(heads, call.count, width),
             "counts": call.empty(heads, call.count),
         }
-        call.known |= workspace
+        call.arguments |= workspace
         return workspace
 
     def moment_arguments(self, reads_unit_keys: bool) -> dict[str, Any]:
         """The arguments of a backbone's pass that also computes the moments."""
-        known = self.call.known
-        of_call = {f"unit_{name}": known[name] for name in ("valid", "writing", "total")}
-        scale = None if reads_unit_keys else known["k_scale"]
+        arguments = self.call.arguments
+        of_call = {f"unit_{name}": arguments[name] for name in ("valid", "writing", "total")}
+        scale = None if reads_unit_keys else arguments["k_scale"]
         return {"unit": self.unit, "unit_scale": scale, **of_call, **self._allocate_moments()}
 
     def carry(self) -> None:
@@ -147,9 +147,9 @@ class Conditioned:
         call = self.call
         heads, (b, t, m, r, d) = call.b * call.m, (call.b, call.t, call.m, call.r, call.d)
         d_o = queries_of_states(d_o, m)
-        call.known |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
+        call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
         for name in ("weight", "mean_q", "mean_h"):
-            call.known[name] = call.empty(heads * r, call.tokens)
+            call.arguments[name] = call.empty(heads * r, call.tokens)
         d_q = call.empty(b, t, m, r, d, dtype=self.unit.dtype)
         d_contraction = call.empty(b, t, m, r)
         call.launch(
@@ -166,8 +166,8 @@ class Conditioned:
     def _d_keys(self, more: KeyGradients) -> Tensor:
         call, block = self.call, self.call.keys("chunk_moments")
         heads = call.b * call.m
-        call.known["d_moments"] = torch.empty_like(call.known["moments"])
-        call.known["d_sums"] = torch.empty_like(call.known["sums"])
+        call.arguments["d_moments"] = torch.empty_like(call.arguments["moments"])
+        call.arguments["d_sums"] = torch.empty_like(call.arguments["sums"])
         call.launch(
             moments_gradient.carry_moments_back,
             "chunk_moments",

@@ -57,7 +57,7 @@ class Borders(NamedTuple):
     """S (m, T, C), float32"""
     keys: Tensor
     """z (levels, m, T, D)"""
-    whole: list[Tensor]
+    products: list[Tensor]
     """P of the complete blocks (m, blocks, D, D) of every level but the last, in the dtype of z"""
 
     def level(self, half: int) -> int:
@@ -82,19 +82,19 @@ def borders_of(
     chunk_scores = torch.baddbmm(stacked @ stacked.mT, b, zr, alpha=-1)
     chunk_scores = chunk_scores.view(plan.heads, plan.tokens, chunks.size)
     rows = torch.stack((chunks.keys, torch.baddbmm(stacked, b, u, alpha=-1).view_as(chunks.keys)))
-    whole = [_identity_minus(w.mT @ u).to(plan.dtype).unflatten(0, (plan.heads, -1))]
+    products = [_identity_minus(w.mT @ u).to(plan.dtype).unflatten(0, (plan.heads, -1))]
     levels = (triton.cdiv(plan.tokens, chunks.size) - 1).bit_length()
     keys = unit.new_empty((levels, *unit.shape))
     for level in range(levels):
         half, is_last = chunks.size << level, level == levels - 1
         lucid_crossing.cross[(plan.tokens // plan.reflections.rows, plan.heads)](
-            rows, whole[level], keys[level], plan.tokens, half,
+            rows, products[level], keys[level], plan.tokens, half,
             0 if is_last else plan.tokens // half, **_crossing(plan),
         )  # fmt: skip
         if not is_last:
-            first, second = _halves(whole[level])
-            whole.append(second @ first)
-    return Borders(k, x["beta"], chunks, chunk_scores, keys, whole)
+            first, second = _halves(products[level])
+            products.append(second @ first)
+    return Borders(k, x["beta"], chunks, chunk_scores, keys, products)
 
 
 class Gradients(NamedTuple):
@@ -115,7 +115,7 @@ def borders_gradient(
     """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, T)."""
     d_rows = unit.new_zeros((2, *unit.shape), dtype=torch.float32)
     d_keys = torch.empty_like(d_rows[0])
-    d_whole = None
+    d_products = None
     scores = {
         "HAS_SEGMENTS": segments is not None, "WIDTH": plan.chunk, "CHUNKS": plan.chunks,
         "PRECISION": plan.precision,
@@ -133,9 +133,9 @@ def borders_gradient(
         )  # fmt: skip
         if level < levels - 1:
             blocks = plan.tokens // half
-            d_whole = _whole_gradient(borders, level, d_rows, d_whole)
+            d_products = _products_gradient(borders, level, d_rows, d_products)
         lucid_crossing.cross_back[(plan.tokens // plan.reflections.rows, plan.heads)](
-            d_rows, borders.whole[level], d_keys, plan.tokens, half, blocks, **_crossing(plan),
+            d_rows, borders.products[level], d_keys, plan.tokens, half, blocks, **_crossing(plan),
         )  # fmt: skip
     d_scores = torch.empty_like(borders.chunk_scores)
     rows, columns = (min(tile, borders.chunks.size) for tile in plan.gradient[:2])
@@ -143,17 +143,19 @@ def borders_gradient(
         borders.chunk_scores, segments, y, d_v, d_scores, *sizes, *factors,
         TILE=rows, COLUMNS=columns, CHUNK=borders.chunks.size, **scores,
     )  # fmt: skip
-    if d_whole is None:  # At most one level: no row crossed a block.
-        d_whole = torch.zeros_like(borders.whole[0], dtype=torch.float32)
-    return _from_chunks(borders, unit, masks, d_scores, d_rows, d_whole.flatten(0, 1))
+    if d_products is None:  # At most one level: no row crossed a block.
+        d_products = torch.zeros_like(borders.products[0], dtype=torch.float32)
+    return _from_chunks(borders, unit, masks, d_scores, d_rows, d_products.flatten(0, 1))
 
 
-def _whole_gradient(borders: Borders, level: int, d_rows: Tensor, d_next: Tensor | None) -> Tensor:
+def _products_gradient(
+    borders: Borders, level: int, d_rows: Tensor, d_next: Tensor | None
+) -> Tensor:
     """dP of a level (m, blocks, D, D), from rows after its borders and dP of the next level."""
     half = borders.chunks.size << level
-    z, whole = borders.keys[level].float(), borders.whole[level].float()
-    d_whole = torch.zeros_like(whole)
-    d_first, d_second = _halves(d_whole)
+    z, products = borders.keys[level].float(), borders.products[level].float()
+    d_products = torch.zeros_like(products)
+    d_first, d_second = _halves(d_products)
     end = 2 * half * d_first.shape[1]
     z_first, z_second = _halves(z[:, :end].unflatten(1, (-1, half)))
     d_key, d_query = (
@@ -163,12 +165,12 @@ def _whole_gradient(borders: Borders, level: int, d_rows: Tensor, d_next: Tensor
     d_first += z_second.mT @ d_query
     d_second += d_key.mT @ z_first
     if d_next is not None:
-        first, second = _halves(whole)
+        first, second = _halves(products)
         d_second += d_next @ first.mT
         d_first += second.mT @ d_next
     if z.shape[1] > end + half:  # The last pair has an incomplete second block.
-        d_whole[:, -1] = z[:, end + half :].mT @ d_rows[1, :, end + half :]
-    return d_whole
+        d_products[:, -1] = z[:, end + half :].mT @ d_rows[1, :, end + half :]
+    return d_products
 
 
 def _from_chunks(
@@ -177,7 +179,7 @@ def _from_chunks(
     masks: Masks,
     d_scores: Tensor,
     d_rows: Tensor,
-    d_whole: Tensor,
+    d_products: Tensor,
 ) -> Gradients:
     """The gradients through S, x, κ and P of every chunk."""
     chunks = borders.chunks
@@ -187,7 +189,7 @@ def _from_chunks(
     b = (stacked @ w.mT).tril()
     d_b = -torch.baddbmm(d_x @ u.mT, d_s, zr.mT).tril()
     d_k = torch.baddbmm(d_x, d_s + d_s.mT, stacked).baddbmm(d_b, w)
-    d_chunks = ChunkGradients(d_k, d_b.mT @ stacked, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_whole)
+    d_chunks = ChunkGradients(d_k, d_b.mT @ stacked, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_products)
     gradients = through_chunks(borders.unit, borders.path_beta, chunks, masks, d_chunks)
     return Gradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in gradients))
 

@@ -36,8 +36,8 @@ class LucidStep(LucidStepKernels):
         is_token = new_token_validity(frame, b)
         widths = padded_width(d), padded_width(e)
         rows = padded_width(h // n + 1)
-        cut = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
-        splits, per_split = splits_of(q, count, b * n, cut.columns)
+        tuned = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
+        splits, per_split = splits_of(q, count, b * n, tuned.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
         scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
@@ -48,8 +48,8 @@ class LucidStep(LucidStepKernels):
             *keys.stride(), *solved.stride(), *((0, 0, 0) if rms is None else rms.stride()),
             0 if past_valid is None else past_valid.stride(0), per_split,
             NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
-            ROWS=rows, TOKENS=cut.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
-            PRECISION=product_precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages,
+            ROWS=rows, TOKENS=tuned.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
+            PRECISION=product_precision(q.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
         y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)

@@ -120,7 +120,7 @@ def path_backward(
 
     d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     a, d_s, b_within, d_b_within = (w.new_empty((b, h, t, size)) for _ in range(4))
-    tuned = configured("path_own_scores", q, v)
+    tuned = configured("path_within_chunk", q, v)
     tile = min(tuned.rows, size)
     path_within_chunk.scores[(count * size // tile * b * h,)](
         q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a, d_s, b_within, d_b_within,

@@ -33,7 +33,7 @@ class ChunkGradients(NamedTuple):
     zr: Tensor
     keys: Tensor
     """dK̃"""
-    whole: Tensor
+    correction: Tensor
     """F (b n chunks, D, D)"""
 
 
@@ -54,8 +54,8 @@ def through_chunks(
 
     d_k = d_k + d_keys
     d_zr = d_zr.baddbmm(w, d_keys.mT, alpha=-1)
-    d_u = d_u.baddbmm(w, d_chunks.whole, alpha=-1)
-    d_w = d_w.baddbmm(zr, d_keys, alpha=-1).baddbmm(u, d_chunks.whole.mT, alpha=-1)
+    d_u = d_u.baddbmm(w, d_chunks.correction, alpha=-1)
+    d_w = d_w.baddbmm(zr, d_keys, alpha=-1).baddbmm(u, d_chunks.correction.mT, alpha=-1)
     right = (w @ k.mT).tril(-1)
     d_z = (d_zr @ right.mT).baddbmm(d_u, w.mT)
     z = m * beta.mT

@@ -92,13 +92,13 @@ def path_step(
     updates: Updates = {"value": Append(v), "key": Append(new)}
     # If lengths are on the device, the host does not know whether a sequence is flushed now.
     if not isinstance(frame, UniformFrame) or (frame.held + 1) % flush == 0:
-        whole = torch.empty_like(keys)
+        flushed = torch.empty_like(keys)
         path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
-            keys, w, beta, pending_w, pending_beta, lengths, is_token, whole,
+            keys, w, beta, pending_w, pending_beta, lengths, is_token, flushed,
             keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_stride,
-            *whole.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
+            *flushed.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
         )  # fmt: skip
-        updates["key"] = Rewrite(whole, new)
+        updates["key"] = Rewrite(flushed, new)
     if flush > 1:
         updates |= _pending(flush, past, w, beta, lengths, is_token)
     return out, updates

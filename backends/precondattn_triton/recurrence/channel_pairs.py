@@ -23,11 +23,13 @@ KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
 def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
     """An array of the call under another name."""
     prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
-    arguments = {other: call.known[name]}
+    arguments = {other: call.arguments[name]}
     for axis, other_axis in zip(axes, other_axes, strict=True):
-        arguments[f"{other_prefix}_{other_axis}"] = call.known[f"{prefix}_{axis}"]
+        arguments[f"{other_prefix}_{other_axis}"] = call.arguments[f"{prefix}_{axis}"]
     group = f"{prefix}_group"
-    return arguments | ({f"{other_prefix}_group": call.known[group]} if group in call.known else {})
+    return arguments | (
+        {f"{other_prefix}_group": call.arguments[group]} if group in call.arguments else {}
+    )
 
 
 def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str
             else _as(call, *x, "x", "bmtrc")
         ),
         **_as(call, *y, "y", "bmsc"),
-        "width": call.known["d" if y is KEY else "e"],
+        "width": call.arguments["d" if y is KEY else "e"],
     }
 
 
@@ -92,7 +94,7 @@ def decayed(call: Call, x: tuple[str, str], factors: str) -> Tensor:
         "channel_gates",
         (call.count * call.gate_step // block, rows),
         **{"x_r": 0} | arguments,
-        factors=call.known[factors],
+        factors=call.arguments[factors],
         decayed=out,
         queries=1 if is_key else call.r,
         count=call.s if is_key else call.t,
@@ -113,7 +115,7 @@ def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tens
         (call.count, queries),
         **_as(call, *x, *COTANGENT),
         **_as(call, *y, *VALUE),
-        e=call.known["d" if y is KEY else "e"],
+        e=call.arguments["d" if y is KEY else "e"],
         STEP=call.width if y is KEY else call.step,
         u=None,
         gates=None,

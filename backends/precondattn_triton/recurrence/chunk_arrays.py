@@ -65,7 +65,7 @@ def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> in
 class Call:
     """The arrays of one call, and its launches.
 
-    `known` has arrays and numbers under the names of kernel arguments; a launch passes those that
+    `arguments` has arrays and numbers by the names of kernel arguments; a launch passes those that
     the kernel declares. A chunk has `chunk` tokens, or, by default, the configured number.
     """
 
@@ -92,7 +92,7 @@ class Call:
         self.chunk = self.configuration("chunk_states").rows if chunk is None else chunk
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
-        self.known: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             "q": x.q,
             "k": x.k,
             "v": x.v,
@@ -144,6 +144,6 @@ class Call:
 
     def launch(self, kernel: Any, name: str, grid: tuple[int, int], **extra: Any) -> None:
         """Launch with the configuration of that name; `extra` are arguments of this launch."""
-        tuned, given = self.configuration(name), self.known | extra
+        tuned, given = self.configuration(name), self.arguments | extra
         arguments = {argument: given[argument] for argument in kernel.arg_names}
         kernel[grid](**arguments, num_warps=tuned.warps, num_stages=tuned.stages)

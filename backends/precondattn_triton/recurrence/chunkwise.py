@@ -120,19 +120,19 @@ def prepare(call: Call, x: Stream) -> None:
     """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
     for name in ("gates", "reading", "writing", "total", "strength", "inverse", "y", "w", "u"):
-        call.known[name] = None
+        call.arguments[name] = None
     if call.is_by_channel:
         _prepare_channels(call, x)
     elif call.decay == "head" or x.beta is not None:
         prepare_numbers(call, x)
-    call.known |= dict.fromkeys(("scores", "decayed_q", "decayed_k"))
+    call.arguments |= dict.fromkeys(("scores", "decayed_q", "decayed_k"))
     if call.decay == "keys":
-        call.known["scores"] = decayed_scores(call)
-        call.known["decayed_q"] = decayed(call, QUERY, "reading")
-        call.known["decayed_k"] = decayed(call, KEY, "writing")
+        call.arguments["scores"] = decayed_scores(call)
+        call.arguments["decayed_q"] = decayed(call, QUERY, "reading")
+        call.arguments["decayed_k"] = decayed(call, KEY, "writing")
     if x.beta is None:
         return
-    call.known["inverse"] = call.empty(heads, tokens, call.chunk)
+    call.arguments["inverse"] = call.empty(heads, tokens, call.chunk)
     call.launch(
         chunk_inverse.invert,
         "chunk_inverse",
@@ -141,8 +141,8 @@ def prepare(call: Call, x: Stream) -> None:
         LEVELS=call.chunk.bit_length() - 2,
         EXACT=exact(),
     )
-    call.known["y"] = call.empty(heads, tokens, call.step)
-    call.known["w"] = call.empty(heads, tokens, call.width)
+    call.arguments["y"] = call.empty(heads, tokens, call.step)
+    call.arguments["w"] = call.empty(heads, tokens, call.width)
     call.launch(
         delta_rule.prepare,
         "delta_prepare",
@@ -156,11 +156,11 @@ def prepare_numbers(call: Call, x: Stream) -> None:
     heads = call.b * call.m
     names = ["gates", "reading", "writing"] if call.decay == "head" else []
     names += [] if x.beta is None else ["strength"]
-    call.known |= {name: call.empty(heads, call.tokens) for name in names}
+    call.arguments |= {name: call.empty(heads, call.tokens) for name in names}
     gates = None
     if call.decay == "head":
         gates = x.g[..., 0, 0]
-        call.known["total"] = call.empty(heads, call.count)
+        call.arguments["total"] = call.empty(heads, call.count)
     call.launch(
         gate_sums.load_factors,
         "gate_sums",
@@ -175,8 +175,8 @@ def prepare_numbers(call: Call, x: Stream) -> None:
 def _prepare_channels(call: Call, x: Stream) -> None:
     heads, gates = call.b * call.m, x.g.flatten(3)
     for name in ("gates", "reading", "writing"):
-        call.known[name] = call.empty(heads, call.tokens, call.gate_step)
-    call.known["total"] = call.empty(heads, call.count, call.gate_step)
+        call.arguments[name] = call.empty(heads, call.tokens, call.gate_step)
+    call.arguments["total"] = call.empty(heads, call.count, call.gate_step)
     block = call.gate_block("channel_gates")
     call.launch(
         channel_gates.load_channel_factors,
@@ -196,9 +196,9 @@ def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
     """
     heads = call.b * call.m
     final = call.empty(call.b, call.m, call.d, call.e)
-    call.known["states"] = call.empty(heads, call.count, call.width, call.step)
-    if call.known["y"] is not None:
-        call.known["u"] = call.empty(heads, call.tokens, call.step)
+    call.arguments["states"] = call.empty(heads, call.count, call.width, call.step)
+    if call.arguments["y"] is not None:
+        call.arguments["u"] = call.empty(heads, call.tokens, call.step)
     name = "chunk_states" if moments is None else "chunk_states_and_moments"
     values = call.values(name)
     call.launch(
@@ -216,7 +216,7 @@ def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
 
 def read(call: Call) -> Tensor:
     """The outputs (b, m, t, r, e), after the states have been computed."""
-    o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.known["v"].dtype)
+    o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.arguments["v"].dtype)
     values = call.values("chunk_reads")
     call.launch(
         chunk_reads.read,

@@ -34,7 +34,7 @@ from precondattn_triton.recurrence.chunk_arrays import Call, strides
 def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
     """The gradients of a call whose states have been computed."""
     queries = call.b * call.m * call.r
-    call.known |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
+    call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
     names = (
         "within_q",
         "within_k",
@@ -45,21 +45,21 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
         "d_strength",
     )
     names += ("crossing_keys", "read", "written", "from_keys", "overlap")
-    call.known |= dict.fromkeys(names)
+    call.arguments |= dict.fromkeys(names)
     if call.decay == "values":
-        call.known["d_scores"], local, call.known["d_gates"] = value_gate_gradients(call)
-        call.known["local"] = local
+        call.arguments["d_scores"], local, call.arguments["d_gates"] = value_gate_gradients(call)
+        call.arguments["local"] = local
     else:
-        call.known["local"] = _local(call)
+        call.arguments["local"] = _local(call)
     d_initial = _carry_back(call, d_final)
     if call.decay == "keys":
-        call.known["d_scores"] = tril_of_products(call, COTANGENT, VALUE)
-        within = key_gate_gradients(call, call.known["d_scores"])
-        call.known["within_q"], call.known["within_k"], call.known["d_gates"] = within
+        call.arguments["d_scores"] = tril_of_products(call, COTANGENT, VALUE)
+        within = key_gate_gradients(call, call.arguments["d_scores"])
+        call.arguments["within_q"], call.arguments["within_k"], call.arguments["d_gates"] = within
     elif call.decay != "values":
-        call.known["d_scores"] = call.empty(queries, call.tokens, call.chunk)
+        call.arguments["d_scores"] = call.empty(queries, call.tokens, call.chunk)
         if call.decay == "head":
-            call.known["crossing_scores"] = call.empty(queries, call.tokens)
+            call.arguments["crossing_scores"] = call.empty(queries, call.tokens)
         call.launch(
             chunk_gradient.d_scores_of,
             "chunk_scores_gradient",
@@ -98,8 +98,8 @@ def _carry_back(call: Call, d_final: Tensor) -> Tensor:
     """The gradient of the first state; those after every chunk and dU are stored in the call."""
     heads = call.b * call.m
     d_initial = call.empty(call.b, call.m, call.d, call.e)
-    call.known["d_states"] = torch.empty_like(call.known["states"])
-    call.known["d_u"] = torch.empty_like(call.known["local"])
+    call.arguments["d_states"] = torch.empty_like(call.arguments["states"])
+    call.arguments["d_u"] = torch.empty_like(call.arguments["local"])
     values = call.values("chunk_gradients")
     call.launch(
         chunk_states.carry_gradients,
@@ -116,13 +116,13 @@ def _d_values(call: Call, x: Stream) -> Tensor:
     """dV (b, m, s, e); with the delta rule, other results of dU are stored in the call."""
     heads, tokens = call.b * call.m, call.tokens
     if x.beta is None:
-        d_v = call.known["d_u"].view(call.b, call.m, tokens, call.step)
+        d_v = call.arguments["d_u"].view(call.b, call.m, tokens, call.step)
         return d_v[:, :, : call.s, : call.e]
-    call.known["d_right"] = call.empty(heads, tokens, call.step)
-    call.known["d_keys"] = call.empty(heads, tokens, call.chunk)
-    call.known["d_strength"] = call.empty(heads, tokens)
+    call.arguments["d_right"] = call.empty(heads, tokens, call.step)
+    call.arguments["d_keys"] = call.empty(heads, tokens, call.chunk)
+    call.arguments["d_strength"] = call.empty(heads, tokens)
     if call.decay == "head":
-        call.known["crossing_keys"] = call.empty(heads, tokens)
+        call.arguments["crossing_keys"] = call.empty(heads, tokens)
     d_v = call.empty(call.b, call.s, call.m, call.e, dtype=_of_heads(x.v, call))
     call.launch(
         delta_rule.d_written,
@@ -139,9 +139,9 @@ def _d_queries(call: Call, x: Stream) -> Tensor:
     queries, keys = call.b * call.m * call.r, call.keys("chunk_query_gradient")
     blocks = call.width // keys
     if call.decay == "head":
-        call.known["read"] = call.empty(queries, blocks, call.tokens)
+        call.arguments["read"] = call.empty(queries, blocks, call.tokens)
     if call.decay == "keys":
-        call.known["read"] = call.empty(queries, call.tokens, call.width)
+        call.arguments["read"] = call.empty(queries, call.tokens, call.width)
     d_q = call.empty(call.b, call.t, call.m, call.r, call.d, dtype=_of_heads(x.q, call))
     call.launch(
         chunk_gradient.d_queries,
@@ -159,13 +159,13 @@ def _d_keys(call: Call, x: Stream) -> Tensor:
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
     if call.decay in ("head", "keys"):
-        call.known["overlap"] = call.empty(heads, call.count, call.width)
+        call.arguments["overlap"] = call.empty(heads, call.count, call.width)
     if call.decay == "head":
-        call.known["written"] = call.empty(heads, blocks, call.tokens)
+        call.arguments["written"] = call.empty(heads, blocks, call.tokens)
     if call.decay == "keys":
-        call.known["written"] = call.empty(heads, call.tokens, call.width)
+        call.arguments["written"] = call.empty(heads, call.tokens, call.width)
     if x.beta is not None:
-        call.known["from_keys"] = call.empty(heads, blocks, call.tokens)
+        call.arguments["from_keys"] = call.empty(heads, blocks, call.tokens)
     d_k = call.empty(call.b, call.s, call.m, call.d, dtype=_of_heads(x.k, call))
     call.launch(
         chunk_gradient.d_keys_of,
@@ -188,7 +188,7 @@ def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
             gate_sums.gate_gradient,
             "gate_sums",
             (call.count, heads),
-            crossing=call.known["crossing_scores"],
+            crossing=call.arguments["crossing_scores"],
             d_g=d_g,
             d_beta=d_beta,
             READ_BLOCKS=call.width // call.keys("chunk_query_gradient"),
@@ -203,9 +203,9 @@ def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
     """The gradient of the gates, in their own shape."""
     if call.decay == "values":
         heads, values = call.b * call.m, call.values("value_sums")
-        call.known["read"] = call.empty(heads * call.r, call.tokens, call.step)
-        call.known["written"] = call.empty(heads, call.tokens, call.step)
-        call.known["overlap"] = call.empty(heads, call.count, call.step)
+        call.arguments["read"] = call.empty(heads * call.r, call.tokens, call.step)
+        call.arguments["written"] = call.empty(heads, call.tokens, call.step)
+        call.arguments["overlap"] = call.empty(heads, call.count, call.step)
         call.launch(
             channel_gates.sums_of_values,
             "value_sums",

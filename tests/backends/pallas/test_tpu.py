@@ -271,8 +271,8 @@ def request(verb="vjp", **shapes):
             "e=640",
         ),
         ("linear", {"k": (2, 20, 2, 264)}, "d=264"),
-        ("gla", {}, "one decay for all of a state on a TPU"),
-        ("gsa", {"s": (2, 20, 2, 4)}, "one decay for all of a state on a TPU"),
+        ("gla", {}, "on a TPU supports one decay for each state"),
+        ("gsa", {"s": (2, 20, 2, 4)}, "on a TPU supports one decay for each state"),
     ],
 )
 def test_unsupported_calls_are_declined_with_the_reason(mechanism, shapes, reason):
@@ -322,4 +322,4 @@ for m, dtype in ((pa.Softmax(), "float32"), (pa.Linear(), "float16")):
 def test_a_device_that_it_has_no_kernels_for_is_an_error():
     code = "from precondattn_pallas.backend import target; target()"
     done = run_with_setting(code, "gpu")
-    assert "has to be one of cuda, tpu; found 'gpu'" in done.stderr
+    assert "must be one of cuda, tpu; found 'gpu'" in done.stderr

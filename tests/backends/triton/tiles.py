@@ -36,7 +36,7 @@ SMALL = {
     "path_query_gradient": Configuration(16, 0),
     "path_key_gradient": Configuration(16, 16),
     "path_reflections": Configuration(0, 16),
-    "path_own_scores": Configuration(16, 16),
+    "path_within_chunk": Configuration(16, 16),
     "path_decode": Configuration(0, 16),
     "path_gather": Configuration(16, 16),
     "differential_forward": Configuration(16, 16),
