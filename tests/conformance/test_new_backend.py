@@ -109,7 +109,7 @@ def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks
 
 
 FAULTS = {
-    "takes away what was not solved": (
+    "subtracts values that are not solved": (
         "lucid_solve.py",
         "phi[..., :start] @ y[:, :, :start]",
         "phi[..., :start] @ values[:, :, :start]",
@@ -122,7 +122,7 @@ FAULTS = {
         "",
         "lucid_solve",
     ),
-    "takes a window without knowing of it": (
+    "claims windows that it does not implement": (
         "backend.py",
         "LucidSolve(scale=mechanism.scale, eps=mechanism.eps)",
         "LucidSolve(scale=mechanism.scale, eps=mechanism.eps, window=mechanism.window)",

@@ -344,8 +344,8 @@ def test_writing_a_record_imports_no_package_except_numpy():
         with Recording(None, backends=(), level="", device=None, filters={}) as recording:
             pass
         assert recording.record.complete
-        found = {"torch", "jax", "cupy", "rich", "jinja2", "jsonschema"} & set(sys.modules)
-        assert not found, found
+        imported = {"torch", "jax", "cupy", "rich", "jinja2", "jsonschema"} & set(sys.modules)
+        assert not imported, imported
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

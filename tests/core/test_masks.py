@@ -10,13 +10,13 @@ from precondattn_conformance.inputs import Layout, make_inputs
 LAYOUT = Layout("test", b=2, t=6, s=6)
 
 
-def with_nan(m, x, hidden):
+def with_nan(m, x, is_masked):
     """The inputs with NaN at masked keys (b, s), and at queries whose own key is masked."""
     result = {}
     for name, array in x.items():
         array = array.copy()
         if "s" in m.inputs[name].letters:
-            array[hidden] = np.nan
+            array[is_masked] = np.nan
         result[name] = array
     return result
 

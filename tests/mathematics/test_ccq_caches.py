@@ -70,12 +70,12 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
     assert np.all(cache.length == t)
 
 
-@pytest.mark.parametrize("hidden", [[], [1, 5]], ids=["all", "hidden"])
+@pytest.mark.parametrize("masked", [[], [1, 5]], ids=["all", "masked"])
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
-def test_a_ragged_batch_equals_each_sequence_alone(layer, hidden):
+def test_a_ragged_batch_equals_each_sequence_alone(layer, masked):
     p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
     layer, mask = pa.parse(layer), np.ones((2, 7), dtype=bool)
-    x, mask[0, hidden] = p.x(layer), False
+    x, mask[0, masked] = p.x(layer), False
     cache, outs = layer.init_cache(**x, capacity=7, key_mask=True), []
     for chosen, counts in [(slice(0, 4), [4, 1]), (slice(4, 7), [2, 3])]:
         own = {"lengths": counts, "key_mask": mask[:, chosen]}
@@ -97,16 +97,16 @@ def test_padded_and_packed_sequences_are_independent(layer, p, data):
     x = p.x(layer)
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
-    hidden = {
+    masked = {
         name: np.where(padding.reshape(2, t, *[1] * (array.ndim - 2)), np.nan, array)
         for name, array in x.items()
         if array.ndim >= 3
     }
-    padded, pullback = layer.vjp(**(x | hidden), lengths=lengths)
+    padded, pullback = layer.vjp(**(x | masked), lengths=lengths)
     assert np.all(padded[padding] == 0)
     gradients = pullback(p.like(padded))
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
-    assert all(np.all(gradients[name][padding] == 0) for name in hidden)
+    assert all(np.all(gradients[name][padding] == 0) for name in masked)
     packed = layer(**x, segment_ids=padding.astype(int))
     for i, count in enumerate(lengths):
         alone = {n: array[i : i + 1] if array.ndim >= 3 else array for n, array in x.items()}

@@ -156,11 +156,11 @@ def test_masked_inputs_may_be_nan_and_get_no_gradient(layer, p, data):
     padding = np.arange(s) >= lengths[:, None]
     x = p.x(layer)
     along_time = [name for name in x if x[name].ndim >= 3]
-    hidden = {
+    masked = {
         name: np.where(padding.reshape(b, s, *[1] * (x[name].ndim - 2)), np.nan, x[name])
         for name in along_time
     }
-    out, pullback = layer.vjp(**(x | hidden), lengths=lengths)
+    out, pullback = layer.vjp(**(x | masked), lengths=lengths)
     assert np.all(out[padding] == 0)
     for i, length in enumerate(lengths):
         one = {name: x[name][i : i + 1, :length] if name in along_time else x[name] for name in x}

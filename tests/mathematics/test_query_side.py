@@ -181,16 +181,16 @@ def test_padded_and_packed_sequences_are_independent(layer, p, data):
     x = p.x(layer)
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
-    hidden = {
+    masked = {
         name: np.where(padding.reshape(2, t, *[1] * (array.ndim - 2)), np.nan, array)
         for name, array in x.items()
         if array.ndim >= 3
     }
-    padded, pullback = layer.vjp(**(x | hidden), lengths=lengths)
+    padded, pullback = layer.vjp(**(x | masked), lengths=lengths)
     assert np.all(padded[padding] == 0)
     gradients = pullback(p.like_output())
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
-    assert all(np.all(gradients[name][padding] == 0) for name in hidden)
+    assert all(np.all(gradients[name][padding] == 0) for name in masked)
     packed = layer(**x, segment_ids=padding.astype(int))
     for i, count in enumerate(lengths):
         for out, chosen in [

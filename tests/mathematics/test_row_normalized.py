@@ -107,10 +107,10 @@ def softmax_weights(q, k, *, causal=True, window=None, scale=None):
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     distance = np.arange(t)[:, None] + s - t - np.arange(s)
-    hidden = (distance < 0) & causal
+    masked = (distance < 0) & causal
     if window is not None:
-        hidden |= distance >= window
-    scores = np.where(hidden, -np.inf, scores)
+        masked |= distance >= window
+    scores = np.where(masked, -np.inf, scores)
     return np.exp(scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True))
 
 
@@ -377,8 +377,8 @@ def test_masked_sequences_are_independent(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
-    hidden = [np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v)]
-    padded, pullback = layer.vjp(*hidden, lengths=lengths)
+    masked = [np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v)]
+    padded, pullback = layer.vjp(*masked, lengths=lengths)
     assert np.all(padded[padding] == 0)
     for gradient in pullback(p.like_output()).values():
         assert np.all(np.isfinite(gradient))
@@ -551,8 +551,8 @@ def test_channels_of_sequences_and_segments_are_independent(detach, p, data):
     t, cotangent = p.q.shape[1], p.like_output()
     lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
     padding = np.arange(t) >= lengths[:, None]
-    hidden = [np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v)]
-    padded, padded_pullback = layer.vjp(*hidden, lengths=lengths)
+    masked = [np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v)]
+    padded, padded_pullback = layer.vjp(*masked, lengths=lengths)
     packed, packed_pullback = layer.vjp(p.q, p.k, p.v, segment_ids=padding.astype(int))
     assert np.all(padded[padding] == 0)
     padded_gradients, packed_gradients = padded_pullback(cotangent), packed_pullback(cotangent)

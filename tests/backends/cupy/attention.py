@@ -87,6 +87,6 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     return ours
 
 
-def with_nan(array, hidden):
+def with_nan(array, is_masked):
     """The array with NaN at masked tokens (b, t)."""
-    return np.where(hidden[:, :, None, None], np.asarray(np.nan, array.dtype), array)
+    return np.where(is_masked[:, :, None, None], np.asarray(np.nan, array.dtype), array)

@@ -68,13 +68,13 @@ def test_fewer_queries_than_keys_are_the_last_ones(t, leaf, spread):
 def test_padding_may_contain_nan(dtype, spread, leaf):
     x, d_out = problem(33, b=3, h=1, dtype=dtype, spread=spread)
     lengths = np.array([0, 20, 33])
-    hidden = np.arange(33) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    masked = np.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, masked) for name, a in x.items()}
     ours = check(
-        x, with_nan(d_out, hidden), leaf=leaf, lengths=lengths,
+        x, with_nan(d_out, masked), leaf=leaf, lengths=lengths,
         gradient_bound=1e-4 if dtype == "float32" else 4e-2,
     )  # fmt: skip
-    assert all((ours[name][hidden] == 0).all() for name in ("out", *x))
+    assert all((ours[name][masked] == 0).all() for name in ("out", *x))
     assert is_close(ours) == [[True], [spread == 1], [spread == 1]]
 
 

@@ -342,6 +342,6 @@ def test_decoding_with_masked_keys():
     x = sequences(21, 2, 2, 12, 20, b=3, beta=True)
     masks = np.random.default_rng(0).random((3, 20)) < 0.6, np.asarray([[True], [False], [True]])
     masks[0][2] = False
-    hidden = ~np.concatenate(masks, axis=1)
-    x["k"][hidden] = x["v"][hidden] = x["lucid_beta"][hidden] = np.nan
+    is_masked = ~np.concatenate(masks, axis=1)
+    x["k"][is_masked] = x["v"][is_masked] = x["lucid_beta"][is_masked] = np.nan
     check_a_step(pa.Lucid(beta=True), x, 20, key_mask=masks)

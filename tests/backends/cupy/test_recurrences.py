@@ -218,8 +218,8 @@ def test_padding_and_other_segments_have_no_effect():
     for array in x.values():
         array[1, 3:] = np.nan
     check(pa.GatedDelta(), x, lengths=np.array([20, 3]))
-    hidden = np.arange(20)[None] % 3 != 1
-    check(pa.Delta(), problem(pa.Delta(), 20, heads=(1, 1)), key_mask=hidden)
+    is_visible = np.arange(20)[None] % 3 != 1
+    check(pa.Delta(), problem(pa.Delta(), 20, heads=(1, 1)), key_mask=is_visible)
     check(pa.Delta(), problem(pa.Delta(), 20, heads=(1, 1)), segment_ids=segments[:1])
 
 

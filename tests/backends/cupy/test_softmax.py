@@ -80,10 +80,10 @@ def test_windows_give_the_definition(window, causal):
 def test_padding_may_contain_nan(dtype, leaf):
     x, d_out = problem(33, b=3, h=1, dtype=dtype)
     lengths = np.array([0, 20, 33])
-    hidden = np.arange(33) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
-    ours = check(x, with_nan(d_out, hidden), leaf=leaf, lengths=lengths)
-    assert all((ours[name][hidden] == 0).all() for name in ("out", *x))
+    masked = np.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, masked) for name, a in x.items()}
+    ours = check(x, with_nan(d_out, masked), leaf=leaf, lengths=lengths)
+    assert all((ours[name][masked] == 0).all() for name in ("out", *x))
 
 
 @needs_simulator

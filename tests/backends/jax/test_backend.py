@@ -238,10 +238,10 @@ for expression in ("softmax", "lucid", "laser", "path", "gated_delta"):
         sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
         return jnp.sum(jnp.sin(sharded(x)))
 
-    found = jax.jit(jax.value_and_grad(loss))(x)
+    out = jax.jit(jax.value_and_grad(loss))(x)
     reference = lambda x: jnp.sum(jnp.sin(m(**x, backend="reference")))
     expected = jax.jit(jax.value_and_grad(reference))(x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 print("all of them agree")
 """

@@ -225,9 +225,9 @@ def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
 import torch, precondattn as pa
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
-found = pa.Lucid()(q, k, v, backend=("triton", "torch"))
+out = pa.Lucid()(q, k, v, backend=("triton", "torch"))
 expected = pa.Lucid()(q.double(), k.double(), v.double())
-assert (found - expected).abs().max() < 3e-2
+assert (out - expected).abs().max() < 3e-2
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
 

@@ -128,8 +128,8 @@ def test_packed_padded_and_masked_tokens(passes, expression):
     for array in x.values():
         array[1, 3:] = torch.nan
     check(layer, x, lengths=torch.tensor([20, 3]))
-    hidden = torch.arange(20)[None] % 3 == 1
-    check(layer, problem(layer, 20), key_mask=hidden)
+    is_visible = torch.arange(20)[None] % 3 == 1
+    check(layer, problem(layer, 20), key_mask=is_visible)
 
 
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens(passes):

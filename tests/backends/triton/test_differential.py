@@ -110,11 +110,11 @@ def test_padding_may_contain_nan(causal):
     expression = f"differential[per=token](softmax[causal={causal}])"
     x, d_out = problem(expression, 33, b=2, dtype=torch.bfloat16)
     lengths = torch.tensor([0, 20])
-    hidden = torch.arange(33) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
-    out, gradients = check(expression, x, with_nan(d_out, hidden), lengths=lengths)
-    assert (out[hidden] == 0).all()
-    assert all((gradient[hidden] == 0).all() for gradient in gradients.values())
+    is_masked = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, is_masked) for name, a in x.items()}
+    out, gradients = check(expression, x, with_nan(d_out, is_masked), lengths=lengths)
+    assert (out[is_masked] == 0).all()
+    assert all((gradient[is_masked] == 0).all() for gradient in gradients.values())
 
 
 def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key():
@@ -172,9 +172,11 @@ def test_shipped_tiles_compute_the_same():
         check("differential", *problem("differential", 33, dtype=dtype), tiles={})
 
 
-def with_nan(array, hidden):
+def with_nan(array, is_masked):
     """The array with NaN at masked tokens (b, t)."""
-    return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
+    return array.masked_fill(
+        is_masked.reshape(*is_masked.shape, *[1] * (array.ndim - 2)), torch.nan
+    )
 
 
 # --------------------------------------------------------------------------------- refusals

@@ -81,9 +81,9 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     return result
 
 
-def with_nan(array, hidden):
+def with_nan(array, is_masked):
     """The array with NaN at masked tokens (b, t)."""
-    return array.masked_fill(hidden[:, :, None, None], torch.nan)
+    return array.masked_fill(is_masked[:, :, None, None], torch.nan)
 
 
 # ------------------------------------------------------------------------------- close heads
@@ -140,11 +140,11 @@ def test_more_queries_than_keys():
 def test_padding_may_contain_nan(causal, dtype):
     x, d_out = problem(33, b=3, h=1, dtype=dtype)
     lengths = torch.tensor([0, 20, 33])
-    hidden = torch.arange(33) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
-    result = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths)
-    assert (result.out[hidden] == 0).all()
-    assert all((gradient[hidden] == 0).all() for gradient in result.gradients.values())
+    is_masked = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, is_masked) for name, a in x.items()}
+    result = check(x, with_nan(d_out, is_masked), causal=causal, lengths=lengths)
+    assert (result.out[is_masked] == 0).all()
+    assert all((gradient[is_masked] == 0).all() for gradient in result.gradients.values())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -225,12 +225,12 @@ def test_values_far_apart_with_several_groups_of_channels(monkeypatch):
 def test_values_far_apart_behind_masks(causal):
     x, d_out = problem(17, h=1, spread=100.0)
     lengths = torch.tensor([16, 5])
-    hidden = torch.arange(17) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
+    is_masked = torch.arange(17) >= lengths[:, None]
+    x = {name: with_nan(a, is_masked) for name, a in x.items()}
     ids = torch.tensor([[1] * 4 + [3] * 13, [0] * 17])
-    result = check(x, with_nan(d_out, hidden), causal=causal, lengths=lengths, segment_ids=ids)
+    result = check(x, with_nan(d_out, is_masked), causal=causal, lengths=lengths, segment_ids=ids)
     assert result.is_close == [[False], [False]]
-    assert (result.out[hidden] == 0).all()
+    assert (result.out[is_masked] == 0).all()
 
 
 def test_close_and_far_heads_in_one_call():

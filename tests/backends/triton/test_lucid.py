@@ -192,18 +192,18 @@ def test_the_order_of_the_programs_does_not_matter():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("hidden", [2, 5])
-def test_a_step_ignores_masked_keys_including_its_own(hidden):
+@pytest.mark.parametrize("masked_token", [2, 5])
+def test_a_step_ignores_masked_keys_including_its_own(masked_token):
     torch.manual_seed(0)
     x = {name: torch.randn(1, 7, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     for name in ("k", "v"):
-        x[name][:, hidden] = torch.nan
+        x[name][:, masked_token] = torch.nan
     result = {}
     for backend in ("triton", "reference"):
         cache, outs = pa.Lucid().init_cache(**x, capacity=8, key_mask=True), []
         for t in range(7):
             new = {name: array[:, t : t + 1] for name, array in x.items()}
-            is_visible = torch.tensor([[t != hidden]])
+            is_visible = torch.tensor([[t != masked_token]])
             with small_tiles():
                 out, cache = pa.Lucid().extend(cache, **new, key_mask=is_visible, backend=backend)
             outs.append(out)

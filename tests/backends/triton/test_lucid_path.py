@@ -75,8 +75,8 @@ def check(leaf, x, d_y, *, bound=None, tiles=SMALL, seed=0, **masks):
         assert gradient.dtype == x[name].dtype
         assert gradient.shape == x[name].shape
         assert error(gradient, wanted_gradients[name]) < 4 * bound, name
-        hidden = only_valid(torch.zeros_like(gradient), frame, 1).bool()
-        assert not gradient[hidden].any(), name
+        masked = only_valid(torch.zeros_like(gradient), frame, 1).bool()
+        assert not gradient[masked].any(), name
         torch.testing.assert_close(given[name], before[name], rtol=0, atol=0, equal_nan=True)
     return y, gradients
 

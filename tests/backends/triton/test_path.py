@@ -123,11 +123,11 @@ def test_a_window_gives_the_definition(window):
 def test_padding_may_contain_nan(dtype):
     x, d_out = problem(33, b=2, dtype=dtype)
     lengths = torch.tensor([0, 20])
-    hidden = torch.arange(33) >= lengths[:, None]
-    x = {name: with_nan(a, hidden) for name, a in x.items()}
-    result = check(x, with_nan(d_out, hidden), lengths=lengths)
-    assert (result.out[hidden] == 0).all()
-    assert all((gradient[hidden] == 0).all() for gradient in result.gradients.values())
+    is_masked = torch.arange(33) >= lengths[:, None]
+    x = {name: with_nan(a, is_masked) for name, a in x.items()}
+    result = check(x, with_nan(d_out, is_masked), lengths=lengths)
+    assert (result.out[is_masked] == 0).all()
+    assert all((gradient[is_masked] == 0).all() for gradient in result.gradients.values())
 
 
 def test_masked_keys_may_contain_nan_and_do_not_reflect():
@@ -211,9 +211,11 @@ def test_shipped_tiles_compute_the_same():
         check(x, d_out.to(dtype), tiles={})
 
 
-def with_nan(array, hidden):
+def with_nan(array, is_masked):
     """The array with NaN at masked tokens (b, t)."""
-    return array.masked_fill(hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2)), torch.nan)
+    return array.masked_fill(
+        is_masked.reshape(*is_masked.shape, *[1] * (array.ndim - 2)), torch.nan
+    )
 
 
 # --------------------------------------------------------------------------------- refusals

@@ -87,12 +87,12 @@ def test_a_sequence_that_gets_no_token_is_not_flushed_and_keeps_its_reflections(
     check(pa.Path(flush=3), inputs(8), first=5, prefilled=[5, 2], counts=[[0, 1], [1, 0], [1, 1]])
 
 
-@pytest.mark.parametrize("hidden", [2, 5])
-def test_masked_keys_before_and_after_the_last_flush(hidden):
+@pytest.mark.parametrize("masked_token", [2, 5])
+def test_masked_keys_before_and_after_the_last_flush(masked_token):
     x = inputs(8, b=1)
     for name in ("k", "v"):
-        x[name][:, hidden] = torch.nan
-    check(pa.Path(flush=4), x, first=4, is_visible=torch.arange(8)[None] != hidden)
+        x[name][:, masked_token] = torch.nan
+    check(pa.Path(flush=4), x, first=4, is_visible=torch.arange(8)[None] != masked_token)
 
 
 def refusal(*, t=1, h=2, d=64, e=64):

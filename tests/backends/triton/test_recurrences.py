@@ -175,8 +175,8 @@ def test_padding_and_other_segments_have_no_effect():
     for array in x.values():
         array[1, 3:] = torch.nan
     check(pa.GatedDelta(), x, lengths=lengths)
-    hidden = torch.arange(20)[None] % 3 != 1
-    check(pa.GatedDelta(), problem(pa.GatedDelta(), 20, heads=(1, 1)), key_mask=hidden)
+    is_visible = torch.arange(20)[None] % 3 != 1
+    check(pa.GatedDelta(), problem(pa.GatedDelta(), 20, heads=(1, 1)), key_mask=is_visible)
 
 
 def states_of(layer, x, dtype):
