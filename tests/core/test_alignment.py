@@ -176,11 +176,11 @@ def test_trailing_tokens_may_be_left_out_of_the_context():
     assert np.abs(out - without).max() > 1e-6
 
 
-@pytest.mark.parametrize("nothing", ["needle", "context"])
-def test_a_sequence_without_needle_or_context_has_gap_nan_without_a_warning(nothing):
+@pytest.mark.parametrize("empty", ["needle", "context"])
+def test_a_sequence_without_needle_or_context_has_gap_nan_without_a_warning(empty):
     k, needle = with_needle(np.random.default_rng(0))
     masks = {"needle": needle, "context": ~needle}
-    masks[nothing][1] = False
+    masks[empty][1] = False
     out = pa.alignment_gap(k, **masks, rank=2)
     assert np.all(np.isnan(out[1]))
     assert_close(out[:1], gaps(k[:1], masks["needle"][:1], masks["context"][:1], 2))

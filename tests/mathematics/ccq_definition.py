@@ -212,9 +212,9 @@ def recurrence(base, q, k, v, g=None, beta=None, state=None):
 
 
 def naive(layer, x):
-    own = {name: x[name] for name in ("v", "g", "beta") if name in x}
+    base_inputs = {name: x[name] for name in ("v", "g", "beta") if name in x}
     query, key = conditioned_for(layer, x)[0], key_for(layer, x["k"])
-    return recurrence(str(layer.base), query, key, **own)[0]
+    return recurrence(str(layer.base), query, key, **base_inputs)[0]
 
 
 def assert_is(actual, expected, size=None):

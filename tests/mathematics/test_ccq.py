@@ -195,9 +195,9 @@ def test_ccq_inside_a_feature_map_conditions_its_features_and_outside_its_inputs
         name: pa.HedgehogMap()(x[name], weight=x[f"{name}_weight"], bias=x[f"{name}_bias"])
         for name in "qk"
     }
-    own = {name: x[name] for name in ("v", "g", "contraction")}
+    base_inputs = {name: x[name] for name in ("v", "g", "contraction")}
     scale = x["q"].shape[-1] ** -0.5
     for base in ("gla", f"gla[scale={scale}]"):
-        expected = pa.parse(f"ccq({base})")(**features, **own)
+        expected = pa.parse(f"ccq({base})")(**features, **base_inputs)
         result = pa.parse(f"hedgehog(ccq({base}))")(**x)
         assert_close(result, expected, size=10)

@@ -51,8 +51,8 @@ def extended(layer, x, cuts, **masks):
     cache = layer.init_cache(**x, capacity=cuts[-1], **({"key_mask": True} if masks else {}))
     outs = []
     for start, stop in pairwise(cuts):
-        own = {name: mask[:, start:stop] for name, mask in masks.items()}
-        out, cache = layer.extend(cache, **part(x, slice(start, stop)), **own)
+        selected = {name: mask[:, start:stop] for name, mask in masks.items()}
+        out, cache = layer.extend(cache, **part(x, slice(start, stop)), **selected)
         outs.append(out)
     return np.concatenate(outs, axis=1), cache
 
@@ -78,8 +78,8 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, masked):
     x, mask[0, masked] = p.x(layer), False
     cache, outs = layer.init_cache(**x, capacity=7, key_mask=True), []
     for chosen, counts in [(slice(0, 4), [4, 1]), (slice(4, 7), [2, 3])]:
-        own = {"lengths": counts, "key_mask": mask[:, chosen]}
-        out, cache = layer.extend(cache, **part(x, chosen), **own)
+        selected = {"lengths": counts, "key_mask": mask[:, chosen]}
+        out, cache = layer.extend(cache, **part(x, chosen), **selected)
         outs.append(out)
     out = np.concatenate(outs, axis=1)
     for i, kept in enumerate([[0, 1, 2, 3, 4, 5], [0, 4, 5, 6]]):
@@ -196,9 +196,13 @@ def test_gradients_through_the_states(layer, p, past):
         return torch.repeat_interleave(old[name], count // old[name].shape[1], 1)
 
     q, sums = conditioned_for(layer, leaves, [for_each(name, h) for name in names[:3]])
-    own = {name: leaves[name] for name in ("v", "g", "beta") if name in leaves}
+    selected = {name: leaves[name] for name in ("v", "g", "beta") if name in leaves}
     expected, state = recurrence(
-        str(layer.base), q, key_for(layer, leaves["k"]), **own, state=for_each(state_name, heads)
+        str(layer.base),
+        q,
+        key_for(layer, leaves["k"]),
+        **selected,
+        state=for_each(state_name, heads),
     )
     assert_is(out, expected)
     cotangent, d_store = p.like(out), {name: p.like(longer.store[name]) for name in names}
@@ -222,9 +226,9 @@ def test_chained_pullbacks_of_pieces_give_the_gradient_of_the_full_call(layer):
     p = Problem(np.random.default_rng(0), t=9, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
-    out, whole = layer.vjp(**x)
+    out, full_pullback = layer.vjp(**x)
     cotangent = p.like(out)
-    expected, cuts = whole(cotangent), (0, 1, 4, 9)
+    expected, cuts = full_pullback(cotangent), (0, 1, 4, 9)
     cache, pullbacks = layer.init_cache(**x), []
     for start, stop in pairwise(cuts):
         _, cache, pullback = layer.extend_vjp(cache, **part(x, slice(start, stop)))
@@ -263,8 +267,8 @@ def test_masked_tokens_have_no_effect_on_gradients_through_states(layer, masks):
         one = slice(i, i + 1)
         store = {name: buffer[one] for name, buffer in cache.store.items()}
         alone = cache._replace(length=cache.length[one], store=store)
-        own = {name: array[one, kept] for name, array in new.items()}
-        expected, grown, pull = layer.extend_vjp(alone, **own)
+        selected = {name: array[one, kept] for name, array in new.items()}
+        expected, grown, pull = layer.extend_vjp(alone, **selected)
         wanted, d_alone = pull(cotangent[one, kept], {n: a[one] for n, a in d_store.items()})
         pairs = [(out[one, kept], expected)]
         pairs += [(longer.store[name][one], buffer) for name, buffer in grown.store.items()]

@@ -148,14 +148,14 @@ def test_gradients_flow_through_the_query_and_through_its_gate():
     """λ is computed from the query and then used by CCQ: q has a gradient along both paths."""
     p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
     layer, of_gate = pa.parse("ccq(gated_delta)"), pa.ContractionGate()
-    x, own = p.x(layer), p.x(of_gate)
-    own["q"] = x["q"]
-    lam, gate_pullback = of_gate.vjp(**own)
+    x, gate_inputs = p.x(layer), p.x(of_gate)
+    gate_inputs["q"] = x["q"]
+    lam, gate_pullback = of_gate.vjp(**gate_inputs)
     out, pullback = layer.vjp(**(x | {"contraction": lam}))
     cotangent = p.like(out)
     gradients = pullback(cotangent)
     of_the_gate = gate_pullback(gradients["contraction"])
-    leaves, weights = in_torch(x, requires_grad=True), in_torch(own, requires_grad=True)
+    leaves, weights = in_torch(x, requires_grad=True), in_torch(gate_inputs, requires_grad=True)
     through = gate(leaves["q"], weights["weight"], weights["bias"])
     expected = naive(layer, leaves | {"contraction": through})
     wanted = torch.autograd.grad(

@@ -120,8 +120,8 @@ def path_scores(q, k, beta):
     values = np.broadcast_to(np.eye(s)[:, None], (b, s, h, s)).copy()
     weights = pa.Path(scale=1.0)(q, k, values, w=k, beta=beta)
     weights = np.where(np.tril(np.ones((s, s)))[:, None] > 0, weights, 1.0)
-    own = np.sum(q * k, axis=-1)[..., None]
-    scores = np.log(weights) - np.log(np.einsum("bihi->bih", weights))[..., None] + own
+    diagonal = np.sum(q * k, axis=-1)[..., None]
+    scores = np.log(weights) - np.log(np.einsum("bihi->bih", weights))[..., None] + diagonal
     return np.tril(scores.transpose(0, 2, 1, 3))
 
 

@@ -369,8 +369,8 @@ def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
 def of_head(layer, p, x, head):
     """The inputs that belong to one key head, and the indices of its output heads."""
     letters = SHAPES[bare(layer).name]
-    own = letters["k"] == OWN["k"]
-    counts = {"h": 1 if own else p.group, "n": 1, "u": p.multiple}
+    per_query_head = letters["k"] == OWN["k"]
+    counts = {"h": 1 if per_query_head else p.group, "n": 1, "u": p.multiple}
     chosen = {letter: slice(head * count, head * count + count) for letter, count in counts.items()}
     result = dict(x)
     for name, array in x.items():
@@ -378,7 +378,7 @@ def of_head(layer, p, x, head):
             result[name] = array[:, :, chosen[letters[name].split()[2]]]
         elif layer.per == "head":
             result[name] = array[chosen[letters[name[0]].split()[2]]]
-    return result, chosen["u" if own else "h"]
+    return result, chosen["u" if per_query_head else "h"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -402,11 +402,11 @@ def test_sequences_and_heads_are_independent(layer, p):
 def test_grouped_heads_equal_repeated_heads(layer, p):
     layer = pa.parse(layer)
     x = p.x(layer)
-    own = SHAPES[bare(layer).name]["k"] == OWN["k"]
+    per_query_head = SHAPES[bare(layer).name]["k"] == OWN["k"]
     repeated = dict(x)
     for name, array in x.items():
-        count = p.multiple if own else p.group
-        if (name[0] in "qk") if own else (name[0] != "q"):
+        count = p.multiple if per_query_head else p.group
+        if (name[0] in "qk") if per_query_head else (name[0] != "q"):
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"
             repeated[name] = np.repeat(array, count, axis=axis) if per_head else array

@@ -68,11 +68,11 @@ def test_lucid_with_its_own_beta_eps_window_and_gate_is_the_definition(p, eps, w
     assert_close(out, expected, size=np.abs(p.v).max())
 
 
-@pytest.mark.parametrize("nothing", ["w", "beta"])
+@pytest.mark.parametrize("zero_input", ["w", "beta"])
 @sampled
 @given(p=problems(square=False))
-def test_without_reflections_lucid_over_path_is_lucid(nothing, p):
-    named = {"w": p.w, "beta": p.beta} | {nothing: 0 * getattr(p, nothing)}
+def test_without_reflections_lucid_over_path_is_lucid(zero_input, p):
+    named = {"w": p.w, "beta": p.beta} | {zero_input: 0 * getattr(p, zero_input)}
     expected = pa.Lucid()(p.q, p.k, p.v)
     out = pa.Lucid(pa.Path())(p.q, p.k, p.v, **named)
     assert_close(out, expected, size=np.abs(p.v).max())

@@ -232,11 +232,11 @@ def test_gradients_of_far_steps_are_finite(dt):
 @pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 4, 5), (0, 2, 5), (0, 4, 5)])
 def test_a_cache_of_ssd_continues_it(cuts):
     x = problem()
-    own = {name: array for name, array in x.items() if name != "D"}
-    inputs = pa.mamba2_inputs(**own, dt_softplus=True)
+    scan_inputs = {name: array for name, array in x.items() if name != "D"}
+    inputs = pa.mamba2_inputs(**scan_inputs, dt_softplus=True)
     cache, outs = pa.SSD().init_cache(**inputs), []
     for start, stop in pairwise(cuts):
-        piece = {name: a[:, start:stop] if a.ndim > 2 else a for name, a in own.items()}
+        piece = {name: a[:, start:stop] if a.ndim > 2 else a for name, a in scan_inputs.items()}
         inputs = pa.mamba2_inputs(**piece, dt_softplus=True)
         out, cache = pa.SSD().extend(cache, **inputs)
         outs.append(out)

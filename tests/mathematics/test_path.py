@@ -170,11 +170,11 @@ def test_a_window_masks_keys_and_changes_no_score(p, g, window):
     assert_close(out, path_by_loops(**inputs, window=window), size=np.abs(p.v).max())
 
 
-@pytest.mark.parametrize("nothing", ["w", "beta"])
+@pytest.mark.parametrize("zero_input", ["w", "beta"])
 @sampled
 @given(p=problems(square=False))
-def test_without_reflections_path_is_softmax(nothing, p):
-    named = {"w": p.w, "beta": p.beta} | {nothing: 0 * getattr(p, nothing)}
+def test_without_reflections_path_is_softmax(zero_input, p):
+    named = {"w": p.w, "beta": p.beta} | {zero_input: 0 * getattr(p, zero_input)}
     expected = pa.Softmax()(p.q, p.k, p.v)
     assert_close(pa.Path()(p.q, p.k, p.v, **named), expected, size=np.abs(p.v).max())
     gated = pa.Softmax(forget="scaled")(p.q, p.k, p.v, g=p.g)

@@ -196,10 +196,10 @@ def test_two_continuations_of_one_cache_are_independent(layer, flush):
     cache = layer.init_cache(p.q, p.k, p.v, capacity=6)
     _, cache = layer.extend(cache, **at(p.inputs, slice(None), slice(4)))
     for tail in ([4, 5], [6, 7]):
-        whole = at(p.inputs, slice(None), [0, 1, 2, 3, *tail])
+        branch = at(p.inputs, slice(None), [0, 1, 2, 3, *tail])
         out, longer = layer.extend(cache, **at(p.inputs, slice(None), tail[:1]))
         last, _ = layer.extend(longer, **at(p.inputs, slice(None), tail[1:]))
-        assert_close(np.concatenate([out, last], axis=1), layer(**whole)[:, 4:], size=1)
+        assert_close(np.concatenate([out, last], axis=1), layer(**branch)[:, 4:], size=1)
 
 
 def scores_by_key_cache(q, k, w, beta):

@@ -64,56 +64,58 @@ def path_fla():
 
 def of_case(entries, case):
     """The inputs in float64, and all entries of one case."""
-    own = {name.removeprefix(f"{case}_"): x for name, x in entries.items() if name.startswith(case)}
-    return {name: own[name].astype(np.float64) for name in PATH_INPUTS}, own
+    saved = {
+        name.removeprefix(f"{case}_"): x for name, x in entries.items() if name.startswith(case)
+    }
+    return {name: saved[name].astype(np.float64) for name in PATH_INPUTS}, saved
 
 
-def assert_agrees(own, out, gradients):
-    assert distance(out, own["out"]) <= 2e-6
+def assert_agrees(saved, out, gradients):
+    assert distance(out, saved["out"]) <= 2e-6
     for name, gradient in gradients.items():
-        assert distance(gradient, own[f"grad_{name}"]) <= 2e-5, name
+        assert distance(gradient, saved[f"grad_{name}"]) <= 2e-5, name
 
 
 @pytest.mark.parametrize("case", ["gqa", "odd", "gate"])
 def test_path_is_that_of_flash_linear_attention(path_fla, case):
-    x, own = of_case(path_fla, case)
-    layer = pa.Path(scale=float(own["scale"]), forget="scaled")
+    x, saved = of_case(path_fla, case)
+    layer = pa.Path(scale=float(saved["scale"]), forget="scaled")
     out, pullback = layer.vjp(**x)
-    gradients = pullback(own["cotangent"].astype(np.float64))
+    gradients = pullback(saved["cotangent"].astype(np.float64))
     assert sorted(gradients) == sorted(PATH_INPUTS)
-    assert_agrees(own, out, gradients)
+    assert_agrees(saved, out, gradients)
 
 
 @pytest.mark.parametrize("case", ["gqa", "odd", "gate"])
 def test_a_gate_outside_the_scale_is_the_gate_inside_it_times_the_scale(path_fla, case):
-    x, own = of_case(path_fla, case)
-    scale = float(own["scale"])
+    x, saved = of_case(path_fla, case)
+    scale = float(saved["scale"])
     x["g"] = scale * x["g"]
     out, pullback = pa.Path(scale=scale, forget="unscaled").vjp(**x)
-    gradients = pullback(own["cotangent"].astype(np.float64))
-    assert_agrees(own, out, gradients | {"g": scale * gradients["g"]})
+    gradients = pullback(saved["cotangent"].astype(np.float64))
+    assert_agrees(saved, out, gradients | {"g": scale * gradients["g"]})
 
 
 def test_a_gate_on_the_other_side_of_the_scale_is_another_function(path_fla):
-    x, own = of_case(path_fla, "gate")
-    out = pa.Path(scale=float(own["scale"]), forget="unscaled")(**x)
-    assert distance(out, own["out"]) > 1e-2
+    x, saved = of_case(path_fla, "gate")
+    out = pa.Path(scale=float(saved["scale"]), forget="unscaled")(**x)
+    assert distance(out, saved["out"]) > 1e-2
 
 
 @pytest.mark.parametrize("case", ["gqa", "odd"])
 def test_path_without_a_gate_is_that_with_an_open_one(path_fla, case):
-    x, own = of_case(path_fla, case)
+    x, saved = of_case(path_fla, case)
     assert np.all(x.pop("g") == 0)
-    out, pullback = pa.Path(scale=float(own["scale"])).vjp(**x)
-    assert_agrees(own, out, pullback(own["cotangent"].astype(np.float64)))
+    out, pullback = pa.Path(scale=float(saved["scale"])).vjp(**x)
+    assert_agrees(saved, out, pullback(saved["cotangent"].astype(np.float64)))
 
 
 @pytest.mark.parametrize("case", ["gqa", "odd", "gate"])
 def test_the_reflections_matter(path_fla, case):
-    x, own = of_case(path_fla, case)
+    x, saved = of_case(path_fla, case)
     x["beta"] = 0 * x["beta"]
-    out = pa.Path(scale=float(own["scale"]), forget="scaled")(**x)
-    assert distance(out, own["out"]) > 0.1
+    out = pa.Path(scale=float(saved["scale"]), forget="scaled")(**x)
+    assert distance(out, saved["out"]) > 0.1
 
 
 # Mechanisms with a state: flash-linear-attention, and Qwen3-Next in Transformers
@@ -145,67 +147,67 @@ def entries_of(file, case):
 def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
-    own = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
-    return {name: own[name] for name in STATEFUL_INPUTS if name in own}, own
+    saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
+    return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
 
 def of_qwen3_next(case):
-    own = entries_of("gated_delta_qwen3_next.npz", case)
-    return {name: own[name] for name in STATEFUL_INPUTS if name in own}, own
+    saved = entries_of("gated_delta_qwen3_next.npz", case)
+    return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
 
-def continued_from(m, own, x):
+def continued_from(m, saved, x):
     """A cache with the initial states of a case, and {name of a state: that of its buffer}."""
     cache = m.init_cache(**x)
     buffers = {name.partition("(")[0].rpartition(".")[2]: name for name in cache.store}
-    store = {buffer: own[f"initial_{name}"] for name, buffer in buffers.items()}
+    store = {buffer: saved[f"initial_{name}"] for name, buffer in buffers.items()}
     assert {name: a.shape for name, a in cache.store.items()} == {
         name: a.shape for name, a in store.items()
     }
     return cache._replace(store=store), buffers
 
 
-def output_of(m, own, x):
-    return m.extend(continued_from(m, own, x)[0], **x)[0]
+def output_of(m, saved, x):
+    return m.extend(continued_from(m, saved, x)[0], **x)[0]
 
 
-def assert_all_agree(own, result):
+def assert_all_agree(saved, result):
     """Agreement within the peers' float32; the measured distance is at most 7e-7."""
     for name, array in result.items():
-        assert distance(array, own[name]) <= 1e-6, name
+        assert distance(array, saved[name]) <= 1e-6, name
 
 
-def assert_is_the_peer(m, own, x):
-    cache, buffers = continued_from(m, own, x)
+def assert_is_the_peer(m, saved, x):
+    cache, buffers = continued_from(m, saved, x)
     out, cache, pullback = m.extend_vjp(cache, **x)
-    d_final = {buffer: own[f"cotangent_{name}"] for name, buffer in buffers.items()}
-    gradients, d_initial = pullback(own["cotangent"], d_final)
+    d_final = {buffer: saved[f"cotangent_{name}"] for name, buffer in buffers.items()}
+    gradients, d_initial = pullback(saved["cotangent"], d_final)
     result = {"out": out} | {f"grad_{name}": gradients[name] for name in x}
     for name, buffer in buffers.items():
         result[f"final_{name}"] = cache.store[buffer]
         result[f"grad_initial_{name}"] = d_initial[buffer]
-    assert set(result) == {name for name in own if name.startswith(("out", "final_", "grad_"))}
-    assert_all_agree(own, result)
+    assert set(result) == {name for name in saved if name.startswith(("out", "final_", "grad_"))}
+    assert_all_agree(saved, result)
 
 
 @pytest.mark.parametrize("case", FLA)
 def test_a_mechanism_with_a_state_is_that_of_flash_linear_attention(case):
-    x, own = of_fla(case)
-    assert_is_the_peer(FLA[case], own, x)
+    x, saved = of_fla(case)
+    assert_is_the_peer(FLA[case], saved, x)
 
 
 def test_retention_is_that_of_flash_linear_attention():
-    x, own = of_fla("retention")
+    x, saved = of_fla("retention")
     out, pullback = pa.Retention().vjp(**x)
-    gradients = pullback(own["cotangent"])
+    gradients = pullback(saved["cotangent"])
     assert sorted(gradients) == sorted(x)
-    assert_all_agree(own, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})
+    assert_all_agree(saved, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})
 
 
 @pytest.mark.parametrize("case", ["recurrent", "chunk"])
 def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
-    x, own = of_qwen3_next(case)
-    assert_is_the_peer(QWEN3_NEXT, own, x)
+    x, saved = of_qwen3_next(case)
+    assert_is_the_peer(QWEN3_NEXT, saved, x)
 
 
 @pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "gsa"])
@@ -222,11 +224,11 @@ def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
 
 @pytest.mark.parametrize("case", FLA)
 def test_a_state_read_before_it_is_written_to_is_another_function(case):
-    x, own = of_fla(case)
+    x, saved = of_fla(case)
     for name in x.keys() - {"q"}:
         x[name] = np.roll(x[name], 1, axis=1)
         x[name][:, 0] = 0  # It keeps the initial state.
-    assert distance(output_of(FLA[case], own, x), own["out"]) > 0.1
+    assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -234,68 +236,68 @@ def test_a_state_read_before_it_is_written_to_is_another_function(case):
     [("gla", "k"), ("simple", "v"), ("recurrent", "v"), ("chunk", "v"), ("gsa", "s")],
 )
 def test_a_gate_that_decays_what_its_own_token_writes_is_another_function(case, written):
-    x, own = of_fla(case)
+    x, saved = of_fla(case)
     gate = np.exp(x["g"])
     x[written] = (gate if gate.ndim == 4 else gate[..., None]) * x[written]
-    assert distance(output_of(FLA[case], own, x), own["out"]) > 0.1
+    assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1
 
 
 @pytest.mark.parametrize("case", ["gla", "simple", "recurrent", "chunk", "gsa"])
 def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
-    x, own = of_fla(case)
+    x, saved = of_fla(case)
     assert np.any(x["g"][:, 0] < -0.1)
     x["g"][:, 0] = 0
-    assert distance(output_of(FLA[case], own, x), own["out"]) > 1e-2
+    assert distance(output_of(FLA[case], saved, x), saved["out"]) > 1e-2
 
 
 @pytest.mark.parametrize("case", ["linear", "gla", "simple", "delta", "recurrent", "chunk", "gsa"])
 def test_another_scale_is_another_function(case):
-    x, own = of_fla(case)
+    x, saved = of_fla(case)
     m = type(FLA[case])(scale=1.0)
-    assert distance(output_of(m, own, x), own["out"]) > 0.1
+    assert distance(output_of(m, saved, x), saved["out"]) > 0.1
 
 
 @pytest.mark.parametrize(("case", "additive"), [("delta", pa.Linear()), ("chunk", FLA["simple"])])
 def test_adding_values_without_the_correction_is_another_function(case, additive):
-    x, own = of_fla(case)
+    x, saved = of_fla(case)
     x["v"] = x.pop("beta")[..., None] * x["v"]
-    assert distance(output_of(additive, own, x), own["out"]) > 0.1
+    assert distance(output_of(additive, saved, x), saved["out"]) > 0.1
 
 
 def test_a_denominator_without_the_initial_mass_is_another_function():
-    x, own = of_fla("normalized")
-    own["initial_mass"] = 0 * own["initial_mass"]
-    assert distance(output_of(FLA["normalized"], own, x), own["out"]) > 0.1
+    x, saved = of_fla("normalized")
+    saved["initial_mass"] = 0 * saved["initial_mass"]
+    assert distance(output_of(FLA["normalized"], saved, x), saved["out"]) > 0.1
 
 
 def test_the_decay_of_retention_depends_on_the_index_of_a_head():
-    x, own = of_fla("retention")
+    x, saved = of_fla("retention")
     flipped = pa.Retention()(**{name: a[:, :, ::-1] for name, a in x.items()})[:, :, ::-1]
-    assert distance(flipped, own["out"]) > 1e-2
+    assert distance(flipped, saved["out"]) > 1e-2
 
 
 def test_neighbouring_queries_of_gated_slot_attention_share_a_state():
-    x, own = of_fla("gsa")
+    x, saved = of_fla("gsa")
     order = [0, 2, 1, 3]
-    out = output_of(FLA["gsa"], own, x | {"q": x["q"][:, :, order]})[:, :, order]
-    assert distance(out, own["out"]) > 0.1
+    out = output_of(FLA["gsa"], saved, x | {"q": x["q"][:, :, order]})[:, :, order]
+    assert distance(out, saved["out"]) > 0.1
 
 
 def test_neighbouring_value_heads_of_qwen3_next_share_a_key():
-    x, own = of_qwen3_next("chunk")
+    x, saved = of_qwen3_next("chunk")
     tiled = {name: np.tile(x[name], (1, 1, 2, 1)) for name in "qk"}
-    assert distance(output_of(QWEN3_NEXT, own, x | tiled), own["out"]) > 0.1
+    assert distance(output_of(QWEN3_NEXT, saved, x | tiled), saved["out"]) > 0.1
 
 
 def test_the_epsilon_of_the_norm_of_qwen3_next_is_inside_the_root():
-    x, own = of_qwen3_next("chunk")
+    x, saved = of_qwen3_next("chunk")
     without = pa.QKNorm(pa.GatedDelta(), norm="l2", eps=0.0)
-    assert distance(output_of(without, own, x), own["out"]) > 1e-5
+    assert distance(output_of(without, saved, x), saved["out"]) > 1e-5
     outside = {
         name: x[name] / (np.linalg.vector_norm(x[name], axis=-1, keepdims=True) + 1e-6)
         for name in "qk"
     }
-    assert distance(output_of(pa.GatedDelta(), own, x | outside), own["out"]) > 1e-5
+    assert distance(output_of(pa.GatedDelta(), saved, x | outside), saved["out"]) > 1e-5
 
 
 # Mamba-2 of Transformers
@@ -305,53 +307,53 @@ MAMBA2_INPUTS = ["x", "dt", "A", "B", "C", "D", "dt_bias"]
 
 def of_mamba2(case):
     """The inputs, the options, and all entries of one case."""
-    own = entries_of("ssd_mamba2.npz", case)
-    limits = (float(own["dt_min"]), float(own["dt_max"]))
+    saved = entries_of("ssd_mamba2.npz", case)
+    limits = (float(saved["dt_min"]), float(saved["dt_max"]))
     return (
-        {name: own[name] for name in MAMBA2_INPUTS},
+        {name: saved[name] for name in MAMBA2_INPUTS},
         {"dt_softplus": True, "dt_limit": limits},
-        own,
+        saved,
     )
 
 
 def test_mamba2_is_that_of_transformers():
-    x, options, own = of_mamba2("fresh")
+    x, options, saved = of_mamba2("fresh")
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
     out = pa.mamba2(**leaves, **options)
-    out.backward(torch.tensor(own["cotangent"]))
+    out.backward(torch.tensor(saved["cotangent"]))
     result = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
-    assert_all_agree(own, result | {"out": out.detach().numpy()})
-    assert_all_agree(own, {"out": pa.mamba2(**x, **options)})
+    assert_all_agree(saved, result | {"out": out.detach().numpy()})
+    assert_all_agree(saved, {"out": pa.mamba2(**x, **options)})
 
 
 def test_mamba2_continued_is_that_of_transformers():
-    x, options, own = of_mamba2("continued")
-    own["initial_state"] = torch.tensor(own["initial_state"], requires_grad=True)
+    x, options, saved = of_mamba2("continued")
+    saved["initial_state"] = torch.tensor(saved["initial_state"], requires_grad=True)
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
     residual = leaves["D"][:, None] * leaves["x"]
     inputs = {name: leaf for name, leaf in leaves.items() if name != "D"}
     inputs = pa.mamba2_inputs(**inputs, **options)
-    cache, buffers = continued_from(pa.SSD(), own, inputs)
+    cache, buffers = continued_from(pa.SSD(), saved, inputs)
     out, cache = pa.SSD().extend(cache, **inputs)
     out, final = out + residual, cache.store[buffers["state"]]
     torch.autograd.backward(
-        [out, final], [torch.tensor(own[name]) for name in ("cotangent", "cotangent_state")]
+        [out, final], [torch.tensor(saved[name]) for name in ("cotangent", "cotangent_state")]
     )
     result = {f"grad_{name}": leaf.grad.numpy() for name, leaf in leaves.items()}
-    result["grad_initial_state"] = own["initial_state"].grad.numpy()
+    result["grad_initial_state"] = saved["initial_state"].grad.numpy()
     result |= {"out": out.detach().numpy(), "final_state": final.detach().numpy()}
-    assert_all_agree(own, result)
+    assert_all_agree(saved, result)
 
 
 @pytest.mark.parametrize(
     "option", [{"dt_softplus": False}, {"dt_limit": (0.0, np.inf)}], ids=["softplus", "limit"]
 )
 def test_the_options_of_mamba2_matter(option):
-    x, options, own = of_mamba2("fresh")
-    assert distance(pa.mamba2(**x, **(options | option)), own["out"]) > 0.1
+    x, options, saved = of_mamba2("fresh")
+    assert distance(pa.mamba2(**x, **(options | option)), saved["out"]) > 0.1
 
 
 def test_the_groups_of_mamba2_are_of_neighbouring_heads():
-    x, options, own = of_mamba2("fresh")
+    x, options, saved = of_mamba2("fresh")
     tiled = {name: np.tile(x[name], (1, 1, 2, 1)) for name in "BC"}
-    assert distance(pa.mamba2(**(x | tiled), **options), own["out"]) > 0.1
+    assert distance(pa.mamba2(**(x | tiled), **options), saved["out"]) > 0.1

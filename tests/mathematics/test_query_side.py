@@ -554,8 +554,8 @@ def test_without_gain_lucid_over_qk_norm_is_lucid_with_normalised_queries_and_ke
     """Exactly at ε = 0; otherwise the keys of Φ are normalised twice, a difference of O(ε)."""
     shortest = min(np.mean(x * x, axis=-1).min() for x in (p.q, p.k))
     for eps, tolerance in [(0.0, 1e-10), (1e-6, 1e-3 * (1e-6 / min(1, shortest)) ** 0.5)]:
-        own = pa.Lucid(normalize="queries_and_keys", eps=eps)
-        out = own(p.q, p.k, p.v)
+        over_unit_rows = pa.Lucid(normalize="queries_and_keys", eps=eps)
+        out = over_unit_rows(p.q, p.k, p.v)
         for text in ("lucid[eps={0}](qk_norm[eps={0}])", "qk_norm[eps={0}](lucid[eps={0}])"):
             other = pa.parse(text.format(eps))(p.q, p.k, p.v)
             assert np.abs(other - out).max() <= tolerance * 100
@@ -742,7 +742,7 @@ def test_text_and_mechanism_are_inverse(text):
 
 
 def test_the_inputs_follow_from_the_options():
-    for text, own in [
+    for text, over_unit_rows in [
         ("temperature", "tau"),
         ("per_dim_scale", "per_dim"),
         ("qk_norm", ""),
@@ -750,7 +750,7 @@ def test_the_inputs_follow_from_the_options():
         ("lucid(qk_norm[norm=layer,gain=true])", "q_gain k_gain"),
         ("temperature(path)", "w beta tau"),
     ]:
-        assert set(pa.parse(text).inputs) == {"q", "k", "v", *own.split()}
+        assert set(pa.parse(text).inputs) == {"q", "k", "v", *over_unit_rows.split()}
 
 
 # Shorthands

@@ -238,8 +238,8 @@ def test_rows_without_a_visible_key_have_zero_output_and_zero_gradient(p):
 @sampled
 @given(problems())
 def test_masking_every_key_gives_zero_everywhere(p):
-    nothing = np.zeros(p.k.shape[:2], dtype=bool)
-    out, pullback = p.plain.vjp(p.q, p.k, p.v, key_mask=nothing)
+    no_key = np.zeros(p.k.shape[:2], dtype=bool)
+    out, pullback = p.plain.vjp(p.q, p.k, p.v, key_mask=no_key)
     assert np.all(out == 0)
     for gradient in pullback(p.like_output()).values():
         assert np.all(gradient == 0)
