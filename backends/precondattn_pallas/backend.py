@@ -140,7 +140,7 @@ def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
     """An object that computes a leaf or group on `"cuda"` or `"tpu"`; None where there is none.
 
     `interpret` is passed to JAX: for a TPU's kernels it may be an `InterpretParams`, and True
-    stands for its defaults.
+    means its defaults.
     """
     kernel_class = kernels_in(KERNELS[target], mechanism)
     if kernel_class is None:

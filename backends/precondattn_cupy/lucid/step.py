@@ -93,7 +93,7 @@ class LucidStep(LucidStepKernels):
 
 
 def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:
-    """Bytes of `lucid_read`: rows, two tiles of cached, weights in one or two parts, 1 / rms."""
+    """Bytes of `lucid_read`: rows, two tiles of slots, weights in one or two parts, 1 / rms."""
     weights = rows * 4 // itemsize if itemsize == 2 else rows
     of_slots = (key_width + width + weights) * (tokens * itemsize + 16)
     return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens
