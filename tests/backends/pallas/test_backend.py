@@ -96,7 +96,7 @@ QKV = {"q": (2, 20, 4, 8), "k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         ("softmax", {"q": (2, 0, 2, 8)}, "empty"),
         ("path", {}, "no kernels"),
         ("gla", {"k": (2, 20, 2, 264)}, "d=264"),
-        ("gsa", {"s": (2, 20, 2, 300)}, "found 300"),
+        ("gsa", {"s": (2, 20, 2, 300)}, "found m=300"),
     ],
 )
 def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reason):
