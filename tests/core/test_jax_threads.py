@@ -8,7 +8,7 @@ import pytest
 
 TWO_STACKS = """
 import jax, jax.numpy as jnp
-from precondattn.arrays import solve
+from precondattn.spec.jax_solve import solve
 
 matrices, right = jnp.eye(64) + jnp.zeros((8, 64, 64)), jnp.ones((8, 64, 4096))
 both = jax.jit({mapping}(lambda a, b: (solve(a, b), solve(a + 1, b))))
