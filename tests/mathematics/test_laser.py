@@ -5,6 +5,7 @@ take it as o_ic = LSE_j(score_ij + v_jc) − LSE_j(score_ij) over the visible ke
 float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.mathematics.attention_problems import AttentionProblem, attention_problems, logits
 from tests.mathematics.identities import assert_close, grouped
 
 sampled = settings(
@@ -20,29 +22,12 @@ sampled = settings(
 )
 
 
-class Problem:
-    """Random q, k, v of some sizes, and a mask for attention.
+class Problem(AttentionProblem):
+    """`size` bounds the scores and values whose rounding enters an output."""
 
-    `size` bounds the scores and values whose rounding enters an output.
-    """
-
-    def __init__(
-        self, rng, *, t, s, n=1, group=1, causal=True, window=None, spread=1.0, height=1.0, b=2
-    ):
-        self.rng, self.group = rng, group
-        self.base = pa.Softmax(causal=causal, window=window)
-        self.biased_base = pa.Softmax(causal=causal, window=window, bias=True)
-        self.q = spread * rng.normal(size=(b, t, n * group, 3))
-        self.k = rng.normal(size=(b, s, n, 3))
-        self.v = height * rng.normal(size=(b, s, n, 2))
-        self.bias = rng.normal(size=(b, n * group, t, s))
-        distance = np.arange(t)[:, None] + s - t - np.arange(s)  # The last query is the last key.
-        self.visible = np.ones((t, s), dtype=bool)
-        if causal:
-            self.visible &= distance >= 0
-        if window is not None:
-            self.visible &= distance < window
-        self.size = 1 + np.abs(self.v).max() + np.abs(scores(self.q, self.k)).max()
+    def __init__(self, rng, **sizes):
+        super().__init__(rng, **sizes)
+        self.size = 1 + np.abs(self.v).max() + np.abs(logits(self.q, self.k)).max()
 
     @property
     def layer(self):
@@ -52,37 +37,13 @@ class Problem:
     def biased(self):
         return pa.Laser(self.biased_base)
 
-    def like_output(self):
-        return self.rng.normal(size=(*self.q.shape[:3], self.v.shape[-1]))
 
-
-@st.composite
-def problems(draw, causal=None, square=False, windows=True):
-    s = draw(st.integers(1, 9))
-    causal = draw(st.booleans()) if causal is None else causal
-    return Problem(
-        np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
-        t=s if square else draw(st.integers(1, s)),
-        s=s,
-        n=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
-        causal=causal,
-        window=draw(st.none() | st.integers(1, s)) if causal and windows else None,
-        spread=draw(st.sampled_from([1.0, 30.0])),
-        height=draw(st.sampled_from([1.0, 10.0, 300.0])),
-    )
-
-
-def scores(q, k, bias=None):
-    """q kᵀ / √d + bias of shape (b, h, t, s), without masks."""
-    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    products = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    return products if bias is None else products + bias
+problems = partial(attention_problems, Problem, spreads=(1.0, 30.0), heights=(1.0, 10.0, 300.0))
 
 
 def laser_by_rows(q, k, v, visible, bias=None):
     """The output, row by row over the visible keys only; rows without one give 0."""
-    s = scores(q, k, bias)
+    s = logits(q, k, bias)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out, visible = np.zeros((*q.shape[:3], v.shape[-1])), np.broadcast_to(visible, s.shape)
     for b, h, i in np.ndindex(s.shape[:3]):
@@ -96,7 +57,7 @@ def laser_by_rows(q, k, v, visible, bias=None):
 
 def log_weights(q, k, visible):
     """log A, (b, h, t, s); −inf where a key is masked."""
-    masked = np.where(visible, scores(q, k), -np.inf)
+    masked = np.where(visible, logits(q, k), -np.inf)
     return masked - np.logaddexp.reduce(masked, axis=-1)[..., None]
 
 
@@ -297,7 +258,7 @@ def test_a_peak_in_the_future_costs_past_outputs_and_gradients_no_accuracy(heigh
 def test_split_keys_merge_by_logaddexp(p, data):
     cut = data.draw(st.integers(1, max(1, p.k.shape[1] - 1)))
     parts = [part for part in (slice(cut), slice(cut, None)) if p.k[:, part].size]
-    lses = [np.logaddexp.reduce(scores(p.q, p.k[:, part]), axis=-1) for part in parts]
+    lses = [np.logaddexp.reduce(logits(p.q, p.k[:, part]), axis=-1) for part in parts]
     lses = [lse.transpose(0, 2, 1)[..., None] for lse in lses]
     outs = [p.layer(p.q, p.k[:, part], p.v[:, part]) for part in parts]
     joint = [lse + out for lse, out in zip(lses, outs, strict=True)]

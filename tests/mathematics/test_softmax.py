@@ -4,6 +4,8 @@ The definition is A = softmax over the visible keys of (scale · q kᵀ + bias),
 is float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.mathematics.attention_problems import AttentionProblem, attention_problems, logits
 from tests.mathematics.identities import assert_close, grouped
 
 sampled = settings(
@@ -19,57 +22,19 @@ sampled = settings(
 )
 
 
-class Problem:
-    """Random q, k, v of some sizes, and a mask for attention."""
-
-    def __init__(self, rng, *, t, s, n=1, group=1, causal=True, window=None, spread=1.0, b=2):
-        self.rng, self.causal, self.window, self.group = rng, causal, window, group
-        self.q = spread * rng.normal(size=(b, t, n * group, 3))
-        self.k = rng.normal(size=(b, s, n, 3))
-        self.v = rng.normal(size=(b, s, n, 2))
-        position = np.arange(t)[:, None] + s - t  # The last query has the position of the last key.
-        distance = position - np.arange(s)
-        self.visible = np.ones((t, s), dtype=bool)
-        if causal:
-            self.visible &= distance >= 0
-        if window is not None:
-            self.visible &= distance < window
-        self.bias = rng.normal(size=(b, n * group, t, s))
+class Problem(AttentionProblem):
+    """The attention of the problem, with and without its bias."""
 
     @property
     def plain(self):
-        return pa.Softmax(causal=self.causal, window=self.window)
+        return self.base
 
     @property
     def biased(self):
-        return pa.Softmax(causal=self.causal, window=self.window, bias=True)
-
-    def like_output(self):
-        return self.rng.normal(size=(*self.q.shape[:3], self.v.shape[-1]))
+        return self.biased_base
 
 
-@st.composite
-def problems(draw, causal=None, square=False, windows=True):
-    s = draw(st.integers(1, 9))
-    causal = draw(st.booleans()) if causal is None else causal
-    return Problem(
-        np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
-        t=s if square else draw(st.integers(1, s)),
-        s=s,
-        n=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
-        causal=causal,
-        window=draw(st.none() | st.integers(1, s)) if causal and windows else None,
-        spread=draw(st.sampled_from([1.0, 30.0, 1000.0])),
-    )
-
-
-def scores(q, k, bias=None, scale=None):
-    """scale · q kᵀ + bias of shape (b, h, t, s), without masks."""
-    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    products = scale * np.einsum("bthd,bshd->bhts", q, k)
-    return products if bias is None else products + bias
+problems = partial(attention_problems, Problem, spreads=(1.0, 30.0, 1000.0))
 
 
 def online_softmax(row, values, tile):
@@ -87,7 +52,7 @@ def online_softmax(row, values, tile):
 
 def online_attention(q, k, v, visible, bias=None, scale=None, tile=3):
     """Output and log-sum-exp, row by row over the visible keys only; rows without one give 0."""
-    s = scores(q, k, bias, scale)
+    s = logits(q, k, bias, scale)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full(s.shape[:3], -np.inf)
     visible = np.broadcast_to(visible, s.shape)
@@ -117,7 +82,7 @@ def test_tiled_online_form_gives_the_same_output(p, tile):
 @given(problems(), st.floats(0.01, 10))
 def test_scale_multiplies_the_scores_and_defaults_to_one_over_root_d(p, scale):
     expected, _ = online_attention(p.q, p.k, p.v, p.visible, scale=scale)
-    assert_close(pa.Softmax(causal=p.causal, window=p.window, scale=scale)(p.q, p.k, p.v), expected)
+    assert_close(replace(p.plain, scale=scale)(p.q, p.k, p.v), expected)
     assert_close(p.plain(np.sqrt(3) * scale * p.q, p.k, p.v), expected)
 
 
@@ -299,7 +264,7 @@ def test_split_keys_merge_by_their_log_sum_exp(p, data):
     cut = data.draw(st.integers(1, max(1, p.k.shape[1] - 1)))
     parts = [part for part in (slice(cut), slice(cut, None)) if p.k[:, part].size]
     outs = [p.plain(p.q, p.k[:, part], p.v[:, part]) for part in parts]
-    lses = [np.logaddexp.reduce(scores(p.q, p.k[:, part]), axis=-1) for part in parts]
+    lses = [np.logaddexp.reduce(logits(p.q, p.k[:, part]), axis=-1) for part in parts]
     shares = np.exp(lses - np.logaddexp.reduce(lses, axis=0)).transpose(0, 1, 3, 2)[..., None]
     assert_close(np.sum(shares * outs, axis=0), p.plain(p.q, p.k, p.v))
 
