@@ -8,6 +8,7 @@ from typing import Any
 
 from jax import Array
 
+from precondattn.arrays import Arrays, Residuals
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -16,7 +17,7 @@ from precondattn_jax.attention_step import attention_step
 from precondattn_jax.definition import few_tokens_at_a_time, step_as_defined
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_jax.transported_step import transported_step
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array, upcast_all
+from precondattn.arrays import Array, Arrays, Residuals, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable
 

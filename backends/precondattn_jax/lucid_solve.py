@@ -7,6 +7,7 @@ from typing import Any
 
 from jax import Array
 
+from precondattn.arrays import Arrays, Residuals
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
@@ -15,7 +16,7 @@ from precondattn_jax.definition import step_as_defined
 from precondattn_jax.lucid_gradient import gradients
 from precondattn_jax.lucid_step import lucid_step
 from precondattn_jax.lucid_system import LucidSystem
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Arrays, Residuals
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -27,7 +28,7 @@ from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding
 

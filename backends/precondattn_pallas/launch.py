@@ -18,14 +18,14 @@ from jax.experimental.pallas import triton as plgpu
 
 from precondattn_pallas.configurations import Configuration
 
-Arrays = Mapping[str, tuple[Any, pl.BlockSpec]]
+Blocks = Mapping[str, tuple[Any, pl.BlockSpec]]
 
 
 def launch(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
-    inputs: Arrays,
-    outputs: Arrays,
+    inputs: Blocks,
+    outputs: Blocks,
     configuration: Configuration,
     /,
     *,

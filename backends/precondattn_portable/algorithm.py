@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
-
-Arrays = dict[str, Array]
-Residuals = tuple[Array, ...]
 
 
 class Algorithm:

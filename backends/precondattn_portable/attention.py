@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame, has_lengths_only
@@ -21,7 +21,7 @@ from precondattn.spec.array_functions import sum_to, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
 from precondattn.spec.transported import Transported
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.extension import (
     bias_of_filled,

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import HALF, Array, cast, dtype_name, upcast, upcast_all
+from precondattn.arrays import HALF, Array, Arrays, Residuals, cast, dtype_name, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
 from precondattn_portable.fused import LucidStep, steps_together

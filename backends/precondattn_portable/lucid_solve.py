@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 from precondattn.arrays import (
     Array,
+    Arrays,
+    Residuals,
     arange_like,
     namespace,
     placement,
@@ -38,7 +40,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.extension import Filled, filled, new_tokens, past_heads, step_as_defined
 from precondattn_portable.in_place import product_at

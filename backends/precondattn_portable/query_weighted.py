@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (

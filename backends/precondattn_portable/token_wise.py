@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 

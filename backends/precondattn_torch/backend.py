@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
-from precondattn_portable.algorithm import Algorithm, Arrays, Residuals
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import TOKEN_WISE, Portable
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Arrays, Residuals, upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
-from precondattn_portable.algorithm import Arrays, Residuals
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.layout import zero_padding

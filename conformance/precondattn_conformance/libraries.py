@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-Arrays = dict[str, Any]
+from precondattn.arrays import Arrays
+
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
 Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]

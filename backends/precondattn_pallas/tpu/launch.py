@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Arrays = Mapping[str, tuple[Any, pl.BlockSpec]]
+Blocks = Mapping[str, tuple[Any, pl.BlockSpec]]
 
 LANES = 128
 """Elements of a vector register's row: widths and token counts of tiles are multiples of it."""
@@ -27,8 +27,8 @@ SUBLANES = 8
 def launch(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
-    inputs: Arrays,
-    outputs: Arrays,
+    inputs: Blocks,
+    outputs: Blocks,
     scratch: Mapping[str, Any] | None = None,
     /,
     *,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Array, dtype_name, upcast, upcast_all
+from precondattn.arrays import Array, Arrays, dtype_name, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
@@ -27,7 +27,6 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Arrays,
     Call,
     Fault,
     Result,

@@ -14,11 +14,9 @@ from typing import Any
 
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.expression import parse
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-
-Arrays = dict[str, Array]
 
 FORWARD, BACKWARD, STEP, STEP_BACKWARD = "forward", "backward", "step", "step_backward"
 STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)

@@ -13,16 +13,9 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import (
-    BACKWARD,
-    STEP_BACKWARD,
-    Arrays,
-    Call,
-    Result,
-    Truth,
-)
+from precondattn_conformance.faults.fault import BACKWARD, STEP_BACKWARD, Call, Result, Truth
 
 GROUPED = (("h", "n"), ("u", "h"))
 """Axes of heads, each with the axis of the fewer heads that they share."""

@@ -10,15 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array, namespace
-from precondattn_conformance.faults.fault import (
-    BACKWARD,
-    FORWARD,
-    STEP,
-    Arrays,
-    Call,
-    Result,
-)
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Call, Result
 
 
 def whole(call: Call) -> Result:

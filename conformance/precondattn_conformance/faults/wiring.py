@@ -13,17 +13,10 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.faults import whole
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import (
-    BACKWARD,
-    STEP_BACKWARD,
-    Arrays,
-    Call,
-    inside,
-    with_call,
-)
+from precondattn_conformance.faults.fault import BACKWARD, STEP_BACKWARD, Call, inside, with_call
 
 
 def wiring(m: pa.Mechanism, stage: str) -> Named:
