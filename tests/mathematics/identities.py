@@ -68,3 +68,32 @@ def central_differences(loss, x, step=1e-5):
             ends.append(loss(moved))
         gradient[index] = (ends[0] - ends[1]) / (2 * step)
     return gradient
+
+
+def assert_gradients_are_central_differences(layer, x, cotangent, tolerance=1e-7):
+    """The gradient of every input, by `vjp`, to a share of its largest entry (or of 1)."""
+    _, pullback = layer.vjp(**x)
+    gradients = pullback(cotangent)
+    assert set(gradients) == set(x)
+    for name, gradient in gradients.items():
+        assert gradient.shape == x[name].shape
+        expected = central_differences(
+            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
+        )
+        assert np.abs(gradient - expected).max() <= tolerance * max(1, np.abs(expected).max())
+
+
+def extended_by_lengths(layer, x, pieces, lengths):
+    """Outputs (2, t, …) of extending an empty cache by pieces, and which tokens (2, t) are valid.
+
+    `lengths` has, for each piece, the number of its valid tokens in each of two sequences.
+    """
+    t = pieces[-1].stop
+    cache, outs, valid = layer.init_cache(**x, capacity=t), [], np.zeros((2, t), dtype=bool)
+    for piece, counts in zip(pieces, lengths, strict=True):
+        for i, count in enumerate(counts):
+            valid[i, piece.start : piece.start + count] = True
+        out, cache = layer.extend(cache, **part(x, piece), lengths=counts)
+        outs.append(out)
+    assert np.asarray(cache.length).tolist() == valid.sum(1).tolist()
+    return np.concatenate(outs, axis=1), valid

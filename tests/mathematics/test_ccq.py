@@ -30,7 +30,7 @@ from tests.mathematics.ccq_definition import (
     problems,
     sampled,
 )
-from tests.mathematics.identities import assert_close
+from tests.mathematics.identities import assert_close, assert_gradients_are_central_differences
 
 RECURRENT = [
     "ccq(linear)",
@@ -97,21 +97,10 @@ def test_a_longer_sequence_and_its_gradients(layer):
     ],
 )
 def test_gradients_are_those_of_central_differences(layer):
-    layer, step = pa.parse(layer), 1e-5
     p = Problem(np.random.default_rng(1), t=3, s=4, n=2, group=2, d=3, b=1)
+    layer = pa.parse(layer)
     x = p.x(layer)
-    out, pullback = layer.vjp(**x)
-    cotangent = p.like(out)
-    for name, gradient in pullback(cotangent).items():
-        expected = np.zeros_like(x[name])
-        for index in np.ndindex(x[name].shape):
-            ends = []
-            for sign in (1, -1):
-                moved = x[name].copy()
-                moved[index] += sign * step
-                ends.append(np.sum(cotangent * layer(**(x | {name: moved}))))
-            expected[index] = (ends[0] - ends[1]) / (2 * step)
-        assert np.abs(gradient - expected).max() <= 1e-6 * max(1, np.abs(expected).max())
+    assert_gradients_are_central_differences(layer, x, p.like(layer(**x)), tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("piece", "options"), PIECES, ids=str)

@@ -17,8 +17,9 @@ import precondattn as pa
 from tests.mathematics.identities import (
     alone,
     assert_close,
-    central_differences,
+    assert_gradients_are_central_differences,
     changed_from,
+    extended_by_lengths,
     extended_in_pieces,
     part,
 )
@@ -410,16 +411,7 @@ def test_over_lucid_the_second_map_does_not_use_the_first_solve():
 def test_gradients_are_those_of_central_differences(layer):
     p = Problem(np.random.default_rng(len(layer)), t=3, n=2, group=2, d=2)
     layer = pa.parse(layer)
-    x, cotangent = p.x(layer), p.like_output()
-    _, pullback = layer.vjp(**x)
-    gradients = pullback(cotangent)
-    assert set(gradients) == set(x)
-    for name, gradient in gradients.items():
-        assert gradient.shape == x[name].shape
-        expected = central_differences(
-            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
-        )
-        assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
+    assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -476,19 +468,15 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
     layer, t = pa.parse(layer), p.q.shape[1]
     x, cut = p.x(layer), data.draw(st.integers(0, t))
     pieces = [piece for piece in (slice(0, cut), slice(cut, t)) if piece.start < piece.stop]
-    cache, outs = layer.init_cache(**x, capacity=t), np.full(p.like_output().shape, np.nan)
-    kept = np.zeros((2, t), dtype=bool)
-    for piece in pieces:
-        counts = [data.draw(st.integers(0, piece.stop - piece.start)) for _ in range(2)]
-        for i, count in enumerate(counts):
-            kept[i, piece.start : piece.start + count] = True
-        outs[:, piece], cache = layer.extend(cache, **part(x, piece), lengths=counts)
-    assert np.all(outs[~kept] == 0)
-    assert np.asarray(cache.length).tolist() == kept.sum(1).tolist()
+    lengths = [
+        [data.draw(st.integers(0, piece.stop - piece.start)) for _ in range(2)] for piece in pieces
+    ]
+    outs, valid = extended_by_lengths(layer, x, pieces, lengths)
+    assert np.all(outs[~valid] == 0)
     for i in range(2):
-        if kept[i].any():
-            one = alone(x, i)
-            assert_close(outs[i : i + 1, kept[i]], layer(**part(one, kept[i])), size=p.size)
+        if valid[i].any():
+            one = part(alone(x, i), valid[i])
+            assert_close(outs[i : i + 1, valid[i]], layer(**one), size=p.size)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
+from tests.mathematics.identities import assert_gradients_are_central_differences
 from tests.mathematics.linear_definitions import (
     BASES,
     GATED,
@@ -55,22 +56,9 @@ def test_long_sequences_are_those_of_the_definition(layer, t):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
     p = Problem(np.random.default_rng(0), s=4, t=3, group=2, multiple=2, d=2, b=1)
-    layer, step = pa.parse(layer), 1e-5
+    layer = pa.parse(layer)
     x = p.x(layer)
-    out, pullback = layer.vjp(**x)
-    cotangent = p.like(out)
-    gradients = pullback(cotangent)
-    assert set(gradients) == set(x)
-    for name, gradient in gradients.items():
-        expected = np.zeros_like(x[name])
-        for index in np.ndindex(x[name].shape):
-            ends = []
-            for sign in (1, -1):
-                moved = x[name].copy()
-                moved[index] += sign * step
-                ends.append(np.sum(cotangent * layer(**(x | {name: moved}))))
-            expected[index] = (ends[0] - ends[1]) / (2 * step)
-        assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
+    assert_gradients_are_central_differences(layer, x, p.like(layer(**x)))
 
 
 def parallel(layer, x):

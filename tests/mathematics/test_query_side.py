@@ -18,7 +18,7 @@ import precondattn as pa
 from tests.mathematics.identities import (
     alone,
     assert_close,
-    central_differences,
+    assert_gradients_are_central_differences,
     changed_from,
     extended_in_pieces,
     part,
@@ -622,16 +622,7 @@ def test_inside_or_outside_lucid_over_path_gives_the_same_output(query_side, p):
 def test_gradients_are_those_of_central_differences(layer):
     p = Problem(np.random.default_rng(len(layer)), t=4, n=2, group=2, d=3)
     layer = pa.parse(layer)
-    x, cotangent = p.x(layer), p.like_output()
-    _, pullback = layer.vjp(**x)
-    gradients = pullback(cotangent)
-    assert set(gradients) == set(x)
-    for name, gradient in gradients.items():
-        assert gradient.shape == x[name].shape
-        expected = central_differences(
-            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
-        )
-        assert np.abs(gradient - expected).max() <= 1e-7 * max(1, np.abs(expected).max())
+    assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
 
 # Caches
