@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,9 +117,8 @@ def compiled_in_processes(
             if isinstance(task, Resources):
                 running.append((None, task, None))
             elif task.key in known:
-                same = known[task.key]
-                same.name = task.name
-                running.append((None, same, None))
+                # A copy: variants of one key keep names of their own.
+                running.append((None, replace(known[task.key], name=task.name), None))
             else:
                 running.append((task, None, pool.submit(compile_one, *task.arguments)))
         for submitted, resources, future in running:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     run,
     selected,
 )
-from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, of_a_thread
+from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 
 TPU = "tpu"
 TARGETS = (*(target for target in SHARED_LIMITS if target.startswith("sm_")), TPU)
@@ -133,18 +132,8 @@ def _as_text(code: bytes) -> str:
 
 def compile_kernel(kernel: Kernel, target: str) -> Resources:
     """For an NVIDIA GPU; an error of the compiler is a failure."""
-    resources = Resources(kernel.name, target)
-    start = time.perf_counter()
-    try:
-        compiled = _compiled(kernel, target)
-        resources.seconds = round(time.perf_counter() - start, 2)
-        resources.registers, resources.spilt_bytes = of_a_thread(compiled.asm)
-    except Exception as error:  # An error of the compiler's is a result, not a fault.
-        resources.failures.append(f"{type(error).__name__}: {error}")
-        return resources
-    resources.shared_bytes = compiled.metadata.shared
-    judge(resources, kernel.spill_limit)
-    return resources
+    limit = kernel.spill_limit
+    return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
 
 def _compiled(kernel: Kernel, target: str) -> Any:

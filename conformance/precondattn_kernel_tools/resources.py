@@ -7,7 +7,8 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,22 @@ def judge(resources: Resources, spill_limit: int) -> None:
         resources.failures.append(
             f"needs {resources.shared_bytes} bytes of shared memory, of {limit}"
         )
+
+
+def measured(name: str, target: str, spill_limit: int, compile_it: Callable[[], Any]) -> Resources:
+    """The resources of a kernel that Triton compiles; an error of the compiler is a failure."""
+    resources = Resources(name, target)
+    start = time.perf_counter()
+    try:
+        compiled = compile_it()
+        resources.seconds = round(time.perf_counter() - start, 2)
+        resources.registers, resources.spilt_bytes = of_a_thread(compiled.asm)
+    except Exception as error:  # An error of the compiler's is a result, not a fault.
+        resources.failures.append(f"{type(error).__name__}: {error}")
+        return resources
+    resources.shared_bytes = compiled.metadata.shared
+    judge(resources, spill_limit)
+    return resources
 
 
 def of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:

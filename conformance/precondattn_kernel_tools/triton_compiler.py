@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
-from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge, of_a_thread
+from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 from precondattn_kernel_tools.triton_code import code_of
 
 
@@ -60,18 +59,8 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     """
     if target not in SHARED_LIMITS:
         raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
-    resources = Resources(variant.name, target)
-    start = time.perf_counter()
-    try:
-        kernel = _compiled(variant, target)
-        resources.seconds = round(time.perf_counter() - start, 2)
-        resources.registers, resources.spilt_bytes = of_a_thread(kernel.asm)
-    except Exception as error:  # An error of the compiler's is a result, not a fault.
-        resources.failures.append(f"{type(error).__name__}: {error}")
-        return resources
-    resources.shared_bytes = kernel.metadata.shared
-    judge(resources, variant.spill_limit)
-    return resources
+    limit = variant.spill_limit
+    return measured(variant.name, target, limit, lambda: _compiled(variant, target))
 
 
 def _compiled(variant: Variant, target: str) -> Any:

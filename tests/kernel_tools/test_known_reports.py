@@ -147,6 +147,17 @@ def test_a_variant_without_a_key_is_always_compiled():
     assert compiled.failures == ["does not compile"]
 
 
+def test_variants_of_one_key_keep_their_names():
+    known = {"same": Resources("saved", "sm_80", registers=7, key="same")}
+    tasks = [Task(name, "sm_80", "same", (name, "sm_80")) for name in ("first", "second")]
+    reported = list(compiled_in_processes(failing, tasks, 1, known))
+    assert [(r.name, r.registers, r.failures) for r in reported] == [
+        ("first", 7, []),
+        ("second", 7, []),
+    ]
+    assert known["same"].name == "saved"
+
+
 def test_comments_of_cuda_do_not_change_its_text():
     code = "int a; // one\n\n/* two\nlines */ const char *b = \"// kept\"; char c = '/';  \n"
     assert without_comments(code) == "int a;\nconst char *b = \"// kept\"; char c = '/';"
