@@ -10,6 +10,7 @@ tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed
 cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is checked
 cuda_compiler       CUDA kernels compiled without a GPU, by NVRTC as in CuPy
 cuda_toolkit        finds CUDA's headers and NVRTC
+machine_code        what a compiled kernel does, read from its machine code
 nvrtc               NVRTC, called as a library
 ahead_of_time       the command line of these compilers, their processes and reports
 triton_code         a Triton kernel's code as a text, by which a saved report is known to hold

@@ -67,21 +67,15 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     if target not in TARGETS:
         raise ValueError(f"target has to be one of {', '.join(TARGETS)}, not {target!r}")
     resources = Resources(variant.name, target)
-    folders = [include_folder()]
-    code, name = str(variant.source), "kernel.cu"
     start = time.perf_counter()
     try:
-        if isinstance(variant.source, Path):
-            code, name = variant.source.read_text(), variant.source.name
-            folders.insert(0, variant.source.resolve().parent)
-        options = (*variant.options, *(f"-I{folder}" for folder in folders))
-        compiled = nvrtc.compile_kernel(code, name, variant.name_expression, target, options)
+        kernel = compiled(variant, target)
     except (nvrtc.NvrtcError, OSError) as error:
         resources.failures.append(f"{type(error).__name__}: {error}")
         return resources
     resources.seconds = round(time.perf_counter() - start, 2)
-    resources.registers, resources.spilt_bytes = compiled.registers, compiled.spilt_bytes
-    resources.shared_bytes = compiled.shared_bytes + variant.dynamic_shared_bytes
+    resources.registers, resources.spilt_bytes = kernel.registers, kernel.spilt_bytes
+    resources.shared_bytes = kernel.shared_bytes + variant.dynamic_shared_bytes
     judge(resources, variant.spill_limit)
     # Registers are allocated in units of eight for each thread of a warp.
     needed = -(-resources.registers // 8) * 8 * (-(-variant.threads // 32) * 32)
@@ -91,6 +85,23 @@ def compile_variant(variant: Variant, target: str) -> Resources:
             "__launch_bounds__ holds the compiler to fewer"
         )
     return resources
+
+
+def compiled(variant: Variant, target: str) -> nvrtc.Compiled:
+    """NVRTC's compiled kernel.
+
+    Raises
+    ------
+    NvrtcError, OSError
+        when the kernel does not compile, or its file can not be read.
+    """
+    folders = [include_folder()]
+    code, name = str(variant.source), "kernel.cu"
+    if isinstance(variant.source, Path):
+        code, name = variant.source.read_text(), variant.source.name
+        folders.insert(0, variant.source.resolve().parent)
+    options = (*variant.options, *(f"-I{folder}" for folder in folders))
+    return nvrtc.compile_kernel(code, name, variant.name_expression, target, options)
 
 
 def key_of_variant(variant: Variant, target: str) -> str:

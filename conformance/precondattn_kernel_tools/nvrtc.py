@@ -28,6 +28,10 @@ class Compiled(NamedTuple):
     spilt_bytes: int
     shared_bytes: int
     """Static shared memory; the launch requests the dynamic one."""
+    lowered: str
+    """The kernel's name in the machine code."""
+    cubin: bytes
+    """The machine code of all kernels of the program."""
 
 
 def compile_kernel(
@@ -61,7 +65,7 @@ def compile_kernel(
         _require(
             library.nvrtcGetLoweredName(program, name_expression.encode(), ctypes.byref(lowered))
         )
-        return _of(lowered.value.decode() if lowered.value else "", log)
+        return _of(lowered.value.decode() if lowered.value else "", log, _cubin(program))
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -109,7 +113,15 @@ def _with_too_large(log: str) -> str:
     return log
 
 
-def _of(lowered: str, log: str) -> Compiled:
+def _cubin(program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _require(_library().nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    code = ctypes.create_string_buffer(size.value)
+    _require(_library().nvrtcGetCUBIN(program, code))
+    return code.raw
+
+
+def _of(lowered: str, log: str, cubin: bytes) -> Compiled:
     """The resources of one kernel; the log may have those of other kernels too."""
     for part in re.split(r"Compiling entry function ", log)[1:]:
         if not part.startswith(f"'{lowered}'"):
@@ -118,5 +130,6 @@ def _of(lowered: str, log: str) -> Compiled:
         spilt = re.search(r"(\d+) bytes spill stores", part)
         if registers and spilt:
             shared = re.search(r"(\d+) bytes smem", part)
-            return Compiled(int(registers[1]), int(spilt[1]), int(shared[1]) if shared else 0)
+            static = int(shared[1]) if shared else 0
+            return Compiled(int(registers[1]), int(spilt[1]), static, lowered, cubin)
     raise NvrtcError(f"the assembler's log has nothing on {lowered!r}:\n{log}")

@@ -60,10 +60,11 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     if target not in SHARED_LIMITS:
         raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
     limit = variant.spill_limit
-    return measured(variant.name, target, limit, lambda: _compiled(variant, target))
+    return measured(variant.name, target, limit, lambda: compiled(variant, target))
 
 
-def _compiled(variant: Variant, target: str) -> Any:
+def compiled(variant: Variant, target: str) -> Any:
+    """Triton's compiled kernel, with its assembly and machine code in `asm`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -161,3 +161,11 @@ def variants(target):
         {"ROWS": 16, "WIDTH": 512},
         {"num_warps": 1},
     )
+    yield Variant(
+        "pipelined",
+        staged_product,
+        {"a": "*fp16", "b": "*fp16", "c": "*fp32", "count": "i32"},
+        {"SIZE": 64, "DEPTH": 64},
+        {"num_warps": 4, "num_stages": 3},
+        divisible=("count",),
+    )
