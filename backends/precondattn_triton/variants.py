@@ -88,8 +88,8 @@ def variants(target: str) -> Iterator[Variant]:
                 if is_amd and max(d, e) > WIDEST_ON_AMD:
                     continue
                 with compiling_for(amd=is_amd):
-                    launches = _launches(mechanism, dtype, d, e, is_step)
-                for launch in launches:
+                    launched = launches(mechanism, dtype, d, e, is_step)
+                for launch in launched:
                     constants = tuple(launch.arguments.get(name) for name in DISTINGUISHING)
                     options = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
@@ -126,9 +126,10 @@ def _way(launch: Launch) -> str:
     return name + (f" width {gated}" if gated else "")
 
 
-def _launches(
+def launches(
     expression: str, dtype: torch.dtype, d: int, e: int, is_step: bool = False
 ) -> list[Launch]:
+    """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     piece = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
@@ -138,7 +139,7 @@ def _launches(
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
-    with recorded() as launches:
+    with recorded() as recorded_launches:
         if is_step:
             past = {
                 key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
@@ -146,7 +147,7 @@ def _launches(
             }
             new, slots = _empty((BATCH, 1), torch.int64), _empty((BATCH, TOKENS + 1), torch.int64)
             backend.step(piece, past, x, Frame(new, slots, None, slots.bool()))
-            return launches
+            return recorded_launches
         position = _empty((1, TOKENS), torch.int64)
         frame = Frame(position, position)
         out, residuals = backend.forward(piece, x, frame)
@@ -154,7 +155,7 @@ def _launches(
         if isinstance(piece, Stateful):
             last = {name: array[:, -1:] for name, array in x.items()}
             backend.forward(piece, last, Frame(position[:, -1:], position[:, -1:]))
-    return launches
+    return recorded_launches
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

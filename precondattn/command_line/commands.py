@@ -165,6 +165,7 @@ def bench(
         typer.Option(help="only forward, forward_backward, decode or memory; may be repeated"),
     ] = None,
     peers: Annotated[bool, typer.Option(help="measure the peers too")] = True,
+    peer: Annotated[list[str] | None, typer.Option(help="only this peer; may be repeated")] = None,
     sizes: Annotated[
         list[str] | None,
         typer.Option(help="such as b=1,t=4096,h=8,n=8,d=64,e=64; repeat it for a curve"),
@@ -187,6 +188,8 @@ def bench(
     if list_:
         command.list_cases(console)
         return
+    if peer and not peers:
+        _stop(ValueError("--peer and --no-peers exclude each other"))
     try:
         code = command.bench(
             names=tuple(name or ()),
@@ -197,7 +200,7 @@ def bench(
             works=tuple(work or ()),
             sizes=tuple(sizes or ()),
             dtype=dtype,
-            peers=peers,
+            peers=(tuple(peer) if peer else None) if peers else (),
             rounds=rounds,
             memory=memory,
             quick=quick,

@@ -126,14 +126,15 @@ def chosen(
     libraries_: tuple[str, ...] = (),
     sizes: tuple[str, ...] = (),
     dtype: str | None = None,
-    peers: bool = True,
+    peers: tuple[str, ...] | None = None,
     memory: bool = False,
     quick: bool = False,
 ) -> list[BenchCase]:
     """The requested cases.
 
     They are selected by name (`*` matches any text) or by mechanism. Where neither is given, they
-    are the timed ones of `COMPARED`. The other arguments narrow or change the selection.
+    are the timed ones of `COMPARED`. The other arguments narrow or change the selection; where
+    `peers` is None, each case has its own.
 
     Raises
     ------
@@ -166,8 +167,8 @@ def chosen(
         cases = [replace(case, layout=_small(case.layout)) for case in cases]
     if dtype:
         cases = [replace(case, dtype=dtype) for case in cases]
-    if not peers:
-        cases = [replace(case, peers=()) for case in cases]
+    if peers is not None:
+        cases = [replace(case, peers=peers) for case in cases]
     for case in cases:
         if case.work == "decode":
             check_cacheable(pa.parse(case.mechanism))

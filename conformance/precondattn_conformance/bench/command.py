@@ -51,7 +51,7 @@ def bench(
     works: tuple[str, ...] = (),
     sizes: tuple[str, ...] = (),
     dtype: str | None = None,
-    peers: bool = True,
+    peers: tuple[str, ...] | None = None,
     rounds: int | None = None,
     memory: bool = False,
     quick: bool = False,
@@ -62,6 +62,7 @@ def bench(
 ) -> int:
     """Measure, print, save and draw. The exit code is 0, or 1 if a result is wrong or fails.
 
+    `peers` are the peers of each case by name; None: those that it declares.
     A run in which nothing was measured has failed.
 
     Raises
@@ -85,6 +86,7 @@ def bench(
         quick=quick,
     )
     _require(cases, device, plot is not None)
+    _require_peers(cases, peers or ())
     from precondattn_conformance.bench.measure import Options
 
     options = Options(device, rounds, memory, quick)
@@ -104,6 +106,17 @@ def bench(
     if TIMED not in statuses:
         console.print("[red]nothing was measured, which counts as a failure[/red]")
     return 0 if TIMED in statuses and not statuses & {WRONG, FAILED} else 1
+
+
+def _require_peers(cases: list[BenchCase], named: tuple[str, ...]) -> None:
+    """Raise an error if a peer does not exist, or is not one of a requested mechanism."""
+    from precondattn_conformance.bench.peers import peers_of
+
+    for case in cases if named else ():
+        known = {peer.name for peer in peers_of(case)}
+        for name in named:
+            if name not in known:
+                raise ValueError(f"{name} is no peer of {case.mechanism}")
 
 
 def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:

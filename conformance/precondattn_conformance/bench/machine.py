@@ -23,8 +23,9 @@ from precondattn_conformance.bench.computation import finished
 from precondattn_conformance.bench.paired import timed
 from precondattn_conformance.libraries import Library, named
 
-GEMM_SIZE = 1536
-COPY_BYTES = 2**27
+GEMM_SIZE = {"cpu": 1536, "gpu": 8192}
+COPY_BYTES = {"cpu": 2**27, "gpu": 2**30}
+"""Large enough that the launch takes a negligible part of the time."""
 ROUNDS = 7
 PACKAGES = (
     "precondattn",
@@ -54,7 +55,8 @@ class Rates(NamedTuple):
 def rates(library: str, device: str | None, dtype: str, *, quick: bool = False) -> Rates:
     """The best of a few rounds each."""
     array_library = named(library, device)
-    size, count = (128, 2**16) if quick else (GEMM_SIZE, COPY_BYTES)
+    kind = "cpu" if device in (None, "cpu") and library != "cupy" else "gpu"
+    size, count = (128, 2**16) if quick else (GEMM_SIZE[kind], COPY_BYTES[kind])
     rng = np.random.default_rng(0)
     with array_library.precision(dtype):
         matrix = array_library.array(rng.normal(size=(size, size)), dtype)

@@ -1,0 +1,152 @@
+"""One call of a backend, in this process: compared with the oracle, and its launches named.
+
+    python -m precondattn_gpu.call BACKEND MECHANISM DTYPE D E TOKENS --result FILE [--step]
+
+Every launch is a line of the output, written before the kernel runs. Where a kernel stops the
+process, the last of these lines names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LAUNCH = "launch "
+"""How the line of a launch begins."""
+
+BATCH, HEADS, KEY_HEADS = 2, 4, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One call of a backend, compared with the oracle.")
+    for name in ("backend", "mechanism", "dtype"):
+        parser.add_argument(name)
+    for name in ("d", "e", "tokens"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--step", action="store_true", help="one token after a cache of the others")
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--device")
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    launched = _named_launches(given.backend)
+    try:
+        result = _compared(given)
+    except Exception as error:  # The message is the result.
+        result = {"status": "failed", "message": f"{type(error).__name__}: {error}"}
+        traceback.print_exc()
+    result["kernels"] = list(dict.fromkeys(launched))
+    given.result.write_text(json.dumps(result))
+
+
+def _compared(given: argparse.Namespace) -> dict[str, Any]:
+    from precondattn_conformance import libraries
+    from precondattn_conformance.inputs import Layout
+
+    layout = Layout(
+        "call", b=BATCH, t=given.tokens, s=given.tokens, h=HEADS, n=KEY_HEADS,
+        d=given.d, e=given.e, m=64, values_per_head=1,
+    )  # fmt: skip
+    library = libraries.named(given.library, given.device)
+    if not given.step:
+        return _compared_call(given, layout)
+    with library.precision(given.dtype):
+        return _compared_step(given, layout, library)
+
+
+def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
+    """The output and all gradients, by the suite's own check."""
+    from precondattn_conformance.case import Case
+    from precondattn_conformance.runner import run_case
+
+    case = Case("gradients", given.mechanism, given.library, given.dtype, layout, "clustered")
+    outcome = run_case(case, (given.backend,), given.device)
+    status = outcome.status
+    if status == "failed" and outcome.measured is not None:
+        status = "wrong"
+    # The snippet that reproduces a failure names a layout of the suite, which this is not.
+    result = {"status": status, "message": f"{outcome.reason}\n\n{outcome.details}".strip()}
+    return result | (vars(outcome.measured) if outcome.measured else {})
+
+
+def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict[str, Any]:
+    """One token after a cache. The helper computes what there is no kernel for in filling it."""
+    import precondattn as pa
+    from precondattn.backend import UnsupportedError
+    from precondattn_conformance.bench.computation import decode_run, ours
+    from precondattn_conformance.bench.correct import (
+        UncheckedError,
+        WrongResultError,
+        check_decode,
+        inputs_of,
+    )
+    from precondattn_gpu.options import HELPER
+
+    mechanism = pa.parse(given.mechanism)
+    of = ours(mechanism, f"{given.backend},{HELPER[given.backend]}")
+    inputs = inputs_of(str(mechanism), layout, given.dtype, library.name)
+    assert of.decoder is not None
+    decoder: Any = of.decoder(library, given.dtype, inputs)
+    explanation = decoder.explain()
+    if given.backend not in explanation.backends:
+        message = f"the step has no kernel of {given.backend}:\n{explanation}"
+        return {"status": "unsupported", "message": message}
+    try:
+        decoder.fill()
+        run = decode_run(library, decoder)
+        checked = check_decode(of, layout, library, given.dtype, decoder, run)
+    except (UnsupportedError, UncheckedError) as reason:
+        return {"status": "unsupported", "message": str(reason)}
+    except WrongResultError as wrong:
+        return {"status": "wrong", "message": str(wrong), "error": wrong.error}
+    return {"status": "passed", "error": checked.error, "bound": checked.bound}
+
+
+def _named_launches(backend: str) -> list[str]:
+    """The names of the kernels that are launched from now on; each is printed before it runs."""
+    names: list[str] = []
+
+    def note(name: str) -> None:
+        names.append(name)
+        print(f"{LAUNCH}{name}", flush=True)
+
+    if backend == "triton":
+        _note_triton(note)
+    elif backend == "cupy":
+        _note_cupy(note)
+    return names
+
+
+def _note_triton(note: Callable[[str], None]) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return  # The interpreter does not launch.
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def noted(self: Any, *args: Any, **named: Any) -> Any:
+        note(self.__name__)
+        return run(self, *args, **named)
+
+    JITFunction.run = noted
+
+
+def _note_cupy(note: Callable[[str], None]) -> None:
+    from precondattn_cupy import launch
+
+    for name in ("_compiled", "_simulated"):
+        function = getattr(launch, name)
+
+        def noted(file: str, kernel: str, *more: Any, function: Any = function) -> Any:
+            note(kernel)
+            return function(file, kernel, *more)
+
+        setattr(launch, name, noted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Runs the tasks of a stage within a time limit.
+
+    end = now + limit
+    while tasks are left or running:
+        start the next task, if a process is free and the task's estimate ends before `end`
+        wait until a task has finished, was longer than its timeout, or `end` has come
+        save its outcome
+
+A task that runs when the time is over is stopped, and is the first of the next call. Estimates are
+corrected by how long the tasks of this call took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import (
+    CRASHED,
+    FAILED,
+    INTERRUPTED,
+    TIMED_OUT,
+    Finished,
+    Outcome,
+    Task,
+)
+
+LIMIT = 470.0
+"""Seconds of a call by default: below eight minutes."""
+RESERVE = 5.0
+"""Seconds that are left for stopping processes and saving."""
+MOST_PACE = 4.0
+"""The largest factor by which estimates are corrected."""
+
+
+class Running(Protocol):
+    """A process that was started."""
+
+    task: Task
+    started: float
+
+
+class Launcher(Protocol):
+    """Starts processes and waits for them; it owns the clock."""
+
+    def now(self) -> float:
+        """Seconds."""
+
+    def start(self, task: Task) -> Running:
+        """A process for the task."""
+
+    def wait(self, running: Sequence[Running], until: float) -> Running | None:
+        """One that has ended, or None at the time `until`."""
+
+    def finish(self, running: Running) -> Finished:
+        """What is known of a process; it is stopped if it still runs."""
+
+
+class Summary(NamedTuple):
+    """A call of a stage."""
+
+    stage: str
+    ran: int
+    """Tasks of this call that ended."""
+    left: int
+    """Tasks that still have to run."""
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        return self.left == 0
+
+
+def run_stage(
+    results: Results,
+    tasks: Sequence[Task],
+    launcher: Launcher,
+    folder: Path,
+    *,
+    jobs: int = 1,
+    limit: float = LIMIT,
+    again: bool = False,
+    started: Callable[[str], None] = lambda text: None,
+    **more: Any,
+) -> Summary:
+    """Run what is not done, save after each task, and stop in time.
+
+    `more` is saved with each result. `started` is told what happens, in a line of text.
+    """
+    start = launcher.now()
+    end = start + limit - RESERVE
+    todo = [task for task in tasks if not results.is_done(task.name, again)]
+    # What was interrupted has the whole time now.
+    todo.sort(key=lambda task: task.name not in results.tasks)
+    total, ran, running = len(todo), 0, []
+    expected, taken = 0.0, 0.0
+    results.save(folder)
+    while todo or running:
+        pace = min(max(taken / expected, 1 / MOST_PACE), MOST_PACE) if expected else 1.0
+        while todo and len(running) < jobs:
+            is_first = not running and ran == 0
+            if launcher.now() + pace * todo[0].seconds > end and not is_first:
+                break
+            running.append(launcher.start(todo.pop(0)))
+        if not running:
+            break
+        due = min(end, *(r.started + r.task.timeout for r in running))
+        ended = launcher.wait(running, due)
+        if ended is None:
+            overdue = [r for r in running if launcher.now() >= r.started + r.task.timeout]
+            if not overdue:
+                break
+            ended = overdue[0]
+        running.remove(ended)
+        finished = launcher.finish(ended)
+        outcome = outcome_of(ended.task, finished)
+        ran += 1
+        expected, taken = expected + ended.task.seconds, taken + finished.seconds
+        results.add(ended.task.name, outcome, finished.seconds, **more)
+        results.save(folder)
+        first_line = outcome.message.strip().partition("\n")[0]
+        started(f"{ran}/{total} {outcome.status:9s} {ended.task.name}  {first_line}".rstrip())
+    for each in running:
+        finished = launcher.finish(each)
+        message = f"the time of the call was over after {finished.seconds:.0f} s"
+        results.add(each.task.name, Outcome(INTERRUPTED, message), finished.seconds, **more)
+    results.save(folder)
+    return Summary(results.stage, ran, len(todo) + len(running), launcher.now() - start)
+
+
+def outcome_of(task: Task, finished: Finished) -> Outcome:
+    """What came of a task whose process has ended or was stopped at its timeout."""
+    if finished.code is None:
+        end = finished.output[-1000:]
+        outcome = Outcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
+    elif finished.code < 0:
+        outcome = Outcome(CRASHED, f"signal {-finished.code}\n{finished.output}")
+    else:
+        try:
+            outcome = task.read(finished)
+        except Exception as error:  # A result that can not be read is a result of the task.
+            text = f"{type(error).__name__}: {error}\n{finished.output}"
+            outcome = Outcome(FAILED, f"exit code {finished.code}, no result: {text}")
+    outcome.data = {**task.data, **outcome.data}
+    return outcome

@@ -1,0 +1,108 @@
+"""A run that only pretends: the clock jumps, and every task passes after its estimate.
+
+It shows the order, how many calls each stage takes, that an interrupted task resumes, and that the
+files stay within their limits. Its results say that they are pretended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from precondattn_gpu.driver import Running, Summary, run_stage
+from precondattn_gpu.options import Options
+from precondattn_gpu.results import LARGEST, MOST_FILES, Results
+from precondattn_gpu.stages import Stage
+from precondattn_gpu.task import PASSED, Finished, Outcome, Task
+
+PRETENDED = "pretended"
+
+
+@dataclass
+class Pretended:
+    """A process that does not exist, and when it will have ended."""
+
+    task: Task
+    started: float
+    ends: float
+
+
+class Pretending:
+    """A launcher whose clock jumps to the end of the next process."""
+
+    def __init__(self, seconds_of: Callable[[Task], float] = lambda task: task.seconds) -> None:
+        self.clock = 0.0
+        self.seconds_of = seconds_of
+        self.order: list[str] = []
+        """The names of tasks in the order in which they were started."""
+
+    def now(self) -> float:
+        return self.clock
+
+    def start(self, task: Task) -> Pretended:
+        self.order.append(task.name)
+        return Pretended(_passing(task), self.clock, self.clock + self.seconds_of(task))
+
+    def wait(self, running: Sequence[Running], until: float) -> Running | None:
+        first = min(running, key=_end)
+        if _end(first) > until:
+            self.clock = max(self.clock, until)
+            return None
+        self.clock = max(self.clock, _end(first))
+        return first
+
+    def finish(self, running: Running) -> Finished:
+        code = 0 if _end(running) <= self.clock else None
+        return Finished(code, PRETENDED, Path(), self.clock - running.started)
+
+
+def _end(running: Running) -> float:
+    assert isinstance(running, Pretended)
+    return running.ends
+
+
+def _passing(task: Task) -> Task:
+    return Task(task.name, task.arguments, lambda finished: Outcome(PASSED, PRETENDED),
+                task.seconds, task.timeout, data=task.data)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One call of the driver in a dry run."""
+
+    number: int
+    summary: Summary
+
+
+def dry_run(stages: Sequence[Stage], options: Options, folder: Path, limit: float) -> list[Call]:
+    """Call the driver until every stage is complete; each call loads what the last one saved.
+
+    Raises
+    ------
+    RuntimeError
+        if a stage makes no progress, or a file or their number is over its limit.
+    """
+    launcher, calls = Pretending(), []
+    for stage in stages:
+        tasks = stage.tasks(options)
+        while True:
+            path = folder / f"{stage.name}.json"
+            results = (
+                Results.load(path) if path.exists() else Results(stage.name, {PRETENDED: True})
+            )
+            summary = run_stage(
+                results, tasks, launcher, folder, jobs=stage.jobs(options), limit=limit
+            )
+            calls.append(Call(len(calls) + 1, summary))
+            if summary.is_complete:
+                break
+            if not summary.ran:
+                raise RuntimeError(f"{stage.name}: no task ends within {limit:.0f} s")
+    files = sorted(folder.glob("*.json"))
+    if len(files) > MOST_FILES:
+        raise RuntimeError(f"{len(files)} files; at most {MOST_FILES} are carried")
+    for path in files:
+        if path.stat().st_size > LARGEST:
+            raise RuntimeError(f"{path.name} has {path.stat().st_size} bytes; at most {LARGEST}")
+    return calls

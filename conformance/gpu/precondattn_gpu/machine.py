@@ -1,0 +1,66 @@
+"""The machine on which results were measured: its device, and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from precondattn_gpu.options import Options
+
+PACKAGES = (
+    *("precondattn", "numpy", "torch", "triton", "jax", "jaxlib", "cupy-cuda13x"),
+    *("fla-core", "flash-linear-attention", "transformers"),
+)
+SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondattn_cupy",
+           "precondattn_torch", "precondattn_jax", "precondattn_portable")  # fmt: skip
+
+
+def describe(options: Options) -> dict[str, Any]:
+    """The device's name, the versions, and a hash of the code."""
+    return {
+        "device": device_name(options),
+        "python": platform.python_version(),
+        "versions": {name: v for name in PACKAGES if (v := _version(name))},
+    }
+
+
+def device_name(options: Options) -> str:
+    """The model of the GPU.
+
+    Raises
+    ------
+    RuntimeError
+        if PyTorch sees none.
+    """
+    if options.is_cpu:
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no GPU here; `--device cpu` runs what a CPU can run")
+    return str(torch.cuda.get_device_name())
+
+
+@cache
+def code() -> str:
+    """A hash of the sources of the core and the backends, saved with each result."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        spec = find_spec(name)
+        folder = Path(spec.origin).parent if spec and spec.origin else None
+        for path in sorted(folder.rglob("*")) if folder else ():
+            if path.suffix in (".py", ".cu", ".cuh", ".h"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

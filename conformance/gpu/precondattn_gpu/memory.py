@@ -1,0 +1,32 @@
+"""Stage 8: the peak memory of a forward and backward pass, at 32K, 64K and 128K tokens."""
+
+from __future__ import annotations
+
+from precondattn_gpu.headline import dtype_of
+from precondattn_gpu.options import Options
+from precondattn_gpu.suite import benchmark
+from precondattn_gpu.task import Task
+
+SIZES = "b=1,t=32768,h=16,n=16,d=128"
+"""Measured at once, twice and four times as many tokens."""
+
+CASES = (
+    *(("triton", name) for name in ("lucid", "laser", "path", "gated_delta", "ccq(gated_delta)")),
+    *(("pallas", name) for name in ("lucid", "gated_delta")),
+    ("triton", "softmax"),
+)
+
+
+def tasks(options: Options) -> list[Task]:
+    """One for each mechanism; each size is measured in a process of its own."""
+    return [
+        benchmark(
+            f"{backend} {mechanism}",
+            backend,
+            options,
+            *("--mechanism", mechanism, "--work", "memory", "--sizes", SIZES, "--no-peers"),
+            *("--dtype", dtype_of(backend, options)),
+            seconds=60.0,
+        )
+        for backend, mechanism in CASES
+    ]

@@ -1,0 +1,54 @@
+"""What the tasks of a stage depend on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+CUDA, CPU = "cuda", "cpu"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Given on the command line."""
+
+    device: str = CUDA
+    """On `cpu`, kernels are interpreted or simulated, and sizes are small."""
+    match: str = ""
+    """Only tasks whose name contains this."""
+    cores: int = os.cpu_count() or 1
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+
+INTERPRETED = {
+    "triton": {"TRITON_INTERPRET": "1"},
+    "pallas": {"JAX_PLATFORMS": "cpu"},
+    "cupy": {"PRECONDATTN_CUPY_SIMULATE": "1"},
+}
+"""Variables with which a backend runs its kernels on a CPU."""
+
+LIBRARY = {"triton": "torch", "pallas": "jax", "cupy": "cupy"}
+"""Whose arrays a backend takes on a GPU."""
+
+HELPER = {"triton": "torch", "pallas": "jax", "cupy": "portable"}
+"""The backend that computes the pieces for which there is no kernel."""
+
+BACKENDS = tuple(LIBRARY)
+
+
+def library_of(backend: str, options: Options) -> str:
+    """Whose arrays a backend takes: CUDA kernels are simulated on NumPy arrays."""
+    return "numpy" if backend == "cupy" and options.is_cpu else LIBRARY[backend]
+
+
+def variables(backend: str, options: Options) -> dict[str, str]:
+    """Of the environment of a process that runs a backend."""
+    return INTERPRETED[backend] if options.is_cpu else {}
+
+
+def device_arguments(options: Options) -> tuple[str, ...]:
+    """Of `precondattn conformance` and `precondattn bench`."""
+    return () if options.is_cpu else ("--device", options.device)

@@ -1,0 +1,99 @@
+"""Stage 7: counters of the hardware for every kernel of the headline calls, by Nsight Compute.
+
+For each kernel: its time, the share of tensor throughput and of bandwidth that it reached, and what
+its warps waited for. `farthest` names the kernels that are farthest from their roof.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from typing import Any
+
+from precondattn_gpu.options import Options
+from precondattn_gpu.task import FAILED, PASSED, Finished, Outcome, Task
+
+CALLS = (
+    ("lucid_solve", "forward", 128),
+    ("lucid_solve", "forward_backward", 128),
+    ("laser", "forward_backward", 128),
+    ("gated_delta", "forward_backward", 128),
+    ("path", "forward_backward", 128),
+    ("gla", "forward_backward", 128),
+    ("ccq(gated_delta)", "forward", 128),
+)
+
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
+TIME = "gpu__time_duration.sum"
+BANDWIDTH = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
+TENSOR = re.compile(r"^sm__(inst_executed_)?pipe_tensor.*pct_of_peak_sustained_(active|elapsed)$")
+STALL = re.compile(r"^smsp__average_warps?_issue_stalled_(\w+?)_per_issue_active\.ratio$")
+UNITS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3}
+"""Seconds, by the unit of a time."""
+MOST_STALLS = 4
+
+
+def tasks(options: Options) -> list[Task]:
+    """One for each call. Clocks are left as they are."""
+    sections = [word for section in SECTIONS for word in ("--section", section)]
+    ncu = ("ncu", "--profile-from-start", "off", "--clock-control", "none", *sections)
+    return [
+        Task(
+            f"{mechanism} {work} {d}",
+            ("-m", "precondattn_gpu.profile_call", mechanism, work, str(d)),
+            read,
+            seconds=60.0,
+            timeout=300.0,
+            prefix=(*ncu, "--target-processes", "all", "--csv", "--page", "raw"),
+            data={"backend": "triton"},
+        )
+        for mechanism, work, d in CALLS
+    ]
+
+
+def read(finished: Finished) -> Outcome:
+    kernels = kernels_of(finished.output)
+    if finished.code or not kernels:
+        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+    total = sum(kernel["seconds"] for kernel in kernels)
+    return Outcome(PASSED, f"{len(kernels)} launches, {1e3 * total:.3f} ms", {"kernels": kernels})
+
+
+def kernels_of(output: str) -> list[dict[str, Any]]:
+    """The launches of a raw page: a row of names, a row of units, and a row for each launch."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    if len(lines) < 3:
+        return []
+    names, units, *rows = csv.reader(lines)
+    unit_of = dict(zip(names, units, strict=False))
+    return [_kernel(dict(zip(names, row, strict=False)), unit_of) for row in rows]
+
+
+def _kernel(row: dict[str, str], units: dict[str, str]) -> dict[str, Any]:
+    stalls = {m[1]: number(row[name]) for name in row if (m := STALL.match(name))}
+    most = sorted(stalls, key=lambda name: stalls[name], reverse=True)[:MOST_STALLS]
+    tensor = [number(row[name]) for name in row if TENSOR.match(name)]
+    return {
+        "kernel": row["Kernel Name"].partition("(")[0],
+        "seconds": number(row[TIME]) * UNITS[units[TIME]],
+        "tensor_share": max(tensor) / 100 if tensor else None,
+        "bandwidth_share": number(row[BANDWIDTH]) / 100 if BANDWIDTH in row else None,
+        "grid": row.get("Grid Size", ""),
+        "block": row.get("Block Size", ""),
+        "stalls": {name: stalls[name] for name in most},
+    }
+
+
+def number(text: str) -> float:
+    """A number as the profiler writes it: 12,345.6."""
+    return float(text.replace(",", ""))
+
+
+def farthest(kernels: list[dict[str, Any]], count: int = 3) -> list[dict[str, Any]]:
+    """The kernels that lose most time: their time without the share of the nearer roof."""
+
+    def lost(kernel: dict[str, Any]) -> float:
+        share = max(kernel["tensor_share"] or 0.0, kernel["bandwidth_share"] or 0.0)
+        return float(kernel["seconds"] * (1 - min(share, 1.0)))
+
+    return sorted(kernels, key=lost, reverse=True)[:count]

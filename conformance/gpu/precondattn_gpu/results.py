@@ -1,0 +1,110 @@
+"""The file of a stage's results: one JSON file, replaced after every task.
+
+Files are carried between machines, so their number and sizes are limited. A file holds no message
+longer than `LONGEST` characters. Where a file would be larger than `LARGEST` all the same, a result
+is saved without its message and its data, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from precondattn_gpu.task import INTERRUPTED, PASSED, Outcome
+
+FORMAT = 1
+LONGEST = 4000
+LARGEST = 15 << 20
+"""Bytes. The limit is 16 MiB, and the head of a file needs some."""
+MOST_FILES = 8
+
+
+class Results:
+    """The results of one stage, by the name of the task."""
+
+    def __init__(self, stage: str, machine: dict[str, Any] | None = None) -> None:
+        self.stage = stage
+        self.machine = machine or {}
+        self.tasks: dict[str, dict[str, Any]] = {}
+        self._size = 0
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """The results of a file.
+
+        Raises
+        ------
+        ValueError
+            if it is no file of results, or has another format.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is no file of results: {error}") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"{path} is no file of results of format {FORMAT}")
+        results = cls(content["stage"], content["machine"])
+        for name, entry in content["tasks"].items():
+            results._put(name, entry)
+        return results
+
+    def is_done(self, name: str, again: bool = False) -> bool:
+        """Whether a task need not run. With `again`, one that did not pass runs again."""
+        status = self.tasks.get(name, {}).get("status", INTERRUPTED)
+        return bool(status == PASSED if again else status != INTERRUPTED)
+
+    def add(self, name: str, outcome: Outcome, seconds: float, **more: Any) -> None:
+        """The outcome of a task, in place of an earlier one."""
+        entry = asdict(outcome) | {"seconds": round(seconds, 2)} | more
+        entry["message"] = shortened(outcome.message)
+        old = len(_text(self.tasks[name])) if name in self.tasks else 0
+        if self._size - old + len(_text(entry)) > LARGEST:
+            entry |= {"message": "left out: the file is as large as it may be", "data": {}}
+        self._put(name, entry)
+
+    def _put(self, name: str, entry: dict[str, Any]) -> None:
+        if name in self.tasks:
+            self._size -= len(_text(self.tasks[name]))
+        self._size += len(_text(entry))
+        self.tasks[name] = entry
+
+    def count(self, status: str) -> int:
+        return sum(entry["status"] == status for entry in self.tasks.values())
+
+    def save(self, folder: Path) -> Path:
+        """Replace the stage's file in a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.stage}.json"
+        lines = [f"  {json.dumps(name)}: {_text(entry)}" for name, entry in self.tasks.items()]
+        head = {"format": FORMAT, "stage": self.stage, "machine": self.machine}
+        text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+        text += ',\n "tasks": {\n' + ",\n".join(lines) + "\n }\n}\n"
+        temporary = path.with_suffix(".part")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, path)
+        return path
+
+
+def shortened(message: str) -> str:
+    """The beginning and the end of a long message, and how much is left out."""
+    message = message.strip()
+    if len(message) <= LONGEST:
+        return message
+    part = LONGEST // 2 - 40
+    left_out = len(message) - 2 * part
+    return f"{message[:part]}\n… {left_out} characters are left out …\n{message[-part:]}"
+
+
+def load_folder(folder: Path) -> dict[str, Results]:
+    """The results in a folder, by stage; other files are not read."""
+    from precondattn_gpu.stages import NAMES
+
+    paths = [folder / f"{name}.json" for name in NAMES]
+    return {path.stem: Results.load(path) for path in paths if path.exists()}
+
+
+def _text(entry: Any) -> str:
+    return json.dumps(entry, ensure_ascii=False)

@@ -1,0 +1,63 @@
+"""Stage 4: the smallest calls under compute-sanitizer: accesses outside of arrays, and races."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from precondattn_gpu import alive, shipped
+from precondattn_gpu.options import BACKENDS, Options
+from precondattn_gpu.task import FAILED, PASSED, WRONG, Finished, Outcome, Task
+
+TOOLS = ("memcheck", "racecheck")
+FOUND = 86
+"""The exit code when the tool has found something."""
+
+OWN_ALLOCATIONS = {
+    "triton": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "pallas": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+    "cupy": {"PRECONDATTN_GPU_NO_POOL": "1"},
+}
+"""Each array is an allocation of its own. In a pool, an access outside of an array is inside of
+another one, and memcheck sees nothing."""
+
+
+def tasks(options: Options) -> list[Task]:
+    """The narrowest call of each mechanism, by each tool."""
+    calls = [call for backend in BACKENDS for call in narrowest(shipped.calls(backend))]
+    return [task(call, tool, options) for tool in TOOLS for call in calls]
+
+
+def narrowest(calls: list[shipped.Call]) -> list[shipped.Call]:
+    """For each mechanism and dtype the call with the narrowest rows."""
+    best: dict[tuple[str, str, bool], shipped.Call] = {}
+    for call in calls:
+        key = call.mechanism, call.dtype, call.is_step
+        if key not in best or call.d + call.e < best[key].d + best[key].e:
+            best[key] = call
+    return list(best.values())
+
+
+def task(call: shipped.Call, tool: str, options: Options) -> Task:
+    plain = alive.task(call, options)
+    prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND))
+    return replace(
+        plain,
+        name=f"{tool} {call.name}",
+        prefix=(*prefix, "--target-processes", "all", "--print-limit", "5"),
+        read=read,
+        seconds=60.0,
+        environment={**plain.environment, **OWN_ALLOCATIONS[call.backend]},
+    )
+
+
+def read(finished: Finished) -> Outcome:
+    """What the tool has found; a wrong result is one too."""
+    reports = re.findall(r"^=+ (.*)$", finished.output, re.MULTILINE)
+    text = "\n".join(reports)
+    if finished.code == FOUND:
+        return Outcome(WRONG, text)
+    if not any("SUMMARY" in line for line in reports):
+        return Outcome(FAILED, f"exit code {finished.code}, no summary\n{finished.output}")
+    plain = alive.read(finished)
+    return plain if plain.status != PASSED else Outcome(PASSED, reports[-1], plain.data)

@@ -1,0 +1,64 @@
+"""The stages, the most valuable first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+from precondattn_gpu.options import Options
+from precondattn_gpu.task import Task
+
+ALONE, HALF, MOST = "alone", "half", "most"
+
+
+class Stage(NamedTuple):
+    """A stage, whose module has the same name."""
+
+    name: str
+    what: str
+    processes: str
+    """How many at once: one alone where times are measured; half of the cores; or most of them."""
+    on_a_cpu: bool = True
+    """Whether a machine without a GPU can run a part of it."""
+    program: str = ""
+    """A program that it needs."""
+
+    def tasks(self, options: Options) -> list[Task]:
+        """What it runs, in order."""
+        make: Callable[[Options], list[Task]] = import_module(f"precondattn_gpu.{self.name}").tasks
+        return [task for task in make(options) if options.match in task.name]
+
+    def jobs(self, options: Options) -> int:
+        """How many processes run at once."""
+        share = {ALONE: 1, HALF: options.cores // 2, MOST: options.cores - 2}[self.processes]
+        return max(share, 1)
+
+    def estimate(self, options: Options) -> float:
+        """Seconds for all of it."""
+        return sum(task.seconds for task in self.tasks(options)) / self.jobs(options)
+
+
+STAGES = (
+    Stage("alive", "one call of every kernel variant, each in its own process", MOST),
+    Stage("smoke", "conformance at its smallest level, on the three kernel backends", MOST),
+    Stage("headline", "times beside flash attention and flash-linear-attention", ALONE),
+    Stage(
+        "sanitizer", "memcheck and racecheck of the smallest calls", HALF, False,
+        "compute-sanitizer",
+    ),
+    Stage("tuning", "the configurations of the hottest kernels, by time", ALONE),
+    Stage("full", "the whole conformance suite in bfloat16, float16 and float32", MOST),
+    Stage("profile", "counters of the hardware for the headline's kernels", ALONE, False, "ncu"),
+    Stage("memory", "peak memory up to 128K tokens", ALONE),
+)  # fmt: skip
+
+NAMES = tuple(stage.name for stage in STAGES)
+
+
+def named(name: str) -> Stage:
+    """A stage by its name."""
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise ValueError(f"there is no stage {name!r}; there are {', '.join(NAMES)}")

@@ -1,0 +1,99 @@
+"""Tasks that run `precondattn conformance` or `precondattn bench`, and read what they save."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from precondattn_gpu.options import HELPER, Options, device_arguments, library_of, variables
+from precondattn_gpu.task import FAILED, PASSED, UNSUPPORTED, WRONG, Finished, Outcome, Task
+
+COMMAND = ("-m", "precondattn")
+SHOWN = 5
+"""Failures whose whole text is saved."""
+
+
+def conformance(
+    name: str, backend: str, options: Options, *filters: str, level: str, seconds: float
+) -> Task:
+    """A part of the conformance suite on one backend."""
+    library = library_of(backend, options)
+    arguments = [*COMMAND, "conformance", "--backend", backend, "--backend", HELPER[backend]]
+    arguments += ["--library", library, "--level", level, "--jobs", "1", "--timeout", "120"]
+    # The suite puts CuPy's and NumPy's arrays where they are.
+    if library not in ("cupy", "numpy"):
+        arguments += device_arguments(options)
+    arguments += [*filters, "--record", "{result}"]
+    return Task(
+        name,
+        tuple(arguments),
+        read_conformance,
+        seconds=seconds,
+        timeout=460.0 if not options.is_cpu else 7200.0,
+        environment=variables(backend, options),
+        data={"backend": backend},
+    )
+
+
+def read_conformance(finished: Finished) -> Outcome:
+    """Counts, and the texts of the first failures."""
+    from precondattn_conformance.report.record import load
+
+    if not finished.result.exists():
+        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+    record = load(finished.result)
+    counts = {s: record.count(s) for s in ("passed", "failed", "unsupported") if record.count(s)}
+    worst = max((r.error / r.bound for r in record.outcomes if r.error and r.bound), default=0.0)
+    data: dict[str, Any] = {"counts": counts, "error_by_bound": worst}
+    failures = [r for r in record.outcomes if r.status == "failed"]
+    data["failures"] = [r.id for r in failures]
+    text = ", ".join(f"{n} {s}" for s, n in counts.items())
+    if not record.complete:
+        return Outcome(FAILED, f"{text}; it ended while {record.running} ran", data)
+    if failures:
+        shown = "\n\n".join(f"{r.id}\n{r.reason}\n{r.details}" for r in failures[:SHOWN])
+        return Outcome(WRONG, f"{text}\n\n{shown}", data)
+    if "passed" not in counts:
+        return Outcome(UNSUPPORTED, text or "no case", data)
+    return Outcome(PASSED, text, data)
+
+
+def benchmark(name: str, backend: str, options: Options, *arguments: str, seconds: float) -> Task:
+    """One run of `precondattn bench`; its record is saved with the result."""
+    library = library_of(backend, options)
+    command = [*COMMAND, "bench", *device_arguments(options), "--library", library]
+    command += ["--backend", f"{backend},{HELPER[backend]}", *arguments, "--save", "{result}"]
+    if options.is_cpu:
+        command.append("--quick")
+    return Task(
+        name,
+        tuple(command),
+        read_benchmark,
+        seconds=seconds,
+        timeout=300.0,
+        environment=variables(backend, options),
+        data={"backend": backend},
+    )
+
+
+def read_benchmark(finished: Finished) -> Outcome:
+    """The record; what was not timed has a reason."""
+    if not finished.result.exists():
+        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+    record = json.loads(finished.result.read_text())
+    statuses = {row["status"] for row in record["rows"]}
+    lines = [f"{row['case']}: {_result_of(row)}" for row in record["rows"]]
+    worst = next((s for s in (WRONG, FAILED, UNSUPPORTED) if s in statuses), PASSED)
+    return Outcome(worst, "\n".join(lines), {"record": record})
+
+
+def _result_of(row: dict[str, Any]) -> str:
+    if row["reason"]:
+        return str(row["reason"])
+    parts = []
+    if row["seconds"]:
+        parts.append(f"{1e3 * row['seconds']['median']:.3f} ms")
+    parts += [f"{r['median']:.2f} × {n}" for n, r in row["ratios"].items() if "median" in r]
+    if row["peak_bytes"]:
+        parts.append(", ".join(f"{b / 2**20:.0f} MiB" for b in row["peak_bytes"]))
+    return ", ".join(parts)

@@ -1,0 +1,58 @@
+"""A task: what a stage runs in a process of its own, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PASSED, WRONG, FAILED, CRASHED = "passed", "wrong", "failed", "crashed"
+UNSUPPORTED, TIMED_OUT, INTERRUPTED = "unsupported", "timed out", "interrupted"
+STATUSES = (PASSED, WRONG, FAILED, CRASHED, UNSUPPORTED, TIMED_OUT, INTERRUPTED)
+"""`wrong`: a result differs from the oracle's. `failed`: an error was raised. `crashed`: the
+process died. `interrupted`: the time was over; the task runs again in the next call."""
+
+
+class Finished(NamedTuple):
+    """A process that has ended."""
+
+    code: int | None
+    """Its exit code, negative for a signal; None if it was stopped."""
+    output: str
+    """What it wrote to the terminal."""
+    result: Path
+    """The file that it was asked to write; it may not exist."""
+    seconds: float
+
+
+@dataclass
+class Outcome:
+    """What came of a task."""
+
+    status: str
+    message: str = ""
+    """One line, or the end of the output."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A Python module that runs in a process of its own, and writes one file."""
+
+    name: str
+    """Unique in its stage."""
+    arguments: tuple[str, ...]
+    """Of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a path."""
+    read: Callable[[Finished], Outcome]
+    """What came of it. It is called only if the process ended by itself."""
+    seconds: float = 20.0
+    """An estimate of its time."""
+    timeout: float = 240.0
+    """It is stopped after this many seconds."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to the driver's own."""
+    prefix: tuple[str, ...] = ()
+    """A program that runs the interpreter, with its arguments."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What is saved with the result."""

@@ -1,0 +1,182 @@
+"""One kernel of Triton's at one width: every candidate configuration, in this process.
+
+    python -m precondattn_gpu.tune KERNEL WIDTH --device cuda --result FILE
+
+The whole call is timed with each candidate, in turns with the default configuration: only the
+kernel differs. A candidate whose results differ from the default's is not timed. On a CPU nothing
+is timed: each candidate is compiled for compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from precondattn_gpu.options import CPU
+
+CALLS = {
+    "lucid_inverse": ("lucid_solve", "forward"),
+    "lucid_update": ("lucid_solve", "forward"),
+    "lucid_gradient": ("lucid_solve", "forward_backward"),
+    "laser_forward": ("laser", "forward"),
+    "laser_query_gradient": ("laser", "forward_backward"),
+    "laser_key_gradient": ("laser", "forward_backward"),
+    "chunk_states": ("gated_delta", "forward"),
+    "chunk_reads": ("gated_delta", "forward"),
+    "delta_prepare": ("gated_delta", "forward"),
+    "chunk_gradients": ("gated_delta", "forward_backward"),
+    "path_forward": ("path", "forward"),
+    "path_query_gradient": ("path", "forward_backward"),
+    "path_key_gradient": ("path", "forward_backward"),
+}
+"""The call in which each kernel is timed."""
+
+TARGET = "sm_90"
+DTYPE = "bfloat16"
+ROUNDS = 3
+GAIN = 0.02
+"""A winner is faster by more than this share, and by more than the default differs from itself."""
+SAME = 2e-2
+"""The largest difference of results, relative to the largest element."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the candidates of one kernel.")
+    parser.add_argument("kernel", choices=sorted(CALLS))
+    parser.add_argument("width", type=int)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    tried = compiled if given.device == CPU else timed
+    given.result.write_text(json.dumps(tried(given.kernel, given.width, given.device)))
+
+
+def compiled(kernel: str, width: int, device: str) -> dict[str, Any]:
+    """The resources of each candidate, for compute capability 9.0."""
+    from precondattn_kernel_tools.triton_compiler import compile_variant
+    from precondattn_triton.candidates import candidates
+    from precondattn_triton.configurations import forced
+    from precondattn_triton.variants import launches
+
+    mechanism, _ = CALLS[kernel]
+    default = _default(kernel, width)
+    tried = []
+    for candidate in candidates(kernel, width):
+        import torch
+
+        with forced(**{kernel: default}):
+            before = {
+                _identity(launch) for launch in launches(mechanism, torch.bfloat16, width, width)
+            }
+        with forced(**{kernel: candidate}):
+            own = launches(mechanism, torch.bfloat16, width, width)
+        # Only the launches that the candidate changes.
+        changed = {_identity(launch): launch for launch in own if _identity(launch) not in before}
+        resources = [compile_variant(launch.variant(kernel), TARGET) for launch in changed.values()]
+        failures = [f for each in resources for f in each.failures]
+        tried.append({"configuration": list(candidate), "failures": failures})
+    failed = sum(bool(each["failures"]) for each in tried)
+    message = f"{len(tried) - failed} of {len(tried)} candidates fit {TARGET}"
+    return {
+        "status": "failed" if failed else "passed",
+        "message": message,
+        "kernel": kernel,
+        "width": width,
+        "candidates": tried,
+        "winner": None,
+    }
+
+
+def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
+    """The time of the call with each candidate, and the winner if one is faster."""
+    from triton.testing import do_bench
+
+    from precondattn_conformance.inputs import Layout
+    from precondattn_gpu.workload import workload
+    from precondattn_triton.candidates import candidates
+    from precondattn_triton.configurations import forced
+
+    mechanism, work = CALLS[kernel]
+    layout = Layout(
+        "tuning", b=2, t=8192, s=8192, h=16, n=16, d=width, e=width, m=64, values_per_head=1
+    )
+    call = workload(mechanism, work, layout, DTYPE, device)
+    default = _default(kernel, width, device)
+    expected = call()
+
+    def milliseconds(configuration: Any) -> float:
+        with forced(**{kernel: configuration}):
+            return float(do_bench(call, warmup=20, rep=60, return_mode="median"))
+
+    tried: list[dict[str, Any]] = []
+    of_default = [milliseconds(default)]
+    for candidate in candidates(kernel, width):
+        entry: dict[str, Any] = {"configuration": list(candidate)}
+        tried.append(entry)
+        try:
+            with forced(**{kernel: candidate}):
+                entry["difference"] = _difference(call(), expected)
+            if not entry["difference"] <= SAME:
+                entry["failures"] = ["its results differ from the default's"]
+                continue
+            entry["ms"] = statistics.median(milliseconds(candidate) for _ in range(ROUNDS))
+        except Exception as error:  # A candidate that does not run is a result.
+            entry["failures"] = [f"{type(error).__name__}: {error}"]
+        of_default.append(milliseconds(default))
+    message, winner = _winner(tried, of_default)
+    return {
+        "status": "passed",
+        "message": message,
+        "kernel": kernel,
+        "width": width,
+        "default": {"configuration": list(default), "ms": of_default},
+        "candidates": tried,
+        "winner": winner,
+    }
+
+
+def _winner(tried: list[dict[str, Any]], of_default: list[float]) -> tuple[str, Any]:
+    default, noise = statistics.median(of_default), max(of_default) - min(of_default)
+    fastest = min((each for each in tried if "ms" in each), key=lambda e: e["ms"], default=None)
+    if fastest is None:
+        return "no candidate ran", None
+    gained = default - fastest["ms"]
+    text = (
+        f"default {default:.3f} ms (± {noise / 2:.3f}), "
+        f"best {fastest['configuration']} {fastest['ms']:.3f} ms"
+    )
+    return text, fastest["configuration"] if gained > max(noise, GAIN * default) else None
+
+
+def _difference(results: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest, relative to the largest element; NaN if there is one."""
+    import torch
+
+    worst = 0.0
+    for name, array in expected.items():
+        size = float(array.abs().max()) or 1.0
+        difference = (results[name].float() - array.float()).abs().max() / size
+        worst = float(torch.maximum(torch.tensor(worst), difference.cpu()))
+    return worst
+
+
+def _default(kernel: str, width: int, device: str = CPU) -> Any:
+    """The configuration without any measurement."""
+    from precondattn_triton.configurations import REGISTRY
+
+    return REGISTRY.find(kernel, width, half=True)
+
+
+def _identity(launch: Any) -> tuple[Any, ...]:
+    """What the compiler sees of a launch, but for types."""
+    constants = tuple(
+        (p.name, launch.arguments[p.name]) for p in launch.function.params if p.is_constexpr
+    )
+    return launch.function.__name__, constants, tuple(sorted(launch.options.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Stage 5: for the hottest kernels of Triton, the configurations that may be faster, by time.
+
+`winners` writes those that were faster to a file of the backend, by the name of the device.
+"""
+
+from __future__ import annotations
+
+import json
+
+from precondattn_gpu.options import Options
+from precondattn_gpu.task import FAILED, Finished, Outcome, Task
+from precondattn_gpu.tune import CALLS
+
+WIDTHS = (128, 64)
+
+
+def tasks(options: Options) -> list[Task]:
+    """One for each kernel and width."""
+    from precondattn_triton.candidates import candidates
+
+    return [
+        Task(
+            f"{kernel} {width}",
+            arguments(kernel, width, options),
+            read,
+            seconds=60.0,
+            timeout=300.0,
+            data={"backend": "triton"},
+        )
+        for width in WIDTHS
+        for kernel in CALLS
+        if candidates(kernel, width)
+    ]
+
+
+def arguments(kernel: str, width: int, options: Options) -> tuple[str, ...]:
+    """Of the process that tries the candidates of one kernel."""
+    module = ("-m", "precondattn_gpu.tune", kernel, str(width))
+    return (*module, "--device", options.device, "--result", "{result}")
+
+
+def read(finished: Finished) -> Outcome:
+    if not finished.result.exists():
+        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+    result = json.loads(finished.result.read_text())
+    return Outcome(result.pop("status"), result.pop("message"), result)

@@ -1,0 +1,49 @@
+"""From the results of the stage `tuning` to a file of configurations that the backend reads.
+
+    python -m precondattn_gpu.winners docs/measurements/gpu/nvidia_h200
+
+The file is `tuned/NAME.json` in the folder of the backend `triton`, by the name of the device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from precondattn_gpu.results import Results
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m precondattn_gpu.winners FOLDER")
+    import precondattn_triton
+
+    results = Results.load(Path(sys.argv[1]) / "tuning.json")
+    device = results.machine["device"]
+    entries = winners(results)
+    path = Path(precondattn_triton.__file__).parent / "tuned" / f"{file_name(device)}.json"
+    path.parent.mkdir(exist_ok=True)
+    content = {"device": device, "versions": results.machine["versions"], "configurations": entries}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{len(entries)} configurations written to {path}")
+
+
+def winners(results: Results) -> list[dict[str, Any]]:
+    """The configurations that were faster than the default."""
+    data = [entry["data"] for entry in results.tasks.values()]
+    return [
+        {"kernel": d["kernel"], "width": d["width"], "half": True, "configuration": d["winner"]}
+        for d in data
+        if d.get("winner")
+    ]
+
+
+def file_name(device: str) -> str:
+    """The name of a device as that of a file: nvidia_h200."""
+    return "_".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+
+
+if __name__ == "__main__":
+    main()
