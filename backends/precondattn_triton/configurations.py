@@ -65,7 +65,7 @@ declare(
         256: Configuration(32, 32, 8, 1),
     },
     full={
-        64: Configuration(32, 32, 4, 1),
+        64: Configuration(32, 32, 4, 2),
         128: Configuration(16, 32, 8, 1),
         256: Configuration(16, 16, 8, 1),
     },
@@ -224,7 +224,11 @@ declare(
 )
 declare(
     "chunk_states_and_moments",
-    half={256: Configuration(64, 32, 8, 1)},
+    half={
+        64: Configuration(64, 32, 8, 1),
+        128: Configuration(64, 16, 8, 1),
+        256: Configuration(64, 32, 8, 1),
+    },
     full={},
 )
 declare(

@@ -8,8 +8,7 @@ and compiled to machine code, and its resources are read as in `triton_compiler.
 `tpu` a kernel is lowered only: this finds blocks of a wrong shape and unsupported operations, but
 not whether it fits the memory. `tpu_compiler.py` finds that, where a TPU's compiler is installed.
 
-Kernels need explicit `compiler_params`, Triton's for a GPU. Versions of JAX after 0.10 compile for
-the device that is present: this needs a version that emits Triton's intermediate representation.
+Kernels need explicit `compiler_params`, Triton's for a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,20 @@ from precondattn_kernel_tools.ahead_of_time import (
     run,
     selected,
 )
-from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
+from precondattn_kernel_tools.resources import Resources, measured
 
 TPU = "tpu"
-TARGETS = (*(target for target in SHARED_LIMITS if target.startswith("sm_")), TPU)
+DEVICES = {
+    "sm_80": "NVIDIA A100",
+    "sm_86": "NVIDIA A10",
+    "sm_89": "NVIDIA L4",
+    "sm_90": "NVIDIA H100",
+    "sm_100": "NVIDIA B200",
+    "sm_120": "NVIDIA RTX PRO 6000",
+    TPU: "TPU v5e",
+}
+"""A device of each target, by the name that JAX has for it."""
+TARGETS = tuple(DEVICES)
 TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
 """The names of calls of lowered kernels, or parts of the names."""
 
@@ -61,8 +71,8 @@ class Kernel(NamedTuple):
     spill_limit: int
 
 
-def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
-    """The kernels that it launches on "cuda" or "tpu", in order, each once.
+def kernels_of(variant: Variant, target: str) -> list[Kernel]:
+    """The kernels that it launches on a target, in order, each once.
 
     Raises
     ------
@@ -71,8 +81,10 @@ def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
     """
     import jax
 
-    traced = jax.jit(variant.function).trace(*variant.arguments)
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    platform = _platform(target)
+    with _device(target):
+        traced = jax.jit(variant.function).trace(*variant.arguments)
+        module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     names: dict[tuple[str, Any], str] = {}
     for name, code, options in _calls(module, platform):
         names.setdefault((code, options), name)
@@ -85,6 +97,22 @@ def kernels_of(variant: Variant, platform: str) -> list[Kernel]:
         full = f"{variant.name} {name}{number}"
         kernels.append(Kernel(full, text, options, variant.spill_limit))
     return kernels
+
+
+def _platform(target: str) -> str:
+    return TPU if target == TPU else "cuda"
+
+
+def _device(target: str) -> AbstractContextManager[Any]:
+    """JAX lowers for a device of the target inside; from version 0.11 on it needs one."""
+    import jax
+
+    if jax.__version_info__ < (0, 10, 2):  # An abstract device has no platform there.
+        return nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(DEVICES[target], num_cores=1, platform=_platform(target))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[str, int], ...]]]:
@@ -115,8 +143,6 @@ def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[s
             attributes = operation.attributes
             name = "kernel_name" if "kernel_name" in attributes else "call_target_name"
             yield ir.StringAttr(attributes[name]).value, str(operation), ()
-        elif "triton_kernel_call" in target:
-            raise NotImplementedError("this version of JAX emits no Triton code")
 
 
 def _as_text(code: bytes) -> str:
@@ -160,7 +186,7 @@ def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[Task | Resources]
     seen = set()
     for variant, target in pairs:
         try:
-            kernels = kernels_of(variant, TPU if target == TPU else "cuda")
+            kernels = kernels_of(variant, target)
         except Exception as error:  # An error of the compiler's is a result, not a fault here.
             failure = f"{type(error).__name__}: {error}"
             yield Resources(variant.name, target, failures=[failure])

@@ -11,7 +11,12 @@ pytest.importorskip("jax")
 pytest.importorskip("triton")
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from precondattn_kernel_tools import pallas_compiler
+from precondattn_kernel_tools.resources import SHARED_LIMITS
 from precondattn_pallas import configurations, variants
 
 EXAMPLES = """
@@ -81,6 +86,26 @@ def test_a_kernel_that_fits_has_its_resources_and_one_that_does_not_is_a_failure
     for target in ("sm_80", "tpu"):
         assert "sort" in result["has no such operation", target]["failures"][0]
         assert result["has no kernel", target]["failures"] == ["no kernel in it"]
+
+
+def _double(x, out):
+    out[...] = 2 * x[...]
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("target", pallas_compiler.TARGETS)
+def test_jax_lowers_for_every_target_without_a_device(target):
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    options = {"compiler_params": plgpu.CompilerParams()} if target != "tpu" else {}
+    run = pl.pallas_call(_double, out_shape=shape, **options)
+    (kernel,) = pallas_compiler.kernels_of(pallas_compiler.Variant("twice", run, (shape,)), target)
+    assert kernel.name == "twice _double"
+    assert ("tt.func" in kernel.code) == (target != "tpu")
+
+
+def test_every_nvidia_target_has_a_device():
+    nvidia = {target for target in SHARED_LIMITS if target.startswith("sm_")}
+    assert {*pallas_compiler.TARGETS} == {*nvidia, "tpu"}
 
 
 def test_some_variants_of_the_shipped_kernels_compile():
