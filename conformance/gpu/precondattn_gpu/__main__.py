@@ -70,13 +70,15 @@ def main(
         return
     try:
         described = machine.describe(options)
-        left = _run(chosen, options, described, out, before, limit, jobs, again)
+        with Processes(ENVIRONMENT) as launcher:
+            left = _run(launcher, chosen, options, described, out, before, limit, jobs, again)
     except (ValueError, RuntimeError) as error:
         _stop(str(error))
     raise typer.Exit(UNFINISHED if left else 0)
 
 
 def _run(
+    launcher: Processes,
     chosen: list[Stage],
     options: Options,
     described: dict[str, object],
@@ -87,7 +89,6 @@ def _run(
     again: bool,
 ) -> bool:
     """Whether tasks are left."""
-    launcher = Processes(ENVIRONMENT)
     end = launcher.now() + limit
     left = False
     for stage in chosen:

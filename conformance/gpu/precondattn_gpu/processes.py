@@ -27,41 +27,43 @@ class Process:
     task: Task
     started: float
     popen: subprocess.Popen[bytes]
-    folder: tempfile.TemporaryDirectory[str]
-
-    @property
-    def output(self) -> Path:
-        return Path(self.folder.name) / "output"
-
-    @property
-    def result(self) -> Path:
-        return Path(self.folder.name) / "result.json"
+    output: Path
+    result: Path
 
 
 class Processes:
-    """Starts the tasks' processes."""
+    """Starts the tasks' processes; their files are removed when the context ends."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self.environment = {**os.environ, **(environment or {})}
+        self._folder = tempfile.TemporaryDirectory(prefix="precondattn_gpu_")
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
 
     def now(self) -> float:
         return time.monotonic()
 
     def start(self, task: Task) -> Process:
-        folder = tempfile.TemporaryDirectory(prefix="precondattn_gpu_")
-        result = str(Path(folder.name) / "result.json")
-        arguments = [argument.replace("{result}", result) for argument in task.arguments]
-        prefix = [argument.replace("{result}", result) for argument in task.prefix]
-        with (Path(folder.name) / "output").open("wb") as output:
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        result = folder / "result.json"
+        command = [
+            argument.replace("{result}", str(result))
+            for argument in (*task.prefix, sys.executable, *task.arguments)
+        ]
+        with (folder / "output").open("wb") as output:
             popen = subprocess.Popen(
-                [*prefix, sys.executable, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**self.environment, **task.environment},
                 start_new_session=True,  # So that its children are stopped with it.
             )
-        return Process(task, self.now(), popen, folder)
+        return Process(task, self.now(), popen, folder / "output", result)
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
         while True:
@@ -79,7 +81,6 @@ class Processes:
         code = running.popen.poll()
         _stop(running.popen)
         output = running.output.read_text(encoding="utf-8", errors="replace")
-        # The folder is kept until the result was read.
         return Finished(code, output, running.result, seconds)
 
 
