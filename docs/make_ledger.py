@@ -3,7 +3,8 @@
     python docs/make_ledger.py
 
 Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
-Runs on a GPU are from the benchmarks' records. Nothing on the page is written by hand.
+Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
+written by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.bench.record import Record, load
+from precondattn_gpu import pages
 
 PAGE = Path(__file__).with_name("kernel_ledger.md")
 MEASUREMENTS = Path(__file__).with_name("measurements")
@@ -41,39 +42,19 @@ several variants share is listed under the first of them.
 """
 
 
-KERNELS = {"triton", "pallas", "cupy"}
-"""The backends that have kernels."""
-
-
 def main() -> None:
-    PAGE.write_text(page(_reports(), _records()), encoding="utf-8")
+    PAGE.write_text(page(_reports(), MEASUREMENTS / "gpu"), encoding="utf-8")
 
 
-def page(reports: list[dict[str, Any]], records: list[Record]) -> str:
+def page(reports: list[dict[str, Any]], gpu: Path) -> str:
     """The page, as Markdown."""
-    return HEAD + _run(records) + "\n" + COMPILED + "".join(map(_compiled, reports))
+    run = pages.ledger(gpu) or NEVER
+    return HEAD + run + "\n" + COMPILED + "".join(map(_compiled, reports))
 
 
 def _reports() -> list[dict[str, Any]]:
     files = sorted((MEASUREMENTS / "kernels").glob("*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
-
-
-def _records() -> list[Record]:
-    return [load(path) for path in sorted(MEASUREMENTS.glob("*.json"))]
-
-
-def _run(records: list[Record]) -> str:
-    lines = [
-        f"| {row.mechanism} | {row.work} | {row.dtype} | {row.device} | {record.date} |"
-        for record in records
-        for row in record.rows
-        if KERNELS & {*row.backends} and row.device.startswith("cuda") and row.seconds
-    ]
-    if not lines:
-        return NEVER
-    head = ["| mechanism | work | dtype | device | date |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *dict.fromkeys(lines)]) + "\n"
 
 
 def _compiled(report: dict[str, Any]) -> str:

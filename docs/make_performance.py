@@ -2,7 +2,8 @@
 
 python docs/make_performance.py
 
-Every number on the page comes from a file that `precondattn bench --save` wrote.
+Every number on the page comes from a file that `precondattn bench --save` wrote, or from the stages
+`headline` and `memory` of `precondattn_gpu`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from precondattn_conformance.bench.record import TIMED, Record, Row, load
 from precondattn_conformance.bench.table import duration, size
+from precondattn_gpu import pages
 
 PAGE = Path(__file__).with_name("performance.md")
 MEASUREMENTS = Path(__file__).with_name("measurements")
@@ -34,8 +36,9 @@ machine reached in one large matrix product and one large copy.
 
 
 def load_records() -> dict[str, Record]:
-    """The saved runs by the names of their files, in order."""
-    return {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
+    """The saved runs by the names of their files, in order; those of GPUs last."""
+    saved = {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
+    return {**saved, **pages.records(MEASUREMENTS / "gpu")}
 
 
 def page(records: dict[str, Record]) -> str:

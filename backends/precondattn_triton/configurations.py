@@ -1,16 +1,18 @@
 """Tile sizes, warps and stages of every kernel: data, by what was measured on which device.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
-Devices in `TUNED` have their own configurations; all others, and the interpreter's tests, use
-`UNTUNED`, which was chosen to compile for compute capability 8.0 and above without spilling.
-Whatever the configuration, a kernel computes the same.
+Devices with a file in the folder `tuned` have their own configurations; all others, and the
+interpreter's tests, use `UNTUNED`, which was chosen to compile for compute capability 8.0 and above
+without spilling. Whatever the configuration, a kernel computes the same.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from precondattn.kernel_backend.configurations import Configurations
+from precondattn.kernel_backend.configurations import Configurations, Key
 
 
 class Configuration(NamedTuple):
@@ -32,6 +34,16 @@ declare, forced = REGISTRY.declare, REGISTRY.forced
 def configuration(kernel: str, width: int, half: bool, like: Any = None) -> Configuration:
     """The configuration of a kernel, at a padded width, on the device of a tensor."""
     return REGISTRY.find(kernel, width, half, _device_name(like))
+
+
+def load_tuned(folder: Path) -> None:
+    """Add what was measured: one file for each device (`precondattn_gpu.winners` writes them)."""
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tuned = TUNED.setdefault(content["device"], {})
+        for entry in content["configurations"]:
+            key = Key(entry["kernel"], entry["width"], entry["half"])
+            tuned[key] = Configuration(*entry["configuration"])
 
 
 def _device_name(like: Any) -> str:
@@ -295,3 +307,5 @@ declare(
     half={256: Configuration(1, 32, 4, 1)},
     full={256: Configuration(1, 32, 4, 1)},
 )
+
+load_tuned(Path(__file__).with_name("tuned"))

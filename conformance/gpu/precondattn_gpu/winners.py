@@ -21,13 +21,19 @@ def main() -> None:
     import precondattn_triton
 
     results = Results.load(Path(sys.argv[1]) / "tuning.json")
+    path = write(results, Path(precondattn_triton.__file__).parent / "tuned")
+    print(f"{len(winners(results))} configurations written to {path}")
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Write the winners to the device's file in a folder."""
     device = results.machine["device"]
-    entries = winners(results)
-    path = Path(precondattn_triton.__file__).parent / "tuned" / f"{file_name(device)}.json"
+    path = folder / f"{file_name(device)}.json"
     path.parent.mkdir(exist_ok=True)
-    content = {"device": device, "versions": results.machine["versions"], "configurations": entries}
+    versions, entries = results.machine["versions"], winners(results)
+    content = {"device": device, "versions": versions, "configurations": entries}
     path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{len(entries)} configurations written to {path}")
+    return path
 
 
 def winners(results: Results) -> list[dict[str, Any]]:

@@ -1,0 +1,124 @@
+"""From saved results to what the documentation shows: Markdown, and records of benchmarks.
+
+A folder of measurements has one folder for each device, with one file for each stage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from precondattn_conformance.bench.record import Record, Row
+from precondattn_gpu.profile import farthest
+from precondattn_gpu.results import Results, load_folder
+from precondattn_gpu.stages import NAMES, named
+from precondattn_gpu.task import PASSED, STATUSES
+
+TIMED_STAGES = ("headline", "memory")
+
+
+def devices(measurements: Path) -> dict[str, dict[str, Results]]:
+    """The results of each device's folder, by stage."""
+    folders = sorted(path for path in measurements.glob("*") if path.is_dir())
+    return {folder.name: results for folder in folders if (results := load_folder(folder))}
+
+
+def records(measurements: Path) -> dict[str, Record]:
+    """The benchmarks of each device and stage, as one record."""
+    return {
+        f"{folder}_{stage}": merged(results[stage])
+        for folder, results in devices(measurements).items()
+        for stage in TIMED_STAGES
+        if stage in results and any("record" in e["data"] for e in results[stage].tasks.values())
+    }
+
+
+def merged(results: Results) -> Record:
+    """The records of a stage's tasks as one: all rows, and each rate once."""
+    saved = [e["data"]["record"] for e in results.tasks.values() if "record" in e["data"]]
+    rates = {
+        (r["library"], r["device"], r["dtype"]): r for record in saved for r in record["rates"]
+    }
+    rows = [Row(**row) for record in saved for row in record["rows"]]
+    return Record(saved[0]["date"], saved[0]["machine"], list(rates.values()), rows)
+
+
+def kernel_seconds(measurements: Path) -> dict[str, dict[str, float]]:
+    """For each device, the time of a launch of each kernel, under its call: "lucid_solve … 128"."""
+    return {
+        folder: {
+            f"{name}: {kernel['kernel']}": kernel["seconds"]
+            for name, entry in results["profile"].tasks.items()
+            for kernel in entry["data"].get("kernels", ())
+        }
+        for folder, results in devices(measurements).items()
+        if "profile" in results
+    }
+
+
+def ledger(measurements: Path) -> str:
+    """What was run on which device; empty if nothing was."""
+    return "\n".join(
+        _device(results) for results in devices(measurements).values() if _is_measured(results)
+    )
+
+
+def _is_measured(results: dict[str, Results]) -> bool:
+    return any("device" in each.machine for each in results.values())
+
+
+def _device(results: dict[str, Results]) -> str:
+    machine = next(iter(results.values())).machine
+    versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items())
+    lines = [
+        f"### {machine['device']}\n",
+        f"With Python {machine['python']}, {versions}.\n",
+        "| stage | what | " + " | ".join(STATUSES) + " |",
+        "|---" * (len(STATUSES) + 2) + "|",
+    ]
+    for name in NAMES:
+        if name in results:
+            counts = " | ".join(str(results[name].count(status) or "–") for status in STATUSES)
+            lines.append(f"| {name} | {named(name).what} | {counts} |")
+    for name in ("alive", "smoke", "sanitizer", "full"):
+        if name in results:
+            lines += _not_passed(results[name])
+    if "profile" in results:
+        lines += _profile(results["profile"])
+    return "\n".join(lines) + "\n"
+
+
+def _not_passed(results: Results) -> list[str]:
+    """A line for each task that did not pass."""
+    bad = {name: e for name, e in results.tasks.items() if e["status"] != PASSED}
+    if not bad:
+        return []
+    lines = [f"\nDid not pass in `{results.stage}`:\n"]
+    for name, entry in bad.items():
+        first = entry["message"].partition("\n")[0].replace("|", "\\|")
+        lines.append(f"* `{name}`, {entry['status']}: {first}")
+    return lines
+
+
+def _profile(results: Results) -> list[str]:
+    """The kernels that lose most time."""
+    kernels = [
+        {**kernel, "call": name}
+        for name, entry in results.tasks.items()
+        for kernel in entry["data"].get("kernels", ())
+    ]
+    lines = [
+        "\nThe kernels that are farthest from their roofs:\n",
+        "| kernel | of | time | tensor | bandwidth | warps wait for |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kernel in farthest(kernels):
+        shares = [_percent(kernel[name]) for name in ("tensor_share", "bandwidth_share")]
+        waits = ", ".join(f"{name} {ratio:.2g}" for name, ratio in kernel["stalls"].items())
+        time = f"{1e3 * kernel['seconds']:.3f} ms"
+        cells = [f"`{kernel['kernel']}`", f"`{kernel['call']}`", time, *shares, waits]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,97 @@
+"""From the results of a device to the ledger, the performance page and tuned configurations."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from precondattn.kernel_backend.configurations import Key
+from precondattn_conformance.bench.record import Record, Row
+from precondattn_gpu import pages, winners
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import Outcome
+
+DOCS = Path(__file__).parents[2] / "docs"
+MACHINE = {"device": "NVIDIA H200", "python": "3.12.3", "versions": {"torch": "2.11.0"}}
+KERNEL = {
+    "kernel": "lucid_update",
+    "seconds": 0.002,
+    "tensor_share": 0.4,
+    "bandwidth_share": 0.1,
+    "stalls": {"wait": 1.5},
+}
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A folder with the results of one device."""
+    row = Row("forward_lucid", "lucid", "forward", "torch", "cuda (NVIDIA H200)", "bfloat16",
+              {"t": 8192}, "triton,torch", ["triton", "torch"], "timed",
+              seconds={"median": 0.00321, "q1": 0.003, "q3": 0.004, "rounds": 20})  # fmt: skip
+    computer = {"processor": "a processor", "cores": 16, "threads": 16, "versions": {}}
+    record = Record("2027-01-01", computer, [], [row])
+    record.save(tmp_path / "record.json")
+    saved = json.loads((tmp_path / "record.json").read_text())
+    outcomes = {
+        "alive": {
+            "triton lucid bfloat16 64": Outcome("passed"),
+            "cupy laser float16 64": Outcome("wrong", "off | by 3\nmore"),
+        },
+        "headline": {"triton lucid": Outcome("passed", data={"record": saved})},
+        "profile": {"lucid_solve forward 128": Outcome("passed", data={"kernels": [KERNEL]})},
+        "tuning": {
+            "lucid_update 128": Outcome("passed", data={
+                "kernel": "lucid_update", "width": 128, "winner": [64, 64, 4, 3]}),
+            "laser_forward 128": Outcome("passed", data={
+                "kernel": "laser_forward", "width": 128, "winner": None}),
+        },
+    }  # fmt: skip
+    for stage, tasks in outcomes.items():
+        results = Results(stage, MACHINE)
+        for name, outcome in tasks.items():
+            results.add(name, outcome, 1.0)
+        results.save(tmp_path / "gpu" / "nvidia_h200")
+    return tmp_path / "gpu"
+
+
+def test_the_ledger_shows_what_ran_and_what_did_not_pass(measured):
+    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
+    text = maker["page"]([], measured)
+    assert "### NVIDIA H200" in text
+    assert "torch 2.11.0" in text
+    assert "| alive | one call of every kernel variant, each in its own process | 1 | 1 |" in text
+    assert "* `cupy laser float16 64`, wrong: off \\| by 3\n" in text
+    row = "| `lucid_update` | `lucid_solve forward 128` | 2.000 ms | 40 % | 10 % | wait 1.5 |"
+    assert row in text
+    assert maker["NEVER"] not in text
+    assert maker["NEVER"] in maker["page"]([], measured / "nowhere")
+
+
+def test_the_performance_page_shows_the_headline(measured):
+    maker = runpy.run_path(str(DOCS / "make_performance.py"))
+    text = maker["page"](pages.records(measured))
+    assert "## nvidia_h200_headline" in text
+    assert "3.21 ms" in text
+
+
+def test_times_of_kernels_are_by_call_and_name(measured):
+    assert pages.kernel_seconds(measured) == {
+        "nvidia_h200": {"lucid_solve forward 128: lucid_update": 0.002}
+    }
+
+
+def test_winners_become_configurations_of_the_device(measured, tmp_path, monkeypatch):
+    from precondattn_triton import configurations
+
+    results = Results.load(measured / "nvidia_h200" / "tuning.json")
+    path = winners.write(results, tmp_path / "tuned")
+    assert path.name == "nvidia_h200.json"
+    monkeypatch.setattr(configurations.REGISTRY, "tuned", {})
+    monkeypatch.setattr(configurations, "TUNED", configurations.REGISTRY.tuned)
+    configurations.load_tuned(tmp_path / "tuned")
+    key = Key("lucid_update", 128, True)
+    expected = configurations.Configuration(64, 64, 4, 3)
+    assert {"NVIDIA H200": {key: expected}} == configurations.TUNED
+    assert configurations.REGISTRY.find(*key, "NVIDIA H200") == expected
+    assert configurations.REGISTRY.find(*key, "NVIDIA H100") == configurations.UNTUNED[key]
