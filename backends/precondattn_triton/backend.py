@@ -101,7 +101,7 @@ class Triton(KernelBackend):
 
 
 def _is_amd() -> bool:
-    from precondattn_triton.precision import is_amd
+    from precondattn_triton.target import is_amd
 
     return is_amd()
 

@@ -1,7 +1,8 @@
 """Tile sizes, warps and stages of every kernel: data, by what was measured on which device.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
-Devices with a file in the folder `tuned` have their own configurations; all others, and the
+Devices with a file in the folder `tuned` have their own configurations. Those declared for an
+architecture were chosen from its machine code, and are not measured. All other devices, and the
 interpreter's tests, use `UNTUNED`, which was chosen to compile for compute capability 8.0 and above
 without spilling. Whatever the configuration, a kernel computes the same.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precondattn.kernel_backend.configurations import Configurations, Key
+from precondattn_triton.target import architecture, device_name
 
 
 class Configuration(NamedTuple):
@@ -33,7 +35,7 @@ declare, forced = REGISTRY.declare, REGISTRY.forced
 
 def configuration(kernel: str, width: int, half: bool, like: Any = None) -> Configuration:
     """The configuration of a kernel, at a padded width, on the device of a tensor."""
-    return REGISTRY.find(kernel, width, half, _device_name(like))
+    return REGISTRY.find(kernel, width, half, device_name(like), architecture(like))
 
 
 def load_tuned(folder: Path) -> None:
@@ -44,16 +46,6 @@ def load_tuned(folder: Path) -> None:
         for entry in content["configurations"]:
             key = Key(entry["kernel"], entry["width"], entry["half"])
             tuned[key] = Configuration(*entry["configuration"])
-
-
-def _device_name(like: Any) -> str:
-    """A GPU's model; empty for every other device."""
-    if like is None or not like.is_cuda:
-        return ""
-    import torch
-
-    name: str = torch.cuda.get_device_name(like.device)
-    return name
 
 
 declare(
@@ -306,6 +298,22 @@ declare(
     "recurrent_step",
     half={256: Configuration(1, 32, 4, 1)},
     full={256: Configuration(1, 32, 4, 1)},
+)
+
+# On Hopper, four warps multiply 64 rows together, by as many columns as the tile leaves them: with
+# 16 columns, loading the rows takes longer than the product.
+declare("lucid_gradient", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
+declare(
+    "laser_query_gradient",
+    half={64: Configuration(64, 64, 4, 2), 128: Configuration(128, 64, 8, 2)},
+    full={},
+    architecture="sm_90",
+)
+declare(
+    "laser_key_gradient",
+    half={64: Configuration(128, 64, 8, 2), 128: Configuration(128, 32, 8, 2)},
+    full={},
+    architecture="sm_90",
 )
 
 load_tuned(Path(__file__).with_name("tuned"))

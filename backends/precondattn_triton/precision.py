@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-_compiling_for_amd: bool | None = None
-
-
-def is_amd() -> bool:
-    """Whether kernels are for AMD's GPUs: as this PyTorch is, unless inside `compiling_for`."""
-    return torch.version.hip is not None if _compiling_for_amd is None else _compiling_for_amd
-
-
-@contextmanager
-def compiling_for(amd: bool) -> Iterator[None]:
-    """Kernels are for a GPU that this machine need not have."""
-    global _compiling_for_amd
-    before, _compiling_for_amd = _compiling_for_amd, amd
-    try:
-        yield
-    finally:
-        _compiling_for_amd = before
+from precondattn_triton.target import is_amd
 
 
 def exact() -> str:

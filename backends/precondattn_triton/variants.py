@@ -18,7 +18,7 @@ from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
 from precondattn_kernel_tools.triton_launches import Launch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
-from precondattn_triton.precision import compiling_for
+from precondattn_triton.target import compiling_for
 
 Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...]
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
@@ -87,7 +87,7 @@ def variants(target: str) -> Iterator[Variant]:
             for d, e in widths:
                 if is_amd and max(d, e) > WIDEST_ON_AMD:
                     continue
-                with compiling_for(amd=is_amd):
+                with compiling_for(target):
                     launched = launches(mechanism, dtype, d, e, is_step)
                 for launch in launched:
                     constants = tuple(launch.arguments.get(name) for name in DISTINGUISHING)

@@ -31,25 +31,37 @@ class Configurations(Generic[C]):
         """The padded widths that tiles may have, in ascending order."""
         self.untuned: dict[Key, C] = {}
         """Chosen to compile, for every device."""
+        self.chosen: dict[str, dict[Key, C]] = {}
+        """Chosen for an architecture, such as "sm_90", and not measured."""
         self.tuned: dict[str, dict[Key, C]] = {}
         """Measured, by the name of the device."""
         self._forced: dict[str, C] = {}
 
-    def declare(self, kernel: str, half: Mapping[int, C], full: Mapping[int, C]) -> None:
+    def declare(
+        self, kernel: str, half: Mapping[int, C], full: Mapping[int, C], architecture: str = ""
+    ) -> None:
         """A kernel's configurations by the largest width that each is for."""
+        into = self.chosen.setdefault(architecture, {}) if architecture else self.untuned
         for is_half, by_width in ((True, half), (False, full)):
             for width in self.widths:
                 fitting = [w for w in sorted(by_width) if w >= width]
                 if fitting:
-                    self.untuned[Key(kernel, width, is_half)] = by_width[fitting[0]]
+                    into[Key(kernel, width, is_half)] = by_width[fitting[0]]
 
-    def find(self, kernel: str, width: int, half: bool, device: str = "") -> C:
-        """The configuration of a kernel at a padded width, on a device if it was measured there."""
+    def find(
+        self, kernel: str, width: int, half: bool, device: str = "", architecture: str = ""
+    ) -> C:
+        """The configuration of a kernel at a padded width.
+
+        One that was measured on the device comes before one that was chosen for its architecture.
+        """
         if kernel in self._forced:
             return self._forced[kernel]
         key = Key(kernel, width, half)
-        tuned = self.tuned.get(device, {})
-        return tuned[key] if key in tuned else self.untuned[key]
+        for known in (self.tuned.get(device, {}), self.chosen.get(architecture, {})):
+            if key in known:
+                return known[key]
+        return self.untuned[key]
 
     @contextmanager
     def forced(self, **configurations: C) -> Iterator[None]:

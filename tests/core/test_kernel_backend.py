@@ -57,6 +57,11 @@ def test_forced_and_measured_configurations_are_preferred():
     registry.tuned["device"] = {Key("kernel", 64, True): "measured"}
     assert registry.find("kernel", 64, True, "device") == "measured"
     assert registry.find("kernel", 32, True, "device") == "narrow"
+    registry.declare("kernel", half={64: "chosen"}, full={}, architecture="sm_90")
+    assert registry.find("kernel", 32, True, "device", "sm_90") == "chosen"
+    assert registry.find("kernel", 64, True, "device", "sm_90") == "measured"
+    assert registry.find("kernel", 32, False, "device", "sm_90") == "full"
+    assert registry.find("kernel", 32, True, "device", "sm_80") == "narrow"
     with registry.forced(kernel="forced"):
         assert registry.find("kernel", 64, False, "device") == "forced"
     assert registry.find("kernel", 64, True, "device") == "measured"

@@ -45,6 +45,7 @@ import triton.language as tl
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
 from precondattn_triton.tiles import (
     LOG2_E,
     Masks,
@@ -202,7 +203,7 @@ def _close(
     w += (batch * n + kv) * s * E
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = no_sums(ROWS, w.dtype.element_ty)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
     end = s
@@ -223,9 +224,12 @@ def _close(
             columns = start + tl.arange(0, COLUMNS)
             is_key = is_token(k_valid, batch, columns, s)
             k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
-            # In units of log 2.
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            if phase == 1:
+            products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            scores = products * (scale * LOG2_E)  # In units of log 2.
+            if phase == 0:
+                # The scale is positive: the largest score is that of the largest product.
+                highest = tl.max(products, 1) * (scale * LOG2_E)
+            else:
                 mask = may_attend(
                     rows[:, None],
                     columns[None, :],
@@ -238,15 +242,17 @@ def _close(
                     CAUSAL,
                 )
                 scores = tl.where(mask, scores, float("-inf"))
-            higher = tl.maximum(largest, tl.max(scores, 1))
+                highest = tl.max(scores, 1)
+            higher = tl.maximum(largest, highest)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp2(largest - base)
             p = tl.exp2(scores - base[:, None]).to(w.dtype.element_ty)
-            total = total * shrink + tl.sum(p.to(tl.float32), 1)
+            total = with_row_sums(total, shrink[:, None], p)
             w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
             acc = tl.dot(p, w_tile, acc * shrink[:, None], input_precision=PRECISION)
             largest = higher
 
+    total = row_sums(total)
     has_keys = is_row & (total > 0)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels

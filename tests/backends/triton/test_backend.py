@@ -18,7 +18,8 @@ from precondattn.backend import Request, UnsupportedError
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton
-from precondattn_triton.precision import as_the_user_allows, compiling_for, product_precision
+from precondattn_triton.precision import as_the_user_allows, product_precision
+from precondattn_triton.target import compiling_for
 from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of, slow_unless
 from tests.backends.triton.tiles import error, small_tiles
 
@@ -114,7 +115,7 @@ def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reas
 
 def test_on_amd_calls_that_fit_are_supported():
     solve = pa.LucidSolve()
-    with compiling_for(amd=True):
+    with compiling_for("gfx942"):
         assert Triton().supports(solve, request(solve, **KV)).ok
         wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
         assert "found 128" in Triton().supports(solve, wide).reason

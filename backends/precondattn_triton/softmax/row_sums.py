@@ -1,0 +1,38 @@
+"""The sums of the rows of P, a tile of weights, as it was rounded for a product.
+
+    l ← l ∘ shrink + P 1
+
+Weights of 16 bits are multiplied by ones on tensor cores, in every one of `COLUMNS` equal columns.
+To add them up one by one, each would have to be converted to 16 bits and back, which takes as long
+as its exponential.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(16)
+"""The least width of a product."""
+
+
+@triton.jit
+def no_sums(ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """l = 0, for weights of a dtype."""
+    if tl.float32 == DTYPE:
+        return tl.zeros((ROWS, 1), tl.float32)
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def with_row_sums(total, shrink, p):
+    """l after one more tile; `shrink` is (rows, 1)."""
+    if p.dtype == tl.float32:
+        return total * shrink + tl.sum(p, 1, keep_dims=True)
+    return tl.dot(p, tl.full((p.shape[1], COLUMNS), 1.0, p.dtype), total * shrink)
+
+
+@triton.jit
+def row_sums(total):
+    """l (rows)."""
+    return tl.max(total, 1)

@@ -1,0 +1,49 @@
+"""The GPU that kernels are for: that of the arrays, or another one that they are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_target = ""
+
+
+@contextmanager
+def compiling_for(target: str) -> Iterator[None]:
+    """Kernels are for a GPU that this machine need not have, such as "sm_90" or "gfx942"."""
+    global _target
+    before, _target = _target, target
+    try:
+        yield
+    finally:
+        _target = before
+
+
+def is_amd() -> bool:
+    """Whether kernels are for AMD's GPUs: as this PyTorch is, unless inside `compiling_for`."""
+    import torch
+
+    return _target.startswith("gfx") if _target else torch.version.hip is not None
+
+
+def device_name(like: Any) -> str:
+    """The model of the GPU of a tensor; empty for every other device."""
+    if like is None or not like.is_cuda:
+        return ""
+    import torch
+
+    name: str = torch.cuda.get_device_name(like.device)
+    return name
+
+
+def architecture(like: Any) -> str:
+    """Such as "sm_90", of the GPU of a tensor; empty for AMD's GPUs and every other device."""
+    if _target or is_amd():
+        return _target if _target.startswith("sm_") else ""
+    if like is None or not like.is_cuda:
+        return ""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(like.device)
+    return f"sm_{major}{minor}"
