@@ -11,7 +11,7 @@ def launched(call: shipped.Call, tokens: int, batch: int, heads: int) -> set[tup
     """What distinguishes the launches of a call, as in the list of variants."""
     variants.TOKENS, variants.BATCH, variants.HEADS = tokens, batch, heads
     dtype = getattr(torch, call.dtype)
-    with variants.compiling_for(amd=False):
+    with variants.compiling_for("sm_90"):
         launches = variants.launches(call.mechanism, dtype, call.d, call.e, call.is_step)
     return {
         (
