@@ -32,8 +32,8 @@ def one_side(
     """Σ_b (left_a · right_b) Φ_ab z_b over the tokens b from `low` to `high`."""
     a_keys = load_rows(keys, head, tokens, a_start, TILE, KEY_WIDTH, 0, KEY_WIDTH)
     total = tl.zeros((TILE, KEY_WIDTH), tl.float32)
-    DTYPE: tl.constexpr = (
-        tl.float32 if left.dtype.element_ty == tl.float16 else left.dtype.element_ty
+    IS_HALF: tl.constexpr = (
+        keys.dtype.element_ty == tl.float16 and left.dtype.element_ty == tl.bfloat16
     )
     for b_start in range(low, high, COLUMNS):
         g = products(
@@ -42,7 +42,7 @@ def one_side(
         )  # fmt: skip
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     return total
 

@@ -36,15 +36,22 @@ def products(
 def weighted_keys(
     g, a_keys, keys, segments, head, tokens, a_start, b_start, scale, shift,
     HAS_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, IS_HALF: tl.constexpr,
 ):  # fmt: skip
     """Σ_b Φ_ab g_ab k̂_b over a tile of b.
 
-    The product is not in float16, the dtype of the keys, because g is not bounded.
+    Where keys nearly coincide, the norm's gradient takes most of this sum away, and with it most
+    digits. So factors have the 11 bits of the keys' float16, not the 8 of bfloat16. g is not
+    bounded, and each of its rows is divided by its largest element.
     """
     b_keys = load_rows(keys, head, tokens, b_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
     weights = phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, HAS_SEGMENTS, PRECISION)
-    return tl.dot((g * weights).to(DTYPE), b_keys.to(DTYPE), input_precision=PRECISION)
+    g *= weights
+    if not IS_HALF:
+        return tl.dot(g, b_keys.to(tl.float32), input_precision=PRECISION)
+    largest = tl.max(tl.abs(g), axis=1)
+    largest = tl.where(largest > 0, largest, 1.0)[:, None]
+    return tl.dot((g / largest).to(b_keys.dtype), b_keys) * largest
 
 
 @triton.jit
@@ -95,7 +102,10 @@ def key_gradient(
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     a, column = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
-    DTYPE: tl.constexpr = tl.float32 if y.dtype.element_ty == tl.float16 else y.dtype.element_ty
+    # In calls of float16, 11 bits are too few: the results have as many.
+    IS_HALF: tl.constexpr = (
+        keys.dtype.element_ty == tl.float16 and y.dtype.element_ty == tl.bfloat16
+    )
     # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
     first_after = a_start // COLUMNS * COLUMNS
     for b_start in range(0, a_start + ROWS, COLUMNS):
@@ -106,7 +116,7 @@ def key_gradient(
         g = tl.where(a[:, None] > (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     for b_start in range(first_after, s, COLUMNS):
         g = products(
@@ -116,7 +126,7 @@ def key_gradient(
         g = tl.where(a[:, None] < (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, DTYPE,
+            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     total *= -score_scale
     if NORMALIZE:

@@ -52,6 +52,8 @@ def _compared(given: argparse.Namespace) -> dict[str, Any]:
         d=given.d, e=given.e, m=64, values_per_head=1,
     )  # fmt: skip
     library = libraries.named(given.library, given.device)
+    if given.backend == "cupy":
+        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 from it.
     if not given.step:
         return _compared_call(given, layout)
     with library.precision(given.dtype):

@@ -8,6 +8,9 @@ import torch
 
 import precondattn as pa
 from precondattn.frame import Frame
+from precondattn_conformance.case import Case
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.runner import run_case
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.lucid.solve import LucidSolve
 from tests.backends.triton.tiles import error, small_tiles
@@ -141,6 +144,16 @@ def test_large_gradients_in_float16():
     leaf, x, d_y, frame = problem(34, e=64, b=1, n=1, dtype=torch.float16)
     x = {**x, "v": 30 * x["v"]}
     check(leaf, x, 50 * d_y, frame, BOUNDS[torch.float16])
+
+
+def test_the_gradient_of_wide_clustered_keys_in_bfloat16():
+    """The norm's gradient cancels most of it: factors of 8 bits would leave an error of 0.015."""
+    layout = Layout("wide", b=1, t=40, s=40, h=2, n=2, d=64, e=64)
+    case = Case("gradients", "lucid_solve[beta=true]", "torch", "bfloat16", layout, "clustered")
+    with small_tiles():
+        outcome = run_case(case, ("triton",))
+    assert outcome.status == "passed", outcome.text
+    assert outcome.measured.error < 8e-3
 
 
 def test_tiles_of_unequal_sizes():
