@@ -316,4 +316,9 @@ declare(
     architecture="sm_90",
 )
 
+# Loads of the next chunk overlap with the products of this one.
+declare("chunk_states", half={128: Configuration(64, 32, 8, 2)}, full={}, architecture="sm_90")
+for _kernel in ("chunk_reads", "delta_prepare"):
+    declare(_kernel, half={128: Configuration(64, 64, 4, 2)}, full={}, architecture="sm_90")
+
 load_tuned(Path(__file__).with_name("tuned"))

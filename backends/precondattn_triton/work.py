@@ -1,0 +1,245 @@
+"""The work of the hottest kernels: products, exponentials and bytes of all launches of a call.
+
+Lengths are multiples of the tiles; calls are causal, in 16 bits, with as many key heads as query
+heads. Each function mirrors the grid and the loops of its kernel. The tests compare the products
+with those that the interpreter counts. T tokens, m heads of all sequences, widths d and e.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precondattn_kernel_tools.roof import Work
+from precondattn_triton.configurations import Configuration
+
+HALF, FULL = 2, 4
+"""Bytes of a number."""
+EXACT = 3
+"""Products of tf32 for one of float32."""
+
+
+class Size(NamedTuple):
+    """The sizes of a call."""
+
+    heads: int
+    """Of all sequences."""
+    tokens: int
+    d: int
+    e: int
+
+
+# ---------------------------------------------------------------------------------------- LUCID
+
+
+def apply_inverse(size: Size, tiles: Configuration) -> Work:
+    """ρ_J = N_J R_J of every super-block: the lower triangle of N, in tiles.
+
+    Every program reads all right sides of its super-block for their largest magnitude.
+    """
+    m, t, _, e = size
+    rows, block = tiles.rows, min(tiles.columns, t)
+    count = block // rows
+    products = count * (count + 1) // 2
+    blocks = t // block
+    read = products * rows * (rows * HALF + e * FULL) + count * block * e * FULL
+    written = block * e * 3 * HALF
+    least = block * (block // 2 * HALF + e * FULL) + written
+    return Work(
+        "apply_inverse",
+        (count * m,) * blocks,
+        half=m * blocks * products * 2 * rows * rows * e,
+        tf32=0,
+        exponentials=0,
+        bytes=m * blocks * least,
+        requested=m * blocks * (read + written),
+    )
+
+
+def update(size: Size, tiles: Configuration, block: int) -> Work:
+    """R_I −= Φ_IJ y_J for every super-block J of `block` tokens, and all later rows I."""
+    m, t, d, e = size
+    block = min(block, t)
+    later = [t - start - block for start in range(0, t - block, block)]
+    pairs = sum(later) * block
+    sides = sum(later) * e * 2 * FULL
+    keys = sum(later) * d * HALF
+    return Work(
+        "update",
+        tuple(rows // tiles.rows * m for rows in later),
+        half=m * pairs * 2 * (d + e),
+        tf32=0,
+        exponentials=m * pairs,
+        bytes=m * (sides + keys + len(later) * block * (d + e) * HALF),
+        requested=m * (sides + keys + pairs // tiles.rows * (d + e) * HALF),
+    )
+
+
+def key_gradient(size: Size, tiles: Configuration) -> Work:
+    """dk̂ = −s Σ Φ g k̂ over all pairs, those of tiles on the diagonal twice."""
+    m, t, d, e = size
+    rows, columns = tiles.rows, tiles.columns
+    pairs = sum(
+        rows * columns * (-(-(a + rows) // columns) + t // columns - a // columns)
+        for a in range(0, t, rows)
+    )
+    own = t * (2 * d + 2 * e) * HALF
+    return Work(
+        "key_gradient",
+        (t // rows * m,),
+        half=m * pairs * 2 * (2 * d + e),
+        tf32=0,
+        exponentials=m * pairs,
+        bytes=m * (own + t * d * HALF),
+        requested=m * (own + pairs // rows * (d + e) * HALF),
+    )
+
+
+# ---------------------------------------------------------------------------------------- LASER
+
+SUMS = 16
+"""Columns of the product that sums rows (`softmax/row_sums.py`)."""
+
+
+def _causal_pairs(t: int, rows: int, columns: int) -> int:
+    """Pairs in all tiles that a causal loop visits, for a tile of rows."""
+    return sum(rows * columns * -(-(a + rows) // columns) for a in range(0, t, rows))
+
+
+def close(size: Size, tiles: Configuration) -> Work:
+    """o and λ of close heads."""
+    m, t, d, e = size
+    pairs = _causal_pairs(t, *tiles[:2])
+    own = t * d * HALF + t * e * (HALF + FULL)
+    return Work(
+        "_close",
+        (t // tiles.rows * m,),
+        half=m * pairs * 2 * (d + e + SUMS),
+        tf32=0,
+        exponentials=m * pairs,
+        bytes=m * (own + t * (d + e) * HALF),
+        requested=m * (own + pairs // tiles.rows * (d + e) * HALF),
+    )
+
+
+def laser_query_gradient(size: Size, tiles: Configuration) -> Work:
+    """dq of close heads."""
+    m, t, d, e = size
+    pairs = _causal_pairs(t, *tiles[:2])
+    own = t * (2 * d + e) * HALF
+    return Work(
+        "_query_gradient",
+        (t // tiles.rows * m,),
+        half=m * pairs * 2 * (2 * d + e),
+        tf32=0,
+        exponentials=m * pairs,
+        bytes=m * (own + t * (d + e) * HALF),
+        requested=m * (own + pairs // tiles.rows * (d + e) * HALF),
+    )
+
+
+def laser_key_gradient(size: Size, tiles: Configuration) -> Work:
+    """dk and dv of close heads; a tile of keys meets all later queries."""
+    m, t, d, e = size
+    rows, columns = tiles.rows, tiles.columns
+    pairs = sum(
+        rows * columns * ((t - a // columns * columns) // columns) for a in range(0, t, rows)
+    )
+    own = t * 2 * (d + e) * HALF
+    return Work(
+        "_key_gradient",
+        (t // rows * m,),
+        half=m * pairs * 2 * (2 * d + 2 * e),
+        tf32=0,
+        exponentials=m * pairs,
+        bytes=m * (own + t * (d + e) * HALF),
+        requested=m * (own + pairs // rows * (d + e) * HALF),
+    )
+
+
+# ---------------------------------------------------------------------------------- gated delta
+
+
+def invert(size: Size, tiles: Configuration) -> Work:
+    """M of every chunk: its halves in registers, then the corner."""
+    m, t, d, _ = size
+    half, chunks = tiles.rows // 2, t // tiles.rows * m
+    levels = half.bit_length() - 2
+    inverse = (2 * 2 * levels + 2) * 2 * half**3
+    return Work(
+        "invert",
+        (chunks,),
+        half=chunks * 3 * 2 * half * half * d,
+        tf32=EXACT * chunks * inverse,
+        exponentials=chunks * 2 * half * half,
+        bytes=m * t * (d * HALF + tiles.rows * FULL),
+        requested=m * t * (d * HALF + tiles.rows * FULL),
+    )
+
+
+def prepare(size: Size, tiles: Configuration) -> Work:
+    """Y and W of every chunk."""
+    m, t, d, e = size
+    moved = m * t * (tiles.rows * FULL + (d + e) * (HALF + FULL))
+    return Work(
+        "prepare",
+        (t // tiles.rows * m,),
+        half=0,
+        tf32=m * t * 2 * tiles.rows * (d + e),
+        exponentials=0,
+        bytes=moved,
+        requested=moved,
+    )
+
+
+def carry_states(size: Size, tiles: Configuration) -> Work:
+    """The states, chunk after chunk, in blocks of value channels."""
+    m, t, d, e = size
+    blocks = e // min(tiles.columns, e)
+    states = t // tiles.rows * d * e * FULL
+    values = t * e * 2 * FULL
+    keys = t * d * (HALF + FULL)
+    return Work(
+        "carry_states",
+        (blocks * m,),
+        half=0,
+        tf32=m * t * 2 * 2 * d * e,
+        exponentials=0,
+        bytes=m * (states + values + keys),
+        requested=m * (states + values + blocks * keys),
+    )
+
+
+def read(size: Size, tiles: Configuration) -> Work:
+    """The outputs of every chunk, in blocks of value channels."""
+    m, t, d, e = size
+    chunk, blocks = tiles.rows, e // min(tiles.columns, e)
+    states = t // chunk * d * e * FULL
+    values = t * e * (FULL + HALF)
+    keys = t * 2 * d * HALF
+    return Work(
+        "read",
+        (t // chunk * blocks * m,),
+        half=m * t * blocks * 2 * chunk * d,
+        tf32=m * t * (2 * d * e + 2 * chunk * e),
+        exponentials=m * t * blocks * chunk,
+        bytes=m * (states + values + keys),
+        requested=m * (states + values + blocks * keys),
+    )
+
+
+def carry_gradients(size: Size, tiles: Configuration) -> Work:
+    """The gradients of the states, from the last chunk to the first."""
+    m, t, d, e = size
+    blocks = e // min(tiles.columns, e)
+    states = t // tiles.rows * d * e * FULL
+    values = t * e * (2 * FULL + HALF)
+    keys = t * d * (2 * HALF + FULL)
+    return Work(
+        "carry_gradients",
+        (blocks * m,),
+        half=0,
+        tf32=m * t * 3 * 2 * d * e,
+        exponentials=0,
+        bytes=m * (states + values + keys),
+        requested=m * (states + values + blocks * keys),
+    )

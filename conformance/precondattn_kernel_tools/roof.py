@@ -1,0 +1,107 @@
+"""The least time in which a GPU can do a kernel's work, and what it would take at a given pace.
+
+    roof = max(products / tensor rate, exponentials / special rate, bytes / bandwidth)
+
+No version of a kernel runs much faster than its roof. The rates are those of data sheets; a GPU
+reaches less. `pace` is the share of the roof that a full GPU is expected to reach within a loop.
+Around it are the parts that the roof does not know:
+
+    time = launches × gap + roof / (pace × filled)
+
+`filled` is the share of the multiprocessors' time that a grid occupies: 132 programs take as long
+as one, and 133 as long as 264, if a multiprocessor runs one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LAUNCH_GAP = 3e-6
+"""Seconds between two kernels of which the second waits for the first."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, by the figures of its data sheet."""
+
+    name: str
+    source: str
+    multiprocessors: int
+    half: float
+    """FLOP/s of products of 16 bits on tensor cores, without sparsity."""
+    tf32: float
+    special: float
+    """Exponentials per second: 16 for each multiprocessor and cycle."""
+    bandwidth: float
+    """Bytes per second."""
+
+
+H100 = Device(
+    "H100 SXM",
+    "NVIDIA H100 data sheet: 1,979 and 989 TFLOP/s with sparsity, 3.35 TB/s; 132 multiprocessors",
+    132,
+    989e12,
+    494e12,
+    16 * 132 * 1.755e9,
+    3.35e12,
+)
+H200 = Device(
+    "H200",
+    "NVIDIA H200 data sheet: the rates of an H100, and 4.8 TB/s",
+    132,
+    989e12,
+    494e12,
+    16 * 132 * 1.755e9,
+    4.8e12,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """All launches of a kernel in one call."""
+
+    kernel: str
+    launches: tuple[int, ...]
+    """The number of programs of each launch."""
+    half: float
+    """FLOPs of products with factors of 16 bits."""
+    tf32: float
+    """FLOPs of products with factors in tf32; a product in three parts counts three times."""
+    exponentials: float
+    bytes: float
+    """Each input read once and each output written once, for each launch."""
+    requested: float
+    """Bytes that programs read and write, which the caches provide in part."""
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The least time, and by what it is limited."""
+
+    seconds: float
+    limit: str
+
+
+def roof(work: Work, device: Device) -> Roof:
+    """The longest of the times that each unit takes."""
+    times = {
+        "tensor cores": work.half / device.half + work.tf32 / device.tf32,
+        "exponentials": work.exponentials / device.special,
+        "bandwidth": work.bytes / device.bandwidth,
+    }
+    limit = max(times, key=lambda name: times[name])
+    return Roof(times[limit], limit)
+
+
+def filled(work: Work, device: Device, resident: int) -> float:
+    """The share of the multiprocessors that is occupied, with `resident` programs on each."""
+    at_a_time = device.multiprocessors * resident
+    taken = sum(math.ceil(programs / at_a_time) * at_a_time for programs in work.launches)
+    return sum(work.launches) / taken
+
+
+def predicted(work: Work, device: Device, pace: float, resident: int) -> float:
+    """Seconds of all launches."""
+    seconds = roof(work, device).seconds / (pace * filled(work, device, resident))
+    return seconds + len(work.launches) * LAUNCH_GAP

@@ -1,0 +1,121 @@
+"""The stated work of kernels equals what the interpreter counts, and roofs follow from it."""
+
+import sys
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from triton.runtime import interpreter
+
+import precondattn as pa
+from precondattn_kernel_tools.roof import H100, Work, filled, predicted, roof
+from precondattn_triton import work
+from precondattn_triton.backend import Triton
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.work import Size
+from tests.backends.triton.tiles import small_tiles
+
+HEADS = 2
+SIZE = Size(HEADS, 64, 16, 32)
+TILES, WIDE = Configuration(16, 32), Configuration(32, 16)
+
+STATED = {
+    "lucid_solve": {
+        "apply_inverse": work.apply_inverse(SIZE, TILES),
+        "update": work.update(SIZE, WIDE, block=32),
+        "key_gradient": work.key_gradient(SIZE, WIDE),
+    },
+    "laser": {
+        "_close": work.close(SIZE, WIDE),
+        "_query_gradient": work.laser_query_gradient(SIZE, WIDE),
+        "_key_gradient": work.laser_key_gradient(SIZE, WIDE),
+    },
+    "gated_delta": {
+        "invert": work.invert(SIZE, Configuration(16, 16)),
+        "prepare": work.prepare(SIZE, Configuration(16, 16)),
+        "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
+        "read": work.read(SIZE, Configuration(16, 16)),
+        "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
+    },
+}
+WIDER = (
+    *("lucid_update", "lucid_gradient"),
+    *("laser_forward", "laser_query_gradient", "laser_key_gradient"),
+)
+TWICE = {
+    "lucid_solve": {"apply_inverse", "update"},
+    "gated_delta": {"invert", "prepare", "carry_states"},
+}
+"""Kernels that the gradient launches again."""
+
+
+def kernel_of_the_caller():
+    """The outermost function within a launch."""
+    frame, found = sys._getframe(), ""
+    while frame.f_code.co_name != "watched_launch":
+        if "precondattn_triton" in frame.f_globals["__name__"]:
+            found = frame.f_code.co_name
+        frame = frame.f_back
+    return found
+
+
+def products_of(mechanism):
+    """FLOPs of all products of a call and its gradient in bfloat16, by kernel."""
+    counted: Counter[str] = Counter()
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def counting(self, a, b, total, precision, imprecise):
+        rows, depth = a.data.shape
+        times = 3 if str(precision).lower().endswith("tf32x3") else 1
+        counted[kernel_of_the_caller()] += times * 2 * rows * depth * b.data.shape[1]
+        return product(self, a, b, total, precision, imprecise)
+
+    torch.manual_seed(0)
+    m = pa.parse(mechanism)
+    _, t, d, e = SIZE
+    widths = {"k": d, "q": d, "v": e}
+    x = {
+        name: torch.randn(1, t, HEADS, *([widths[name]] if name in widths else [])).bfloat16()
+        for name in m.inputs
+    }
+    if "g" in x:
+        x["g"] = -x["g"].abs().float()
+    if "beta" in x:
+        x["beta"] = x["beta"].sigmoid()
+    x = {name: array.requires_grad_() for name, array in x.items()}
+    tiles = dict.fromkeys(WIDER, WIDE)
+    with small_tiles(**tiles), patch.object(interpreter.InterpreterBuilder, "create_dot", counting):
+        out = m(**x, backend=Triton.name)
+        out.backward(torch.ones_like(out))
+    return counted
+
+
+@pytest.mark.parametrize("mechanism", sorted(STATED))
+def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism):
+    counted = products_of(mechanism)
+    for name, stated in STATED[mechanism].items():
+        times = 2 if name in TWICE.get(mechanism, ()) else 1
+        assert counted[name] == times * (stated.half + stated.tf32), name
+
+
+def test_the_roof_is_the_longest_of_three_times():
+    products = Work("", (132,), 989e9, 0, 0, 1e6, 1e6)
+    assert roof(products, H100).limit == "tensor cores"
+    assert roof(products, H100).seconds == pytest.approx(1e-3)
+    moving = Work("", (132,), 1e9, 1e9, 1e6, 3.35e9, 1e10)
+    assert roof(moving, H100).limit == "bandwidth"
+    assert roof(moving, H100).seconds == pytest.approx(1e-3)
+    special = Work("", (132,), 1e9, 1e9, H100.special, 1e6, 1e6)
+    assert roof(special, H100).limit == "exponentials"
+    assert roof(special, H100).seconds == pytest.approx(1)
+
+
+def test_a_grid_of_one_program_too_many_takes_a_second_turn():
+    full, over = (Work("", (n,), 989e9, 0, 0, 0, 0) for n in (264, 265))
+    assert filled(full, H100, resident=2) == 1
+    assert filled(over, H100, resident=2) == pytest.approx(265 / 528)
+    assert predicted(full, H100, 0.5, 2) == pytest.approx(2e-3 + 3e-6)
