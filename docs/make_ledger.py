@@ -3,6 +3,7 @@
     python docs/make_ledger.py
 
 Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
+Those of other versions of the compilers are from `measurements/kernels/other_versions`.
 Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
 written by hand.
 """
@@ -10,6 +11,7 @@ written by hand.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,28 @@ Registers of a thread, bytes that it spills to memory, and shared memory of a bl
 several variants share is listed under the first of them.
 """
 
+OTHERS = """
+## Compiled with other versions
+
+The same kernels, compiled by `conformance/gpu/twin.sh` with the versions that a GPU machine has.
+"""
+
 
 def main() -> None:
-    PAGE.write_text(page(_reports(), MEASUREMENTS / "gpu"), encoding="utf-8")
+    text = page(_reports(), MEASUREMENTS / "gpu", _reports("other_versions"))
+    PAGE.write_text(text, encoding="utf-8")
 
 
-def page(reports: list[dict[str, Any]], gpu: Path) -> str:
-    """The page, as Markdown."""
+def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, Any]] = ()) -> str:
+    """The page, as Markdown; `others` are reports of other versions."""
     run = pages.ledger(gpu) or NEVER
-    return HEAD + run + "\n" + COMPILED + "".join(map(_compiled, reports))
+    compiled = COMPILED + "".join(map(_compiled, reports))
+    with_others = OTHERS + "".join(_differences(other, reports) for other in others)
+    return HEAD + run + "\n" + compiled + (with_others if others else "")
 
 
-def _reports() -> list[dict[str, Any]]:
-    files = sorted((MEASUREMENTS / "kernels").glob("*.json"))
+def _reports(folder: str = ".") -> list[dict[str, Any]]:
+    files = sorted((MEASUREMENTS / "kernels" / folder).glob("*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
@@ -66,10 +77,8 @@ def _compiled(report: dict[str, Any]) -> str:
         cells_by_name.setdefault(v["name"], {})[v["target"]] = (
             "; ".join(f.splitlines()[0] for f in v["failures"]) or text
         )
-    source = f", from JAX {report['jax']}" if "jax" in report else ""
-    compiler = f"Triton {report['triton']}" if "triton" in report else f"NVRTC {report['nvrtc']}"
     lines = [
-        f"\nWith {compiler}{source}.\n",
+        f"\nWith {_versions(report)}.\n",
         "| kernel | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
     ]
@@ -77,6 +86,36 @@ def _compiled(report: dict[str, Any]) -> str:
         cells = (by_target.get(target, "–") for target in targets)
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _differences(other: dict[str, Any], reports: list[dict[str, Any]]) -> str:
+    """The kernels that fail with other versions, or spill another number of bytes."""
+    listed = {
+        (v["name"], v["target"]): v
+        for report in reports
+        if {*report} == {*other}
+        for v in report["variants"]
+    }
+    rows, failing = [], 0
+    for v in other["variants"]:
+        above = listed.get((v["name"], v["target"]))
+        failing += bool(v["failures"])
+        text = "; ".join(f.splitlines()[0] for f in v["failures"]) or str(v["spilt_bytes"])
+        spilt = "–" if above is None else str(above["spilt_bytes"])
+        if text != spilt:
+            rows.append(f"| `{v['name']}` | {v['target']} | {text} | {spilt} |")
+    counts = f"{len(other['variants'])} kernels, of which {failing} fail and {len(rows)} differ"
+    head = f"\nWith {_versions(other)}: {counts}"
+    if not rows:
+        return f"{head}.\n"
+    table = ["| kernel | target | spilt bytes | above |", "|---|---|---|---|", *rows]
+    return f"{head} from those above.\n\n" + "\n".join(table) + "\n"
+
+
+def _versions(report: dict[str, Any]) -> str:
+    source = f", from JAX {report['jax']}" if "jax" in report else ""
+    compiler = f"Triton {report['triton']}" if "triton" in report else f"NVRTC {report['nvrtc']}"
+    return compiler + source
 
 
 if __name__ == "__main__":

@@ -68,6 +68,28 @@ def test_the_ledger_shows_what_ran_and_what_did_not_pass(measured):
     assert maker["NEVER"] in maker["page"]([], measured / "nowhere")
 
 
+def test_the_ledger_names_kernels_that_differ_with_other_versions(tmp_path):
+    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
+
+    def report(version, **spilt):
+        each = {"target": "sm_90", "registers": 9, "shared_bytes": 0, "failures": []}
+        rows = [{"name": n, "spilt_bytes": s, **each} for n, s in spilt.items()]
+        return {"triton": version, "python": "3.12.1", "variants": rows}
+
+    other = report("3.6.0", same=4, more=8)
+    other["variants"].append({**other["variants"][0], "name": "broken", "failures": ["no\nway"]})
+    text = maker["page"]([report("3.7.1", same=4, more=0)], tmp_path, [other])
+    _, _, text = text.partition(maker["OTHERS"])
+    assert text.splitlines()[1:] == [
+        "With Triton 3.6.0: 3 kernels, of which 1 fail and 2 differ from those above.",
+        "",
+        "| kernel | target | spilt bytes | above |",
+        "|---|---|---|---|",
+        "| `more` | sm_90 | 8 | 0 |",
+        "| `broken` | sm_90 | no | – |",
+    ]
+
+
 def test_the_performance_page_shows_the_headline(measured):
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
     text = maker["page"](pages.records(measured))
