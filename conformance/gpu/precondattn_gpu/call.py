@@ -19,6 +19,9 @@ from typing import Any
 LAUNCH = "launch "
 """How the line of a launch begins."""
 
+NO_POOL = "PRECONDATTN_GPU_NO_POOL"
+"""Variable of the environment: CuPy takes each array from the driver, not from its pool."""
+
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 
 
@@ -53,11 +56,21 @@ def _compared(given: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     library = libraries.named(given.library, given.device)
     if given.backend == "cupy":
-        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 from it.
+        _prepare_cupy(given.library)
     if not given.step:
         return _compared_call(given, layout)
     with library.precision(given.dtype):
         return _compared_step(given, layout, library)
+
+
+def _prepare_cupy(library: str) -> None:
+    """NumPy's arrays need the name of bfloat16, and CuPy's may need allocations of their own."""
+    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 from it.
+
+    if library == "cupy" and os.environ.get(NO_POOL):
+        import cupy
+
+        cupy.cuda.set_allocator(None)
 
 
 def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
@@ -120,6 +133,8 @@ def _named_launches(backend: str) -> list[str]:
         _note_triton(note)
     elif backend == "cupy":
         _note_cupy(note)
+    elif backend == "pallas":
+        _note_pallas(names.append)
     return names
 
 
@@ -148,6 +163,19 @@ def _note_cupy(note: Callable[[str], None]) -> None:
             return function(file, kernel, *more)
 
         setattr(launch, name, noted)
+
+
+def _note_pallas(note: Callable[[str], None]) -> None:
+    """Kernels are named when they are traced. That is not when they run, so nothing is printed."""
+    from jax.experimental import pallas
+
+    pallas_call = pallas.pallas_call
+
+    def noted(kernel: Any, *args: Any, **named: Any) -> Any:
+        note(getattr(kernel, "func", kernel).__name__)
+        return pallas_call(kernel, *args, **named)
+
+    pallas.pallas_call = noted
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from precondattn_gpu.options import Options
-from precondattn_gpu.suite import benchmark
+from precondattn_gpu.suite import benchmark, dtype_of
 from precondattn_gpu.task import Task
 
 SDPA = ("flash_sdpa", "cudnn_sdpa")
@@ -36,9 +36,9 @@ HEADLINES = (
     Headline("gla", ("fla",), f"{SHORT},n=16,d=128"),
     Headline("path", ("fla", *SDPA), f"{SHORT},n=16,d=128"),
     Headline("ccq(gated_delta)", ("base",), f"{SHORT},n=16,d=128"),
-    Headline("lucid", ("sdpa",), "b=8,t=32768,h=16,n=2,d=128", ("decode",)),
-    Headline("path", ("sdpa",), "b=8,t=32768,h=16,n=16,d=128", ("decode",)),
-    Headline("gated_delta", (), "b=8,t=32768,h=16,n=16,d=128", ("decode",)),
+    Headline("lucid", ("sdpa",), "b=4,t=32768,h=16,n=2,d=128", ("decode",)),
+    Headline("path", ("sdpa",), "b=2,t=32768,h=16,n=16,d=128", ("decode",)),
+    Headline("gated_delta", (), "b=2,t=32768,h=16,n=16,d=128", ("decode",)),
     Headline("laser", SDPA, f"{SHORT},n=16,d=64"),
     Headline("path", ("fla", *SDPA), f"{SHORT},n=16,d=64"),
     Headline("gated_delta", ("fla",), f"{SHORT},n=16,d=256"),
@@ -82,8 +82,3 @@ def _tasks(options: Options) -> Iterator[Task]:
             *("--dtype", dtype_of(backend, options)),
             seconds=25.0,
         )
-
-
-def dtype_of(backend: str, options: Options) -> str:
-    """CUDA kernels are simulated on NumPy's arrays, which have no bfloat16."""
-    return "float32" if backend == "cupy" and options.is_cpu else "bfloat16"

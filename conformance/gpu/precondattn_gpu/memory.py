@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from precondattn_gpu.headline import dtype_of
 from precondattn_gpu.options import Options
-from precondattn_gpu.suite import benchmark
+from precondattn_gpu.suite import benchmark, dtype_of
 from precondattn_gpu.task import Task
 
 SIZES = "b=1,t=32768,h=16,n=16,d=128"

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from precondattn_gpu import alive, shipped
+from precondattn_gpu.call import NO_POOL
 from precondattn_gpu.options import BACKENDS, Options
 from precondattn_gpu.task import FAILED, PASSED, WRONG, Finished, Outcome, Task
 
@@ -16,7 +17,7 @@ FOUND = 86
 OWN_ALLOCATIONS = {
     "triton": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     "pallas": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
-    "cupy": {"PRECONDATTN_GPU_NO_POOL": "1"},
+    "cupy": {NO_POOL: "1"},
 }
 """Each array is an allocation of its own. In a pool, an access outside of an array is inside of
 another one, and memcheck sees nothing."""

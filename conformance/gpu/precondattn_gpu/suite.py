@@ -76,6 +76,11 @@ def benchmark(name: str, backend: str, options: Options, *arguments: str, second
     )
 
 
+def dtype_of(backend: str, options: Options) -> str:
+    """CUDA kernels are simulated on NumPy's arrays, which have no bfloat16."""
+    return "float32" if backend == "cupy" and options.is_cpu else "bfloat16"
+
+
 def read_benchmark(finished: Finished) -> Outcome:
     """The record; what was not timed has a reason."""
     if not finished.result.exists():

@@ -1,0 +1,73 @@
+"""The command line, as a person uses it on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "precondattn_gpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_stage_runs_resumes_and_says_what_it_compared(tmp_path):
+    """One kernel of CUDA, in the simulator."""
+    arguments = ("--stage", "alive", "--device", "cpu", "--match", "cupy unit_rows float32 64")
+    first = run(*arguments, "--out", str(tmp_path / "one"))
+    assert first.returncode == 0, first.stderr
+    assert "1/1 passed    cupy unit_rows float32 64" in first.stdout
+    assert "alive: 1 passed; 1 in" in first.stdout
+    saved = json.loads((tmp_path / "one" / "alive.json").read_text())
+    assert saved["machine"]["device"] == "cpu"
+    entry = saved["tasks"]["cupy unit_rows float32 64"]
+    assert entry["data"]["kernels"] == ["unit_rows<float>", "unit_rows_vjp<float, true>"]
+    assert 0 < entry["data"]["error"] < entry["data"]["bound"]
+    assert len(entry["code"]) == 12
+    second = run(*arguments, "--before", str(tmp_path / "one"), "--out", str(tmp_path / "two"))
+    assert "alive: 1 passed; 0 in 0 s; complete" in second.stdout
+    assert (tmp_path / "two" / "alive.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stage", "headlines", "--out", "x"), "there is no stage 'headlines'"),
+        (("--stage", "alive"), "--stage NAME and --out FOLDER are needed"),
+        (("--device", "tpu", "--list"), "--device must be cuda or cpu; found 'tpu'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_how_to_go_on(tmp_path):
+    result = run("--stage", "alive", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "PyTorch sees no GPU here; `--device cpu` runs what a CPU can run" in result.stderr
+
+
+def test_stages_that_need_a_gpu_are_left_on_a_cpu(tmp_path):
+    result = run("--stage", "sanitizer", "--device", "cpu", "--out", str(tmp_path))
+    assert result.returncode == 3
+    assert "sanitizer: needs a GPU" in result.stdout
+
+
+def test_a_dry_run_wants_an_empty_folder(tmp_path):
+    (tmp_path / "something").touch()
+    result = run("--stage", "memory", "--dry-run", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "must be an empty folder for a dry run" in result.stderr
+
+
+def test_results_of_another_device_are_not_mixed(tmp_path):
+    head = '{"format": 1, "stage": "memory", "machine": {"device": "NVIDIA H200"}, "tasks": {}}'
+    (tmp_path / "memory.json").write_text(head)
+    result = run("--stage", "memory", "--device", "cpu", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "the earlier results of memory are of NVIDIA H200, and this is cpu" in result.stderr
