@@ -70,4 +70,4 @@ def test_results_of_another_device_are_not_mixed(tmp_path):
     (tmp_path / "memory.json").write_text(head)
     result = run("--stage", "memory", "--device", "cpu", "--out", str(tmp_path))
     assert result.returncode == 2
-    assert "the earlier results of memory are of NVIDIA H200, and this is cpu" in result.stderr
+    assert "of another machine (device NVIDIA H200, here cpu, " in result.stderr

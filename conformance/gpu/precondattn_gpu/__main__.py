@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -81,7 +81,7 @@ def _run(
     launcher: Processes,
     chosen: list[Stage],
     options: Options,
-    described: dict[str, object],
+    described: dict[str, Any],
     out: Path,
     before: Path | None,
     limit: float,
@@ -97,10 +97,10 @@ def _run(
             left = True
             continue
         results = _earlier(stage, out, before) or Results(stage.name)
-        if results.machine and results.machine.get("device") != described["device"]:
+        if results.machine and (difference := machine.difference(results.machine, described)):
             raise ValueError(
-                f"the earlier results of {stage.name} are of {results.machine.get('device')}, and "
-                f"this is {described['device']}: give another folder"
+                f"the earlier results of {stage.name} are of another machine ({difference}): "
+                f"give another folder"
             )
         results.machine = dict(described)
         remaining = end - launcher.now()

@@ -16,6 +16,9 @@ PACKAGES = (
     *("precondattn", "numpy", "torch", "triton", "jax", "jaxlib", "cupy-cuda13x"),
     *("fla-core", "flash-linear-attention", "transformers"),
 )
+DECISIVE = ("numpy", "torch", "triton", "jax", "cupy-cuda13x")
+"""Results of other versions of these are not mixed with those of this machine."""
+
 SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondattn_cupy",
            "precondattn_torch", "precondattn_jax", "precondattn_portable")  # fmt: skip
 
@@ -27,6 +30,16 @@ def describe(options: Options) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: v for name in PACKAGES if (v := _version(name))},
     }
+
+
+def difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
+    """In what an earlier machine differs from this one, so that results can not be mixed."""
+    pairs = [("device", earlier.get("device"), now["device"])]
+    pairs += [
+        (name, earlier.get("versions", {}).get(name), now["versions"].get(name))
+        for name in DECISIVE
+    ]
+    return ", ".join(f"{name} {old}, here {new}" for name, old, new in pairs if old != new)
 
 
 def device_name(options: Options) -> str:
