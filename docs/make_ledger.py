@@ -4,6 +4,7 @@
 
 Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
 Those of other versions of the compilers are from `measurements/kernels/other_versions`.
+Predictions are from `measurements/predictions`, which `make_predictions.py` writes.
 Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
 written by hand.
 """
@@ -11,7 +12,7 @@ written by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,24 @@ Nothing. Kernels of the backends `triton` and `pallas` have been run by an inter
 of `cupy` by a simulator. Those that have been compiled are listed below. Nothing is known of their
 speed.
 """
+
+PREDICTED = """\
+## Predictions, before the first run
+
+Nothing in this section is measured. It is what `docs/make_predictions.py` predicts from the
+machine code, so that measurements can be held against it. [Reading kernels](kernel_reading.md)
+describes what was read.
+
+The roof is the longest of three times: products over the rate of tensor cores, exponentials over
+that of their unit, bytes over bandwidth, with the figures of a data sheet. Bytes are those of each
+input read once and each output written once, for each launch. The predicted share is the roof over
+the predicted time. The calls have one sequence (`gated_delta`: 4) of 16 heads, causal, in 16 bits.
+A row has all launches of a kernel in a forward call, or in its gradient.
+
+"""
+
+MEASURED: Mapping[str, float] = {}
+"""Seconds of a kernel, by "call kernel width tokens"."""
 
 COMPILED = """\
 ## Compiled ahead of time
@@ -60,12 +79,78 @@ def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, An
     run = pages.ledger(gpu) or NEVER
     compiled = COMPILED + "".join(map(_compiled, reports))
     with_others = OTHERS + "".join(_differences(other, reports) for other in others)
-    return HEAD + run + "\n" + compiled + (with_others if others else "")
+    predictions = predicted(_predictions(), MEASURED)
+    return HEAD + run + "\n" + predictions + compiled + (with_others if others else "")
 
 
 def _reports(folder: str = ".") -> list[dict[str, Any]]:
     files = sorted((MEASUREMENTS / "kernels" / folder).glob("*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def _predictions() -> dict[str, Any]:
+    path = MEASUREMENTS / "predictions" / "triton.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def predicted(content: dict[str, Any], measured: Mapping[str, float]) -> str:
+    """What was predicted of kernels and of whole calls, beside measured seconds."""
+    lines = [f"* {name}: {source}." for name, source in content["devices"].items()]
+    for device in content["devices"]:
+        lines += [
+            f"\nPredicted for an {device}:\n",
+            "| kernel | width | tokens | launches | FLOPs | bytes | roof | by | predicted time | "
+            "predicted share | measured |",
+            "|---" * 11 + "|",
+        ]
+        lines += [_kernel(row, device, measured) for row in content["kernels"]]
+    reasons = {
+        f"`{row['call']} {row['kernel']}`, width {row['width']}": row["reason"]
+        for row in content["kernels"]
+    }
+    lines += ["\nWhat is predicted to hold a kernel below its roof:\n"]
+    lines += [f"* {name}: {reason}." for name, reason in reasons.items()]
+    lines += [
+        "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
+        "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
+        "| call | work | tokens | launches | predicted time | flash attention | predicted ratio |",
+        "|---" * 7 + "|",
+    ]
+    lines += [_call(row) for row in content["mechanisms"]]
+    return PREDICTED + "\n".join(lines) + "\n\n"
+
+
+def _kernel(row: dict[str, Any], device: str, measured: Mapping[str, float]) -> str:
+    at = row["devices"][device]
+    seconds = measured.get(f"{row['call']} {row['kernel']} {row['width']} {row['tokens']}")
+    cells = [
+        f"`{row['call']} {row['kernel']}`",
+        *(str(row[name]) for name in ("width", "tokens", "launches")),
+        f"{row['flops']:.2g}",
+        f"{row['bytes']:.2g}",
+        _milliseconds(at["roof"]),
+        at["limit"],
+        _milliseconds(at["seconds"]),
+        f"{100 * at['share']:.0f} %",
+        "–" if seconds is None else _milliseconds(seconds),
+    ]
+    return _row(*cells)
+
+
+def _call(row: dict[str, Any]) -> str:
+    own, flash = row["seconds"], row["flash"]
+    peer = ["–", "–"] if flash is None else [_milliseconds(flash), f"{own / flash:.2f}"]
+    names = [str(row[name]) for name in ("work", "tokens", "launches")]
+    return _row(f"`{row['mechanism']}`", *names, _milliseconds(own), *peer)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _compiled(report: dict[str, Any]) -> str:

@@ -1,0 +1,230 @@
+"""Write `measurements/predictions/triton.json`: what kernels are expected to reach, before any run.
+
+    python docs/make_predictions.py
+
+The work and the roofs are computed (`precondattn_triton/work.py`, `roof.py`). The pace is a
+person's estimate, from the kernel's machine code, with its reason. The file is not written again
+once kernels have been measured: a prediction that is changed afterwards is none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Device, Work, predicted, roof
+from precondattn_triton import work
+from precondattn_triton.configurations import REGISTRY, Configuration
+from precondattn_triton.work import Size
+
+FOLDER = Path(__file__).with_name("measurements")
+FILE = FOLDER / "predictions" / "triton.json"
+HEADS, BATCH = 16, 4
+DEVICES = (H100, H200)
+
+
+class Guess(NamedTuple):
+    """What the machine code suggests for a kernel at one width."""
+
+    call: str
+    name: str
+    width: int
+    pace: float
+    """The share of the roof within the loop, on a full GPU."""
+    resident: int
+    """Programs that a multiprocessor holds, by registers and shared memory."""
+    reason: str
+
+
+GUESSES = (
+    Guess("lucid_solve", "update", 128, 0.45, 1,
+          "each program loads and stores 64 KiB of right sides, which nothing overlaps"),
+    Guess("lucid_solve", "update", 64, 0.40, 2,
+          "as at 128, but two programs overlap; exponentials are as near as bandwidth"),
+    Guess("lucid_solve", "apply_inverse", 128, 0.30, 1,
+          "8 dependent loads for the largest right side, then up to 8 dependent products"),
+    Guess("lucid_solve", "key_gradient", 128, 0.50, 1,
+          "products of 64 × 64 and 64 × 128; three in a row, with exponentials between"),
+    Guess("lucid_solve", "key_gradient", 64, 0.40, 1,
+          "446 instructions per tile exceed what a warp scheduler issues beside the products"),
+    Guess("laser", "_close", 128, 0.55, 1,
+          "one program per multiprocessor: softmax of one half overlaps products of the other"),
+    Guess("laser", "_close", 64, 0.45, 2,
+          "as many instructions per exponential as at 128, for half the products"),
+    Guess("laser", "_query_gradient", 128, 0.50, 1,
+          "products of 64 × 64 and 64 × 128; every tile is masked"),
+    Guess("laser", "_query_gradient", 64, 0.40, 4,
+          "389 instructions per tile are as long as its products"),
+    Guess("laser", "_key_gradient", 128, 0.40, 1,
+          "products of 64 × 32, at 255 registers; every tile is masked"),
+    Guess("laser", "_key_gradient", 64, 0.35, 1,
+          "712 instructions per tile take longer than its products"),
+    Guess("gated_delta", "invert", 128, 0.12, 2,
+          "a chain of 18 products of 32 × 32 with float32's accuracy, by mma and not wgmma"),
+    Guess("gated_delta", "prepare", 128, 0.60, 3,
+          "two short loops, loads overlap only between programs"),
+    Guess("gated_delta", "carry_states", 128, 0.50, 1,
+          "128 chunks in sequence with 16 barriers each; 256 programs on 132 multiprocessors"),
+    Guess("gated_delta", "read", 128, 0.60, 3,
+          "one pass over the states; loads of the two halves of the keys overlap"),
+    Guess("gated_delta", "carry_gradients", 128, 0.35, 1,
+          "128 chunks in sequence with 22 barriers each, and no load ahead: registers are full"),
+)  # fmt: skip
+
+LUCID_TOKENS = (8192, 32768)
+
+FLASH = (0.37, 0.28)
+"""Shares of the tensor rate of PyTorch's flash attention, forward and backward: an estimate."""
+
+OTHERS = {
+    ("lucid", 8192): (0.25, 0.30),
+    ("lucid", 32768): (0.90, 1.10),
+    ("laser", 8192): (0.06, 0.12),
+    ("laser", 32768): (0.15, 0.35),
+    ("gated_delta", 8192): (0.05, 2.6),
+}
+"""Milliseconds of all other kernels of a call, forward and backward, at width 128: an estimate from
+the bytes that they move and 3 µs for each launch. For LUCID these are the inverses."""
+
+LAUNCHES = {
+    ("lucid", 8192): (44, 90),
+    ("lucid", 32768): (140, 282),
+    ("laser", 8192): (14, 21),
+    ("laser", 32768): (14, 21),
+    ("gated_delta", 8192): (6, 19),
+}
+"""Launches of a call, forward and with its gradient; one takes the host 10 to 20 µs."""
+
+
+def size_of(call: str, tokens: int, width: int) -> Size:
+    heads = HEADS * (BATCH if call == "gated_delta" else 1)
+    return Size(heads, tokens, width, width)
+
+
+def configuration(name: str, width: int) -> Configuration:
+    return REGISTRY.find(name, width, True, architecture="sm_90")
+
+
+def work_of(call: str, name: str, size: Size) -> Work:
+    """The work of a kernel in its configuration for Hopper."""
+    at = {
+        ("lucid_solve", "apply_inverse"): (work.apply_inverse, "lucid_inverse"),
+        ("lucid_solve", "key_gradient"): (work.key_gradient, "lucid_gradient"),
+        ("laser", "_close"): (work.close, "laser_forward"),
+        ("laser", "_query_gradient"): (work.laser_query_gradient, "laser_query_gradient"),
+        ("laser", "_key_gradient"): (work.laser_key_gradient, "laser_key_gradient"),
+        ("gated_delta", "invert"): (work.invert, "chunk_inverse"),
+        ("gated_delta", "prepare"): (work.prepare, "delta_prepare"),
+        ("gated_delta", "carry_states"): (work.carry_states, "chunk_states"),
+        ("gated_delta", "read"): (work.read, "chunk_reads"),
+        ("gated_delta", "carry_gradients"): (work.carry_gradients, "chunk_gradients"),
+    }
+    if name == "update":
+        block = configuration("lucid_inverse", size.d).columns
+        return work.update(size, configuration("lucid_update", size.d), block)
+    function, tiles = at[call, name]
+    return function(size, configuration(tiles, size.d))
+
+
+def kernels() -> list[dict[str, Any]]:
+    """A row for each kernel and size."""
+    rows = []
+    for guess in GUESSES:
+        for tokens in LUCID_TOKENS if guess.call != "gated_delta" else (8192,):
+            size = size_of(guess.call, tokens, guess.width)
+            done = work_of(guess.call, guess.name, size)
+            rows.append(
+                {
+                    "call": guess.call,
+                    "kernel": guess.name,
+                    "heads": size.heads,
+                    "tokens": tokens,
+                    "width": guess.width,
+                    "launches": len(done.launches),
+                    "flops": done.half + done.tf32,
+                    "exponentials": done.exponentials,
+                    "bytes": done.bytes,
+                    "requested": done.requested,
+                    "pace": guess.pace,
+                    "reason": guess.reason,
+                    "devices": {d.name: _on(done, d, guess) for d in DEVICES},
+                }
+            )
+    return rows
+
+
+def _on(done: Work, device: Device, guess: Guess) -> dict[str, Any]:
+    least = roof(done, device)
+    seconds = predicted(done, device, guess.pace, guess.resident)
+    return {
+        "roof": least.seconds,
+        "limit": least.limit,
+        "seconds": seconds,
+        "share": least.seconds / seconds,
+    }
+
+
+def mechanisms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole calls at width 128: the sums of their kernels, beside flash attention."""
+    forward = {
+        "lucid": ("update", "apply_inverse"),
+        "laser": ("_close",),
+        "gated_delta": ("invert", "prepare", "carry_states", "read"),
+    }
+    backward = {
+        "lucid": ("update", "apply_inverse", "key_gradient"),
+        "laser": ("_query_gradient", "_key_gradient"),
+        "gated_delta": ("invert", "prepare", "carry_states", "carry_gradients"),
+    }
+    seconds = {
+        (row["call"], row["kernel"], row["tokens"]): row["devices"][H100.name]["seconds"]
+        for row in rows
+        if row["width"] == 128
+    }
+    calls = []
+    for (mechanism, tokens), others in OTHERS.items():
+        call = "lucid_solve" if mechanism == "lucid" else mechanism
+        size = size_of(mechanism, tokens, 128)
+        products = size.heads * tokens**2 / 2 * 2 * (size.d + size.e)
+        flash = (products / (FLASH[0] * H100.half), 2.5 * products / (FLASH[1] * H100.half))
+        parts = [
+            sum(seconds[call, name, tokens] for name in names[mechanism]) + other * 1e-3
+            for names, other in zip((forward, backward), others, strict=True)
+        ]
+        if mechanism == "lucid":  # Attention reads y.
+            parts = [part + of_flash for part, of_flash in zip(parts, flash, strict=True)]
+        for is_both, name in enumerate(("forward", "forward and backward")):
+            own, peer = (sum(p) if is_both else p[0] for p in (parts, flash))
+            launches = LAUNCHES[mechanism, tokens][is_both]
+            calls.append(
+                {
+                    "mechanism": mechanism,
+                    "work": name,
+                    "heads": size.heads,
+                    "tokens": tokens,
+                    "launches": launches,
+                    "seconds": own,
+                    "flash": None if mechanism == "gated_delta" else peer,
+                }
+            )
+    return calls
+
+
+def main() -> None:
+    if any((FOLDER / "gpu").glob("*/profile.json")):
+        raise SystemExit("kernels have been measured: predictions are not written again")
+    rows = kernels()
+    content = {
+        "devices": {d.name: d.source for d in DEVICES},
+        "launch_gap": LAUNCH_GAP,
+        "flash": FLASH,
+        "kernels": rows,
+        "mechanisms": mechanisms(rows),
+    }
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
