@@ -56,33 +56,16 @@ def main() -> None:
 
 def compiled(kernel: str, width: int, device: str) -> dict[str, Any]:
     """The resources of each candidate, for compute capability 9.0."""
-    from precondattn_kernel_tools.triton_compiler import compile_variant
     from precondattn_triton.candidates import candidates
-    from precondattn_triton.configurations import forced
-    from precondattn_triton.variants import launches
 
-    mechanism, _ = CALLS[kernel]
-    default = _default(kernel, width)
-    tried = []
-    for candidate in candidates(kernel, width):
-        import torch
-
-        with forced(**{kernel: default}):
-            before = {
-                _identity(launch) for launch in launches(mechanism, torch.bfloat16, width, width)
-            }
-        with forced(**{kernel: candidate}):
-            own = launches(mechanism, torch.bfloat16, width, width)
-        # Only the launches that the candidate changes.
-        changed = {_identity(launch): launch for launch in own if _identity(launch) not in before}
-        resources = [compile_variant(launch.variant(kernel), TARGET) for launch in changed.values()]
-        failures = [f for each in resources for f in each.failures]
-        tried.append({"configuration": list(candidate), "failures": failures})
+    tried = [
+        {"configuration": list(candidate), "failures": _failures(kernel, width, candidate)}
+        for candidate in candidates(kernel, width)
+    ]
     failed = sum(bool(each["failures"]) for each in tried)
-    message = f"{len(tried) - failed} of {len(tried)} candidates fit {TARGET}"
     return {
         "status": "failed" if failed else "passed",
-        "message": message,
+        "message": f"{len(tried) - failed} of {len(tried)} candidates fit {TARGET}",
         "kernel": kernel,
         "width": width,
         "candidates": tried,
@@ -90,21 +73,45 @@ def compiled(kernel: str, width: int, device: str) -> dict[str, Any]:
     }
 
 
+def _failures(kernel: str, width: int, candidate: Any) -> list[str]:
+    """Of the launches that a candidate changes."""
+    import torch
+
+    from precondattn_kernel_tools.triton_compiler import compile_variant
+    from precondattn_triton.configurations import forced
+    from precondattn_triton.target import compiling_for
+    from precondattn_triton.variants import launches
+
+    call = (CALLS[kernel][0], torch.bfloat16, width, width)
+    with compiling_for(TARGET):
+        by_default = {_identity(launch) for launch in launches(*call)}
+        with forced(**{kernel: candidate}):
+            changed = {_identity(launch): launch for launch in launches(*call)}
+        return [
+            failure
+            for identity, launch in changed.items()
+            if identity not in by_default
+            for failure in compile_variant(launch.variant(kernel), TARGET).failures
+        ]
+
+
 def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     """The time of the call with each candidate, and the winner if one is faster."""
+    import torch
     from triton.testing import do_bench
 
     from precondattn_conformance.inputs import Layout
     from precondattn_gpu.workload import workload
     from precondattn_triton.candidates import candidates
-    from precondattn_triton.configurations import forced
+    from precondattn_triton.configurations import configuration, forced
 
     mechanism, work = CALLS[kernel]
     layout = Layout(
         "tuning", b=2, t=8192, s=8192, h=16, n=16, d=width, e=width, m=64, values_per_head=1
     )
     call = workload(mechanism, work, layout, DTYPE, device)
-    default = _default(kernel, width, device)
+    # What a file of this device has already is the default to compare with.
+    default = configuration(kernel, width, True, torch.empty(0, device=device))
     expected = call()
 
     def milliseconds(configuration: Any) -> float:
@@ -161,13 +168,6 @@ def _difference(results: dict[str, Any], expected: dict[str, Any]) -> float:
         difference = (results[name].float() - array.float()).abs().max() / size
         worst = float(torch.maximum(torch.tensor(worst), difference.cpu()))
     return worst
-
-
-def _default(kernel: str, width: int, device: str = CPU) -> Any:
-    """The configuration without any measurement."""
-    from precondattn_triton.configurations import REGISTRY
-
-    return REGISTRY.find(kernel, width, half=True)
 
 
 def _identity(launch: Any) -> tuple[Any, ...]:
