@@ -36,6 +36,7 @@ CALLS = {
 
 TARGET = "sm_90"
 DTYPE = "bfloat16"
+BATCH, TOKENS, HEADS = 2, 8192, 16
 ROUNDS = 3
 GAIN = 0.02
 """A winner is faster by more than this share, and by more than the default differs from itself."""
@@ -98,7 +99,7 @@ def _failures(kernel: str, width: int, candidate: Any) -> list[str]:
 def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     """The time of the call with each candidate, and the winner if one is faster."""
     import torch
-    from triton.testing import do_bench
+    from triton import testing
 
     from precondattn_conformance.inputs import Layout
     from precondattn_gpu.workload import workload
@@ -106,9 +107,8 @@ def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     from precondattn_triton.configurations import configuration, forced
 
     mechanism, work = CALLS[kernel]
-    layout = Layout(
-        "tuning", b=2, t=8192, s=8192, h=16, n=16, d=width, e=width, m=64, values_per_head=1
-    )
+    sizes = {"b": BATCH, "t": TOKENS, "s": TOKENS, "h": HEADS, "n": HEADS, "d": width, "e": width}
+    layout = Layout("tuning", **sizes, values_per_head=1)
     call = workload(mechanism, work, layout, DTYPE, device)
     # What a file of this device has already is the default to compare with.
     default = configuration(kernel, width, True, torch.empty(0, device=device))
@@ -116,7 +116,7 @@ def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
 
     def milliseconds(configuration: Any) -> float:
         with forced(**{kernel: configuration}):
-            return float(do_bench(call, warmup=20, rep=60, return_mode="median"))
+            return float(testing.do_bench(call, warmup=20, rep=60, return_mode="median"))
 
     tried: list[dict[str, Any]] = []
     of_default = [milliseconds(default)]
