@@ -92,7 +92,6 @@ def _double(x, out):
     out[...] = 2 * x[...]
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("target", pallas_compiler.TARGETS)
 def test_jax_lowers_for_every_target_without_a_device(target):
     shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)

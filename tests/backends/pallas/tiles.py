@@ -25,10 +25,10 @@ SMALL = {
 
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
-quick = partial(
-    jax.jit,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
-)
+OPTIONS = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # Later versions always use them.
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False
+quick = partial(jax.jit, compiler_options=OPTIONS)
 """Options for fast compilation, not for fast code."""
 
 

@@ -266,8 +266,10 @@ def test_an_inverse_of_32_tokens_is_accurate(keys):
     result = torch.full((32, 32), torch.nan)
     with small_tiles():
         pieces.inverse[(1,)](strict, result, 32, 5)
-    expected = torch.linalg.inv(torch.eye(32).double() + strict.double())
-    assert error(result, expected) < 1e-5
+    system = torch.eye(32).double() + strict.double()
+    # What float32 can promise; the order of the processor's sums decides how much of it is used.
+    bound = torch.linalg.cond(system) * 2.0**-24
+    assert error(result, torch.linalg.inv(system)) < bound < 1e-4
 
 
 def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
