@@ -203,7 +203,7 @@ def _close(
     w += (batch * n + kv) * s * E
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = no_sums(ROWS, w.dtype.element_ty)
+    total = no_sums(w, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
     end = s

@@ -17,19 +17,20 @@ COLUMNS = tl.constexpr(16)
 
 
 @triton.jit
-def no_sums(ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """l = 0, for weights of a dtype."""
-    if tl.float32 == DTYPE:
-        return tl.zeros((ROWS, 1), tl.float32)
-    return tl.zeros((ROWS, COLUMNS), tl.float32)
+def no_sums(values, ROWS: tl.constexpr):
+    """l = 0, for weights in the dtype of the array `values`."""
+    WIDTH: tl.constexpr = 1 if values.dtype.element_ty == tl.float32 else COLUMNS
+    return tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit
 def with_row_sums(total, shrink, p):
     """l after one more tile; `shrink` is (rows, 1)."""
     if p.dtype == tl.float32:
-        return total * shrink + tl.sum(p, 1, keep_dims=True)
-    return tl.dot(p, tl.full((p.shape[1], COLUMNS), 1.0, p.dtype), total * shrink)
+        total = total * shrink + tl.sum(p, 1, keep_dims=True)
+    else:
+        total = tl.dot(p, tl.full((p.shape[1], COLUMNS), 1.0, p.dtype), total * shrink)
+    return total
 
 
 @triton.jit
