@@ -126,6 +126,10 @@ def exact_device(array: Array) -> Any:
     return array_api_compat.device(array)
 
 
+_FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
+"""PyTorch's tensors without entries, with which it traces."""
+
+
 def is_traced(array: Array) -> bool:
     """Whether the array's entries can not be read: under jit, compile, vmap or grad."""
     library = library_of(array)
@@ -133,7 +137,7 @@ def is_traced(array: Array) -> bool:
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling() or array.is_meta:
             return True
-        return _is_transformed(array) or type(array).__name__ == "FakeTensor"
+        return _is_transformed(array) or type(array).__name__ in _FAKE
     if library == "jax":
         return isinstance(array, sys.modules["jax"].core.Tracer)
     return False

@@ -1,27 +1,17 @@
-"""What the tests share: an out-of-tree backend, and JAX in double precision."""
+"""What the tests share: an out-of-tree backend, and JAX in double precision.
+
+Tests of a framework that is not installed are skipped.
+"""
 
 import os
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
-import jax
 import pytest
-import torch
 
 from precondattn.dispatch import discovery
-from precondattn_jax import chunkwise as jax_chunkwise
-from precondattn_jax import definition as jax_definition
-from precondattn_jax import layout as jax_layout
-from precondattn_jax import read_log_mean_exp as jax_read_log_mean_exp
-from precondattn_jax import triangular_inverse as jax_triangular_inverse
-from precondattn_portable import (
-    chunkwise,
-    extension,
-    layout,
-    read_log_mean_exp,
-    triangular_inverse,
-)
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
@@ -29,9 +19,21 @@ THIRD_PARTY = Path(__file__).parent / "third_party"
 collect_ignore = ["third_party"]
 """Collecting it would import it, and make its mechanism known to every test."""
 
-jax.config.update("jax_enable_x64", True)
+if find_spec("jax"):
+    import jax
 
-if not torch.cuda.is_available():
+    jax.config.update("jax_enable_x64", True)
+
+
+def has_gpu():
+    if find_spec("torch"):
+        import torch
+
+        return torch.cuda.is_available()
+    return False
+
+
+if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton has to be imported after this.
     os.environ.setdefault("PRECONDATTN_CUPY_SIMULATE", "1")
 
@@ -40,7 +42,8 @@ if not torch.cuda.is_available():
 def clear_jax_caches():
     """A process may map 65,530 memory regions; JAX's compiled functions would exceed that."""
     yield
-    jax.clear_caches()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 OUR_BACKENDS = ("cupy", "jax", "pallas", "portable", "torch", "triton")
@@ -70,6 +73,20 @@ def only_the_reference(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few tokens: in short sequences too there is a next one, and a shorter last."""
+    pytest.importorskip("jax")
+    from precondattn_jax import chunkwise as jax_chunkwise
+    from precondattn_jax import definition as jax_definition
+    from precondattn_jax import layout as jax_layout
+    from precondattn_jax import read_log_mean_exp as jax_read_log_mean_exp
+    from precondattn_jax import triangular_inverse as jax_triangular_inverse
+    from precondattn_portable import (
+        chunkwise,
+        extension,
+        layout,
+        read_log_mean_exp,
+        triangular_inverse,
+    )
+
     for module, names in (
         (layout, {"ROWS": 8, "FEWEST_ROWS": 4, "CHUNK": 8, "ROW_BLOCK_ENTRIES": 64}),
         (chunkwise, {"CHUNK": 4, "GROUP": 64, "TILE": 64}),

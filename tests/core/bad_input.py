@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 import precondattn as pa
 
@@ -15,9 +14,6 @@ FREE = pa.Softmax(causal=False)
 
 
 Q, K, V = np.random.default_rng(0).normal(size=(3, 2, 4, 2, 3))
-
-
-TQ, TK, TV = (torch.asarray(a.copy()) for a in (Q, K, V))
 
 
 for _array in (Q, K, V):

@@ -7,11 +7,8 @@ has to hold to 1e-10; a share is a number in [0, 1].
 import re
 from itertools import pairwise
 
-import array_api_strict
-import jax.numpy
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,17 +208,10 @@ def test_the_keys_of_a_trained_model_are_aligned():
 # Libraries and dtypes
 
 
-LIBRARIES = {
-    "torch": torch.asarray,
-    "jax": jax.numpy.asarray,
-    "array_api_strict": array_api_strict.asarray,
-}
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", ["torch", "jax.numpy", "array_api_strict"])
 def test_every_library_gives_equal_results_in_its_own_arrays(library):
+    array = pytest.importorskip(library).asarray
     k, needle = with_needle(np.random.default_rng(0))
-    array = LIBRARIES[library]
     context = ~needle
     context[:, 15:] = False
     for result, expected in [
@@ -238,6 +228,7 @@ def test_every_library_gives_equal_results_in_its_own_arrays(library):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_half_precision_is_computed_in_float32(dtype):
+    torch = pytest.importorskip("torch")
     k, needle = with_needle(np.random.default_rng(0))
     narrow = torch.asarray(k).to(getattr(torch, dtype))
     expected = shares(narrow.double().numpy(), 2)

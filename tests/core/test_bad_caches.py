@@ -4,6 +4,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 import precondattn as pa
@@ -14,9 +17,6 @@ from tests.core.bad_input import (
     LUCID,
     ONE_DTYPE,
     SOFTMAX,
-    TK,
-    TQ,
-    TV,
     K,
     Q,
     V,
@@ -27,6 +27,7 @@ from tests.core.bad_input import (
     f32,
     refuses,
 )
+from tests.core.bad_tensors import TK, TQ, TV
 
 
 def filled(lengths=None, mechanism=SOFTMAX, capacity=8):

@@ -8,6 +8,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 import precondattn as pa
@@ -18,9 +21,6 @@ from tests.core.bad_input import (
     LUCID,
     ONE_DTYPE,
     SOFTMAX,
-    TK,
-    TQ,
-    TV,
     K,
     Q,
     V,
@@ -33,6 +33,7 @@ from tests.core.bad_input import (
     f32,
     refuses,
 )
+from tests.core.bad_tensors import TK, TQ, TV
 
 REAL = "must be of dtype float16, bfloat16, float32 or float64; found"
 

@@ -4,10 +4,8 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
 from precondattn.frame import extending_frame
@@ -144,6 +142,8 @@ def test_keys_masked_in_an_extension_stay_masked():
     "expression", ["softmax", "lucid", "laser", "lucid(laser)", "path[flush=8]", "lucid(path)"]
 )
 def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression):
+    torch = pytest.importorskip("torch")
+    counter_of = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
     m = pa.parse(expression)
     products = []
     for context in (64, 128, 256):
@@ -151,7 +151,7 @@ def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression)
         x = {n: torch.tensor(a) for n, a in make_inputs(m, layout, "random").items()}
         cache = m.init_cache(**x, capacity=context)
         _, cache = m.extend(cache, **slice_tokens(m, x, 0, context - 1))
-        with FlopCounterMode(display=False) as counter:
+        with counter_of(display=False) as counter:
             m.extend(cache, **slice_tokens(m, x, context - 1, context))
         products.append(counter.get_total_flops())
     assert products[1] <= 2.1 * products[0]
@@ -169,6 +169,7 @@ def test_a_cache_consists_of_plain_arrays_and_can_be_pickled():
 
 
 def test_half_precision_caches_keep_norms_in_float32():
+    torch = pytest.importorskip("torch")
     m = pa.Lucid()
     x = {n: torch.tensor(a).bfloat16() for n, a in inputs_of(m).items()}
     cache = m.init_cache(**x, capacity=LENGTH)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 
 
@@ -28,6 +30,7 @@ def test_list_names_mechanisms_with_inputs_and_backends_with_their_errors():
 
 
 def test_explain_names_the_backend_of_every_group():
+    pytest.importorskip("torch")
     done = precondattn("explain", "lucid(laser)", "--library", "torch", "--verb", "extend")
     assert done.returncode == 0, done.stderr
     assert "lucid(laser): extend of torch float32 on cpu" in done.stdout

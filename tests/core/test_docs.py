@@ -37,6 +37,12 @@ def test_scripts_and_styles_come_from_the_build():
         assert "//" not in style.read_text(encoding="utf-8"), style
 
 
+def test_the_page_of_versions_is_up_to_date():
+    maker = runpy.run_path(str(DOCS / "make_versions.py"))
+    written = maker["PAGE"].read_text(encoding="utf-8")
+    assert written == maker["page"](maker["load_records"]()), "run python docs/make_versions.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     text = page.read_text(encoding="utf-8")

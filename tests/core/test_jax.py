@@ -2,10 +2,13 @@
 
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
 
 import precondattn as pa
 from precondattn_conformance.inputs import Layout, make_inputs

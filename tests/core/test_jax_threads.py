@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("jax")
+
 TWO_STACKS = """
 import jax, jax.numpy as jnp
 from precondattn.spec.jax_solve import solve

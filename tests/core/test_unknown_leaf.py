@@ -7,10 +7,14 @@ from typing import ClassVar
 
 import array_api_compat
 import array_api_strict
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("torch")
+
+import jax
+import jax.numpy as jnp
 import torch
 
 import precondattn as pa

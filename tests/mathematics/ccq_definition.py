@@ -1,6 +1,10 @@
 """CCQ in PyTorch, token by token, and random problems for it; equations as in `test_ccq`."""
 
 import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

@@ -5,6 +5,10 @@ o_t = s S_tᵀ q_t. PyTorch's gradients of the loop are the gradients expected.
 """
 
 import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

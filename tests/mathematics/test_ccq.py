@@ -10,6 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -608,6 +607,7 @@ def test_values_of_a_pair_are_concatenated(layout, pairs):
 @pytest.mark.parametrize("layout", PAIRS)
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_heads_of_other_libraries_split_alike_and_keep_their_library(layout, library):
+    torch = pytest.importorskip("torch")
     jax_numpy = pytest.importorskip("jax.numpy")
     make, kind = {
         "torch": (torch.asarray, torch.Tensor),
@@ -622,6 +622,7 @@ def test_heads_of_other_libraries_split_alike_and_keep_their_library(layout, lib
 
 
 def test_torch_differentiates_through_the_pairs():
+    torch = pytest.importorskip("torch")
     x = torch.arange(24.0, dtype=torch.float64).reshape(1, 2, 4, 3).requires_grad_()
     first, second = pa.split_heads(x, "adjacent")
     (first - 2 * second).sum().backward()

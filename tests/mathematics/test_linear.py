@@ -9,6 +9,9 @@ import re
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

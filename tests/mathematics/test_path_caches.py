@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -268,6 +267,7 @@ def test_a_closed_gate_in_single_precision_leaves_later_gates_accurate(forget, h
 @pytest.mark.parametrize("flush", [1, 7])
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 def test_many_single_steps_in_bfloat16_stay_accurate(layer, flush, half):
+    torch = pytest.importorskip("torch")
     p = Problem(np.random.default_rng(0), s=200, d=8)
     inputs = {
         name: torch.tensor(x).to(torch.bfloat16 if half == "all" or name in half else torch.float32)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import precondattn as pa
 
@@ -317,6 +316,7 @@ def of_mamba2(case):
 
 
 def test_mamba2_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
     x, options, saved = of_mamba2("fresh")
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
     out = pa.mamba2(**leaves, **options)
@@ -327,6 +327,7 @@ def test_mamba2_is_that_of_transformers():
 
 
 def test_mamba2_continued_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
     x, options, saved = of_mamba2("continued")
     saved["initial_state"] = torch.tensor(saved["initial_state"], requires_grad=True)
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}

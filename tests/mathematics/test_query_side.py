@@ -10,7 +10,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -348,6 +347,7 @@ def test_enormous_scales_stay_finite_and_exact(values, normalize):
 
 @pytest.mark.parametrize("value", [1e3, -1e3])
 def test_torch_differentiates_enormous_scales(value):
+    torch = pytest.importorskip("torch")
     p = Problem(np.random.default_rng(0), t=5)
     q, k, v = (torch.tensor(x) for x in (p.q, p.k, p.v))
     per_dim = torch.full((3,), value, dtype=torch.float64, requires_grad=True)
@@ -748,6 +748,7 @@ def test_the_inputs_follow_from_the_options():
 
 
 def in_torch(x):
+    torch = pytest.importorskip("torch")
     return {name: torch.asarray(array) for name, array in x.items()}
 
 

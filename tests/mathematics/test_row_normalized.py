@@ -8,10 +8,8 @@ differences.
 
 import re
 
-import jax
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -496,6 +494,8 @@ def test_without_detach_the_gradient_of_the_values_is_orthogonal_to_them(p):
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("base", ["softmax", "lucid", "differential[per=head]"])
 def test_torch_and_jax_differentiate_the_call_alike(base, detach):
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
     p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
     layer = pa.RowNormalized(pa.parse(base), detach=detach)
     x, cotangent = p.x(layer), p.like_output()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from precondattn.arrays import exact_device
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 
@@ -38,6 +39,6 @@ def _require_alike(what: str, result: object, like: object, trial: Trial) -> Non
     # A NumPy array without axes often is one of NumPy's scalars.
     if type(result) is not type(like) and not isinstance(result, np.generic):
         raise DisagreementError(f"{what} is a {type(result).__name__}, not a {type(like).__name__}")
-    devices = [str(getattr(array, "device", "")) for array in (result, like)]
-    if devices[0] != devices[1]:
-        raise DisagreementError(f"{what} is on {devices[0]}, not on {devices[1]}")
+    found, expected = exact_device(result), exact_device(like)
+    if found != expected:
+        raise DisagreementError(f"{what} is on {found}, not on {expected}")

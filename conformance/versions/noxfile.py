@@ -1,0 +1,163 @@
+"""The tests, in three sets of versions.
+
+`lowest` are the lower bounds of `pyproject.toml`, `pinned` the versions of `constraints.txt`, and
+`newest` what is released today. Each session has a new environment.
+
+    nox -f conformance/versions/noxfile.py                      everything
+    nox -f conformance/versions/noxfile.py -s "numpy(lowest)"   one session
+    nox -f conformance/versions/noxfile.py -- --save            and save it for docs/versions.md
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nox
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "measurements" / "versions"
+
+SETS = {
+    "lowest": ("--resolution=lowest-direct",),
+    "pinned": (f"--constraint={ROOT / 'constraints.txt'}",),
+    "newest": (),
+}
+"""By name, the options with which uv chooses the versions."""
+
+every_set = nox.parametrize(
+    ("python", "versions"),
+    [("3.11", "lowest"), ("3.11", "pinned"), ("3.12", "newest"), ("3.13", "newest")],
+    ids=["lowest", "pinned", "newest-3.12", "newest-3.13"],
+)
+
+NAMED = [
+    *("numpy", "array-api-compat", "torch", "triton", "jax", "ml_dtypes", "nvidia-cuda-nvrtc"),
+    *("hypothesis", "pytest", "typer", "rich", "jinja2", "pytest-benchmark", "matplotlib"),
+]
+"""The packages whose versions are saved."""
+
+SHOW = """
+import json, platform, sys
+from importlib import metadata
+
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps({"python": platform.python_version(), "versions": found}))
+"""
+
+SMOKE = ("precondattn", "conformance", "--level", "smoke")
+COUNTS = re.compile(r"(\d+) passed, (\d+) failed, (\d+) unsupported")
+
+nox.options.default_venv_backend = "uv"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = True
+nox.options.envdir = str(ROOT / ".nox")
+
+
+@nox.session
+@every_set
+def numpy(session: nox.Session, versions: str) -> None:
+    """NumPy without a framework: the suite with its own extra only, then the tests of the core."""
+    tried = Tried(session, versions)
+    tried.install("conformance")
+    tried.smoke()
+    # As in another project: the options of this repository's tests need a newer pytest.
+    tried.pytest(
+        "--pyargs precondattn_conformance --precondattn-mechanism lucid",
+        "--config-file=/dev/null",
+        "--noconftest",
+    )
+    tried.install("test")
+    tried.pytest("tests/core tests/mathematics", "-n=auto", "--dist=loadfile")
+    tried.finish()
+
+
+@nox.session
+@every_set
+def frameworks(session: nox.Session, versions: str) -> None:
+    """NumPy, PyTorch and JAX."""
+    tried = Tried(session, versions)
+    tried.install("torch", "jax", "bench", "test")
+    tried.smoke()
+    tried.pytest("tests/core tests/mathematics", "-n=auto", "--dist=loadfile")
+    tried.pytest(
+        "tests/backends/jax tests/backends/portable tests/backends/reference "
+        "tests/conformance/test_benchmarks.py",
+        "-n=auto",
+        "--dist=loadfile",
+    )
+    tried.finish()
+
+
+@nox.session
+@every_set
+def kernels(session: nox.Session, versions: str) -> None:
+    """Kernels, interpreted, and the tools that check them."""
+    tried = Tried(session, versions)
+    # The newest PyTorch has its own NVRTC, and NVIDIA's newest is newer than that.
+    tried.install("triton" if versions == "newest" else "kernels", "jax", "test")
+    for folder in ("tests/backends/pallas", "tests/backends/triton", "tests/kernel_tools"):
+        tried.pytest(folder, "-n=auto", "--dist=loadfile")
+    tried.finish()
+
+
+class Tried:
+    """What one session ran, with which result."""
+
+    def __init__(self, session: nox.Session, versions: str) -> None:
+        self.session, self.versions = session, versions
+        self.runs: list[dict[str, str | int]] = []
+
+    def install(self, *extras: str) -> None:
+        self.session.chdir(ROOT)
+        self.session.install(*SETS[self.versions], "-e", f".[{','.join(extras)}]")
+
+    def smoke(self) -> None:
+        said = self.session.run(*SMOKE, silent=True, success_codes=(0, 1)) or ""
+        self.session.log(said)
+        passed, failed, skipped = map(int, COUNTS.findall(said)[-1])
+        self._add(" ".join(SMOKE), passed, failed, skipped)
+
+    def pytest(self, what: str, *options: str) -> None:
+        results = Path(self.session.create_tmp()) / "results.xml"
+        command = ["python", "-m", "pytest", "-q", f"--junitxml={results}", *options, *what.split()]
+        # 1: a test failed, which is counted. Anything else ends the session here.
+        self.session.run(*command, success_codes=(0, 1))
+        suite = ElementTree.parse(results).find("testsuite")
+        assert suite is not None, results
+        total, failures, errors, skipped = (
+            int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")
+        )
+        failed = failures + errors
+        self._add(f"pytest {what}", total - failed - skipped, failed, skipped)
+
+    def _add(self, what: str, passed: int, failed: int, skipped: int) -> None:
+        self.session.log(f"{what}: {passed} passed, {failed} failed, {skipped} skipped")
+        self.runs.append({"what": what, "passed": passed, "failed": failed, "skipped": skipped})
+
+    def finish(self) -> None:
+        """Save the record if `--save` is given, and fail if a test has failed."""
+        name = re.sub(r"[()]+", " ", self.session.name.partition("-")[0]).strip()
+        shown = self.session.run("python", "-c", SHOW, *NAMED, silent=True) or ""
+        record = {
+            "session": name.split()[0],
+            "set": self.versions,
+            "date": datetime.date.today().isoformat(),
+            **json.loads(shown),
+            "runs": self.runs,
+        }
+        if "--save" in self.session.posargs:
+            RECORDS.mkdir(exist_ok=True)
+            minor = ".".join(record["python"].split(".")[:2])
+            path = RECORDS / f"{record['session']}_{self.versions}_{minor}.json"
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if any(run["failed"] for run in self.runs) or not all(run["passed"] for run in self.runs):
+            self.session.error("not everything passed")
