@@ -24,6 +24,9 @@ from precondattn.kernel_backend.kernel_table import ByOption, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
+OLDEST = (3, 6)
+"""The version of the extra `triton`. PyTorch installs a Triton too, and older ones an older one."""
+
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
 
@@ -82,6 +85,8 @@ class Triton(KernelBackend):
             device, reason = "cpu", "interprets its kernels:"
         if request.device != device:
             return f"{reason} it supports arrays on {device}; found {request.device}"
+        if _version() < OLDEST:
+            return f"needs Triton {_dotted(OLDEST)} or newer; found {_dotted(_version())}"
         if request.dtype not in DTYPES:
             return f"supports {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:
@@ -109,6 +114,17 @@ def _is_amd() -> bool:
 @cache
 def _is_installed() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def _version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @contextmanager

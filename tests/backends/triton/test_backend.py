@@ -17,7 +17,7 @@ from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request, UnsupportedError
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
-from precondattn_triton import Triton
+from precondattn_triton import Triton, backend
 from precondattn_triton.precision import as_the_user_allows, product_precision
 from precondattn_triton.target import compiling_for
 from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of, slow_unless
@@ -111,6 +111,16 @@ def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reas
     )
     assert not support.ok
     assert reason in support.reason
+
+
+def test_an_older_triton_is_declined_with_its_version(monkeypatch):
+    solve = pa.LucidSolve()
+    assert Triton().supports(solve, request(solve, **KV)).ok
+    monkeypatch.setattr(backend, "_version", lambda: (3, 5))
+    assert (
+        Triton().supports(solve, request(solve, **KV)).reason
+        == "needs Triton 3.6 or newer; found 3.5"
+    )
 
 
 def test_on_amd_calls_that_fit_are_supported():
