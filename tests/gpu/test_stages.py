@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import precondattn as pa
 from precondattn_gpu import alive, full, headline, sanitizer, shipped, tuning
 from precondattn_gpu.options import Options
 from precondattn_gpu.profile import farthest, kernels_of
@@ -40,6 +41,14 @@ def test_the_smallest_calls_launch_every_variant_of_cupy():
             )
             launched |= {launch.kernel for launch in of_call}
     assert launched == {variant.name for variant in variants.variants("sm_90")}
+
+
+def test_a_leaf_that_expects_normalised_keys_is_run_by_what_normalises_them():
+    calls = {call.mechanism: call for call in shipped.calls("cupy")}
+    given = calls["lucid_solve[normalize=given,beta=true]"]
+    assert given.expression == "lucid[normalize=queries_and_keys,beta=true]"
+    assert given.mechanism in str(pa.parse(given.expression).program)
+    assert calls["softmax"].expression == "softmax"
 
 
 def test_the_calls_of_pallas_are_those_that_are_compiled():

@@ -22,7 +22,7 @@ def tasks(options: Options) -> list[Task]:
 
 def task(call: shipped.Call, options: Options) -> Task:
     sizes = tuple(map(str, (call.d, call.e, call.tokens)))
-    arguments = ["-m", "precondattn_gpu.call", call.backend, call.mechanism, call.dtype, *sizes]
+    arguments = ["-m", "precondattn_gpu.call", call.backend, call.expression, call.dtype, *sizes]
     arguments += ["--library", library_of(call.backend, options), "--result", "{result}"]
     if not options.is_cpu and call.backend != "cupy":
         arguments += ["--device", options.device]

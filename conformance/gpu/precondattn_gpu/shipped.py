@@ -15,6 +15,10 @@ FEW, MANY = 129, 513
 solve, which has kernels between super-blocks."""
 
 
+AROUND = {"lucid_solve[normalize=given": "lucid[normalize=queries_and_keys"}
+"""A leaf that expects normalised keys is run within the mechanism that normalises them."""
+
+
 class Call(NamedTuple):
     """A call of a mechanism with its gradient, or a step after a cache."""
 
@@ -28,6 +32,14 @@ class Call(NamedTuple):
     @property
     def tokens(self) -> int:
         return MANY if self.mechanism.startswith("lucid") else FEW
+
+    @property
+    def expression(self) -> str:
+        """The mechanism that is run."""
+        for leaf, mechanism in AROUND.items():
+            if self.mechanism.startswith(leaf):
+                return self.mechanism.replace(leaf, mechanism)
+        return self.mechanism
 
     @property
     def name(self) -> str:
