@@ -18,12 +18,12 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
                               float* __restrict__ inverse, float* __restrict__ y,
                               float* __restrict__ w, int heads, int k_heads, int v_heads, int s,
                               int tokens, int d, int e, int width, int step) {
-  constexpr int SQUARE = CHUNK + GAP, STEP = BLOCK + GAP;
+  constexpr int SQUARE = CHUNK + GAP, STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
   float* lower = free.take<float>(CHUNK * SQUARE);
   float* solved = free.take<float>(CHUNK * SQUARE);
-  float* tile = free.take<float>(CHUNK * STEP);
+  float* tile = free.take<float>(CHUNK * DEEP);
   float* gates = free.take<float>(2 * CHUNK);
   float* beta = free.take<float>(CHUNK);
   const int b = blockIdx.y / heads, head = blockIdx.y % heads, start = blockIdx.x * CHUNK;
@@ -32,7 +32,7 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
   const Rows<const T> keys = tokens_of(k, b, head / (heads / k_heads), k_heads, s, d);
   const Rows<const T> values = tokens_of(v, b, head / (heads / v_heads), v_heads, s, e);
   load_sums<CHUNK>(gates, sums, at);
-  for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) beta[i] = strength[at + i];
+  for (int i = threadIdx.x; i < CHUNK; i += 2 * CHUNK) beta[i] = strength[at + i];
 
   Product<CHUNK> scores;
   scores.clear();
@@ -40,7 +40,8 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
     __syncthreads();
     load<CHUNK, BLOCK>(tile, keys, start, c);
     __syncthreads();
-    add_tiles<T, false, true, CHUNK, BLOCK>(scores, tile + row * STEP, STEP, tile, STEP);
+    add_tiles<T, OF_16_BITS, OF_16_BITS, false, true, CHUNK, BLOCK>(scores, tile + row * STEP, STEP,
+                                                                    tile, STEP);
   }
   decay_pairs<true>(scores, gates, 1.0f);
   scale_rows(scores, beta + row);
@@ -48,33 +49,35 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
   unit_lower_inverse<CHUNK>(solved, lower, SQUARE);
 
   // M as a factor is stored where L was.
-  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += blockDim.x) {
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += 2 * CHUNK) {
     const int m = i / CHUNK, n = i % CHUNK;
     const float own = solved[m * SQUARE + n];
     inverse[at * CHUNK + i] = own;
-    lower[m * SQUARE + n] = own * beta[n];
+    lower[m * SQUARE + n] = as_factor<T>(own * beta[n]);
   }
   for (int c = 0; c < step; c += BLOCK) {
     __syncthreads();
-    load<CHUNK, BLOCK>(tile, values, start, c);
+    load<CHUNK, BLOCK, DEEP_GAP>(tile, values, start, c);
     __syncthreads();
     Product<BLOCK> found;
     found.clear();
-    add_tiles<T, false, false, BLOCK, CHUNK>(found, lower + row * SQUARE, SQUARE, tile, STEP);
+    add_tiles<T, FACTOR, OF_16_BITS, false, false, BLOCK, CHUNK>(found, lower + row * SQUARE, SQUARE,
+                                                                 tile, DEEP);
     store(scratch_of(y, at, CHUNK, step), row, c, found);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += blockDim.x) {
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += 2 * CHUNK) {
     const int m = i / CHUNK, n = i % CHUNK;
-    lower[m * SQUARE + n] = solved[m * SQUARE + n] * beta[n] * reading(gates, n);
+    lower[m * SQUARE + n] = as_factor<T>(solved[m * SQUARE + n] * beta[n] * reading(gates, n));
   }
   for (int c = 0; c < width; c += BLOCK) {
     __syncthreads();
-    load<CHUNK, BLOCK>(tile, keys, start, c);
+    load<CHUNK, BLOCK, DEEP_GAP>(tile, keys, start, c);
     __syncthreads();
     Product<BLOCK> found;
     found.clear();
-    add_tiles<T, false, false, BLOCK, CHUNK>(found, lower + row * SQUARE, SQUARE, tile, STEP);
+    add_tiles<T, FACTOR, OF_16_BITS, false, false, BLOCK, CHUNK>(found, lower + row * SQUARE, SQUARE,
+                                                                 tile, DEEP);
     store(scratch_of(w, at, CHUNK, width), row, c, found);
   }
 }
@@ -91,12 +94,13 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
                                float* __restrict__ d_strength, float* __restrict__ crossing_keys,
                                int heads, int k_heads, int v_heads, int s, int tokens, int d, int e,
                                int step) {
-  constexpr int SQUARE = CHUNK + 1, LEFT = CHUNK + GAP, STEP = BLOCK + GAP;
+  constexpr int SQUARE = CHUNK + 1, LEFT = CHUNK + DEEP_GAP, STEP = BLOCK + GAP;
+  constexpr int DEEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
   float* square = free.take<float>(CHUNK * SQUARE);
   float* solved = free.take<float>(CHUNK * LEFT);
-  float* d_written = free.take<float>(CHUNK * STEP);
+  float* d_written = free.take<float>(CHUNK * DEEP);
   float* right = free.take<float>(CHUNK * STEP);
   float* written = free.take<float>(CHUNK * STEP);
   float* own_v = free.take<float>(CHUNK * STEP);
@@ -109,29 +113,31 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
   const Rows<const T> keys = tokens_of(k, b, head / (heads / k_heads), k_heads, s, d);
   const Rows<const T> values = tokens_of(v, b, head / (heads / v_heads), v_heads, s, e);
   load_sums<CHUNK>(gates, sums, at);
-  for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) beta[i] = strength[at + i];
-  load_tile<CHUNK, CHUNK>(solved, LEFT, inverse + at * CHUNK, CHUNK, 0, CHUNK, CHUNK, true);
+  for (int i = threadIdx.x; i < CHUNK; i += 2 * CHUNK) beta[i] = strength[at + i];
+  load_factor<T, CHUNK, CHUNK, DEEP_GAP>(solved, scratch_of(inverse, at, CHUNK, CHUNK), 0, 0);
 
   Product<CHUNK> among;
   among.clear();
   float d_beta = 0.0f;
   for (int c = 0; c < step; c += BLOCK) {
     __syncthreads();
-    load<CHUNK, BLOCK>(d_written, scratch_of(d_u, at, CHUNK, step), 0, c);
-    load<CHUNK, BLOCK>(written, scratch_of(u, at, CHUNK, step), 0, c);
+    load_factor<T, CHUNK, BLOCK, DEEP_GAP>(d_written, scratch_of(d_u, at, CHUNK, step), 0, c);
+    load_factor<T, CHUNK, BLOCK>(written, scratch_of(u, at, CHUNK, step), 0, c);
     load<CHUNK, BLOCK>(own_v, values, start, c);
     __syncthreads();
     Product<BLOCK> found;
     found.clear();
-    add_tiles<T, true, false, BLOCK, CHUNK>(found, solved + row, LEFT, d_written, STEP);
+    add_tiles<T, FACTOR, FACTOR, true, false, BLOCK, CHUNK>(found, solved + row, LEFT, d_written,
+                                                            DEEP);
     store(scratch_of(d_right, at, CHUNK, step), row, c, found);
-    store_product(right + row * STEP, STEP, found);
+    store_factor<T>(right + row * STEP, STEP, found);
     sum_rows(row_sums + row, found, own_v + row * STEP, STEP);
     scale_rows(found, beta + row);
     store(tokens_of(d_v, b, head, heads, s, e), start + row, c, found);
     __syncthreads();
     if (threadIdx.x < CHUNK) d_beta += row_sums[threadIdx.x];
-    add_tiles<T, false, true, CHUNK, BLOCK>(among, right + row * STEP, STEP, written, STEP);
+    add_tiles<T, FACTOR, FACTOR, false, true, CHUNK, BLOCK>(among, right + row * STEP, STEP, written,
+                                                            STEP);
   }
   Product<CHUNK> scores;
   scores.clear();
@@ -156,7 +162,7 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
       own_square[row_of(i) * SQUARE + column_of(j, i)] = -among.x[j][i];
   __syncthreads();
   if (threadIdx.x < CHUNK) d_strength[at + threadIdx.x] = d_beta - row_sums[threadIdx.x];
-  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += blockDim.x) {
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += 2 * CHUNK) {
     const int m = i / CHUNK, n = i % CHUNK;
     d_keys[at * CHUNK + i] = square[m * SQUARE + n] + square[n * SQUARE + m];
   }

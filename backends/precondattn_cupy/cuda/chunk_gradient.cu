@@ -67,11 +67,11 @@ __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
                           OUT* __restrict__ d_q, float* __restrict__ read, int heads, int queries,
                           int q_heads, int k_heads, int s, int t, int tokens, int d, int e,
                           int width, int step, float scale) {
-  constexpr int STEP = BLOCK + GAP, LEFT = CHUNK + GAP;
+  constexpr int STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP, LEFT = CHUNK + GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
   float* own = free.take<float>(CHUNK * STEP);
-  float* other = free.take<float>(CHUNK * STEP);
+  float* other = free.take<float>(CHUNK * DEEP);
   float* state = free.take<float>(BLOCK * STEP);
   float* left = free.take<float>(CHUNK * LEFT);
   float* gates = free.take<float>(2 * CHUNK);
@@ -90,9 +90,10 @@ __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
   for (int c = 0; c < e; c += BLOCK) {
     __syncthreads();
     load<CHUNK, BLOCK>(own, outputs, start - s + t, c);
-    load<BLOCK, BLOCK>(state, before, first, c);
+    load_factor<T, BLOCK, BLOCK, GAP, 2 * CHUNK>(state, before, first, c);
     __syncthreads();
-    add_tiles<T, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, state, STEP);
+    add_tiles<T, OF_16_BITS, FACTOR, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, state,
+                                                                STEP);
   }
 #pragma unroll
   for (int j = 0; j < BLOCK / 8; ++j)
@@ -101,15 +102,17 @@ __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
   __syncthreads();
   load<CHUNK, BLOCK>(own, tokens_of(q, b, at_q * queries + query, q_heads * queries, t, d),
                      start - s + t, first);
-  load<CHUNK, BLOCK>(other, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start, first);
+  load<CHUNK, BLOCK, DEEP_GAP>(other, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start,
+                               first);
   const long long pairs = (long long)blockIdx.y * tokens + start;
-  load<CHUNK, CHUNK>(left, scratch_of(d_scores, pairs, CHUNK, CHUNK), 0, 0);
+  load_factor<T, CHUNK, CHUNK>(left, scratch_of(d_scores, pairs, CHUNK, CHUNK), 0, 0);
   __syncthreads();
   if (read != nullptr) {
     const long long to = ((long long)blockIdx.y * blocks + block) * tokens + start;
     sum_rows(read + to + row, found, own + row * STEP, STEP);
   }
-  add_tiles<T, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, other, STEP);
+  add_tiles<T, FACTOR, OF_16_BITS, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, other,
+                                                               DEEP);
   const Rows<OUT> rows = tokens_of(d_q, b, head * queries + query, heads * queries, t, d);
   store(rows, start - s + t + row, first, found);
 }
@@ -128,14 +131,15 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
                           float* __restrict__ from_keys, float* __restrict__ overlap, int heads,
                           int queries, int q_heads, int k_heads, int v_heads, int s, int t,
                           int tokens, int d, int e, int width, int step) {
-  constexpr int STEP = BLOCK + GAP, LEFT = CHUNK + GAP, WARPS = CHUNK / 16;
+  constexpr int STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP, WARPS = CHUNK / 16;
+  constexpr int LEFT = CHUNK + GAP, DEEP_LEFT = CHUNK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
-  float* own = free.take<float>(CHUNK * STEP);
-  float* right = free.take<float>(CHUNK * STEP);
+  float* own = free.take<float>(CHUNK * DEEP);
+  float* right = free.take<float>(CHUNK * DEEP);
   float* state = free.take<float>(BLOCK * STEP);
   float* d_state = free.take<float>(BLOCK * STEP);
-  float* left = free.take<float>(CHUNK * LEFT);
+  float* left = free.take<float>(CHUNK * DEEP_LEFT);
   float* gates = free.take<float>(2 * CHUNK);
   float* of_warps = free.take<float>(WARPS);
   const int blocks = (d + BLOCK - 1) / BLOCK;
@@ -154,27 +158,32 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
   for (int c = 0; c < e; c += BLOCK) {
     __syncthreads();
     if (u != nullptr)
-      load<CHUNK, BLOCK>(own, scratch_of(u, at, CHUNK, step), 0, c);
+      load_factor<T, CHUNK, BLOCK>(own, scratch_of(u, at, CHUNK, step), 0, c);
     else
       load<CHUNK, BLOCK>(own, tokens_of(v, b, head / (heads / v_heads), v_heads, s, e), start, c);
-    if (d_right != nullptr) load<CHUNK, BLOCK>(right, scratch_of(d_right, at, CHUNK, step), 0, c);
-    load<BLOCK, BLOCK>(state, before, first, c);
-    load<BLOCK, BLOCK>(d_state, lookback, first, c);
-    __syncthreads();
-    add_tiles<T, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, d_state, STEP);
     if (d_right != nullptr)
-      add_tiles<T, false, true, BLOCK, BLOCK>(from_state, right + row * STEP, STEP, state, STEP);
+      load_factor<T, CHUNK, BLOCK>(right, scratch_of(d_right, at, CHUNK, step), 0, c);
+    load<BLOCK, BLOCK, GAP, 2 * CHUNK>(state, before, first, c);
+    load<BLOCK, BLOCK, GAP, 2 * CHUNK>(d_state, lookback, first, c);
+    __syncthreads();
+    // Not rounded in shared memory, for the sake of `overlap`.
+    add_tiles<T, FACTOR, WHOLE, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, d_state,
+                                                           STEP);
+    if (d_right != nullptr)
+      add_tiles<T, FACTOR, WHOLE, false, true, BLOCK, BLOCK>(from_state, right + row * STEP, STEP,
+                                                             state, STEP);
     if (overlap != nullptr)
-      for (int i = threadIdx.x; i < BLOCK * BLOCK; i += blockDim.x) {
+      for (int i = threadIdx.x; i < BLOCK * BLOCK; i += 2 * CHUNK) {
         const int place = i / BLOCK * STEP + i % BLOCK;
         both += state[place] * d_state[place];
       }
   }
   __syncthreads();
   float* keys = right;
-  load<CHUNK, BLOCK>(keys, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start, first);
+  load<CHUNK, BLOCK, DEEP_GAP>(keys, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start,
+                               first);
   if (d_keys != nullptr)
-    load<CHUNK, CHUNK>(left, scratch_of(d_keys, at, CHUNK, CHUNK), 0, 0);
+    load_factor<T, CHUNK, CHUNK>(left, scratch_of(d_keys, at, CHUNK, CHUNK), 0, 0);
   both = sum_of_warp(both);
   if (lane() == 0) of_warps[warp()] = both;
   __syncthreads();
@@ -187,28 +196,31 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
   for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
-  if (written != nullptr) sum_rows(written + to_sums, found, keys + row * STEP, STEP);
+  if (written != nullptr) sum_rows(written + to_sums, found, keys + row * DEEP, DEEP);
   if (d_keys != nullptr) {
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) from_state.x[j][i] *= reading(gates, row + row_of(i));
-    sum_rows(from_keys + to_sums, from_state, keys + row * STEP, STEP);
+    sum_rows(from_keys + to_sums, from_state, keys + row * DEEP, DEEP);
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         found.x[j][i] -= strength[at + row + row_of(i)] * from_state.x[j][i];
-    add_tiles<T, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, keys, STEP);
+    add_tiles<T, FACTOR, OF_16_BITS, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, keys,
+                                                                 DEEP);
   }
   for (int query = 0; query < queries; ++query) {
     const int at_q = head / (heads / q_heads) * queries + query;
     const long long pairs = (m * queries + query) * tokens + start;
     __syncthreads();
-    load<CHUNK, BLOCK>(own, tokens_of(q, b, at_q, q_heads * queries, t, d), start - s + t, first);
-    load<CHUNK, CHUNK>(left, scratch_of(d_scores, pairs, CHUNK, CHUNK), 0, 0);
+    load<CHUNK, BLOCK, DEEP_GAP>(own, tokens_of(q, b, at_q, q_heads * queries, t, d), start - s + t,
+                                 first);
+    load_factor<T, CHUNK, CHUNK, DEEP_GAP>(left, scratch_of(d_scores, pairs, CHUNK, CHUNK), 0, 0);
     __syncthreads();
-    add_tiles<T, true, false, BLOCK, CHUNK>(found, left + row, LEFT, own, STEP);
+    add_tiles<T, FACTOR, OF_16_BITS, true, false, BLOCK, CHUNK>(found, left + row, DEEP_LEFT, own,
+                                                                DEEP);
   }
   store(tokens_of(d_k, b, head, heads, s, d), start + row, first, found);
 }

@@ -42,7 +42,7 @@ __device__ __forceinline__ void join_blocks(float* solved, const float* lower, i
 // and ends with a barrier.
 template <int SIZE>
 __device__ __forceinline__ void unit_lower_inverse(float* solved, const float* lower, int step) {
-  for (int at = threadIdx.x; at < SIZE * SIZE; at += blockDim.x) {
+  for (int at = threadIdx.x; at < SIZE * SIZE; at += 2 * SIZE) {
     const int row = at / SIZE, column = at % SIZE;
     if (row / 16 != column / 16) solved[row * step + column] = 0.0f;
   }

@@ -14,12 +14,12 @@ __global__ void read_chunks(const T* __restrict__ q, const T* __restrict__ k,
                             T* __restrict__ o, int heads, int queries, int q_heads, int k_heads,
                             int v_heads, int s, int t, int tokens, int d, int e, int width,
                             int step, float scale) {
-  constexpr int STEP = BLOCK + GAP, LEFT = CHUNK + GAP;
+  constexpr int STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP, LEFT = CHUNK + GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
   float* own = free.take<float>(CHUNK * STEP);
-  float* keys = free.take<float>(CHUNK * STEP);
-  float* state = free.take<float>(BLOCK * STEP);
+  float* keys = free.take<float>(CHUNK * DEEP);
+  float* state = free.take<float>(BLOCK * DEEP);
   float* left = free.take<float>(CHUNK * LEFT);
   float* gates = free.take<float>(2 * CHUNK);
   const int blocks = (step + BLOCK - 1) / BLOCK;
@@ -41,25 +41,27 @@ __global__ void read_chunks(const T* __restrict__ q, const T* __restrict__ k,
     __syncthreads();
     load<CHUNK, BLOCK>(own, own_q, start - s + t, c);
     load<CHUNK, BLOCK>(keys, own_k, start, c);
-    load<BLOCK, BLOCK>(state, before, c, first);
+    load_factor<T, BLOCK, BLOCK, DEEP_GAP, 2 * CHUNK>(state, before, c, first);
     __syncthreads();
-    add_tiles<T, false, true, CHUNK, BLOCK>(pairs, own + row * STEP, STEP, keys, STEP);
-    add_tiles<T, false, false, BLOCK, BLOCK>(found, own + row * STEP, STEP, state, STEP);
+    add_tiles<T, OF_16_BITS, OF_16_BITS, false, true, CHUNK, BLOCK>(pairs, own + row * STEP, STEP,
+                                                                    keys, STEP);
+    add_tiles<T, OF_16_BITS, FACTOR, false, false, BLOCK, BLOCK>(found, own + row * STEP, STEP, state,
+                                                                 DEEP);
   }
 #pragma unroll
   for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) found.x[j][i] *= scale * reading(gates, row + row_of(i));
   decay_pairs<false>(pairs, gates, scale);
-  store_product(left + row * LEFT, LEFT, pairs);
+  store_factor<T>(left + row * LEFT, LEFT, pairs);
   __syncthreads();
   const Rows<const T> own_v = tokens_of(v, b, head / (heads / v_heads), v_heads, s, e);
   if (u != nullptr)
-    load<CHUNK, BLOCK>(keys, scratch_of(u, at, CHUNK, step), 0, first);
+    load_factor<T, CHUNK, BLOCK, DEEP_GAP>(keys, scratch_of(u, at, CHUNK, step), 0, first);
   else
-    load<CHUNK, BLOCK>(keys, own_v, start, first);
+    load<CHUNK, BLOCK, DEEP_GAP>(keys, own_v, start, first);
   __syncthreads();
-  add_tiles<T, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, keys, STEP);
+  add_tiles<T, FACTOR, FACTOR, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, keys, DEEP);
   const Rows<T> outputs = tokens_of(o, b, head * queries + query, heads * queries, t, e);
   store(outputs, start - s + t + row, first, found);
 }
@@ -71,11 +73,11 @@ __global__ void read_back(const T* __restrict__ q, const T* __restrict__ k,
                           float* __restrict__ local, int heads, int queries, int q_heads,
                           int k_heads, int s, int t, int tokens, int d, int e, int step,
                           float scale) {
-  constexpr int STEP = BLOCK + GAP, LEFT = CHUNK + GAP;
+  constexpr int DEEP = BLOCK + DEEP_GAP, LEFT = CHUNK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
-  float* own = free.take<float>(CHUNK * STEP);
-  float* keys = free.take<float>(CHUNK * STEP);
+  float* own = free.take<float>(CHUNK * DEEP);
+  float* keys = free.take<float>(CHUNK * (BLOCK + GAP));
   float* left = free.take<float>(CHUNK * LEFT);
   float* gates = free.take<float>(2 * CHUNK);
   const int blocks = (step + BLOCK - 1) / BLOCK;
@@ -95,11 +97,11 @@ __global__ void read_back(const T* __restrict__ q, const T* __restrict__ k,
     pairs.clear();
     add_pairs<CHUNK, BLOCK>(pairs, own, own_q, start - s + t, keys, own_k, start);
     decay_pairs<false>(pairs, gates, scale);
-    store_product(left + row * LEFT, LEFT, pairs);
+    store_factor<T>(left + row * LEFT, LEFT, pairs);
     __syncthreads();
-    load<CHUNK, BLOCK>(own, outputs, start - s + t, first);
+    load<CHUNK, BLOCK, DEEP_GAP>(own, outputs, start - s + t, first);
     __syncthreads();
-    add_tiles<T, true, false, BLOCK, CHUNK>(found, left + row, LEFT, own, STEP);
+    add_tiles<T, FACTOR, OF_16_BITS, true, false, BLOCK, CHUNK>(found, left + row, LEFT, own, DEEP);
   }
   store(scratch_of(local, at, CHUNK, step), row, first, found);
 }

@@ -33,11 +33,13 @@ struct State {
 #pragma unroll
     for (int n = 0; n < ROW_BLOCKS; ++n) store(to, row(n), first, row_blocks[n]);
   }
+  // As a factor of a call of dtype T.
+  template <class T>
   __device__ __forceinline__ void share(float* tile) const {
+    constexpr int DEEP = BLOCK + DEEP_GAP;
 #pragma unroll
     for (int n = 0; n < ROW_BLOCKS; ++n)
-      if (row(n) < WIDTH)
-        store_product(tile + row(n) * (BLOCK + GAP), BLOCK + GAP, row_blocks[n]);
+      if (row(n) < WIDTH) store_factor<T>(tile + row(n) * DEEP, DEEP, row_blocks[n]);
   }
   __device__ __forceinline__ void scale_by(float by) {
 #pragma unroll
@@ -47,14 +49,14 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4; ++i) row_blocks[n].x[j][i] *= by;
   }
-  // += Aᵀ B, for a chunk's rows A (CHUNK, WIDTH) and B (CHUNK, BLOCK).
-  template <class T>
+  // += Aᵀ B, for a chunk's rows A (CHUNK, WIDTH) and B (CHUNK, BLOCK), both with DEEP_GAP.
+  template <class T, Numbers OF_A>
   __device__ __forceinline__ void add(const float* a, const float* b) {
 #pragma unroll
     for (int n = 0; n < ROW_BLOCKS; ++n)
       if (row(n) < WIDTH)
-        add_tiles<T, true, false, BLOCK, CHUNK>(row_blocks[n], a + row(n), WIDTH + GAP, b,
-                                               BLOCK + GAP);
+        add_tiles<T, OF_A, FACTOR, true, false, BLOCK, CHUNK>(
+            row_blocks[n], a + row(n), WIDTH + DEEP_GAP, b, BLOCK + DEEP_GAP);
   }
 };
 
@@ -67,10 +69,10 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
                              const float* __restrict__ initial, float* __restrict__ states,
                              float* __restrict__ last, int heads, int k_heads, int v_heads, int s,
                              int tokens, int d, int e, int step) {
-  constexpr int WIDE = WIDTH + GAP, STEP = BLOCK + GAP;
+  constexpr int WIDE = WIDTH + GAP, STEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
-  float* keys = free.take<float>(CHUNK * WIDE);
+  float* keys = free.take<float>(CHUNK * (WIDTH + DEEP_GAP));
   float* factors = free.take<float>(CHUNK * WIDE);
   float* shared = free.take<float>(WIDTH * STEP);
   float* written = free.take<float>(CHUNK * STEP);
@@ -88,19 +90,20 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
     state.write(scratch_of(states, (m * count + index) * WIDTH, WIDTH, step), first);
     __syncthreads();
     load_sums<CHUNK>(gates, sums, at);
-    load<CHUNK, WIDTH>(keys, own_k, start, 0);
+    load<CHUNK, WIDTH, DEEP_GAP>(keys, own_k, start, 0);
     if (w != nullptr) {
-      load<CHUNK, WIDTH>(factors, scratch_of(w, at, CHUNK, WIDTH), 0, 0);
-      load<CHUNK, BLOCK>(written, scratch_of(y, at, CHUNK, step), 0, first);
-      state.share(shared);
+      load_factor<T, CHUNK, WIDTH>(factors, scratch_of(w, at, CHUNK, WIDTH), 0, 0);
+      load<CHUNK, BLOCK, DEEP_GAP>(written, scratch_of(y, at, CHUNK, step), 0, first);
+      state.template share<T>(shared);
     } else {
-      load<CHUNK, BLOCK>(written, own_v, start, first);
+      load<CHUNK, BLOCK, DEEP_GAP>(written, own_v, start, first);
     }
     __syncthreads();
     Product<BLOCK> found;
     found.clear();
     if (w != nullptr)
-      add_tiles<T, false, false, BLOCK, WIDTH>(found, factors + row * WIDE, WIDE, shared, STEP);
+      add_tiles<T, FACTOR, FACTOR, false, false, BLOCK, WIDTH>(found, factors + row * WIDE, WIDE,
+                                                               shared, STEP);
     const float* own = written + row * STEP;
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
@@ -112,10 +115,10 @@ __global__ void carry_states(const T* __restrict__ k, const T* __restrict__ v,
     for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
-    store_product(written + row * STEP, STEP, found);
+    store_factor<T>(written + row * STEP, STEP, found);
     __syncthreads();
     state.scale_by(reading(gates, CHUNK - 1));
-    state.template add<T>(keys, written);
+    state.template add<T, OF_16_BITS>(keys, written);
   }
   state.write(Rows<float>{last + m * d * e, e, d, e, false}, first);
 }
@@ -131,11 +134,11 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
                                 float* __restrict__ d_u, float* __restrict__ d_initial, int heads,
                                 int queries, int q_heads, int k_heads, int s, int t, int tokens,
                                 int d, int e, int step, float scale) {
-  constexpr int WIDE = WIDTH + GAP, STEP = BLOCK + GAP;
+  constexpr int WIDE = WIDTH + GAP, DEEP_WIDE = WIDTH + DEEP_GAP, STEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
-  float* keys = free.take<float>(CHUNK * WIDE);
-  float* factors = free.take<float>(CHUNK * WIDE);
+  float* keys = free.take<float>(CHUNK * DEEP_WIDE);
+  float* factors = free.take<float>(CHUNK * DEEP_WIDE);
   float* shared = free.take<float>(WIDTH * STEP);
   float* d_written = free.take<float>(CHUNK * STEP);
   float* cotangent = free.take<float>(CHUNK * STEP);
@@ -154,14 +157,16 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
     __syncthreads();
     load_sums<CHUNK>(gates, sums, at);
     load<CHUNK, WIDTH>(keys, own_k, start, 0);
-    load<CHUNK, BLOCK>(d_written, scratch_of(local, at, CHUNK, step), 0, first);
-    if (w != nullptr) load<CHUNK, WIDTH>(factors, scratch_of(w, at, CHUNK, WIDTH), 0, 0);
-    state.share(shared);
+    load<CHUNK, BLOCK, DEEP_GAP>(d_written, scratch_of(local, at, CHUNK, step), 0, first);
+    if (w != nullptr)
+      load_factor<T, CHUNK, WIDTH, DEEP_GAP>(factors, scratch_of(w, at, CHUNK, WIDTH), 0, 0);
+    state.template share<T>(shared);
     __syncthreads();
-    for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) factor[i] = scale * reading(gates, i);
+    for (int i = threadIdx.x; i < CHUNK; i += 2 * CHUNK) factor[i] = scale * reading(gates, i);
     Product<BLOCK> found;
     found.clear();
-    add_tiles<T, false, false, BLOCK, WIDTH>(found, keys + row * WIDE, WIDE, shared, STEP);
+    add_tiles<T, OF_16_BITS, FACTOR, false, false, BLOCK, WIDTH>(found, keys + row * WIDE, WIDE,
+                                                                 shared, STEP);
     float* own = d_written + row * STEP;
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
@@ -170,7 +175,7 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
         float* local_one = own + row_of(i) * STEP + column_of(j, i);
         found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
         found.x[j][i] += *local_one;
-        *local_one = -found.x[j][i];
+        *local_one = as_factor<T>(-found.x[j][i]);
       }
     store(scratch_of(d_u, at, CHUNK, step), row, first, found);
     state.scale_by(reading(gates, CHUNK - 1));
@@ -180,13 +185,13 @@ __global__ void carry_gradients(const T* __restrict__ q, const T* __restrict__ k
       const Rows<const T> outputs =
           tokens_of(d_o, b, head * queries + query, heads * queries, t, e);
       __syncthreads();
-      load<CHUNK, WIDTH>(keys, own_q, start - s + t, 0);
-      load<CHUNK, BLOCK>(cotangent, outputs, start - s + t, first);
-      scale_loaded<T, CHUNK, BLOCK>(cotangent, factor);
+      load<CHUNK, WIDTH, DEEP_GAP>(keys, own_q, start - s + t, 0);
+      load<CHUNK, BLOCK, DEEP_GAP>(cotangent, outputs, start - s + t, first);
+      scale_factor<T, CHUNK, BLOCK, DEEP_GAP>(cotangent, factor);
       __syncthreads();
-      state.template add<T>(keys, cotangent);
+      state.template add<T, OF_16_BITS>(keys, cotangent);
     }
-    if (w != nullptr) state.template add<T>(factors, d_written);
+    if (w != nullptr) state.template add<T, FACTOR>(factors, d_written);
   }
   state.write(Rows<float>{d_initial + m * d * e, e, d, e, false}, first);
 }

@@ -17,8 +17,11 @@
 #include "tiles.cuh"
 #include "warps.cuh"
 
-// Padding of the rows of shared tiles, in elements.
-constexpr int GAP = gap<float>();
+// Padding of the rows of shared tiles, in elements, so that the 32 numbers that a warp reads at once are
+// in different banks: GAP where four of them are along a row, as those of A in A B, or of B in A Bᵀ;
+// DEEP_GAP where eight of them are, as those of B in A B, or of A in Aᵀ B. A tile that is read in both
+// ways has memory for the latter.
+constexpr int GAP = 4, DEEP_GAP = 8;
 
 // Allocates shared memory piece by piece.
 struct Memory {
@@ -56,20 +59,30 @@ __device__ __forceinline__ Rows<T> scratch_of(T* array, long long first, int cou
 }
 
 // Rows from `start` and columns from `first`, 0 outside the array.
-template <int ROWS, int WIDTH, class T>
+template <int ROWS, int WIDTH, int PADDING = GAP, int THREADS = 2 * ROWS, class T>
 __device__ __forceinline__ void load(float* tile, const Rows<T>& rows, int start, int first) {
-  load_tile<ROWS, WIDTH>(tile, WIDTH + GAP, rows.head + first, rows.step, start, rows.count,
-                         rows.width - first, rows.by_16);
+  load_tile<THREADS, ROWS, WIDTH>(tile, WIDTH + PADDING, rows.head + first, rows.step, start,
+                                  rows.count, rows.width - first, rows.by_16);
+}
+
+// The same as a factor, of a call of dtype T.
+template <class T, int ROWS, int WIDTH, int PADDING = GAP, int THREADS = 2 * ROWS, class U>
+__device__ __forceinline__ void load_factor(float* tile, const Rows<U>& rows, int start, int first) {
+  load_converted<THREADS, ROWS, WIDTH>(
+      tile, WIDTH + PADDING, rows.head + first, rows.step, start, rows.count, rows.width - first,
+      rows.by_16, nullptr,
+      [](U x) { return sizeof(U) == 2 ? wide(x) : as_factor<T>(wide(x)); });
 }
 
 // Multiplies each row by a number; each thread has the elements that it loaded from rows of T.
-template <class T, int ROWS, int WIDTH>
-__device__ __forceinline__ void scale_loaded(float* tile, const float* factor) {
+template <class T, int ROWS, int WIDTH, int PADDING = GAP>
+__device__ __forceinline__ void scale_factor(float* tile, const float* factor) {
   constexpr int PART = 16 / sizeof(T);
-  for (int at = threadIdx.x; at < ROWS * WIDTH / PART; at += blockDim.x) {
+  for (int at = threadIdx.x; at < ROWS * WIDTH / PART; at += 2 * ROWS) {
     const int row = at / (WIDTH / PART), column = at % (WIDTH / PART) * PART;
+    float* own = tile + row * (WIDTH + PADDING) + column;
 #pragma unroll
-    for (int i = 0; i < PART; ++i) tile[row * (WIDTH + GAP) + column + i] *= factor[row];
+    for (int i = 0; i < PART; ++i) own[i] = as_factor<T>(own[i] * factor[row]);
   }
 }
 
@@ -116,8 +129,7 @@ __device__ __forceinline__ void sum_rows(float* sums, const Product<COLUMNS>& c,
 // Sums of the gates from a chunk's first token to each token, (high, low); 0 without decay.
 template <int CHUNK>
 __device__ __forceinline__ void load_sums(float* to, const float* sums, long long at) {
-  for (int i = threadIdx.x; i < 2 * CHUNK; i += blockDim.x)
-    to[i] = sums == nullptr ? 0.0f : sums[2 * at + i];
+  to[threadIdx.x] = sums == nullptr ? 0.0f : sums[2 * at + threadIdx.x];
 }
 
 __device__ __forceinline__ float decay(const float* sums, int later, int earlier) {
@@ -142,7 +154,7 @@ __device__ __forceinline__ void decay_pairs(Product<CHUNK>& pairs, const float* 
     }
 }
 
-// A Bᵀ of a chunk's rows, over all of their channels.
+// A Bᵀ of a chunk's rows, over all of their channels; A is of 16 bits in a call of 16 bits.
 template <int CHUNK, int BLOCK, class T, class U>
 __device__ __forceinline__ void add_pairs(Product<CHUNK>& pairs, float* tile_a, const Rows<T>& a,
                                           int start_a, float* tile_b, const Rows<U>& b,
@@ -151,9 +163,11 @@ __device__ __forceinline__ void add_pairs(Product<CHUNK>& pairs, float* tile_a, 
   for (int c = 0; c < a.width; c += BLOCK) {
     __syncthreads();
     load<CHUNK, BLOCK>(tile_a, a, start_a, c);
-    load<CHUNK, BLOCK>(tile_b, b, start_b, c);
+    load_factor<T, CHUNK, BLOCK>(tile_b, b, start_b, c);
     __syncthreads();
-    add_tiles<T, false, true, CHUNK, BLOCK>(pairs, tile_a + 16 * warp() * STEP, STEP, tile_b, STEP);
+    constexpr Numbers OF_B = sizeof(U) == 2 ? OF_16_BITS : FACTOR;
+    add_tiles<T, OF_16_BITS, OF_B, false, true, CHUNK, BLOCK>(pairs, tile_a + 16 * warp() * STEP,
+                                                              STEP, tile_b, STEP);
   }
 }
 

@@ -23,12 +23,14 @@ __host__ __device__ constexpr int wide_step() {
 }
 
 // Some channels of some tokens, in float32.
-template <int ROWS, class T>
+template <int THREADS, int ROWS, class T>
 __device__ __forceinline__ void load_channels(float* tile, const T* __restrict__ head,
                                               long long step, int first, int count, int width,
                                               const unsigned char* valid) {
-  load_tile<ROWS, CHANNELS>(tile, wide_step<CHANNELS>(), head, step, first, count, width, false,
-                            valid);
+  // Channels are skipped in parts of CHANNELS, which keeps rows aligned.
+  const bool by_16 = width * sizeof(T) % 16 == 0;
+  load_tile<THREADS, ROWS, CHANNELS>(tile, wide_step<CHANNELS>(), head, step, first, count, width,
+                                     by_16, valid);
 }
 
 // Writes the scores of a warp's 16 rows, minus `log_of` of the query, −∞ where masked, to the warp's

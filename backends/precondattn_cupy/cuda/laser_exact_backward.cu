@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       const int query = OF_KEYS ? start : first, key = OF_KEYS ? first : start;
       __syncthreads();
-      load_tile<QUERIES, KEY_WIDTH>(OF_KEYS ? other_tile : own_tile, KEY_STEP, q_of,
+      load_tile<2 * ROWS, QUERIES, KEY_WIDTH>(OF_KEYS ? other_tile : own_tile, KEY_STEP, q_of,
                                     (long long)h * d, query, t, d, by_16, mask.q_valid);
-      load_tile<KEYS, KEY_WIDTH>(OF_KEYS ? own_tile : other_tile, KEY_STEP, k_of, (long long)n * d,
+      load_tile<2 * ROWS, KEYS, KEY_WIDTH>(OF_KEYS ? own_tile : other_tile, KEY_STEP, k_of, (long long)n * d,
                                  key, s, d, by_16, mask.k_valid);
       for (int i = threadIdx.x; i < QUERIES; i += blockDim.x)
         log_of[i] = query + i < t ? log_total[((long long)batch * h + head) * t + query + i]
@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
       }
       for (int part = 0; part < e; part += CHANNELS) {
         __syncthreads();
-        load_channels<KEYS>(v_tile, v + k_head * e + part, (long long)n * e, key, s, e - part,
+        load_channels<2 * ROWS, KEYS>(v_tile, v + k_head * e + part, (long long)n * e, key, s, e - part,
                             mask.k_valid);
-        load_channels<QUERIES>(o_tile, full + q_head * e + part, (long long)h * e, query, t,
+        load_channels<2 * ROWS, QUERIES>(o_tile, full + q_head * e + part, (long long)h * e, query, t,
                                e - part, mask.q_valid);
-        load_channels<QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query, t,
+        load_channels<2 * ROWS, QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query, t,
                                e - part, mask.q_valid);
         __syncthreads();
 #pragma unroll 2
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
 
   const bool by_16 = d * sizeof(T) % 16 == 0;
   const long long k_head = (long long)batch * s * n + kv;
-  load_tile<ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
                              mask.k_valid);
   const int row = first + 16 * warp() + row_of(0), at = channel + lane();
   const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
@@ -167,11 +167,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
     const long long q_head = (long long)batch * t * h + head;
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
-      load_tile<COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
+      load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
                                     by_16, mask.q_valid);
-      load_channels<COLUMNS>(o_tile, full + q_head * e + channel, (long long)h * e, start, t,
+      load_channels<2 * ROWS, COLUMNS>(o_tile, full + q_head * e + channel, (long long)h * e, start, t,
                              e - channel, mask.q_valid);
-      load_channels<COLUMNS>(d_tile, d_o + q_head * e + channel, (long long)h * e, start, t,
+      load_channels<2 * ROWS, COLUMNS>(d_tile, d_o + q_head * e + channel, (long long)h * e, start, t,
                              e - channel, mask.q_valid);
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
         const int token = start + i;

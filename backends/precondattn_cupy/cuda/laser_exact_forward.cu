@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   const int channel = part * CHANNELS;
   const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
                              mask.q_valid);
   const T* own = q_tile + 16 * warp() * KEY_STEP;
   scores += 16 * warp() * STEP;
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   }
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
-    load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, start, s, d,
+    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, start, s, d,
                                   by_16, mask.k_valid);
-    load_channels<COLUMNS>(v_tile, v + k_head * e + channel, (long long)n * e, start, s,
+    load_channels<2 * ROWS, COLUMNS>(v_tile, v + k_head * e + channel, (long long)n * e, start, s,
                            e - channel, mask.k_valid);
     for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();

@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
         const int there = width - first;
         // With a single chunk of channels, the block's own rows stay in shared memory.
         if (other == begin || width > WIDTH)
-          load_tile<ROWS, WIDTH>(left, STEP, of_own + first, value_step, own, s, there, by_16, valid);
-        load_tile<COLUMNS, WIDTH>(right, STEP, of_other + first, value_step, other, s, there, by_16,
+          load_tile<2 * ROWS, ROWS, WIDTH>(left, STEP, of_own + first, value_step, own, s, there, by_16, valid);
+        load_tile<2 * ROWS, COLUMNS, WIDTH>(right, STEP, of_other + first, value_step, other, s, there, by_16,
                                   valid);
         if (first == 0)
           copy_tile<COLUMNS, KEY_WIDTH>(other_keys, keys + (long long)other * KEY_WIDTH, KEY_WIDTH);

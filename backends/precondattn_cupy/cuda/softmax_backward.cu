@@ -37,14 +37,14 @@ __global__ void row_products(const T* __restrict__ d_o, const float* __restrict_
 }
 
 // Tokens of an array that is the sum of PARTS arrays, each in a tile of its own.
-template <int PARTS, int ROWS, int WIDTH, class F>
+template <int THREADS, int PARTS, int ROWS, int WIDTH, class F>
 __device__ __forceinline__ void load_parts(F* tile, const F* __restrict__ x,
                                            const F* __restrict__ rest, long long step, int first,
                                            int count, int width, const unsigned char* valid) {
   const bool by_16 = width * sizeof(F) % 16 == 0;
-  load_tile<ROWS, WIDTH>(tile, WIDTH + gap<F>(), x, step, first, count, width, by_16, valid);
+  load_tile<THREADS, ROWS, WIDTH>(tile, WIDTH + gap<F>(), x, step, first, count, width, by_16, valid);
   if (PARTS > 1)
-    load_tile<ROWS, WIDTH>(tile + ROWS * (WIDTH + gap<F>()), WIDTH + gap<F>(), rest, step, first,
+    load_tile<THREADS, ROWS, WIDTH>(tile + ROWS * (WIDTH + gap<F>()), WIDTH + gap<F>(), rest, step, first,
                            count, width, by_16, valid);
 }
 
@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   if (PARTS > 1) v_rest += k_head * e;
   if (PARTS > 1) d_o_rest += q_head * e;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
                              mask.q_valid);
-  load_parts<PARTS, ROWS, WIDTH>(d_o_tile, d_o + q_head * e, d_o_rest, (long long)h * e, first, t,
+  load_parts<2 * ROWS, PARTS, ROWS, WIDTH>(d_o_tile, d_o + q_head * e, d_o_rest, (long long)h * e, first, t,
                                  e, mask.q_valid);
   const int row = first + 16 * warp() + row_of(0);
   int run[2];
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   acc.clear();
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
-    load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, by_16,
+    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, by_16,
                                   mask.k_valid);
-    load_parts<PARTS, COLUMNS, WIDTH>(v_tile, v, v_rest, (long long)n * e, start, s, e,
+    load_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(v_tile, v, v_rest, (long long)n * e, start, s, e,
                                       mask.k_valid);
     for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();
@@ -179,9 +179,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
 
   const long long k_head = (long long)batch * s * n + kv;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
                              mask.k_valid);
-  load_parts<PARTS, ROWS, WIDTH>(v_tile, v + k_head * e, PARTS > 1 ? v_rest + k_head * e : v_rest,
+  load_parts<2 * ROWS, PARTS, ROWS, WIDTH>(v_tile, v + k_head * e, PARTS > 1 ? v_rest + k_head * e : v_rest,
                                  (long long)n * e, first, s, e, mask.k_valid);
   const int row = first + 16 * warp() + row_of(0);
   const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     const long long q_head = (long long)batch * t * h + head;
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
-      load_tile<COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
+      load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
                                     by_16, mask.q_valid);
-      load_parts<PARTS, COLUMNS, WIDTH>(d_o_tile, d_o + q_head * e,
+      load_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(d_o_tile, d_o + q_head * e,
                                         PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
                                         (long long)h * e, start, t, e, mask.q_valid);
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {

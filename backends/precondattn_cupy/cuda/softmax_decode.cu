@@ -59,7 +59,7 @@ struct Past {
     first = blockIdx.y % tiles * 16;
     rows = min(group - first, 16);
     const long long head = (long long)blockIdx.z * h + kv * group + first;
-    load_tile<16, KEY_WIDTH>(q_tile, KEY_STEP, q + head * d, d, 0, rows, d,
+    load_tile<32 * DECODING_WARPS, 16, KEY_WIDTH>(q_tile, KEY_STEP, q + head * d, d, 0, rows, d,
                              d * sizeof(T) % 16 == 0);
     part = head * gridDim.x * DECODING_WARPS + blockIdx.x * DECODING_WARPS + warp();
   }

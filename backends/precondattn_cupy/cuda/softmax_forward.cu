@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   v += k_head * e + channel;
   if (PARTS > 1) v_rest += k_head * e + channel;
   const bool d_by_16 = d * sizeof(T) % 16 == 0, e_by_16 = e * sizeof(F) % 16 == 0;
-  load_tile<ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d,
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d,
                              d_by_16, mask.q_valid);
   const T* own = q_tile + 16 * warp() * KEY_STEP;
   const int row = first + 16 * warp() + row_of(0);
@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   acc.clear();
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
-    load_tile<COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, d_by_16,
+    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, d_by_16,
                                   mask.k_valid);
-    load_tile<COLUMNS, WIDTH>(v_tile, STEP, v, (long long)n * e, start, s, e - channel, e_by_16,
+    load_tile<2 * ROWS, COLUMNS, WIDTH>(v_tile, STEP, v, (long long)n * e, start, s, e - channel, e_by_16,
                               mask.k_valid);
     if (PARTS > 1)
-      load_tile<COLUMNS, WIDTH>(v_tile + COLUMNS * STEP, STEP, v_rest, (long long)n * e, start, s,
+      load_tile<2 * ROWS, COLUMNS, WIDTH>(v_tile + COLUMNS * STEP, STEP, v_rest, (long long)n * e, start, s,
                                 e - channel, e_by_16, mask.k_valid);
     for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();

@@ -7,28 +7,49 @@
 
 #include "products.cuh"
 
-// `by_16`: rows are aligned to 16 bytes, and their length is a multiple of 16 bytes.
-template <int ROWS, int WIDTH, class T, class U>
+// `by_16`: rows are aligned to 16 bytes, and their length is a multiple of 16 bytes. Then a thread
+// reads 16 bytes at once, and several times before it uses the first. Each number is passed to
+// `convert`. THREADS are those of the block.
+template <int THREADS, int ROWS, int WIDTH, class T, class U, class Convert>
+__device__ __forceinline__ void load_converted(U* tile, int tile_step, const T* __restrict__ head,
+                                               long long step, int first, int count, int width,
+                                               bool by_16, const unsigned char* valid,
+                                               Convert convert) {
+  constexpr int PART = 16 / sizeof(T), PARTS = ROWS * WIDTH / PART;
+  static_assert(WIDTH % PART == 0, "a tile's rows are made of 16 bytes");
+  if (by_16) {
+#pragma unroll 4
+    for (int start = 0; start < PARTS; start += THREADS) {
+      const int at = start + threadIdx.x;
+      if (PARTS % THREADS != 0 && at >= PARTS) break;
+      const int row = at / (WIDTH / PART), column = at % (WIDTH / PART) * PART;
+      const int token = first + row;
+      uint4 bytes = {0, 0, 0, 0};
+      if (token >= 0 && token < count && column < width && (valid == nullptr || valid[token]))
+        bytes = *reinterpret_cast<const uint4*>(head + token * step + column);
+      const T* x = reinterpret_cast<const T*>(&bytes);
+      U* to = tile + row * tile_step + column;
+#pragma unroll
+      for (int i = 0; i < PART; ++i) to[i] = convert(x[i]);
+    }
+  } else {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < PARTS; at += THREADS) {
+      const int row = at / (WIDTH / PART), column = at % (WIDTH / PART) * PART;
+      const int token = first + row;
+      const bool there = token >= 0 && token < count && (valid == nullptr || valid[token]);
+#pragma unroll 1
+      for (int i = 0; i < PART; ++i)
+        tile[row * tile_step + column + i] =
+            there && column + i < width ? convert(head[token * step + column + i]) : U(0.0f);
+    }
+  }
+}
+
+template <int THREADS, int ROWS, int WIDTH, class T, class U>
 __device__ __forceinline__ void load_tile(U* tile, int tile_step, const T* __restrict__ head,
                                           long long step, int first, int count, int width,
                                           bool by_16, const unsigned char* valid = nullptr) {
-  constexpr int PART = 16 / sizeof(T);
-  static_assert(WIDTH % PART == 0, "a tile's rows are made of 16 bytes");
-  for (int at = threadIdx.x; at < ROWS * WIDTH / PART; at += blockDim.x) {
-    const int row = at / (WIDTH / PART), column = at % (WIDTH / PART) * PART;
-    const int token = first + row;
-    const bool there = token >= 0 && token < count && (valid == nullptr || valid[token]);
-    const T* from = head + token * step + column;
-    U* to = tile + row * tile_step + column;
-    if (there && by_16 && column < width) {
-      const uint4 bytes = *reinterpret_cast<const uint4*>(from);
-      const T* x = reinterpret_cast<const T*>(&bytes);
-#pragma unroll
-      for (int i = 0; i < PART; ++i) to[i] = narrow<U>(wide(x[i]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < PART; ++i)
-        to[i] = narrow<U>(there && column + i < width ? wide(from[i]) : Sum<T>(0));
-    }
-  }
+  load_converted<THREADS, ROWS, WIDTH>(tile, tile_step, head, step, first, count, width, by_16,
+                                       valid, [](T x) { return narrow<U>(wide(x)); });
 }

@@ -104,8 +104,8 @@ class Call:
         return 4 * 4 * self.chunk
 
     def tile(self, rows: int, columns: int) -> int:
-        """Bytes of a tile"""
-        return rows * (4 * columns + 16)
+        """Bytes of a tile, with the wider padding (`cuda/chunk_tiles.cuh`)"""
+        return rows * (4 * columns + 32)
 
     def launch(
         self,

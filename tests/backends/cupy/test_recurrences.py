@@ -12,7 +12,7 @@ from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
 from precondattn_cupy.recurrence import chunk_arrays
 from precondattn_cupy.sources import FOLDER
-from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
+from precondattn_kernel_tools.cuda_simulator import KernelError, SimulatedModule, checked
 from tests.backends.cupy.simulated import DTYPES, ORDERS, error
 from tests.kernel_tools.toolchain import needs_simulator
 
@@ -108,25 +108,54 @@ def test_outputs_in_float16():
 
 
 @needs_simulator
-@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize(
+    "treatments",
+    [
+        ("ROUNDED", "ROUNDED"),
+        ("ROUNDED", "AS_THEY_ARE"),
+        ("AS_THEY_ARE", "AS_THEY_ARE"),
+        ("IN_TWO", "IN_TWO"),
+        ("AS_THEY_ARE", "IN_TWO"),
+        ("IN_TWO", "AS_THEY_ARE"),
+    ],
+)
 @pytest.mark.parametrize("options", [("-DPRECONDATTN_EMULATED_TENSORS",), ()])
-def test_products_in_tf32_by_tensor_cores_and_without(options, in_two):
+def test_products_in_tf32_by_tensor_cores_and_without(options, treatments):
     ways = [*product((False, True), repeat=2)]
     names = [
-        f"tf32_of_tiles<{int(in_two)}, {int(left)}, {int(right)}, 32, 48>" for left, right in ways
+        f"tf32_of_tiles<{', '.join(treatments)}, {int(left)}, {int(right)}, 32, 48>"
+        for left, right in ways
     ]
     folder = Path(__file__).with_name("cuda_tensors")
     module = SimulatedModule(folder / "tf32_products.cu", names, (f"-I{FOLDER}", *options))
     rng = np.random.default_rng(0)
-    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 48), (48, 32)))
-    rounded = [((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32) for x in (a, b)]
-    factors = (a, b) if in_two else rounded
+    a, b = (
+        rng.normal(size=shape).astype(DTYPES["bfloat16" if how == "AS_THEY_ARE" else "float32"])
+        for shape, how in zip(((32, 48), (48, 32)), treatments, strict=True)
+    )
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    factors = [rounded(x) if how == "ROUNDED" else x for x, how in zip((a, b), treatments, strict=True)]
     expected = factors[0].astype(np.float64) @ factors[1]
     for name, (left, right) in zip(names, ways, strict=True):
         c = np.full((32, 32), np.nan, np.float32)
         given = [np.ascontiguousarray(x.T if flip else x) for x, flip in ((a, left), (b, right))]
         module.get_function(name)((1,), (64,), (*given, c, np.int32(32)))
         assert error(c, expected) < 1e-6
+
+
+def rounded(x):
+    """To the nearest number of tf32."""
+    return ((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
+
+
+@needs_simulator
+def test_a_factor_that_is_not_of_tf32_is_refused_by_the_simulator():
+    name = "tf32_of_tiles<AS_THEY_ARE, AS_THEY_ARE, 0, 0, 32, 48>"
+    source = Path(__file__).with_name("cuda_tensors") / "tf32_products.cu"
+    kernel = SimulatedModule(source, [name], (f"-I{FOLDER}",)).get_function(name)
+    a, b, c = np.full((32, 48), 0.1, np.float32), np.ones((48, 32), np.float32), np.zeros((32, 32))
+    with pytest.raises(KernelError, match="8192"):
+        kernel((1,), (64,), (a, b, c.astype(np.float32), np.int32(32)))
 
 
 @needs_simulator

@@ -5,7 +5,6 @@
 // the lower half of its register.
 #pragma once
 
-#include <cassert>
 #include <cstring>
 
 #include <cuda_bf16.h>
