@@ -90,14 +90,17 @@ __device__ __forceinline__ void scale_factor(float* tile, const float* factor) {
 template <int COLUMNS, class T>
 __device__ __forceinline__ void store(const Rows<T>& rows, int start, int first,
                                       const Product<COLUMNS>& c) {
+  const bool aligned = rows.width % 2 == 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4; i += 2) {
     const int row = start + row_of(i);
     if (row < 0 || row >= rows.count) continue;
+    T* to = rows.head + row * rows.step + first;
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int column = first + column_of(j, i);
-      if (column < rows.width) rows.head[row * rows.step + column] = narrow<T>(c.x[j][i]);
+      const int there = rows.width - first - column_of(j, i);
+      if (there > 0)
+        store_there(to + column_of(j, i), there, aligned, c.x[j][i], c.x[j][i + 1]);
     }
   }
 }

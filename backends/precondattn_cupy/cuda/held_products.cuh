@@ -20,7 +20,11 @@ __device__ __forceinline__ void keep_rest(Product<COLUMNS>& a) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.x[j][i] -= rounded<T>(a.x[j][i]);
+    for (int i = 0; i < 4; i += 2) {
+      const float2 main = wide_two(narrow_two<T>(a.x[j][i], a.x[j][i + 1]));
+      a.x[j][i] -= main.x;
+      a.x[j][i + 1] -= main.y;
+    }
 }
 
 // An element of A is in one of the four lanes of its row, from which it is fetched.
@@ -50,11 +54,8 @@ __device__ __forceinline__ void plain_held_product(Product<COLUMNS>& c, const Pr
 // Two numbers in a register, the first in its lower half.
 template <class T>
 __device__ __forceinline__ unsigned both_narrow(float first, float second) {
-  union {
-    T x[2];
-    unsigned both;
-  } pair = {{narrow<T>(first), narrow<T>(second)}};
-  return pair.both;
+  const Two<T> pair = narrow_two<T>(first, second);
+  return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>

@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
       const int query = OF_KEYS ? start : first, key = OF_KEYS ? first : start;
       __syncthreads();
       load_tile<2 * ROWS, QUERIES, KEY_WIDTH>(OF_KEYS ? other_tile : own_tile, KEY_STEP, q_of,
-                                    (long long)h * d, query, t, d, by_16, mask.q_valid);
-      load_tile<2 * ROWS, KEYS, KEY_WIDTH>(OF_KEYS ? own_tile : other_tile, KEY_STEP, k_of, (long long)n * d,
-                                 key, s, d, by_16, mask.k_valid);
+                                              (long long)h * d, query, t, d, by_16, mask.q_valid);
+      load_tile<2 * ROWS, KEYS, KEY_WIDTH>(OF_KEYS ? own_tile : other_tile, KEY_STEP, k_of,
+                                           (long long)n * d, key, s, d, by_16, mask.k_valid);
       for (int i = threadIdx.x; i < QUERIES; i += blockDim.x)
         log_of[i] = query + i < t ? log_total[((long long)batch * h + head) * t + query + i]
                                   : INFINITE;
@@ -72,17 +72,17 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
 #pragma unroll
       for (int r = 0; r < 16; ++r) {
         log_a[r] = scores[r * STEP + column];
-        a[r] = exp2f(log_a[r]);
+        a[r] = power_of_2(log_a[r]);
         found[r] = 0.0f;
       }
       for (int part = 0; part < e; part += CHANNELS) {
         __syncthreads();
-        load_channels<2 * ROWS, KEYS>(v_tile, v + k_head * e + part, (long long)n * e, key, s, e - part,
-                            mask.k_valid);
-        load_channels<2 * ROWS, QUERIES>(o_tile, full + q_head * e + part, (long long)h * e, query, t,
-                               e - part, mask.q_valid);
-        load_channels<2 * ROWS, QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query, t,
-                               e - part, mask.q_valid);
+        load_channels<2 * ROWS, KEYS>(v_tile, v + k_head * e + part, (long long)n * e, key, s,
+                                      e - part, mask.k_valid);
+        load_channels<2 * ROWS, QUERIES>(o_tile, full + q_head * e + part, (long long)h * e, query,
+                                         t, e - part, mask.q_valid);
+        load_channels<2 * ROWS, QUERIES>(d_tile, d_o + q_head * e + part, (long long)h * e, query,
+                                         t, e - part, mask.q_valid);
         __syncthreads();
 #pragma unroll 2
         for (int c = 0; c < CHANNELS; ++c) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
             const int own = (16 * warp() + r) * WIDE + c, other = column * WIDE + c;
             const int of_query = OF_KEYS ? other : own, of_key = OF_KEYS ? own : other;
             const float above = (v_tile[of_key] - o_tile[of_query]) * LOG2_E;
-            found[r] += d_tile[of_query] * (exp2f(log_a[r] + above) - a[r]);
+            found[r] += d_tile[of_query] * (power_of_2(log_a[r] + above) - a[r]);
           }
         }
       }
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
 
   const bool by_16 = d * sizeof(T) % 16 == 0;
   const long long k_head = (long long)batch * s * n + kv;
-  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
-                             mask.k_valid);
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first,
+                                       s, d, by_16, mask.k_valid);
   const int row = first + 16 * warp() + row_of(0), at = channel + lane();
   const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
   const float nothing[2] = {0.0f, 0.0f};
@@ -167,12 +167,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
     const long long q_head = (long long)batch * t * h + head;
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
-      load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
-                                    by_16, mask.q_valid);
-      load_channels<2 * ROWS, COLUMNS>(o_tile, full + q_head * e + channel, (long long)h * e, start, t,
-                             e - channel, mask.q_valid);
-      load_channels<2 * ROWS, COLUMNS>(d_tile, d_o + q_head * e + channel, (long long)h * e, start, t,
-                             e - channel, mask.q_valid);
+      load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d,
+                                              start, t, d, by_16, mask.q_valid);
+      load_channels<2 * ROWS, COLUMNS>(o_tile, full + q_head * e + channel, (long long)h * e,
+                                       start, t, e - channel, mask.q_valid);
+      load_channels<2 * ROWS, COLUMNS>(d_tile, d_o + q_head * e + channel, (long long)h * e, start,
+                                       t, e - channel, mask.q_valid);
       for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
         const int token = start + i;
         log_of[i] = token < t ? log_total[((long long)batch * h + head) * t + token] : INFINITE;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_values(
         const float o = o_tile[i * WIDE + lane()], d_of = d_tile[i * WIDE + lane()];
 #pragma unroll
         for (int r = 0; r < 16; ++r)
-          acc[r] += d_of * exp2f(scores[r * STEP + i] + (value[r] - o) * LOG2_E);
+          acc[r] += d_of * power_of_2(scores[r * STEP + i] + (value[r] - o) * LOG2_E);
       }
     }
   }

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   const int channel = part * CHANNELS;
   const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
-                             mask.q_valid);
+  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first,
+                                       t, d, by_16, mask.q_valid);
   const T* own = q_tile + 16 * warp() * KEY_STEP;
   scores += 16 * warp() * STEP;
   const int row = first + 16 * warp() + row_of(0);
@@ -55,10 +55,10 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   }
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
-    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, start, s, d,
-                                  by_16, mask.k_valid);
+    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d,
+                                            start, s, d, by_16, mask.k_valid);
     load_channels<2 * ROWS, COLUMNS>(v_tile, v + k_head * e + channel, (long long)n * e, start, s,
-                           e - channel, mask.k_valid);
+                                     e - channel, mask.k_valid);
     for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
     __syncthreads();
     store_scores<false, COLUMNS, KEY_WIDTH>(scores, own, k_tile, KEY_STEP, mask, scale, row, start,
@@ -72,11 +72,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
       for (int j = 0; j < COLUMNS; ++j)
         high = fmaxf(high, scores[r * STEP + j] + v_tile[j * WIDE + lane()] * LOG2_E);
       const float m_base = m == -INFINITE ? 0.0f : m, base = high == -INFINITE ? 0.0f : high;
-      total[r] = total[r] * exp2f(largest[r] - m_base) + sum_of_warp(exp2f(own_score - m_base));
-      float sum = acc[r] * exp2f(highest[r] - base);
+      total[r] = total[r] * power_of_2(largest[r] - m_base) +
+                 sum_of_warp(power_of_2(own_score - m_base));
+      float sum = acc[r] * power_of_2(highest[r] - base);
 #pragma unroll 4
       for (int j = 0; j < COLUMNS; ++j)
-        sum += exp2f(scores[r * STEP + j] + v_tile[j * WIDE + lane()] * LOG2_E - base);
+        sum += power_of_2(scores[r * STEP + j] + v_tile[j * WIDE + lane()] * LOG2_E - base);
       largest[r] = m, highest[r] = high, acc[r] = sum;
     }
   }

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
     for (int i = 0; i < 2; ++i) {
       const float higher = fmaxf(largest[i], max_of_four(highest[i]));
       base[i] = is_key[i] || higher == -INFINITE ? 0.0f : higher;
-      kept[i] = is_key[i] ? 1.0f : exp2f(largest[i] - base[i]);
+      kept[i] = is_key[i] ? 1.0f : power_of_2(largest[i] - base[i]);
       if (!is_key[i]) largest[i] = higher;
       sum[i] *= kept[i];
     }
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_read(
     for (int j = 0; j < TOKENS / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float weight = exp2f(scores.x[j][i] - base[i / 2]);
+        const float weight = power_of_2(scores.x[j][i] - base[i / 2]);
         sum[i / 2] += weight;
         const int at = row_of(i) * STEP + column_of(j, i);
         weights[at] = narrow<T>(weight);
@@ -240,12 +240,12 @@ __global__ void lucid_finish(const T* __restrict__ q, const T* __restrict__ k,
   for (int split = 0; split < used; ++split)
     largest = fmaxf(largest, maxima[first + split * (group + 1) + row]);
   const float base = largest == -INFINITE ? 0.0f : largest;
-  const float added = exp2f(own - base), factor = beta == nullptr ? 1.0f : wide(beta[head]);
+  const float added = power_of_2(own - base), factor = beta == nullptr ? 1.0f : wide(beta[head]);
   for (int channel = threadIdx.x; channel < width; channel += blockDim.x) {
     float read = 0.0f, attended = 0.0f, weight = added;
     for (int split = 0; split < used; ++split) {
       const long long part = first + split * (group + 1);
-      const float kept = exp2f(maxima[part + row] - base);
+      const float kept = power_of_2(maxima[part + row] - base);
       read += totals[(part + group) * step + channel];
       attended += totals[(part + row) * step + channel] * kept;
       weight += sums[part + row] * kept;

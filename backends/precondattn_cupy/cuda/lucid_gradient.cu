@@ -38,7 +38,9 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
   d_v += (b * s * heads + n) * width;
   keys += head * tokens * KEY_WIDTH;
 
-  copy_tile<ROWS, KEY_WIDTH>(own_keys, keys + (long long)own * KEY_WIDTH, KEY_WIDTH);
+  Copies copies;
+  copy_tile<2 * ROWS, ROWS, KEY_WIDTH>(copies, own_keys, keys + (long long)own * KEY_WIDTH,
+                                       KEY_WIDTH);
   Product<KEY_WIDTH> total;
   total.clear();
   float size[2] = {0.0f, 0.0f};
@@ -55,11 +57,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
         const int there = width - first;
         // With a single chunk of channels, the block's own rows stay in shared memory.
         if (other == begin || width > WIDTH)
-          load_tile<2 * ROWS, ROWS, WIDTH>(left, STEP, of_own + first, value_step, own, s, there, by_16, valid);
-        load_tile<2 * ROWS, COLUMNS, WIDTH>(right, STEP, of_other + first, value_step, other, s, there, by_16,
-                                  valid);
+          begin_tile<2 * ROWS, ROWS, WIDTH>(copies, left, STEP, of_own + first, value_step, own, s, there,
+                                            by_16, valid);
+        begin_tile<2 * ROWS, COLUMNS, WIDTH>(copies, right, STEP, of_other + first, value_step, other, s,
+                                               there, by_16, valid);
         if (first == 0)
-          copy_tile<COLUMNS, KEY_WIDTH>(other_keys, keys + (long long)other * KEY_WIDTH, KEY_WIDTH);
+          copy_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(copies, other_keys,
+                                                  keys + (long long)other * KEY_WIDTH, KEY_WIDTH);
+        copies.wait();
         __syncthreads();
         add_product<false, true, COLUMNS, WIDTH>(g, left + row * STEP, STEP, right, STEP);
         if (first + WIDTH < width) __syncthreads();

@@ -79,11 +79,15 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
   inverse += (head * tokens + low) * super + high % super;
 
   T *low_keys = reinterpret_cast<T*>(memory), *high_keys = low_keys;
-  copy_tile<TILE, KEY_WIDTH>(low_keys, keys + (long long)low * KEY_WIDTH, KEY_WIDTH);
+  Copies copies;
+  copy_tile<2 * TILE, TILE, KEY_WIDTH>(copies, low_keys, keys + (long long)low * KEY_WIDTH,
+                                       KEY_WIDTH);
   if (apart > 0) {
     high_keys += TILE * KEY_STEP;
-    copy_tile<TILE, KEY_WIDTH>(high_keys, keys + (long long)high * KEY_WIDTH, KEY_WIDTH);
+    copy_tile<2 * TILE, TILE, KEY_WIDTH>(copies, high_keys, keys + (long long)high * KEY_WIDTH,
+                                         KEY_WIDTH);
   }
+  copies.wait();
   __syncthreads();
   const int row = 16 * warp();
   Product<TILE> found;
@@ -107,14 +111,14 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
   __syncthreads();
   float* strict = reinterpret_cast<float*>(memory);
   float* own = strict + TILE * STEP;
-  for (int at = threadIdx.x; at < TILE * TILE; at += blockDim.x)
+  for (int at = threadIdx.x; at < TILE * TILE; at += 2 * TILE)
     own[at / TILE * STEP + at % TILE] = 0.0f;
   store_product(strict + row * STEP, STEP, found);
   __syncthreads();
   invert_least(own + row * STEP + row, strict + row * STEP + row, STEP);
   __syncthreads();
   invert_larger<TILE, 16>(own, strict);
-  for (int at = threadIdx.x; at < TILE * TILE; at += blockDim.x)
+  for (int at = threadIdx.x; at < TILE * TILE; at += 2 * TILE)
     inverse[at / TILE * super + at % TILE] = narrow<T>(own[at / TILE * STEP + at % TILE]);
 }
 
@@ -133,13 +137,15 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
   const T* upper = inverse + (long long)first * super + first % super;
   T* lower = inverse + (long long)second * super + first % super;
   Product<TILE> found;
+  Copies copies;
 
   for (int i = 0; i < count; ++i) {
     found.clear();
     for (int m = own; m < tiles; ++m) {
       const T* rows = upper + (long long)m * TILE * super;
-      copy_tile<TILE, TILE>(left, rows + half + i * TILE, super);
-      copy_tile<TILE, TILE>(right, rows + own * TILE, super);
+      copy_tile<2 * TILE, TILE, TILE>(copies, left, rows + half + i * TILE, super);
+      copy_tile<2 * TILE, TILE, TILE>(copies, right, rows + own * TILE, super);
+      copies.wait();
       __syncthreads();
       add_product<true, false, TILE, TILE>(found, left + row, STEP, right, STEP);
       __syncthreads();
@@ -150,7 +156,8 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
     T* rows = lower + (long long)i * TILE * super;
     found.clear();
     for (int m = 0; m <= i; ++m) {
-      copy_tile<TILE, TILE>(left, rows + half + m * TILE, super);
+      copy_tile<2 * TILE, TILE, TILE>(copies, left, rows + half + m * TILE, super);
+      copies.wait();
       __syncthreads();
       add_product<false, false, TILE, TILE>(found, left + row * STEP, STEP,
                                             middle + m * TILE * STEP, STEP);

@@ -11,8 +11,8 @@
 // Φ is symmetric, so one kernel, `lucid_update`, serves both. In products of 16 bits, y is divided by a
 // power of two above the largest right side of its channel and super-block: since no entry of N is
 // larger than 2, no quotient is larger than 4 S, far below float16's maximum.
+#include "held_products.cuh"
 #include "lucid_tiles.cuh"
-#include "warps.cuh"
 
 __device__ __forceinline__ float4 four(const float* x) {
   return *reinterpret_cast<const float4*>(x);
@@ -70,22 +70,29 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
     __syncthreads();
   }
 
+  Copies copies;
   Product<WIDTH> total;
   total.clear();
   const int low = BACKWARD ? own : start, high = BACKWARD ? end : own + TILE;
   for (int other = low; other < high; other += TILE) {
     const int at_row = BACKWARD ? other : own, at_column = (BACKWARD ? own : other) - start;
-    copy_tile<TILE, TILE>(block, inverse + (long long)at_row * super + at_column, super);
-    for (int at = threadIdx.x; at < TILE * WIDTH / 4; at += blockDim.x) {
+    copy_tile<2 * TILE, TILE, TILE>(copies, block, inverse + (long long)at_row * super + at_column,
+                                    super);
+    // Several reads before the first one is used.
+#pragma unroll 8
+    for (int i = 0; i < WIDTH / 8; ++i) {
+      const int at = i * 2 * TILE + threadIdx.x;
       const int token = at / (WIDTH / 4), channel = at % (WIDTH / 4) * 4;
-      const float4 x = four(right + (long long)(other + token) * step + channel);
-      const float found[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float by = SCALED ? one_by_power(size[channel + i]) : 1.0f;
-        sides[token * SIDE_STEP + channel + i] = narrow<OPERAND>(found[i] * by);
+      float4 x = four(right + (long long)(other + token) * step + channel);
+      if (SCALED) {
+        const float4 by = four(size + channel);
+        x = {x.x * one_by_power(by.x), x.y * one_by_power(by.y), x.z * one_by_power(by.z),
+             x.w * one_by_power(by.w)};
       }
+      store_two(sides + token * SIDE_STEP + channel, x.x, x.y);
+      store_two(sides + token * SIDE_STEP + channel + 2, x.z, x.w);
     }
+    copies.wait();
     __syncthreads();
     add_product<BACKWARD, false, WIDTH, TILE>(total, BACKWARD ? block + row : block + row * BLOCK_STEP,
                                               BLOCK_STEP, sides, SIDE_STEP);
@@ -95,21 +102,32 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   factor += head * tokens;
   solved += head * tokens * step + first;
   float along[2] = {0.0f, 0.0f};
+  const bool aligned = width % 2 == 0;
 #pragma unroll
-  for (int j = 0; j < WIDTH / 8; ++j)
+  for (int i = 0; i < 4; i += 2) {
+    const int token = own + row + row_of(i);
+    const float by = factor[token];
+    const long long at = ((b * s + token) * heads + n) * width + first;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = own + row + row_of(i), column = column_of(j, i);
-      const float found = total.x[j][i], result = found * factor[token];
-      const float unit = SCALED ? size[column] : 1.0f;
-      solved[(long long)token * step + column] = narrow<OPERAND>(result);
-      if (token < s && first + column < width) {
-        const long long at = ((b * s + token) * heads + n) * width + first + column;
-        out[at] = narrow<T>(result * unit);
-        if (rho != nullptr && !BACKWARD) rho[at] = narrow<T>(found * unit);
-        if (rho != nullptr && BACKWARD) along[i / 2] += found * unit * wide(rho[at]);
+    for (int j = 0; j < WIDTH / 8; ++j) {
+      const int column = column_of(j, i), there = width - first - column;
+      float x = total.x[j][i], y = total.x[j][i + 1];
+      store_two(solved + (long long)token * step + column, x * by, y * by);
+      if (token >= s || there <= 0) continue;
+      if (SCALED) {
+        x *= size[column];
+        y *= size[column + 1];
+      }
+      store_there(out + at + column, there, aligned, x * by, y * by);
+      if (rho == nullptr) continue;
+      if (!BACKWARD) {
+        store_there(rho + at + column, there, aligned, x, y);
+      } else {
+        const float2 other = load_there(rho + at + column, there, aligned);
+        along[i / 2] += x * other.x + (there > 1 ? y * other.y : 0.0f);
       }
     }
+  }
   if (rho == nullptr || !BACKWARD) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -130,43 +148,52 @@ __global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(
     int s, int heads, int tokens, int super, int start, int first_row, int step, float scale,
     float shift) {
   constexpr int KEY_STEP = step_of<OPERAND, KEY_WIDTH>(), STEP = step_of<OPERAND, WIDTH>();
-  constexpr int PHI_STEP = step_of<OPERAND, COLUMNS>();
+  constexpr int THREADS = 2 * ROWS;
   extern __shared__ __align__(16) unsigned char memory[];
   OPERAND* own_keys = reinterpret_cast<OPERAND*>(memory);
+  // Two buffers each.
   OPERAND* other_keys = own_keys + ROWS * KEY_STEP;
-  OPERAND* values = other_keys + COLUMNS * KEY_STEP;
-  OPERAND* phi = values + COLUMNS * STEP + 16 * warp() * PHI_STEP;
+  OPERAND* values = other_keys + 2 * COLUMNS * KEY_STEP;
   const long long head = blockIdx.y;
   const int first = blockIdx.z * WIDTH, own = first_row + blockIdx.x * ROWS, row = 16 * warp();
   if (segments != nullptr) segments += head / heads * s;
   keys += head * tokens * KEY_WIDTH;
   solved += head * tokens * step + first;
 
-  copy_tile<ROWS, KEY_WIDTH>(own_keys, keys + (long long)own * KEY_WIDTH, KEY_WIDTH);
+  Copies copies;
+  const auto begin = [&](int other, int buffer) {
+    copy_tile<THREADS, COLUMNS, KEY_WIDTH>(copies, other_keys + buffer * COLUMNS * KEY_STEP,
+                                           keys + (long long)other * KEY_WIDTH, KEY_WIDTH);
+    copy_tile<THREADS, COLUMNS, WIDTH>(copies, values + buffer * COLUMNS * STEP,
+                                       solved + (long long)other * step, step);
+  };
+  copy_tile<THREADS, ROWS, KEY_WIDTH>(copies, own_keys, keys + (long long)own * KEY_WIDTH, KEY_WIDTH);
+  begin(start, 0);
   Product<WIDTH> total;
   total.clear();
   const int end = min(start + super, tokens);
-  for (int other = start; other < end; other += COLUMNS) {
-    copy_tile<COLUMNS, KEY_WIDTH>(other_keys, keys + (long long)other * KEY_WIDTH, KEY_WIDTH);
-    copy_tile<COLUMNS, WIDTH>(values, solved + (long long)other * step, step);
+  for (int other = start, buffer = 0; other < end; other += COLUMNS, buffer ^= 1) {
+    copies.wait();
     __syncthreads();
+    if (other + COLUMNS < end) begin(other + COLUMNS, buffer ^ 1);
     Product<COLUMNS> scores;
     scores.clear();
     add_product<false, true, COLUMNS, KEY_WIDTH>(scores, own_keys + row * KEY_STEP, KEY_STEP,
-                                                 other_keys, KEY_STEP);
+                                                 other_keys + buffer * COLUMNS * KEY_STEP, KEY_STEP);
     exponentiate(scores, {segments, s, scale, shift}, own + row, other);
-    store_product(phi, PHI_STEP, scores);
-    __syncwarp();
-    add_product<false, false, WIDTH, COLUMNS>(total, phi, PHI_STEP, values, STEP);
-    __syncthreads();
+    add_held_product<false, WIDTH, COLUMNS>(total, scores, values + buffer * COLUMNS * STEP, STEP);
   }
   right += (head * tokens + own + row) * step + first;
+  const float* size = sizes + head * step + first;
 #pragma unroll
   for (int j = 0; j < WIDTH / 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; i += 2) {
       const int column = column_of(j, i);
-      const float size = sizeof(OPERAND) == 2 ? sizes[head * step + first + column] : 1.0f;
-      right[row_of(i) * step + column] -= total.x[j][i] * size;
+      float2 by = {1.0f, 1.0f};
+      if (sizeof(OPERAND) == 2) by = *reinterpret_cast<const float2*>(size + column);
+      float2* to = reinterpret_cast<float2*>(right + row_of(i) * step + column);
+      const float2 before = *to;
+      *to = {before.x - total.x[j][i] * by.x, before.y - total.x[j][i + 1] * by.y};
     }
 }

@@ -7,6 +7,7 @@
 // need no mask.
 #pragma once
 
+#include "copies.cuh"
 #include "products.cuh"
 
 // Padding of the rows of a tile in shared memory.
@@ -15,14 +16,18 @@ __host__ __device__ constexpr int step_of() {
   return WIDTH + gap<T>();
 }
 
-// Copies rows of scratch, which begin at `from`, to shared memory.
-template <int ROWS, int WIDTH, class T>
-__device__ __forceinline__ void copy_tile(T* tile, const T* __restrict__ from, int from_step) {
+// Begins to copy rows of scratch, which begin at `from`, to shared memory.
+template <int THREADS, int ROWS, int WIDTH, class T>
+__device__ __forceinline__ void copy_tile(Copies& copies, T* tile, const T* __restrict__ from,
+                                          int from_step) {
   constexpr int PART = 16 / sizeof(T), PARTS = WIDTH / PART;
-  for (int at = threadIdx.x; at < ROWS * PARTS; at += blockDim.x) {
+#pragma unroll
+  for (int start = 0; start < ROWS * PARTS; start += THREADS) {
+    const int at = start + threadIdx.x;
+    if (ROWS * PARTS % THREADS != 0 && at >= ROWS * PARTS) break;
     const int row = at / PARTS, column = at % PARTS * PART;
-    *reinterpret_cast<uint4*>(tile + row * step_of<T, WIDTH>() + column) =
-        *reinterpret_cast<const uint4*>(from + (long long)row * from_step + column);
+    copies.add(tile + row * step_of<T, WIDTH>() + column,
+               from + (long long)row * from_step + column, true);
   }
 }
 
@@ -52,7 +57,7 @@ __device__ __forceinline__ void exponentiate(Product<COLUMNS>& c, const Metric& 
   for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float found = exp2f(c.x[j][i] * metric.scale - metric.shift);
+      float found = power_of_2(c.x[j][i] * metric.scale - metric.shift);
       if (metric.segments != nullptr) {
         // Tokens after the last one are padding, in any segment.
         const int last = metric.s - 1;

@@ -137,11 +137,13 @@ __device__ __forceinline__ void add_product(Product<COLUMNS>& c, const T* a, int
   plain_product<A_TRANSPOSED, B_TRANSPOSED, COLUMNS, DEPTH>(c, a, a_step, b, b_step);
 }
 
-// Between a product and a tile in shared or global memory: 16 rows that begin at `tile`.
+// From a product to a tile in shared or global memory: 16 rows that begin at `tile`, all aligned to two
+// elements.
 template <int COLUMNS, class T>
 __device__ __forceinline__ void store_product(T* tile, int step, const Product<COLUMNS>& c) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tile[row_of(i) * step + column_of(j, i)] = narrow<T>(c.x[j][i]);
+    for (int i = 0; i < 4; i += 2)
+      store_two(tile + row_of(i) * step + column_of(j, i), c.x[j][i], c.x[j][i + 1]);
 }

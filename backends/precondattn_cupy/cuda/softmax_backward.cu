@@ -36,16 +36,17 @@ __global__ void row_products(const T* __restrict__ d_o, const float* __restrict_
   if (lane() == 0) d_sum[at] = found;
 }
 
-// Tokens of an array that is the sum of PARTS arrays, each in a tile of its own.
+// Begins to load tokens of an array that is the sum of PARTS arrays, each in a tile of its own.
 template <int THREADS, int PARTS, int ROWS, int WIDTH, class F>
-__device__ __forceinline__ void load_parts(F* tile, const F* __restrict__ x,
+__device__ __forceinline__ void begin_parts(Copies& copies, F* tile, const F* __restrict__ x,
                                            const F* __restrict__ rest, long long step, int first,
                                            int count, int width, const unsigned char* valid) {
   const bool by_16 = width * sizeof(F) % 16 == 0;
-  load_tile<THREADS, ROWS, WIDTH>(tile, WIDTH + gap<F>(), x, step, first, count, width, by_16, valid);
+  begin_tile<THREADS, ROWS, WIDTH>(copies, tile, WIDTH + gap<F>(), x, step, first, count, width,
+                                   by_16, valid);
   if (PARTS > 1)
-    load_tile<THREADS, ROWS, WIDTH>(tile + ROWS * (WIDTH + gap<F>()), WIDTH + gap<F>(), rest, step, first,
-                           count, width, by_16, valid);
+    begin_tile<THREADS, ROWS, WIDTH>(copies, tile + ROWS * (WIDTH + gap<F>()), WIDTH + gap<F>(),
+                                     rest, step, first, count, width, by_16, valid);
 }
 
 // C += A Bᵀ of such tiles, without the product of the two smallest parts.
@@ -91,10 +92,11 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   if (PARTS > 1) v_rest += k_head * e;
   if (PARTS > 1) d_o_rest += q_head * e;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, first, t, d, by_16,
-                             mask.q_valid);
-  load_parts<2 * ROWS, PARTS, ROWS, WIDTH>(d_o_tile, d_o + q_head * e, d_o_rest, (long long)h * e, first, t,
-                                 e, mask.q_valid);
+  Copies copies;
+  begin_tile<2 * ROWS, ROWS, KEY_WIDTH>(copies, q_tile, KEY_STEP, q + q_head * d, (long long)h * d,
+                                        first, t, d, by_16, mask.q_valid);
+  begin_parts<2 * ROWS, PARTS, ROWS, WIDTH>(copies, d_o_tile, d_o + q_head * e, d_o_rest,
+                                            (long long)h * e, first, t, e, mask.q_valid);
   const int row = first + 16 * warp() + row_of(0);
   int run[2];
   float log_of[2], sum_of[2];
@@ -111,11 +113,13 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
   acc.clear();
   for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
     __syncthreads();
-    load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(k_tile, KEY_STEP, k, (long long)n * d, start, s, d, by_16,
-                                  mask.k_valid);
-    load_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(v_tile, v, v_rest, (long long)n * e, start, s, e,
-                                      mask.k_valid);
-    for (int j = threadIdx.x; j < COLUMNS; j += blockDim.x) runs[j] = mask.run_of_key(start + j);
+    begin_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(copies, k_tile, KEY_STEP, k, (long long)n * d, start,
+                                             s, d, by_16, mask.k_valid);
+    begin_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(copies, v_tile, v, v_rest, (long long)n * e,
+                                                 start, s, e, mask.k_valid);
+#pragma unroll 1
+    for (int j = threadIdx.x; j < COLUMNS; j += 2 * ROWS) runs[j] = mask.run_of_key(start + j);
+    copies.wait();
     __syncthreads();
 
     Product<COLUMNS> p, d_a;
@@ -124,28 +128,37 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
     add_product<false, true, COLUMNS, KEY_WIDTH>(p, q_tile + 16 * warp() * KEY_STEP, KEY_STEP,
                                                  k_tile, KEY_STEP);
     add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, d_o_tile, v_tile);
-    const bool is_open = mask.sees_all(first, ROWS, start, COLUMNS);
+    if (!mask.sees_all(first, ROWS, start, COLUMNS))
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = column_of(j, i);
+          if (runs[column] != run[i / 2] || !mask.is_near(row + 8 * (i / 2), start + column))
+            p.x[j][i] = -INFINITE;
+        }
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = column_of(j, i);
-        const bool is_seen = is_open || (runs[column] == run[i / 2] &&
-                                         mask.is_near(row + 8 * (i / 2), start + column));
-        const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[i / 2]) : 0.0f;
+        const float a = power_of_2(p.x[j][i] * log_scale - log_of[i / 2]);
         p.x[j][i] = a * (d_a.x[j][i] - sum_of[i / 2]);
       }
     add_exact_product<OWN, COLUMNS>(acc, p, k_tile + channel, KEY_STEP);
   }
 
 #pragma unroll
-  for (int j = 0; j < OWN / 8; ++j)
+  for (int i = 0; i < 4; i += 2) {
+    const int token = row + 8 * (i / 2);
+    if (token >= t) continue;
+    T* to = d_q + (q_head + (long long)token * h) * d;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = row + 8 * (i / 2), at = channel + column_of(j, i);
-      if (token < t && at < d)
-        d_q[(q_head + (long long)token * h) * d + at] = narrow<T>(acc.x[j][i] * scale);
+    for (int j = 0; j < OWN / 8; ++j) {
+      const int at = channel + column_of(j, i);
+      if (at < d)
+        store_there(to + at, d - at, d % 2 == 0, acc.x[j][i] * scale, acc.x[j][i + 1] * scale);
     }
+  }
 }
 
 // Everything is transposed: keys × queries. dv is written to `d_v`, or, unrounded, to `d_v_full`.
@@ -179,10 +192,12 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
 
   const long long k_head = (long long)batch * s * n + kv;
   const bool by_16 = d * sizeof(T) % 16 == 0;
-  load_tile<2 * ROWS, ROWS, KEY_WIDTH>(k_tile, KEY_STEP, k + k_head * d, (long long)n * d, first, s, d, by_16,
-                             mask.k_valid);
-  load_parts<2 * ROWS, PARTS, ROWS, WIDTH>(v_tile, v + k_head * e, PARTS > 1 ? v_rest + k_head * e : v_rest,
-                                 (long long)n * e, first, s, e, mask.k_valid);
+  Copies copies;
+  begin_tile<2 * ROWS, ROWS, KEY_WIDTH>(copies, k_tile, KEY_STEP, k + k_head * d, (long long)n * d,
+                                        first, s, d, by_16, mask.k_valid);
+  begin_parts<2 * ROWS, PARTS, ROWS, WIDTH>(copies, v_tile, v + k_head * e,
+                                            PARTS > 1 ? v_rest + k_head * e : v_rest,
+                                            (long long)n * e, first, s, e, mask.k_valid);
   const int row = first + 16 * warp() + row_of(0);
   const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
 
@@ -194,18 +209,20 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
     const long long q_head = (long long)batch * t * h + head;
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
-      load_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(q_tile, KEY_STEP, q + q_head * d, (long long)h * d, start, t, d,
-                                    by_16, mask.q_valid);
-      load_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(d_o_tile, d_o + q_head * e,
-                                        PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
-                                        (long long)h * e, start, t, e, mask.q_valid);
-      for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) {
+      begin_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(copies, q_tile, KEY_STEP, q + q_head * d,
+                                               (long long)h * d, start, t, d, by_16, mask.q_valid);
+      begin_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(copies, d_o_tile, d_o + q_head * e,
+                                                   PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
+                                                   (long long)h * e, start, t, e, mask.q_valid);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < COLUMNS; i += 2 * ROWS) {
         const int token = start + i;
         const long long at = ((long long)batch * h + head) * t + token;
         runs[i] = mask.run_of_query(token);
         log_of[i] = token < t ? log_total[at] : INFINITE;
         sum_of[i] = token < t ? d_sum[at] : 0.0f;
       }
+      copies.wait();
       __syncthreads();
 
       Product<COLUMNS> p, d_a;
@@ -214,15 +231,21 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
       add_product<false, true, COLUMNS, KEY_WIDTH>(p, k_tile + 16 * warp() * KEY_STEP, KEY_STEP,
                                                    q_tile, KEY_STEP);
       add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, v_tile, d_o_tile);
-      const bool is_open = mask.sees_all(start, COLUMNS, first, ROWS);
+      if (!mask.sees_all(start, COLUMNS, first, ROWS))
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = column_of(j, i);
+            if (runs[column] != run[i / 2] || !mask.is_near(start + column, row + 8 * (i / 2)))
+              p.x[j][i] = -INFINITE;
+          }
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int column = column_of(j, i);
-          const bool is_seen = is_open || (runs[column] == run[i / 2] &&
-                                           mask.is_near(start + column, row + 8 * (i / 2)));
-          const float a = is_seen ? exp2f(p.x[j][i] * log_scale - log_of[column]) : 0.0f;
+          const float a = power_of_2(p.x[j][i] * log_scale - log_of[column]);
           d_a.x[j][i] = a * (d_a.x[j][i] - sum_of[column]);
           p.x[j][i] = a;
         }
@@ -241,21 +264,23 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
   }
 
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4; i += 2) {
     const int token = row + 8 * (i / 2);
     if (token >= s) continue;
     const long long at_token = k_head + (long long)token * n;
 #pragma unroll
     for (int j = 0; j < OWN_KEY / 8; ++j) {
       const int at = part * OWN_KEY + column_of(j, i);
-      if (at < d) d_k[at_token * d + at] = narrow<T>(key_acc.x[j][i] * scale);
+      const float x = key_acc.x[j][i] * scale, y = key_acc.x[j][i + 1] * scale;
+      if (at < d) store_there(d_k + at_token * d + at, d - at, d % 2 == 0, x, y);
     }
 #pragma unroll
     for (int j = 0; j < OWN / 8; ++j) {
       const int at = part * OWN + column_of(j, i);
+      const float x = acc.x[j][i], y = acc.x[j][i + 1];
       if (at >= e) continue;
-      if (d_v) d_v[at_token * e + at] = narrow<T>(acc.x[j][i]);
-      if (d_v_full) d_v_full[at_token * e + at] = acc.x[j][i];
+      if (d_v) store_there(d_v + at_token * e + at, e - at, e % 2 == 0, x, y);
+      if (d_v_full) store_there(d_v_full + at_token * e + at, e - at, e % 2 == 0, x, y);
     }
   }
 }

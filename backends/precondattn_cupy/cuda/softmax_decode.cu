@@ -60,7 +60,7 @@ struct Past {
     rows = min(group - first, 16);
     const long long head = (long long)blockIdx.z * h + kv * group + first;
     load_tile<32 * DECODING_WARPS, 16, KEY_WIDTH>(q_tile, KEY_STEP, q + head * d, d, 0, rows, d,
-                             d * sizeof(T) % 16 == 0);
+                                                  d * sizeof(T) % 16 == 0);
     part = head * gridDim.x * DECODING_WARPS + blockIdx.x * DECODING_WARPS + warp();
   }
   __device__ __forceinline__ long long part_of(int row) const {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
   for (int start = low; start < end; start += Cached::TOKENS) {
     Product<COLUMNS> p;
     past.load(p, keys, values, valid, start, end, capacity, n, d, e, scale);
-    running.weigh<T, true>(p, acc);
+    running.weigh<T, true>(p, acc, 1.0f);
     add_held_product<true, WIDTH, COLUMNS>(acc, p, past.v_tile + warp() * COLUMNS, Cached::STEP);
   }
   running.close();
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
 #pragma unroll
     for (int j = 0; j < WIDTH / 8; ++j)
       if (column_of(j, i) < e)
-        outs[part * e + column_of(j, i)] = running.mean(i / 2, acc.x[j][i]);
+        outs[part * e + column_of(j, i)] = acc.x[j][i] * running.one_by_total(i / 2);
   }
 }
 
@@ -146,8 +146,8 @@ __global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const 
   const bool is_some = largest > -INFINITE && (!q_valid || q_valid[batch]);
   float total = 0.0f;
   if (is_some)
-    for (int p = lane(); p < parts; p += 32) total += exp2f(logs[p] - largest);
-  const float own = is_some ? exp2f(score - largest) : 0.0f;
+    for (int p = lane(); p < parts; p += 32) total += power_of_2(logs[p] - largest);
+  const float own = is_some ? power_of_2(score - largest) : 0.0f;
   total = sum_of_warp(total) + own;
   for (int c = threadIdx.x; c < e; c += blockDim.x) {
     float found = 0.0f;
@@ -157,13 +157,13 @@ __global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const 
       const float new_one = score + value * 1.44269504f;
       float high = new_one;
       for (int p = 0; p < parts; ++p) high = fmaxf(high, outs[(long long)p * e + c]);
-      found = exp2f(new_one - high);
-      for (int p = 0; p < parts; ++p) found += exp2f(outs[(long long)p * e + c] - high);
+      found = power_of_2(new_one - high);
+      for (int p = 0; p < parts; ++p) found += power_of_2(outs[(long long)p * e + c] - high);
       found = (high + log2f(found) - largest - log2f(total)) / 1.44269504f;
     } else if (is_some) {
       found = own * value;
       for (int p = 0; p < parts; ++p)
-        found += exp2f(logs[p] - largest) * outs[(long long)p * e + c];
+        found += power_of_2(logs[p] - largest) * outs[(long long)p * e + c];
       found /= total;
     }
     out[row * e + c] = narrow<T>(found);
@@ -211,13 +211,13 @@ __global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
         for (int j = 0; j < COLUMNS; ++j)
           high = fmaxf(high, scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f);
         const float base = high == -INFINITE ? 0.0f : high;
-        float sum = exp2f(found[r][x] - base);
+        float sum = power_of_2(found[r][x] - base);
         for (int j = 0; j < COLUMNS; ++j)
-          sum += exp2f(scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f - base);
+          sum += power_of_2(scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f - base);
         found[r][x] = sum > 0.0f ? base + log2f(sum) : -INFINITE;
       }
     }
-    running.weigh<T, false>(p, unused);
+    running.weigh<T, false>(p, unused, 1.0f);
   }
   running.close();
 #pragma unroll

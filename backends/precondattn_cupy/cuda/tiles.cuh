@@ -5,6 +5,7 @@
 // holds.
 #pragma once
 
+#include "copies.cuh"
 #include "products.cuh"
 
 // `by_16`: rows are aligned to 16 bytes, and their length is a multiple of 16 bytes. Then a thread
@@ -52,4 +53,27 @@ __device__ __forceinline__ void load_tile(U* tile, int tile_step, const T* __res
                                           bool by_16, const unsigned char* valid = nullptr) {
   load_converted<THREADS, ROWS, WIDTH>(tile, tile_step, head, step, first, count, width, by_16,
                                        valid, [](T x) { return narrow<U>(wide(x)); });
+}
+
+// Begins to load a tile whose elements need no conversion: ready after `copies.wait()`.
+template <int THREADS, int ROWS, int WIDTH, class T>
+__device__ __forceinline__ void begin_tile(Copies& copies, T* tile, int tile_step,
+                                           const T* __restrict__ head, long long step, int first,
+                                           int count, int width, bool by_16,
+                                           const unsigned char* valid = nullptr) {
+  constexpr int PART = 16 / sizeof(T), PARTS = ROWS * WIDTH / PART;
+  if (!by_16) {
+    load_tile<THREADS, ROWS, WIDTH>(tile, tile_step, head, step, first, count, width, false, valid);
+    return;
+  }
+#pragma unroll
+  for (int start = 0; start < PARTS; start += THREADS) {
+    const int at = start + threadIdx.x;
+    if (PARTS % THREADS != 0 && at >= PARTS) break;
+    const int row = at / (WIDTH / PART), column = at % (WIDTH / PART) * PART;
+    const int token = first + row;
+    const bool there =
+        token >= 0 && token < count && column < width && (valid == nullptr || valid[token]);
+    copies.add(tile + row * tile_step + column, head + token * step + column, there);
+  }
 }

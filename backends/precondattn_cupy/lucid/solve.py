@@ -161,9 +161,8 @@ class System:
         apply_bytes = 4 * plan.chunk + _bytes(tile, tile, plan.operand)
         apply_bytes += _bytes(tile, plan.chunk, plan.operand)
         rows, columns = plan.update
-        update_bytes = _bytes(rows + columns, plan.key_width, plan.operand)
-        update_bytes += _bytes(columns, plan.chunk, plan.operand)
-        update_bytes += _bytes(rows, columns, plan.operand)
+        update_bytes = _bytes(rows + 2 * columns, plan.key_width, plan.operand)
+        update_bytes += _bytes(2 * columns, plan.chunk, plan.operand)
         starts = range(0, plan.tokens, plan.super_block)
         for start in reversed(starts) if backward else starts:
             end = min(start + plan.super_block, plan.tokens)

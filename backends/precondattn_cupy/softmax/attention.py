@@ -18,6 +18,8 @@ from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
 from precondattn_cupy.layout import Masks, empty, masks_of
 
 LOG2_E = math.log2(math.e)
+SMALLEST = 2.0**-126
+"""The smallest normal number of float32"""
 WIDEST = {"k": 256, "v": 512}
 PART = 128
 """Channels that a block computes."""
@@ -81,6 +83,11 @@ class Call(NamedTuple):
     """(b, n), the heads to which `v` applies; None for all."""
 
     @property
+    def log_scale(self) -> float:
+        """For powers of two; not 0 in float32, since masked scores are −∞ before they are scaled."""
+        return max(self.scale * LOG2_E, SMALLEST)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """t, s, h, n, d and e, and how far a query attends before and after its position."""
         _, t, h, d = self.q.shape
@@ -130,8 +137,8 @@ def attend(call: Call, out: Array | None, full: Array | None) -> Array:
     _launch(
         call, "forward", name, -(-t // tile.rows) * -(-e // widths[1]), h, tile,
         (call.q, call.k, *call.v, call.is_chosen, out, full, log_total, *call.masks,
-         call.scale * LOG2_E),
-        (tile.rows + tile.columns) * of_row + tile.columns * (of_value + 4),
+         call.log_scale),
+        tile.rows * of_row + 2 * tile.columns * (of_row + of_value + 4),
     )  # fmt: skip
     return log_total
 
@@ -157,7 +164,7 @@ def query_gradient(call: Call, d_o: Values, log_total: Array, d_sum: Array, d_q:
     _launch(
         call, "backward", name, -(-t // tile.rows) * -(-d // PART), h, tile,
         (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_q, *call.masks,
-         call.scale * LOG2_E, call.scale),
+         call.log_scale, call.scale),
         (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 4,
     )  # fmt: skip
 
@@ -177,7 +184,7 @@ def key_gradient(
     _launch(
         call, "backward", name, -(-s // tile.rows) * max(-(-d // PART), -(-e // PART)), n, tile,
         (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_k, d_v, d_v_full,
-         *call.masks, call.scale * LOG2_E, call.scale),
+         *call.masks, call.log_scale, call.scale),
         (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 12,
     )  # fmt: skip
 
