@@ -157,25 +157,28 @@ __global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(
   const long long head = blockIdx.y;
   const int first = blockIdx.z * WIDTH, own = first_row + blockIdx.x * ROWS, row = 16 * warp();
   if (segments != nullptr) segments += head / heads * s;
-  keys += head * tokens * KEY_WIDTH;
-  solved += head * tokens * step + first;
+  keys += (head * tokens + start) * KEY_WIDTH;
+  solved += (head * tokens + start) * step + first;
 
   Copies copies;
-  const auto begin = [&](int other, int buffer) {
-    copy_tile<THREADS, COLUMNS, KEY_WIDTH>(copies, other_keys + buffer * COLUMNS * KEY_STEP,
-                                           keys + (long long)other * KEY_WIDTH, KEY_WIDTH);
-    copy_tile<THREADS, COLUMNS, WIDTH>(copies, values + buffer * COLUMNS * STEP,
-                                       solved + (long long)other * step, step);
+  // The next tile.
+  const auto begin = [&](int buffer) {
+    copy_tile<THREADS, COLUMNS, KEY_WIDTH>(copies, other_keys + buffer * COLUMNS * KEY_STEP, keys,
+                                           KEY_WIDTH);
+    copy_tile<THREADS, COLUMNS, WIDTH>(copies, values + buffer * COLUMNS * STEP, solved, step);
+    keys += COLUMNS * KEY_WIDTH;
+    solved += (long long)COLUMNS * step;
   };
-  copy_tile<THREADS, ROWS, KEY_WIDTH>(copies, own_keys, keys + (long long)own * KEY_WIDTH, KEY_WIDTH);
-  begin(start, 0);
+  copy_tile<THREADS, ROWS, KEY_WIDTH>(copies, own_keys, keys + (long long)(own - start) * KEY_WIDTH,
+                                      KEY_WIDTH);
+  begin(0);
   Product<WIDTH> total;
   total.clear();
   const int end = min(start + super, tokens);
   for (int other = start, buffer = 0; other < end; other += COLUMNS, buffer ^= 1) {
     copies.wait();
     __syncthreads();
-    if (other + COLUMNS < end) begin(other + COLUMNS, buffer ^ 1);
+    if (other + COLUMNS < end) begin(buffer ^ 1);
     Product<COLUMNS> scores;
     scores.clear();
     add_product<false, true, COLUMNS, KEY_WIDTH>(scores, own_keys + row * KEY_STEP, KEY_STEP,

@@ -16,12 +16,13 @@ __host__ __device__ constexpr int step_of() {
   return WIDTH + gap<T>();
 }
 
-// Begins to copy rows of scratch, which begin at `from`, to shared memory.
+// Begins to copy rows of scratch, which begin at `from`, to shared memory. Not unrolled: nothing waits
+// for a copy, and registers are scarcer than instructions.
 template <int THREADS, int ROWS, int WIDTH, class T>
 __device__ __forceinline__ void copy_tile(Copies& copies, T* tile, const T* __restrict__ from,
                                           int from_step) {
   constexpr int PART = 16 / sizeof(T), PARTS = WIDTH / PART;
-#pragma unroll
+#pragma unroll 1
   for (int start = 0; start < ROWS * PARTS; start += THREADS) {
     const int at = start + threadIdx.x;
     if (ROWS * PARTS % THREADS != 0 && at >= ROWS * PARTS) break;
@@ -56,14 +57,16 @@ __device__ __forceinline__ void exponentiate(Product<COLUMNS>& c, const Metric& 
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      c.x[j][i] = power_of_2(c.x[j][i] * metric.scale - metric.shift);
+  if (metric.segments == nullptr) return;
+  // Tokens after the last one are padding, in any segment.
+  const int last = metric.s - 1;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float found = power_of_2(c.x[j][i] * metric.scale - metric.shift);
-      if (metric.segments != nullptr) {
-        // Tokens after the last one are padding, in any segment.
-        const int last = metric.s - 1;
-        const int own = metric.segments[min(i_first + row_of(i), last)];
-        if (own != metric.segments[min(j_first + column_of(j, i), last)]) found = 0.0f;
-      }
-      c.x[j][i] = found;
+      const int own = metric.segments[min(i_first + row_of(i), last)];
+      if (own != metric.segments[min(j_first + column_of(j, i), last)]) c.x[j][i] = 0.0f;
     }
 }

@@ -66,7 +66,7 @@ __device__ __forceinline__ void begin_tile(Copies& copies, T* tile, int tile_ste
     load_tile<THREADS, ROWS, WIDTH>(tile, tile_step, head, step, first, count, width, false, valid);
     return;
   }
-#pragma unroll
+#pragma unroll 4
   for (int start = 0; start < PARTS; start += THREADS) {
     const int at = start + threadIdx.x;
     if (PARTS % THREADS != 0 && at >= PARTS) break;
