@@ -134,7 +134,9 @@ def test_products_in_tf32_by_tensor_cores_and_without(options, treatments):
         for shape, how in zip(((32, 48), (48, 32)), treatments, strict=True)
     )
     a, b = a.astype(np.float32), b.astype(np.float32)
-    factors = [rounded(x) if how == "ROUNDED" else x for x, how in zip((a, b), treatments, strict=True)]
+    factors = [
+        rounded(x) if how == "ROUNDED" else x for x, how in zip((a, b), treatments, strict=True)
+    ]
     expected = factors[0].astype(np.float64) @ factors[1]
     for name, (left, right) in zip(names, ways, strict=True):
         c = np.full((32, 32), np.nan, np.float32)

@@ -1,0 +1,115 @@
+"""Write `measurements/predictions/cuda.json`: what CUDA kernels are expected to reach, before any run.
+
+    python docs/make_cuda_predictions.py
+
+The work and the roofs are computed (`precondattn_cupy/work.py`, `roof.py`). The pace is a person's
+estimate from the kernel's machine code, with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn_cupy import work
+from precondattn_cupy.work import Size
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Work, predicted, roof
+
+FILE = Path(__file__).with_name("measurements") / "predictions" / "cuda.json"
+HEADS, BATCH = 16, 4
+DEVICES = (H100, H200)
+
+
+class Guess(NamedTuple):
+    """What the machine code suggests for a kernel at one width."""
+
+    call: str
+    work: Callable[[Size], Work]
+    width: int
+    pace: float
+    """The share of the roof within the loop, on a full GPU."""
+    resident: int
+    """Programs that a multiprocessor holds, by registers and shared memory."""
+    reason: str
+
+
+GUESSES = (
+    Guess("lucid_solve", work.lucid_update, 128, 0.40, 2,
+          "mma.sync reaches about two thirds of the tensor rate, and a program's loads and stores of "
+          "right sides overlap only with the other program"),
+    Guess("lucid_solve", work.lucid_apply, 128, 0.25, 1,
+          "8 rounds of dependent loads for the largest right side, then up to 8 dependent products"),
+    Guess("lucid_solve", work.lucid_systems, 128, 0.20, 4,
+          "one tile in nine of a row is inverted in float32, 16 rows at a time in sequence"),
+    Guess("lucid_solve", work.lucid_join, 128, 0.10, 4,
+          "tiles are loaded and multiplied one after the other, with two barriers each"),
+    Guess("lucid_solve", work.lucid_key_gradient, 128, 0.35, 2,
+          "loads do not overlap with the products of the same program"),
+    Guess("softmax", work.softmax_forward, 128, 0.45, 2,
+          "mma.sync, and 7 other instructions for each; P v is computed twice for the gradient"),
+    Guess("softmax", work.softmax_forward, 64, 0.40, 2,
+          "mma.sync, and 8 other instructions for each; P v is computed twice for the gradient"),
+    Guess("softmax", work.softmax_query_gradient, 128, 0.35, 2,
+          "loads do not overlap with the products of the same program"),
+    Guess("softmax", work.softmax_key_gradient, 128, 0.30, 2,
+          "tiles of 16 queries, so that two barriers and a wait for loads come with every 80 mma"),
+    Guess("gated_delta", work.delta_prepare, 128, 0.25, 4,
+          "the inverse: a chain of 16 rows and 4 products in float32, with barriers between"),
+    Guess("gated_delta", work.carry_states, 128, 0.35, 2,
+          "128 chunks in sequence, each with a wait for its loads and three barriers"),
+    Guess("gated_delta", work.read_chunks, 128, 0.40, 4,
+          "three loads of shared memory for each mma in tf32; scores are computed four times"),
+    Guess("gated_delta", work.carry_gradients, 128, 0.30, 1,
+          "128 chunks in sequence, each with two waits for loads and five barriers"),
+)  # fmt: skip
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row for each kernel and size."""
+    found = []
+    for guess in GUESSES:
+        for tokens in (8192, 32768) if guess.call != "gated_delta" else (8192,):
+            heads = HEADS * (BATCH if guess.call == "gated_delta" else 1)
+            done = guess.work(Size(heads, tokens, guess.width, guess.width))
+            at = {}
+            for device in DEVICES:
+                least = roof(done, device)
+                seconds = predicted(done, device, guess.pace, guess.resident)
+                share = least.seconds / seconds
+                at[device.name] = dict(
+                    roof=least.seconds, limit=least.limit, seconds=seconds, share=share
+                )
+            found.append(
+                {
+                    "call": guess.call,
+                    "kernel": done.kernel,
+                    "heads": heads,
+                    "tokens": tokens,
+                    "width": guess.width,
+                    "launches": len(done.launches),
+                    "flops": done.half + done.tf32,
+                    "exponentials": done.exponentials,
+                    "bytes": done.bytes,
+                    "requested": done.requested,
+                    "pace": guess.pace,
+                    "reason": guess.reason,
+                    "devices": at,
+                }
+            )
+    return found
+
+
+def main() -> None:
+    content = {
+        "devices": {device.name: device.source for device in DEVICES},
+        "launch_gap": LAUNCH_GAP,
+        "kernels": rows(),
+    }
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
