@@ -1,9 +1,10 @@
-"""Write `measurements/predictions/cuda.json`: what CUDA kernels are expected to reach, before any run.
+"""Write `measurements/predictions/cuda.json`: what CUDA kernels are expected to reach.
 
     python docs/make_cuda_predictions.py
 
 The work and the roofs are computed (`precondattn_cupy/work.py`, `roof.py`). The pace is a person's
-estimate from the kernel's machine code, with its reason.
+estimate from the kernel's machine code, with its reason. The file is not written again once kernels
+have been measured.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Guess(NamedTuple):
 
 GUESSES = (
     Guess("lucid_solve", work.lucid_update, 128, 0.40, 2,
-          "mma.sync reaches about two thirds of the tensor rate, and a program's loads and stores of "
-          "right sides overlap only with the other program"),
+          "mma.sync reaches about two thirds of the tensor rate, and a program's loads and stores "
+          "of right sides overlap only with the other program"),
     Guess("lucid_solve", work.lucid_apply, 128, 0.25, 1,
-          "8 rounds of dependent loads for the largest right side, then up to 8 dependent products"),
+          "loads for the largest right side in 16 rounds, then up to 8 dependent products"),
     Guess("lucid_solve", work.lucid_systems, 128, 0.20, 4,
           "one tile in nine of a row is inverted in float32, 16 rows at a time in sequence"),
     Guess("lucid_solve", work.lucid_join, 128, 0.10, 4,
@@ -78,9 +79,12 @@ def rows() -> list[dict[str, Any]]:
                 least = roof(done, device)
                 seconds = predicted(done, device, guess.pace, guess.resident)
                 share = least.seconds / seconds
-                at[device.name] = dict(
-                    roof=least.seconds, limit=least.limit, seconds=seconds, share=share
-                )
+                at[device.name] = {
+                    "roof": least.seconds,
+                    "limit": least.limit,
+                    "seconds": seconds,
+                    "share": share,
+                }
             found.append(
                 {
                     "call": guess.call,
@@ -102,6 +106,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    if any((FILE.parent.parent / "gpu").glob("*/profile.json")):
+        raise SystemExit("kernels have been measured: predictions are not written again")
     content = {
         "devices": {device.name: device.source for device in DEVICES},
         "launch_gap": LAUNCH_GAP,

@@ -4,7 +4,8 @@
 
 Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
 Those of other versions of the compilers are from `measurements/kernels/other_versions`.
-Predictions are from `measurements/predictions`, which `make_predictions.py` writes.
+Predictions are from `measurements/predictions`, which `make_predictions.py` and
+`make_cuda_predictions.py` write.
 Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
 written by hand.
 """
@@ -79,7 +80,7 @@ def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, An
     run = pages.ledger(gpu) or NEVER
     compiled = COMPILED + "".join(map(_compiled, reports))
     with_others = OTHERS + "".join(_differences(other, reports) for other in others)
-    predictions = predicted(_predictions(), MEASURED)
+    predictions = predicted(_predictions(), MEASURED) + predicted_cuda(_predictions("cuda"))
     return HEAD + run + "\n" + predictions + compiled + (with_others if others else "")
 
 
@@ -88,8 +89,8 @@ def _reports(folder: str = ".") -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
-def _predictions() -> dict[str, Any]:
-    path = MEASUREMENTS / "predictions" / "triton.json"
+def _predictions(backend: str = "triton") -> dict[str, Any]:
+    path = MEASUREMENTS / "predictions" / f"{backend}.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
@@ -97,6 +98,25 @@ def _predictions() -> dict[str, Any]:
 def predicted(content: dict[str, Any], measured: Mapping[str, float]) -> str:
     """What was predicted of kernels and of whole calls, beside measured seconds."""
     lines = [f"* {name}: {source}." for name, source in content["devices"].items()]
+    lines += _kernels(content, measured)
+    lines += [
+        "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
+        "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
+        "| call | work | tokens | launches | predicted time | flash attention | predicted ratio |",
+        "|---" * 7 + "|",
+    ]
+    lines += [_call(row) for row in content["mechanisms"]]
+    return PREDICTED + "\n".join(lines) + "\n\n"
+
+
+def predicted_cuda(content: dict[str, Any]) -> str:
+    """The same for the kernels of `cupy`, at the same sizes."""
+    return "\n".join(["### CUDA kernels", *_kernels(content, {})]) + "\n\n"
+
+
+def _kernels(content: dict[str, Any], measured: Mapping[str, float]) -> list[str]:
+    """A table for each device, and what holds kernels below their roofs."""
+    lines = []
     for device in content["devices"]:
         lines += [
             f"\nPredicted for an {device}:\n",
@@ -110,15 +130,7 @@ def predicted(content: dict[str, Any], measured: Mapping[str, float]) -> str:
         for row in content["kernels"]
     }
     lines += ["\nWhat is predicted to hold a kernel below its roof:\n"]
-    lines += [f"* {name}: {reason}." for name, reason in reasons.items()]
-    lines += [
-        "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
-        "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
-        "| call | work | tokens | launches | predicted time | flash attention | predicted ratio |",
-        "|---" * 7 + "|",
-    ]
-    lines += [_call(row) for row in content["mechanisms"]]
-    return PREDICTED + "\n".join(lines) + "\n\n"
+    return lines + [f"* {name}: {reason}." for name, reason in reasons.items()]
 
 
 def _kernel(row: dict[str, Any], device: str, measured: Mapping[str, float]) -> str:

@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def log_scale(self) -> float:
-        """For powers of two; not 0 in float32, since masked scores are −∞ before they are scaled."""
+        """For powers of two; not 0 in float32, since masked scores are −∞ before scaling."""
         return max(self.scale * LOG2_E, SMALLEST)
 
     @property
