@@ -32,16 +32,13 @@ class Size(NamedTuple):
 
 
 def apply_inverse(size: Size, tiles: Configuration) -> Work:
-    """ρ_J = N_J R_J of every super-block: the lower triangle of N, in tiles.
-
-    Every program reads all right sides of its super-block for their largest magnitude.
-    """
+    """ρ_J = N_J R_J of every super-block: the lower triangle of N, in tiles."""
     m, t, _, e = size
     rows, block = tiles.rows, min(tiles.columns, t)
     count = block // rows
     products = count * (count + 1) // 2
     blocks = t // block
-    read = products * rows * (rows * HALF + e * FULL) + count * block * e * FULL
+    read = products * rows * (rows * HALF + e * FULL)
     written = block * e * 3 * HALF
     least = block * (block // 2 * HALF + e * FULL) + written
     return Work(

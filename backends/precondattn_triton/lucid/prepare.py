@@ -71,6 +71,7 @@ def load_right_sides(
     v,
     valid,
     right,
+    largest,
     s,
     heads,
     tokens,
@@ -84,7 +85,10 @@ def load_right_sides(
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write v to `right` (m, T, STEP), float32; 0 for padding and invalid tokens."""
+    """Write v to `right` (m, T, STEP), float32; 0 for padding and invalid tokens.
+
+    The largest magnitudes of every tile are written to `largest` (m, T / ROWS, STEP).
+    """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -96,3 +100,5 @@ def load_right_sides(
     at = b * v_b + n * v_n + token[:, None] * v_s + channel[None, :] * v_e
     values = tl.load(v + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(right + (head * tokens + token)[:, None] * STEP + channel[None, :], values)
+    tile = head * (tokens // ROWS) + tl.program_id(0)
+    tl.store(largest + tile * STEP + channel, tl.max(tl.abs(values), axis=0))

@@ -32,6 +32,15 @@ from precondattn_triton.precision import exact
 from precondattn_triton.tiles import masks_of
 
 
+class RightSides(NamedTuple):
+    """What is left of the right-hand sides, as super-blocks are solved."""
+
+    values: Tensor
+    """R (m, T, step), float32"""
+    largest: Tensor
+    """Largest magnitudes of tiles of `update` (m, T / rows, step)"""
+
+
 class Prepared(NamedTuple):
     """The workspace from which the forward and the backward solve start."""
 
@@ -80,15 +89,16 @@ class System:
         )  # fmt: skip
         return Prepared(keys, reciprocal, factor, segments)
 
-    def right_sides(self, v: Tensor) -> Tensor:
+    def right_sides(self, v: Tensor) -> RightSides:
         plan, valid = self.plan, self.masks.k_valid
+        rows = plan.update.rows
         right = v.new_empty((plan.heads, plan.tokens, plan.step), dtype=torch.float32)
-        rows = plan.inverse.rows
+        largest = right.new_empty((plan.heads, plan.tokens // rows, plan.step))
         lucid_prepare.load_right_sides[(plan.tokens // rows, plan.heads, plan.chunks)](
-            v, valid, right, plan.s, plan.n, plan.tokens, plan.e, *v.stride(),
+            v, valid, right, largest, plan.s, plan.n, plan.tokens, plan.e, *v.stride(),
             HAS_VALID=valid is not None, ROWS=rows, WIDTH=plan.chunk, STEP=plan.step, num_warps=8,
         )  # fmt: skip
-        return right
+        return RightSides(right, largest)
 
     def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
         """For scores of pairs of blocks of `half` tokens: keys, or chunks' scores and size."""
@@ -143,10 +153,10 @@ class System:
             half *= 2
         return inverse
 
-    def solve(self, right: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
+    def solve(self, sides: RightSides, out: Tensor, rho: Tensor | None) -> Tensor | None:
         """Write y or dv to `out`; ρ is written to `rho`, or, backward, read for dβ (b, s, n)."""
         plan, (_, _, factor, segments) = self.plan, self.prepared
-        backward, inverse = self.backward, self.inverses()
+        backward, inverse, (right, largest) = self.backward, self.inverses(), sides
         solved = torch.empty_like(right, dtype=plan.dtype)
         sizes = right.new_empty((plan.heads, plan.step))
         d_factor = None
@@ -157,11 +167,11 @@ class System:
             end = min(start + plan.super_block, plan.tokens)
             tiles = (end - start) // plan.inverse.rows
             lucid_substitution.apply_inverse[(tiles, plan.heads, plan.chunks)](
-                inverse, factor, right, solved, sizes, rho, out, d_factor,
+                inverse, factor, right, largest, solved, sizes, rho, out, d_factor,
                 plan.s, plan.n, plan.tokens, start, plan.e,
                 *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
                 BACKWARD=backward, HAS_BETA=rho is not None, SCALED=plan.half,
-                TILE=plan.inverse.rows, SUPER=plan.super_block,
+                TILE=plan.inverse.rows, ROWS=plan.update.rows, SUPER=plan.super_block,
                 WIDTH=plan.chunk, STEP=plan.step, PRECISION=plan.precision,
                 num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
             )  # fmt: skip
@@ -170,7 +180,7 @@ class System:
                 continue
             rows, columns, warps, stages = plan.update
             lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
-                self._keys_between_super_blocks(), segments, solved, sizes, right,
+                self._keys_between_super_blocks(), segments, solved, sizes, right, largest,
                 plan.n, plan.tokens, start, low, self.prepared.keys.numel(), *plan.score_factors,
                 HAS_BORDERS=self.borders is not None, HAS_SEGMENTS=segments is not None,
                 SCALED=plan.half, ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,

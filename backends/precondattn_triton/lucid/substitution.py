@@ -11,9 +11,10 @@ backward, from the last to the first, with R = dy,
 Φ is symmetric, so that one kernel, `update`, serves both directions. In PaTH's metric its keys are
 the rows at the border between the two super-blocks (`borders.py`), and Φ is symmetric again. In
 products of 16 bits, y is divided by a power of two, that of the largest right-hand side of its
-channel and super-block. Since no entry of N exceeds 2, no quotient exceeds 4 S, far below the
-largest float16. Grids: one program per tile of rows of a super-block (`apply_inverse`) or of all
-later or earlier rows (`update`), head and block of channels.
+channel and super-block. Since no entry of N exceeds 2, no quotient exceeds 8 S, far below the
+largest float16. Kernels that write R also write the largest magnitude of each of its tiles. Grids:
+one program per tile of rows of a super-block (`apply_inverse`) or of all later or earlier rows
+(`update`), head and block of channels.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def apply_inverse(
     inverse,
     factor,
     right,
+    largest,
     solved,
     sizes,
     rho,
@@ -52,6 +54,7 @@ def apply_inverse(
     HAS_BETA: tl.constexpr,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     SUPER: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
@@ -59,10 +62,11 @@ def apply_inverse(
 ):
     """Solve a tile of rows of the super-block at `start`, for a block of channels.
 
-    y or dv is written to `out` (b, s, n, e), and, divided by powers of two, to `solved` (m, T,
-    STEP) as an operand; the powers are written to `sizes` (m, STEP). With β, ρ is written to `rho`
-    (b, s, n, e) forward. Backward it is read, and `d_factor` (chunks, m, T) gets the part of these
-    channels in dβ = X · ρ.
+    `largest` (m, T / ROWS, STEP) has the largest magnitudes of tiles of R. y or dv is written to
+    `out` (b, s, n, e), and, divided by powers of two, to `solved` (m, T, STEP) as an operand; the
+    powers are written to `sizes` (m, STEP). With β, ρ is written to `rho` (b, s, n, e) forward.
+    Backward it is read, and `d_factor` (chunks, m, T) gets the part of these channels in
+    dβ = X · ρ.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
@@ -73,15 +77,17 @@ def apply_inverse(
 
     size = tl.full((WIDTH,), 1.0, tl.float32)
     if SCALED:
-        largest = tl.zeros((WIDTH,), tl.float32)
-        for j_start in range(start, end, TILE):
-            right_tile = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
-            largest = tl.maximum(largest, tl.max(tl.abs(right_tile), axis=0))
-        exponent = tl.ceil(tl.log2(tl.where(largest > 0, largest, 1.0)))
-        size = tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 127.0))
+        tile = start // ROWS + tl.arange(0, SUPER // ROWS)
+        at = largest + (head * (tokens // ROWS) + tile)[:, None] * STEP + channel[None, :]
+        of_tiles = tl.load(at, mask=(tile < end // ROWS)[:, None], other=0.0)
+        highest = tl.max(of_tiles, axis=0)
+        exponent = tl.ceil(tl.log2(tl.where(highest > 0, highest, 1.0)))
+        # The reciprocals of these powers are normal numbers too.
+        size = tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 126.0))
         if i_start == start:
             tl.store(sizes + head * STEP + channel, size)
 
+    reciprocal = 1.0 / size
     total = tl.zeros((TILE, WIDTH), tl.float32)
     low, high = start, i_start + TILE
     if BACKWARD:
@@ -95,7 +101,7 @@ def apply_inverse(
             column = column_of(j_start, TILE, SUPER)
             block = load_rows(inverse, head, tokens, i_start, TILE, TILE, column, SUPER)
         sides = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
-        sides = (sides / size[None, :]).to(block.dtype)
+        sides = (sides * reciprocal[None, :]).to(block.dtype)
         total += tl.dot(block, sides, input_precision=PRECISION)
 
     token = i_start + tl.arange(0, TILE).to(tl.int64)
@@ -126,6 +132,7 @@ def update(
     solved,
     sizes,
     right,
+    largest,
     heads,
     tokens,
     start,
@@ -170,4 +177,9 @@ def update(
         total *= tl.load(sizes + head * STEP + channel)[None, :]
     row = head * tokens + i_start + tl.arange(0, ROWS)
     at = right + row[:, None] * STEP + channel[None, :]
-    tl.store(at, tl.load(at) - total)
+    sides = tl.load(at) - total
+    tl.store(at, sides)
+    # Right sides of the super-block that is solved next are complete.
+    if SCALED and tl.abs(i_start // SUPER - start // SUPER) == 1:
+        tile = head * (tokens // ROWS) + i_start // ROWS
+        tl.store(largest + tile * STEP + channel, tl.max(tl.abs(sides), axis=0))
