@@ -81,8 +81,8 @@ def kernels_of(variant: Variant, target: str) -> list[Kernel]:
     """
     import jax
 
-    platform = _platform(target)
-    with _device(target):
+    platform = TPU if target == TPU else "cuda"
+    with lowering_for(DEVICES[target], platform):
         traced = jax.jit(variant.function).trace(*variant.arguments)
         module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     names: dict[tuple[str, Any], str] = {}
@@ -99,20 +99,16 @@ def kernels_of(variant: Variant, target: str) -> list[Kernel]:
     return kernels
 
 
-def _platform(target: str) -> str:
-    return TPU if target == TPU else "cuda"
-
-
-def _device(target: str) -> AbstractContextManager[Any]:
-    """JAX lowers for a device of the target inside; from version 0.11 on it needs one."""
+def lowering_for(device: str, platform: str) -> AbstractContextManager[Any]:
+    """JAX lowers for a device of this name inside; from version 0.11 on it needs one."""
     import jax
 
     if jax.__version_info__ < (0, 10, 2):  # An abstract device has no platform there.
         return nullcontext()
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    device = AbstractDevice(DEVICES[target], num_cores=1, platform=_platform(target))
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    abstract = AbstractDevice(device, num_cores=1, platform=platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[str, int], ...]]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from precondattn_kernel_tools.ahead_of_time import variants_of
-from precondattn_kernel_tools.pallas_compiler import TPU, Variant
+from precondattn_kernel_tools.pallas_compiler import TPU, Variant, lowering_for
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """The smallest topology of each chip; kernels are compiled for one chip of it."""
@@ -50,8 +50,11 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
 
     def compile_variant(variant: Variant) -> str:
         try:
-            traced = jax.jit(variant.function).trace(*jax.tree.map(on_the_chip, variant.arguments))
-            traced.lower(lowering_platforms=(TPU,)).compile()
+            with lowering_for(f"TPU {chip}", TPU):
+                arguments = jax.tree.map(on_the_chip, variant.arguments)
+                traced = jax.jit(variant.function).trace(*arguments)
+                lowered = traced.lower(lowering_platforms=(TPU,))
+            lowered.compile()
         except Exception as error:  # An error of the compiler's is a result, not a fault.
             return f"{type(error).__name__}: {error}"
         return ""
