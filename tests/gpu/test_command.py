@@ -36,6 +36,10 @@ def test_a_stage_runs_resumes_and_says_what_it_compared(tmp_path):
     [
         (("--stage", "headlines", "--out", "x"), "there is no stage 'headlines'"),
         (("--stage", "alive"), "--stage NAME and --out FOLDER are needed"),
+        (
+            ("--stage", "smoke", "--match", "lucyd", "--out", "x"),
+            "no task of these stages has 'lucyd' in its name",
+        ),
         (("--device", "tpu", "--list"), "--device must be cuda or cpu; found 'tpu'"),
     ],
 )

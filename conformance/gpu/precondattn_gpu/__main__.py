@@ -60,6 +60,9 @@ def main(
         chosen = list(STAGES) if not names else [named(name) for name in names]
     except ValueError as error:
         _stop(str(error))
+    chosen = [each for each in chosen if each.tasks(options)]
+    if not chosen:
+        _stop(f"no task of these stages has {match!r} in its name")
     if list_:
         _print_stages(chosen, options)
         return
