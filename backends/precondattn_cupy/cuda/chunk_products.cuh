@@ -90,7 +90,8 @@ __device__ __forceinline__ void tf32_product(Product<COLUMNS>& c, const float* a
   const int across = lane() / 4, along = lane() % 4;
   a += A_TRANSPOSED ? along * a_step + across : across * a_step + along;
   b += B_TRANSPOSED ? across * b_step + along : along * b_step + across;
-#pragma unroll
+// All of a deeper product at once has more factors in flight than a thread has registers.
+#pragma unroll(DEPTH > 128 ? 4 : DEPTH / 8)
   for (int k = 0; k < DEPTH; k += 8) {
     unsigned left[4], left_rest[4];
 #pragma unroll
