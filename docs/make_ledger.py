@@ -53,8 +53,8 @@ A row has all launches of a kernel in a forward call, or in its gradient.
 
 """
 
-MEASURED: Mapping[str, float] = {}
-"""Seconds of a kernel, by "call kernel width tokens"."""
+Measured = Mapping[str, Mapping[str, float]]
+"""By the model of a GPU, the seconds of a kernel in a call (`pages.kernel_seconds`)."""
 
 COMPILED = """\
 ## Compiled ahead of time
@@ -80,7 +80,9 @@ def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, An
     run = pages.ledger(gpu) or NEVER
     compiled = COMPILED + "".join(map(_compiled, reports))
     with_others = OTHERS + "".join(_differences(other, reports) for other in others)
-    predictions = predicted(_predictions(), MEASURED) + predicted_cuda(_predictions("cuda"))
+    measured = pages.kernel_seconds(gpu)
+    predictions = predicted(_predictions(), measured)
+    predictions += predicted_cuda(_predictions("cuda"), measured)
     return HEAD + run + "\n" + predictions + compiled + (with_others if others else "")
 
 
@@ -95,10 +97,10 @@ def _predictions(backend: str = "triton") -> dict[str, Any]:
     return content
 
 
-def predicted(content: dict[str, Any], measured: Mapping[str, float]) -> str:
+def predicted(content: dict[str, Any], measured: Measured) -> str:
     """What was predicted of kernels and of whole calls, beside measured seconds."""
     lines = [f"* {name}: {source}." for name, source in content["devices"].items()]
-    lines += _kernels(content, measured)
+    lines += _kernels(content, "triton", measured)
     lines += [
         "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
         "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
@@ -109,22 +111,24 @@ def predicted(content: dict[str, Any], measured: Mapping[str, float]) -> str:
     return PREDICTED + "\n".join(lines) + "\n\n"
 
 
-def predicted_cuda(content: dict[str, Any]) -> str:
+def predicted_cuda(content: dict[str, Any], measured: Measured) -> str:
     """The same for the kernels of `cupy`, at the same sizes."""
-    return "\n".join(["### CUDA kernels", *_kernels(content, {})]) + "\n\n"
+    return "\n".join(["### CUDA kernels", *_kernels(content, "cupy", measured)]) + "\n\n"
 
 
-def _kernels(content: dict[str, Any], measured: Mapping[str, float]) -> list[str]:
+def _kernels(content: dict[str, Any], backend: str, measured: Measured) -> list[str]:
     """A table for each device, and what holds kernels below their roofs."""
     lines = []
     for device in content["devices"]:
+        model = device.split()[0]
+        seconds = next((of for name, of in measured.items() if model in name), {})
         lines += [
             f"\nPredicted for an {device}:\n",
             "| kernel | width | tokens | launches | FLOPs | bytes | roof | by | predicted time | "
             "predicted share | measured |",
             "|---" * 11 + "|",
         ]
-        lines += [_kernel(row, device, measured) for row in content["kernels"]]
+        lines += [_kernel(row, device, backend, seconds) for row in content["kernels"]]
     reasons = {
         f"`{row['call']} {row['kernel']}`, width {row['width']}": row["reason"]
         for row in content["kernels"]
@@ -133,9 +137,10 @@ def _kernels(content: dict[str, Any], measured: Mapping[str, float]) -> list[str
     return lines + [f"* {name}: {reason}." for name, reason in reasons.items()]
 
 
-def _kernel(row: dict[str, Any], device: str, measured: Mapping[str, float]) -> str:
+def _kernel(row: dict[str, Any], device: str, backend: str, measured: Mapping[str, float]) -> str:
     at = row["devices"][device]
-    seconds = measured.get(f"{row['call']} {row['kernel']} {row['width']} {row['tokens']}")
+    name = f"{backend} {row['call']} {row['kernel']} {row['width']} {row['tokens']}"
+    seconds = measured.get(name)
     cells = [
         f"`{row['call']} {row['kernel']}`",
         *(str(row[name]) for name in ("width", "tokens", "launches")),

@@ -7,9 +7,10 @@
 #           python3.12 or $PYTHON; uv is used if it is installed
 # triton    compile all Triton kernels for sm_90
 # pallas    lower all Pallas kernels, and compile those for sm_90
-# cuda      compile all CUDA kernels for sm_90 with NVRTC
 # peers     import the peers of the benchmarks
 # tests     the tests of the kernel backends, interpreted and simulated, and of the kernel tools
+#
+# CUDA kernels are compiled with the machine's NVRTC everywhere: constraints.txt has it.
 #
 # Reports are saved in docs/measurements/kernels/other_versions, and kernels that are in them are not
 # compiled again; docs/make_ledger.py summarises them.
@@ -58,8 +59,6 @@ pallas() {
     "$python" -m precondattn_kernel_tools.pallas_compiler precondattn_pallas.variants --target tpu
 }
 
-cuda() { compile cuda precondattn_cupy.variants nvrtc_13_0.json --target sm_90; }
-
 peers() {
     "$python" - <<'PYTHON'
 from importlib import import_module
@@ -78,10 +77,10 @@ tests() {
 }
 
 mkdir -p "$reports"
-[ $# -gt 0 ] || set -- make triton pallas cuda peers tests
+[ $# -gt 0 ] || set -- make triton pallas peers tests
 for step in "$@"; do
     case $step in
-        make | triton | pallas | cuda | peers | tests) ;;
+        make | triton | pallas | peers | tests) ;;
         *) echo "$0: no step $step" >&2; exit 2 ;;
     esac
 done

@@ -144,7 +144,7 @@ METRICS = (
 ROWS = (
     ("ID", "Kernel Name", "Block Size", "Grid Size", *METRICS),
     ("", "", "", "", "%", "us", "%", "inst", "inst"),
-    ("0", "lucid_update(float *)", "(256, 1, 1)", "(64, 32, 1)", "12.5",
+    ("0", "void lucid_update<float, 64>(float *)", "(256, 1, 1)", "(64, 32, 1)", "12.5",
      "1,234.5", "40", "0.5", "1.5"),
     ("1", "lucid_apply", "(128, 1, 1)", "(8, 32, 1)", "90", "100", "10", "2", "1"),
 )  # fmt: skip

@@ -5,10 +5,11 @@ A folder of measurements has one folder for each device, with one file for each 
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from precondattn_conformance.bench.record import Record, Row
-from precondattn_gpu.profile import farthest
+from precondattn_gpu.profile import FORWARD, farthest
 from precondattn_gpu.results import Results, load_folder
 from precondattn_gpu.stages import NAMES, named
 from precondattn_gpu.task import PASSED, STATUSES
@@ -43,16 +44,27 @@ def merged(results: Results) -> Record:
 
 
 def kernel_seconds(measurements: Path) -> dict[str, dict[str, float]]:
-    """For each device, the time of a launch of each kernel, under its call: "lucid_solve … 128"."""
+    """By device, the seconds of all launches of a kernel: "triton lucid_solve update 128 8192".
+
+    They are those of a forward call, or those of its gradient for a kernel that it does not launch.
+    """
     return {
-        folder: {
-            f"{name}: {kernel['kernel']}": kernel["seconds"]
-            for name, entry in results["profile"].tasks.items()
-            for kernel in entry["data"].get("kernels", ())
-        }
-        for folder, results in devices(measurements).items()
+        results["profile"].machine["device"]: _kernel_seconds(results["profile"])
+        for results in devices(measurements).values()
         if "profile" in results
     }
+
+
+def _kernel_seconds(results: Results) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for entry in sorted(results.tasks.values(), key=lambda entry: entry["data"]["work"] != FORWARD):
+        data, of_call = entry["data"], Counter[str]()
+        for kernel in data.get("kernels", ()):
+            size = f"{data['width']} {data['tokens']}"
+            name = f"{data['backend']} {data['mechanism']} {kernel['kernel']} {size}"
+            of_call[name] += kernel["seconds"]
+        seconds = {**of_call, **seconds}
+    return seconds
 
 
 def ledger(measurements: Path) -> str:

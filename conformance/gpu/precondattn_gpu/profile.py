@@ -8,20 +8,49 @@ from __future__ import annotations
 
 import csv
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from precondattn_gpu.options import Options
 from precondattn_gpu.task import FAILED, PASSED, Finished, Outcome, Task
 
+
+class Call(NamedTuple):
+    """A call whose kernels are measured."""
+
+    backend: str
+    mechanism: str
+    work: str
+    tokens: int
+    width: int
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.mechanism} {self.work} {self.width} {self.tokens}"
+
+
+FORWARD, BOTH = "forward", "forward_backward"
 CALLS = (
-    ("lucid_solve", "forward", 128),
-    ("lucid_solve", "forward_backward", 128),
-    ("laser", "forward_backward", 128),
-    ("gated_delta", "forward_backward", 128),
-    ("path", "forward_backward", 128),
-    ("gla", "forward_backward", 128),
-    ("ccq(gated_delta)", "forward", 128),
+    Call("triton", "lucid_solve", FORWARD, 8192, 128),
+    Call("triton", "lucid_solve", BOTH, 8192, 128),
+    Call("triton", "laser", BOTH, 8192, 128),
+    Call("triton", "gated_delta", FORWARD, 8192, 128, batch=4),
+    Call("triton", "gated_delta", BOTH, 8192, 128, batch=4),
+    Call("triton", "path", BOTH, 8192, 128),
+    Call("cupy", "lucid_solve", FORWARD, 8192, 128),
+    Call("cupy", "lucid_solve", BOTH, 8192, 128),
+    Call("triton", "lucid_solve", FORWARD, 8192, 64),
+    Call("triton", "lucid_solve", BOTH, 8192, 64),
+    Call("triton", "laser", BOTH, 8192, 64),
+    Call("triton", "gla", BOTH, 8192, 128),
+    Call("triton", "ccq(gated_delta)", FORWARD, 8192, 128),
+    Call("triton", "lucid_solve", FORWARD, 32768, 128),
+    Call("triton", "lucid_solve", BOTH, 32768, 128),
+    Call("triton", "laser", BOTH, 32768, 128),
+    Call("cupy", "laser", BOTH, 8192, 128),
+    Call("cupy", "gated_delta", BOTH, 8192, 128, batch=4),
 )
+"""With 16 heads: the sizes for which kernels were predicted (`docs/make_predictions.py`)."""
 
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 TIME = "gpu__time_duration.sum"
@@ -39,16 +68,23 @@ def tasks(options: Options) -> list[Task]:
     ncu = ("ncu", "--profile-from-start", "off", "--clock-control", "none", *sections)
     return [
         Task(
-            f"{mechanism} {work} {d}",
-            ("-m", "precondattn_gpu.profile_call", mechanism, work, str(d)),
+            call.name,
+            arguments(call),
             read,
-            seconds=60.0,
+            seconds=45.0,
             timeout=300.0,
             prefix=(*ncu, "--target-processes", "all", "--csv", "--page", "raw"),
-            data={"backend": "triton"},
+            data=call._asdict(),
         )
-        for mechanism, work, d in CALLS
+        for call in CALLS
     ]
+
+
+def arguments(call: Call) -> tuple[str, ...]:
+    """Of the process that is profiled."""
+    sizes = map(str, (call.batch, call.tokens, call.width))
+    module = ("-m", "precondattn_gpu.profile_call")
+    return (*module, call.backend, call.mechanism, call.work, *sizes)
 
 
 def read(finished: Finished) -> Outcome:
@@ -74,7 +110,7 @@ def _kernel(row: dict[str, str], units: dict[str, str]) -> dict[str, Any]:
     most = sorted(stalls, key=lambda name: stalls[name], reverse=True)[:MOST_STALLS]
     tensor = [number(row[name]) for name in row if TENSOR.match(name)]
     return {
-        "kernel": row["Kernel Name"].partition("(")[0],
+        "kernel": base_name(row["Kernel Name"]),
         "seconds": number(row[TIME]) * UNITS[units[TIME]],
         "tensor_share": max(tensor) / 100 if tensor else None,
         "bandwidth_share": number(row[BANDWIDTH]) / 100 if BANDWIDTH in row else None,
@@ -82,6 +118,11 @@ def _kernel(row: dict[str, str], units: dict[str, str]) -> dict[str, Any]:
         "block": row.get("Block Size", ""),
         "stalls": {name: stalls[name] for name in most},
     }
+
+
+def base_name(signature: str) -> str:
+    """Of `void lucid_update<__half, 128>(…)`."""
+    return signature.partition("(")[0].partition("<")[0].removeprefix("void ").strip()
 
 
 def number(text: str) -> float:

@@ -1,6 +1,8 @@
 """One call for a profiler: compiled and warmed up first, then run once between two marks.
 
-ncu --profile-from-start off … python -m precondattn_gpu.profile_call MECHANISM WORK D
+    python -m precondattn_gpu.profile_call BACKEND MECHANISM WORK BATCH TOKENS WIDTH
+
+`ncu --profile-from-start off` measures what runs between the marks.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ from precondattn_conformance.inputs import Layout
 from precondattn_gpu.options import CUDA
 from precondattn_gpu.workload import workload
 
-TOKENS, BATCH, HEADS = 8192, 2, 16
+HEADS = 16
 
 
 def main() -> None:
-    mechanism, work, d = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    layout = Layout(
-        "profile", b=BATCH, t=TOKENS, s=TOKENS, h=HEADS, n=HEADS, d=d, e=d, m=64, values_per_head=1
-    )
-    call = workload(mechanism, work, layout, "bfloat16", CUDA)
+    backend, mechanism, work = sys.argv[1:4]
+    batch, tokens, width = map(int, sys.argv[4:])
+    sizes = {"b": batch, "t": tokens, "s": tokens, "h": HEADS, "n": HEADS, "d": width, "e": width}
+    layout = Layout("profile", **sizes, values_per_head=1)
+    call = workload(mechanism, work, layout, "bfloat16", CUDA, backend)
     call()
     import torch
 

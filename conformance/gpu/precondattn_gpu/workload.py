@@ -1,4 +1,4 @@
-"""A call of a mechanism on Triton's kernels, repeated by the stages `tuning` and `profile`."""
+"""A call of a mechanism on one backend, repeated by the stages `tuning` and `profile`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precondattn_conformance.inputs import Layout
+from precondattn_gpu.options import HELPER, LIBRARY
 
 
 def workload(
@@ -18,10 +19,9 @@ def workload(
     from precondattn_conformance import libraries
     from precondattn_conformance.bench.computation import backward_run, forward_run, ours
     from precondattn_conformance.inputs import make_inputs
-    from precondattn_gpu.options import HELPER
 
     parsed = pa.parse(mechanism)
-    library = libraries.named("torch", device)
+    library = libraries.named(LIBRARY[backend], device)
     inputs = make_inputs(parsed, layout, "clustered")
     arrays = {name: library.array(array, dtype) for name, array in inputs.items()}
     of = ours(parsed, f"{backend},{HELPER[backend]}")
