@@ -59,6 +59,8 @@ def explain(
     try:
         chosen = {name: int(size) for name, _, size in (s.partition("=") for s in sizes.split(","))}
         parsed, arrays_of = pa.parse(mechanism), libraries.named(library, device)
+        if not arrays_of.is_installed():
+            raise ValueError(f"{library} is not installed; installed are {libraries.installed()}")
         with arrays_of.precision(dtype):
             inputs = make_inputs(parsed, Layout("explain", **chosen), "random")
             arrays = {name: arrays_of.array(array, dtype) for name, array in inputs.items()}

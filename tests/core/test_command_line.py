@@ -66,6 +66,14 @@ def test_an_invalid_argument_has_its_own_exit_code():
         assert "unknown" in done.stderr or "level must be" in done.stderr
 
 
+def test_a_library_that_is_not_installed_is_named():
+    absent = "from precondattn_conformance import libraries; "
+    absent += "libraries.Jax.is_installed = classmethod(lambda cls: False); "
+    done = precondattn("explain", "lucid", "--library", "jax", prefix=absent)
+    assert done.returncode == 2
+    assert "jax is not installed; installed are ['numpy'" in done.stderr
+
+
 def test_without_typer_the_command_line_says_what_to_install():
     done = precondattn("list", prefix="import sys; sys.modules['typer'] = None; ")
     assert done.returncode == 2
