@@ -139,6 +139,15 @@ def test_channels_of_very_different_sizes(dtype):
         assert error(result[..., channel], expected[..., channel]) < BOUNDS[dtype]
 
 
+def test_right_sides_that_grow_from_one_super_block_to_the_next():
+    """A super-block is divided by its largest right side, after those before it are subtracted."""
+    leaf, x, d_y, frame = problem(98, e=8, b=1, n=1, dtype=torch.bfloat16)
+    token = torch.arange(98)[None, :, None, None]
+    x["v"] = torch.where(token < 32, 1e4, 1e-4).bfloat16() * x["v"]
+    d_y = torch.where(token < 66, 1e-4, 1e4).bfloat16() * d_y
+    check(leaf, x, d_y, frame, BOUNDS[torch.bfloat16])
+
+
 def test_large_gradients_in_float16():
     """Products of dv and y overflow float16; the gradient of the keys does not."""
     leaf, x, d_y, frame = problem(34, e=64, b=1, n=1, dtype=torch.float16)
