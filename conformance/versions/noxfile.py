@@ -83,17 +83,12 @@ def numpy(session: nox.Session, versions: str) -> None:
 @nox.session
 @every_set
 def frameworks(session: nox.Session, versions: str) -> None:
-    """NumPy, PyTorch and JAX."""
+    """PyTorch and JAX. The mathematics is tested by the session `numpy`."""
     tried = Tried(session, versions)
     tried.install("torch", "jax", "bench", "test")
     tried.smoke()
-    tried.pytest("tests/core tests/mathematics", "-n=auto", "--dist=loadfile")
-    tried.pytest(
-        "tests/backends/jax tests/backends/portable tests/backends/reference "
-        "tests/conformance/test_benchmarks.py",
-        "-n=auto",
-        "--dist=loadfile",
-    )
+    folders = "tests/core tests/backends/jax tests/backends/portable tests/backends/reference"
+    tried.pytest(folders, "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
