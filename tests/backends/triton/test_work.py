@@ -1,6 +1,5 @@
 """The stated work of kernels equals what the interpreter counts, and roofs follow from it."""
 
-import runpy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -122,13 +121,3 @@ def test_a_grid_of_one_program_too_many_takes_a_second_turn():
     assert filled(full, H100, resident=2) == 1
     assert filled(over, H100, resident=2) == pytest.approx(265 / 528)
     assert predicted(full, H100, 0.5, 2) == pytest.approx(2e-3 + 3e-6)
-
-
-def test_a_measured_time_is_beside_its_prediction():
-    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
-    content = maker["_predictions"]()
-    assert "770.00 ms" not in maker["predicted"](content, {})
-    text = maker["predicted"](content, {"laser _close 128 8192": 0.77})
-    lines = [line for line in text.splitlines() if line.endswith("| 770.00 ms |")]
-    assert len(lines) == len(content["devices"])
-    assert all(line.startswith("| `laser _close` | 128 | 8192 | 1 |") for line in lines)
