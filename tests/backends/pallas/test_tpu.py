@@ -192,7 +192,7 @@ def copy_and_read(x, out, scratch, semaphore, *, wait):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_race_is_an_error(wait, capfd):
+def test_a_race_is_an_error(wait, capfd, caplog):
     def run(parameters):
         shape = (8, 128)
         result = pl.pallas_call(
@@ -210,10 +210,10 @@ def test_a_race_is_an_error(wait, capfd):
     else:
         with pytest.raises(RaceError, match="1 of 1"), checked() as parameters:
             run(parameters)
-        assert "RACE DETECTED" in capfd.readouterr().out
+        assert "RACE DETECTED" in capfd.readouterr().out + caplog.text
 
 
-def test_cores_that_write_the_same_memory_are_a_race(capfd):
+def test_cores_that_write_the_same_memory_are_a_race(capfd, caplog):
     def number(out):
         out[...] = jnp.full(out.shape, pl.program_id(0), jnp.float32)
 
@@ -231,7 +231,7 @@ def test_cores_that_write_the_same_memory_are_a_race(capfd):
 
     with pytest.raises(RaceError), checked(cores=2) as parameters:
         run(parameters)
-    assert "RACE DETECTED" in capfd.readouterr().out
+    assert "RACE DETECTED" in capfd.readouterr().out + caplog.text
 
 
 def test_a_check_without_kernels_is_an_error():
