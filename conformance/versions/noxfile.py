@@ -85,7 +85,7 @@ def numpy(session: nox.Session, versions: str) -> None:
 def frameworks(session: nox.Session, versions: str) -> None:
     """PyTorch and JAX. The mathematics is tested by the session `numpy`."""
     tried = Tried(session, versions)
-    tried.install("torch", "jax", "bench", "test")
+    tried.install("torch", "jax", "test")
     tried.smoke()
     folders = "tests/core tests/backends/jax tests/backends/portable tests/backends/reference"
     tried.pytest(folders, "-n=auto", "--dist=loadfile")
