@@ -43,7 +43,9 @@ TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] 
 )
 """The same for a TPU, where widths are padded to multiples of 128 first."""
 
-STEPS = (("bfloat16", 256), ("bfloat16", 128), ("float32", 256), ("float32", 128))
+STEPS = (("lucid[beta=true]", ("bfloat16", "float32"), ((256, 256), (128, 128))),)
+"""The same for steps by one token."""
+
 TOKENS, HEADS, KEY_HEADS, BATCH, SLOTS = 4096, 16, 4, 2, 64
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
@@ -56,13 +58,15 @@ def variants(target: str) -> Iterator[Variant]:
         for dtype in dtypes:
             for d, e in widths:
                 yield from _of_call(expression, dtype, d, e, device)
-    for dtype, width in () if target == TPU else STEPS:
-        yield _of_step(dtype, width)
+    for expression, dtypes, widths in () if target == TPU else STEPS:
+        for dtype in dtypes:
+            for width, _ in widths:
+                yield _of_step(expression, dtype, width)
 
 
-def _of_step(dtype: str, width: int) -> Variant:
+def _of_step(expression: str, dtype: str, width: int) -> Variant:
     """A step of LUCID by one token after those in a cache."""
-    group: Any = Group(group_of("lucid[beta=true]"))
+    group: Any = Group(group_of(expression))
     sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
     sizes |= {"t": 1, "s": 1}
     inputs = group.inputs.extending()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _target = ""
@@ -29,21 +30,27 @@ def is_amd() -> bool:
 
 def device_name(like: Any) -> str:
     """The model of the GPU of a tensor; empty for every other device."""
-    if like is None or not like.is_cuda:
-        return ""
-    import torch
-
-    name: str = torch.cuda.get_device_name(like.device)
-    return name
+    return _name(like.device) if like is not None and like.is_cuda else ""
 
 
 def architecture(like: Any) -> str:
     """Such as "sm_90", of the GPU of a tensor; empty for AMD's GPUs and every other device."""
     if _target or is_amd():
         return _target if _target.startswith("sm_") else ""
-    if like is None or not like.is_cuda:
-        return ""
+    return _capability(like.device) if like is not None and like.is_cuda else ""
+
+
+@cache
+def _name(device: Any) -> str:
+    """Cached: every launch asks."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability(like.device)
+    return str(torch.cuda.get_device_name(device))
+
+
+@cache
+def _capability(device: Any) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"

@@ -6,6 +6,7 @@ import json
 
 from precondattn_gpu import shipped
 from precondattn_gpu.call import LAUNCH
+from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, Options, library_of, variables
 from precondattn_gpu.task import CRASHED, Finished, Outcome, Task
 
@@ -16,8 +17,7 @@ BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 def tasks(options: Options) -> list[Task]:
     """The calls of each backend in turn, so that each backend is seen early."""
     lists = [[task(call, options) for call in shipped.calls(name)] for name in BACKENDS]
-    longest = max(map(len, lists))
-    return [each[i] for i in range(longest) for each in lists if i < len(each)]
+    return interleaved(lists)
 
 
 def task(call: shipped.Call, options: Options) -> Task:

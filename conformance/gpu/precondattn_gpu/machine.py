@@ -24,7 +24,7 @@ SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondat
 
 
 def describe(options: Options) -> dict[str, Any]:
-    """The device's name, the versions, and a hash of the code."""
+    """The device's name, and the versions."""
     return {
         "device": device_name(options),
         "python": platform.python_version(),

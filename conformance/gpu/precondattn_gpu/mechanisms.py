@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
 MECHANISMS = {
     "triton": (
         "lucid", "lucid[beta=true]", "laser", "gated_delta", "delta", "path", "gla", "gsa",
@@ -23,10 +28,12 @@ MECHANISMS = {
 
 def in_turns() -> list[tuple[str, str]]:
     """(backend, mechanism): the first of each backend, then the second of each, and so on."""
-    longest = max(map(len, MECHANISMS.values()))
-    return [
-        (backend, names[i])
-        for i in range(longest)
-        for backend, names in MECHANISMS.items()
-        if i < len(names)
-    ]
+    return interleaved(
+        [[(backend, name) for name in names] for backend, names in MECHANISMS.items()]
+    )
+
+
+def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each list, then the second of each, and so on, until the longest ends."""
+    longest = max(map(len, lists))
+    return [each[i] for i in range(longest) for each in lists if i < len(each)]

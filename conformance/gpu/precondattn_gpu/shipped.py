@@ -55,18 +55,11 @@ def calls(backend: str) -> list[Call]:
 
 def _listed(backend: str) -> Iterator[Call]:
     variants = import_module(f"precondattn_{backend}.variants")
-    for mechanism, dtypes, widths in variants.CALLS:
-        for dtype in dtypes:
-            for d, e in widths:
-                yield Call(backend, mechanism, _name(dtype), d, e)
-    if backend == "pallas":
-        for dtype, width in variants.STEPS:
-            yield Call(backend, "lucid[beta=true]", dtype, width, width, True)
-        return
-    for mechanism, dtypes, widths in variants.STEPS:
-        for dtype in dtypes:
-            for d, e in widths:
-                yield Call(backend, mechanism, _name(dtype), d, e, True)
+    for is_step, listed in ((False, variants.CALLS), (True, variants.STEPS)):
+        for mechanism, dtypes, widths in listed:
+            for dtype in dtypes:
+                for d, e in widths:
+                    yield Call(backend, mechanism, _name(dtype), d, e, is_step)
 
 
 def _name(dtype: Any) -> str:
