@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from precondattn_cupy import work
 from precondattn_cupy.work import Size
-from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Work, predicted, roof
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Work, prediction
 
 FILE = Path(__file__).with_name("measurements") / "predictions" / "cuda.json"
 HEADS, BATCH = 16, 4
@@ -73,35 +73,9 @@ def rows() -> list[dict[str, Any]]:
     for guess in GUESSES:
         for tokens in (8192, 32768) if guess.call != "gated_delta" else (8192,):
             heads = HEADS * (BATCH if guess.call == "gated_delta" else 1)
-            done = guess.work(Size(heads, tokens, guess.width, guess.width))
-            at = {}
-            for device in DEVICES:
-                least = roof(done, device)
-                seconds = predicted(done, device, guess.pace, guess.resident)
-                share = least.seconds / seconds
-                at[device.name] = {
-                    "roof": least.seconds,
-                    "limit": least.limit,
-                    "seconds": seconds,
-                    "share": share,
-                }
-            found.append(
-                {
-                    "call": guess.call,
-                    "kernel": done.kernel,
-                    "heads": heads,
-                    "tokens": tokens,
-                    "width": guess.width,
-                    "launches": len(done.launches),
-                    "flops": done.half + done.tf32,
-                    "exponentials": done.exponentials,
-                    "bytes": done.bytes,
-                    "requested": done.requested,
-                    "pace": guess.pace,
-                    "reason": guess.reason,
-                    "devices": at,
-                }
-            )
+            size = Size(heads, tokens, guess.width, guess.width)
+            row = prediction(guess.work(size), size, DEVICES, guess.pace, guess.resident)
+            found.append({"call": guess.call, **row, "reason": guess.reason})
     return found
 
 

@@ -13,10 +13,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Device, Work, predicted, roof
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Size, Work, prediction
 from precondattn_triton import work
 from precondattn_triton.configurations import REGISTRY, Configuration
-from precondattn_triton.work import Size
 
 FOLDER = Path(__file__).with_name("measurements")
 FILE = FOLDER / "predictions" / "triton.json"
@@ -134,35 +133,9 @@ def kernels() -> list[dict[str, Any]]:
         for tokens in LUCID_TOKENS if guess.call != "gated_delta" else (8192,):
             size = size_of(guess.call, tokens, guess.width)
             done = work_of(guess.call, guess.name, size)
-            rows.append(
-                {
-                    "call": guess.call,
-                    "kernel": guess.name,
-                    "heads": size.heads,
-                    "tokens": tokens,
-                    "width": guess.width,
-                    "launches": len(done.launches),
-                    "flops": done.half + done.tf32,
-                    "exponentials": done.exponentials,
-                    "bytes": done.bytes,
-                    "requested": done.requested,
-                    "pace": guess.pace,
-                    "reason": guess.reason,
-                    "devices": {d.name: _on(done, d, guess) for d in DEVICES},
-                }
-            )
+            row = prediction(done, size, DEVICES, guess.pace, guess.resident)
+            rows.append({"call": guess.call, **row, "reason": guess.reason})
     return rows
-
-
-def _on(done: Work, device: Device, guess: Guess) -> dict[str, Any]:
-    least = roof(done, device)
-    seconds = predicted(done, device, guess.pace, guess.resident)
-    return {
-        "roof": least.seconds,
-        "limit": least.limit,
-        "seconds": seconds,
-        "share": least.seconds / seconds,
-    }
 
 
 def mechanisms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,26 +7,16 @@ that a kernel computes twice are counted twice. T tokens, m heads of all sequenc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from precondattn_cupy.configurations import Configuration, configuration
 from precondattn_cupy.lucid.solve import WIDEST_CHUNK
 from precondattn_cupy.recurrence import chunk_arrays  # noqa: F401  Declares its configurations.
 from precondattn_cupy.softmax.attention import PART
-from precondattn_kernel_tools.roof import Work
-
-HALF, FULL = 2, 4
-"""Bytes of a number."""
+from precondattn_kernel_tools import roof
+from precondattn_kernel_tools.roof import FULL, HALF, Work, causal_pairs
 
 
-class Size(NamedTuple):
-    """The sizes of a call."""
-
-    heads: int
-    """Of all sequences."""
-    tokens: int
-    d: int
-    e: int
+class Size(roof.Size):
+    """The sizes of a call, and the tiles for them."""
 
     def tiles(self, kernel: str) -> Configuration:
         return configuration(kernel, max(self.d, self.e), True)
@@ -139,17 +129,11 @@ def lucid_key_gradient(size: Size) -> Work:
 # ------------------------------------------------------------- softmax, and LASER of close heads
 
 
-def _causal_pairs(t: int, tiles: Configuration) -> int:
-    """Pairs in all tiles that a causal loop visits, for a tile of rows."""
-    rows, columns = tiles
-    return sum(rows * columns * -(-(a + rows) // columns) for a in range(0, t, rows))
-
-
 def softmax_forward(size: Size) -> Work:
     """o and λ; P v is two products, of both parts of P."""
     m, t, d, e = size
     tiles = size.tiles("softmax_forward")
-    pairs, parts = m * _causal_pairs(t, tiles), -(-e // PART)
+    pairs, parts = m * causal_pairs(t, *tiles), -(-e // PART)
     own = t * d * HALF + t * e * (HALF + FULL)
     return Work(
         "softmax_forward",
@@ -166,7 +150,7 @@ def softmax_query_gradient(size: Size) -> Work:
     """dq; dS k is two products. Widths of at most 128."""
     m, t, d, e = size
     tiles = size.tiles("softmax_query_gradient")
-    pairs = m * _causal_pairs(t, tiles)
+    pairs = m * causal_pairs(t, *tiles)
     own = m * t * (2 * d + e) * HALF
     return Work(
         "softmax_query_gradient",

@@ -7,25 +7,11 @@ with those that the interpreter counts. T tokens, m heads of all sequences, widt
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from precondattn_kernel_tools.roof import Work
+from precondattn_kernel_tools.roof import FULL, HALF, Size, Work, causal_pairs
 from precondattn_triton.configurations import Configuration
 
-HALF, FULL = 2, 4
-"""Bytes of a number."""
 EXACT = 3
 """Products of tf32 for one of float32."""
-
-
-class Size(NamedTuple):
-    """The sizes of a call."""
-
-    heads: int
-    """Of all sequences."""
-    tokens: int
-    d: int
-    e: int
 
 
 # ---------------------------------------------------------------------------------------- LUCID
@@ -97,15 +83,10 @@ SUMS = 16
 """Columns of the product that sums rows (`softmax/row_sums.py`)."""
 
 
-def _causal_pairs(t: int, rows: int, columns: int) -> int:
-    """Pairs in all tiles that a causal loop visits, for a tile of rows."""
-    return sum(rows * columns * -(-(a + rows) // columns) for a in range(0, t, rows))
-
-
 def close(size: Size, tiles: Configuration) -> Work:
     """o and λ of close heads."""
     m, t, d, e = size
-    pairs = _causal_pairs(t, *tiles[:2])
+    pairs = causal_pairs(t, *tiles[:2])
     own = t * d * HALF + t * e * (HALF + FULL)
     return Work(
         "_close",
@@ -121,7 +102,7 @@ def close(size: Size, tiles: Configuration) -> Work:
 def laser_query_gradient(size: Size, tiles: Configuration) -> Work:
     """dq of close heads."""
     m, t, d, e = size
-    pairs = _causal_pairs(t, *tiles[:2])
+    pairs = causal_pairs(t, *tiles[:2])
     own = t * (2 * d + e) * HALF
     return Work(
         "_query_gradient",

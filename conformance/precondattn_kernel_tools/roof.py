@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 LAUNCH_GAP = 3e-6
 """Seconds between two kernels of which the second waits for the first."""
@@ -55,6 +56,25 @@ H200 = Device(
     16 * 132 * 1.755e9,
     4.8e12,
 )
+
+
+HALF, FULL = 2, 4
+"""Bytes of a number."""
+
+
+class Size(NamedTuple):
+    """The sizes of a call."""
+
+    heads: int
+    """Of all sequences."""
+    tokens: int
+    d: int
+    e: int
+
+
+def causal_pairs(t: int, rows: int, columns: int) -> int:
+    """Pairs in all tiles that a causal loop visits, for a tile of rows."""
+    return sum(rows * columns * -(-(a + rows) // columns) for a in range(0, t, rows))
 
 
 @dataclass(frozen=True)
@@ -105,3 +125,31 @@ def predicted(work: Work, device: Device, pace: float, resident: int) -> float:
     """Seconds of all launches."""
     seconds = roof(work, device).seconds / (pace * filled(work, device, resident))
     return seconds + len(work.launches) * LAUNCH_GAP
+
+
+def prediction(
+    work: Work, size: Size, devices: tuple[Device, ...], pace: float, resident: int
+) -> dict[str, Any]:
+    """The work of a kernel and, for each device, its roof and the predicted time: a row of JSON."""
+    at = {}
+    for device in devices:
+        least, seconds = roof(work, device), predicted(work, device, pace, resident)
+        at[device.name] = {
+            "roof": least.seconds,
+            "limit": least.limit,
+            "seconds": seconds,
+            "share": least.seconds / seconds,
+        }
+    return {
+        "kernel": work.kernel,
+        "heads": size.heads,
+        "tokens": size.tokens,
+        "width": size.d,
+        "launches": len(work.launches),
+        "flops": work.half + work.tf32,
+        "exponentials": work.exponentials,
+        "bytes": work.bytes,
+        "requested": work.requested,
+        "pace": pace,
+        "devices": at,
+    }
