@@ -120,6 +120,21 @@ def count_or_none(default: int | None = None) -> Any:
     return option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
 
 
+LONGEST = 2**30
+"""No sequence is longer. Differences and sums of two positions or windows then fit in int32."""
+
+
+def window_or_none() -> Any:
+    """A whole number of tokens, 1 or above, or None. A window above every sequence is None."""
+    kind = _or_none(count(1).metadata["kind"])
+
+    def accept(value: Any) -> int | None:
+        tokens: int | None = kind.accept(value)
+        return None if tokens is None or tokens > LONGEST else tokens
+
+    return option(None, kind._replace(accept=accept))
+
+
 def choice(default: str, *others: str) -> Any:
     """One of the given words."""
     words = (default, *others)

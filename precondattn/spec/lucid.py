@@ -33,11 +33,11 @@ from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import (
     choice,
-    count_or_none,
     flag,
     non_negative,
     positive_or_none,
     text_of,
+    window_or_none,
 )
 from precondattn.arrays import (
     Array,
@@ -96,7 +96,7 @@ class LucidSolve(Leaf):
     scale : float, optional
         s; d^{-1/2} by default.
     window : int, optional
-        Φ_ij is 0 unless i − j < window.
+        Φ_ij is 0 unless i − j < window. A window above 2^30 is none.
     normalize : {"keys", "given", "rows", "none"}
         "keys": keys are normalised here. "given": they are normalised before. "rows" and "none":
         the two unbounded variants, which divide each row by its maximum or by nothing.
@@ -134,7 +134,7 @@ class LucidSolve(Leaf):
 
     metric: Metric = metric_option(DOT)
     scale: float | None = positive_or_none()
-    window: int | None = count_or_none()
+    window: int | None = window_or_none()
     normalize: str = choice("keys", "given", "rows", "none")
     eps: float = non_negative(1e-6)
     beta: bool = flag(False)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf, Offers
-from precondattn.algebra.options import choice, count_or_none, flag, one_of, positive_or_none
+from precondattn.algebra.options import choice, flag, one_of, positive_or_none, window_or_none
 from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -49,7 +49,7 @@ class SoftmaxAttention(Leaf):
 
     causal: bool = flag(True)
     scale: float | None = positive_or_none()
-    window: int | None = count_or_none()
+    window: int | None = window_or_none()
     bias: bool = flag(False)
     forget: str = choice("none", "unscaled", "scaled")
     read: Read = one_of(MEAN, LOG_MEAN_EXP)
@@ -205,7 +205,8 @@ class Softmax(SoftmaxAttention):
     scale : float, optional
         The factor s of the logits; d^{-1/2} by default.
     window : int, optional
-        A query at i attends to keys at j with |i − j| < window.
+        A query at i attends to keys at j with |i − j| < window. A window above 2^30, which no
+        sequence exceeds, is none.
     bias : bool
         Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits. Its
         entries are finite, or −∞ to mask a pair in softmax (preconditioners do not use the bias).

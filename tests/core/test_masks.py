@@ -119,3 +119,18 @@ def test_a_padded_block_as_long_as_the_cache_uses_the_bias_of_past_keys():
         bias = np.roll(x["bias"], -done, axis=2)
         out, cache = m.extend(cache, **block, bias=bias, lengths=[1])
         np.testing.assert_allclose(out[:, 0], expected[:, done], rtol=1e-10)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+def test_a_window_above_the_sequence_is_no_window(library, window):
+    xp = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
+    for m, windowed in (
+        (pa.Softmax(causal=False), pa.Softmax(causal=False, window=window)),
+        (pa.Lucid(), pa.Lucid(pa.Softmax(window=window))),
+        (pa.Path(), pa.Path(window=window)),
+    ):
+        x = make_inputs(m, LAYOUT, "clustered")
+        arrays = {name: xp.asarray(array.astype(np.float32)) for name, array in x.items()}
+        np.testing.assert_array_equal(np.asarray(windowed(**arrays)), np.asarray(m(**arrays)))
+        assert str(windowed) == str(m)
