@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import array_api_compat
@@ -44,6 +46,7 @@ def library_of(array: Array) -> str | None:
 
 
 def _recognise(array: Array) -> str | None:
+    _wait_for_imports()
     if array_api_compat.is_numpy_array(array):
         # The mask of a masked array would be ignored.
         return None if hasattr(array, "mask") else "numpy"
@@ -59,11 +62,20 @@ def _recognise(array: Array) -> str | None:
     return None
 
 
+def _wait_for_imports() -> None:
+    """Wait for a framework that another thread is importing: it can not be asked for its types."""
+    for name in ("torch", "jax", "cupy"):
+        if name in sys.modules:
+            with suppress(ImportError):  # It does not work; no array is of it.
+                import_module(name)
+
+
 def namespace(*arrays: Array | None) -> Any:
     """The array-API namespace of the arrays; None is ignored."""
     first = next(array for array in arrays if array is not None)
     kind = type(first)
     if kind not in _namespace_of_type:
+        _wait_for_imports()
         xp = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
         if library_of(first) is None:
             return xp
@@ -150,8 +162,9 @@ def _is_transformed(tensor: Array) -> bool:
 
 def is_compiling() -> bool:
     """Whether `torch.compile` is tracing."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_compiling())
+    # While another thread imports PyTorch, the module does not have its names yet.
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.is_compiling())
 
 
 def wants_gradient(*arrays: Array) -> bool:

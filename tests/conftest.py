@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from precondattn.dispatch import discovery
+from precondattn.plug_ins import PlugIns
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
@@ -56,9 +57,8 @@ def only_the_reference(monkeypatch):
     What a test registers is forgotten.
     """
     monkeypatch.setattr(discovery, "_registered", {})
-    monkeypatch.setattr(discovery, "_broken", {})
+    monkeypatch.setattr(discovery, "_plug_ins", PlugIns(discovery.GROUP))
     monkeypatch.setattr(discovery, "_discovered", None)
-    monkeypatch.setattr(discovery, "_entry_points_loaded", False)
 
     installed = metadata.entry_points
 

@@ -7,7 +7,10 @@ classes.
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import TYPE_CHECKING
+
+from precondattn.plug_ins import PlugIns
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -15,22 +18,22 @@ if TYPE_CHECKING:
 GROUP = "precondattn.mechanisms"
 
 _classes: dict[str, type[Mechanism]] = {}
-_entry_points_loaded = False
+_lock = Lock()
+_plug_ins = PlugIns(GROUP)
 
-broken: dict[str, str] = {}
+broken = _plug_ins.broken
 """Entry points that could not be imported, with the error."""
 
 
 def register(cls: type[Mechanism]) -> None:
     """Add a class under its name, which must not belong to another class."""
-    known = _classes.get(cls.name)
-    # The same class may be defined twice: a reloaded module, or dataclass(slots=True).
-    if known is not None and (known.__module__, known.__qualname__) != (
-        cls.__module__,
-        cls.__qualname__,
-    ):
-        raise ValueError(f"the name {cls.name!r} is taken by {known.__module__}.{known.__name__}")
-    _classes[cls.name] = cls
+    with _lock:
+        known = _classes.setdefault(cls.name, cls)
+        # The same class may be defined twice: a reloaded module, or dataclass(slots=True).
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            owner = f"{known.__module__}.{known.__name__}"
+            raise ValueError(f"the name {cls.name!r} is taken by {owner}")
+        _classes[cls.name] = cls
 
 
 def unregister(name: str) -> None:
@@ -49,13 +52,13 @@ def unregister(name: str) -> None:
 def find(name: str) -> type[Mechanism] | None:
     """The class of that name, or None."""
     if name not in _classes:
-        _load_entry_points()
+        _plug_ins.load()
     return _classes.get(name)
 
 
 def registered() -> dict[str, type[Mechanism]]:
     """Every known class by name, pieces included."""
-    _load_entry_points()
+    _plug_ins.load()
     return dict(_classes)
 
 
@@ -69,17 +72,3 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     ['ccq', 'delta', 'differential']
     """
     return {n: c for n, c in registered().items() if c.role in ("base", "preconditioner")}
-
-
-def _load_entry_points() -> None:
-    global _entry_points_loaded
-    if _entry_points_loaded:
-        return
-    _entry_points_loaded = True
-    from importlib.metadata import entry_points  # Slow to import, and rarely needed.
-
-    for entry_point in entry_points(group=GROUP):
-        try:
-            entry_point.load()
-        except Exception as error:  # A broken third-party module must not break the others.
-            broken[entry_point.name] = f"{type(error).__name__}: {error}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import NamedTuple
 
 from precondattn.backend import Backend
 from precondattn.dispatch.reference import Reference
+from precondattn.plug_ins import PlugIns
 
 GROUP = "precondattn.backends"
 REFERENCE = Reference()
@@ -33,9 +35,11 @@ class Discovered(NamedTuple):
         raise ValueError(f"unknown backend {name!r}; known are {known}")
 
 
+_plug_ins = PlugIns(GROUP)
 _registered: dict[str, Backend] = {}
-_broken: dict[str, str] = {}
 _discovered: Discovered | None = None
+_lock = RLock()
+"""Held where `_registered` and `_discovered` change; never while a plug-in is imported."""
 
 _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "precondattn_backends", default=None
@@ -45,11 +49,17 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 def discover() -> Discovered:
     """All backends. Entry points are loaded once per process."""
     global _discovered
-    if _discovered is None:
-        _load_entry_points()
+    known = _discovered
+    if known is not None:
+        return known
+    _plug_ins.load(_checked, _add)
+    with _lock:
         ordered = sorted(_registered.values(), key=lambda b: (-b.preference, b.name))
-        _discovered = Discovered((*ordered, REFERENCE), tuple(sorted(_broken.items())))
-    return _discovered
+        broken = tuple(sorted(_plug_ins.broken.items()))
+        found = Discovered((*ordered, REFERENCE), broken)
+        if _plug_ins.complete:
+            _discovered = found
+        return found
 
 
 def register_backend(backend: Backend | type[Backend]) -> None:
@@ -64,7 +74,11 @@ def register_backend(backend: Backend | type[Backend]) -> None:
     ValueError
         when its name is taken.
     """
-    global _discovered
+    _add(_checked(backend))
+
+
+def _checked(backend: Backend | type[Backend]) -> Backend:
+    """The backend, or an instance of the class. Raises a TypeError for one that is none."""
     if isinstance(backend, type):
         backend = backend()
     missing = [
@@ -78,11 +92,16 @@ def register_backend(backend: Backend | type[Backend]) -> None:
         missing.insert(0, "name")
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
-    known = {REFERENCE.name, *_registered}
-    if backend.name in known:
-        raise ValueError(f"the backend name {backend.name!r} is taken")
-    _registered[backend.name] = backend
-    _discovered = None
+    return backend
+
+
+def _add(backend: Backend) -> None:
+    global _discovered
+    with _lock:
+        if backend.name in {REFERENCE.name, *_registered}:
+            raise ValueError(f"the backend name {backend.name!r} is taken")
+        _registered[backend.name] = backend
+        _discovered = None
 
 
 def unregister_backend(name: str) -> None:
@@ -94,10 +113,11 @@ def unregister_backend(name: str) -> None:
         when no backend of this name is registered.
     """
     global _discovered
-    if name not in _registered:
-        raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
-    del _registered[name]
-    _discovered = None
+    with _lock:
+        if name not in _registered:
+            raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
+        del _registered[name]
+        _discovered = None
 
 
 _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
@@ -105,21 +125,6 @@ _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
 _PROTOCOL = ("supports", "forward")
 """Methods that every backend must define. One without a gradient or a step declines in `supports`
 the requests that need it."""
-_entry_points_loaded = False
-
-
-def _load_entry_points() -> None:
-    global _entry_points_loaded
-    if _entry_points_loaded:
-        return
-    _entry_points_loaded = True
-    from importlib.metadata import entry_points  # Slow to import, and not needed before a call.
-
-    for entry_point in entry_points(group=GROUP):
-        try:
-            register_backend(entry_point.load())
-        except Exception as error:  # A broken third-party module must not break the others.
-            _broken[entry_point.name] = f"{type(error).__name__}: {error}"
 
 
 @contextmanager

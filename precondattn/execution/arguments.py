@@ -182,11 +182,13 @@ def _checked_once(
     if any(map(is_traced, inputs.values())):  # Sizes may be symbolic, and those are not hashable.
         return _check_signature(owner, mechanism, cache, inputs)
     signature = _signature(mechanism, cache, inputs)
-    if signature not in _checked:
+    checked = _checked.get(signature)  # Read once: another thread may clear the dict.
+    if checked is None:
+        checked = _check_signature(owner, mechanism, cache, inputs)
         if len(_checked) >= MAX_SIGNATURES:
             _checked.clear()
-        _checked[signature] = _check_signature(owner, mechanism, cache, inputs)
-    return _checked[signature]
+        _checked[signature] = checked
+    return checked
 
 
 def _signature(mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> Any:

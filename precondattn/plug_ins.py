@@ -1,0 +1,91 @@
+"""Plug-ins: the objects that installed packages name in an entry-point group.
+
+Each is imported once per process. No lock is held while a plug-in is imported, because its module
+may call this library, or wait for a module that another thread imports and that calls this library.
+Threads that need the plug-ins at the same time all import them; Python runs each module once, and
+the first thread that has an object adds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+class PlugIns:
+    """The entry points of one group."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.broken: dict[str, str] = {}
+        """The error of each entry point that could not be imported, by its name."""
+        self.complete = False
+        """Whether every entry point was added, or is broken."""
+        self._known: set[tuple[str, str]] = set()
+        """Name and value of the entry points that were added, or are broken."""
+        self._lock = Lock()
+
+    def load(
+        self,
+        prepare: Callable[[Any], Any] = lambda named: named,
+        add: Callable[[Any], None] = lambda prepared: None,
+    ) -> None:
+        """Import the entry points that are not known yet, and add what they name.
+
+        `prepare` may run code of the plug-in. `add` runs under a lock, once for each entry point.
+        An error in either makes the entry point broken. KeyboardInterrupt is not caught: the next
+        call continues.
+        """
+        if self.complete:
+            return
+        from importlib.metadata import entry_points  # Slow to import, and rarely needed.
+
+        found = list(entry_points(group=self.group))
+        for entry_point in found:
+            if _key(entry_point) in self._known:
+                continue
+            prepared, error = None, None
+            try:
+                prepared = prepare(entry_point.load())
+            except (Exception, SystemExit) as raised:  # It must not break the others.
+                if _is_being_imported(entry_point.module):
+                    continue  # This call comes from inside its import; a later call adds it.
+                error = raised
+            with self._lock:
+                self._add(entry_point, prepared, error, add)
+        self.complete = all(_key(entry_point) in self._known for entry_point in found)
+
+    def _add(
+        self,
+        entry_point: EntryPoint,
+        prepared: Any,
+        error: BaseException | None,
+        add: Callable[[Any], None],
+    ) -> None:
+        if _key(entry_point) in self._known:
+            return
+        if error is None:
+            try:
+                add(prepared)
+            except ValueError as refused:
+                error = refused
+        if error is not None:
+            self.broken[entry_point.name] = f"{type(error).__name__}: {error}"
+        self._known.add(_key(entry_point))
+
+
+def _key(entry_point: EntryPoint) -> tuple[str, str]:
+    return entry_point.name, entry_point.value
+
+
+def _is_being_imported(module: str) -> bool:
+    """Whether the import of the module, or of a package that contains it, has not ended."""
+    parts = module.split(".")
+    packages = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    specs = (getattr(sys.modules.get(package), "__spec__", None) for package in packages)
+    return any(getattr(spec, "_initializing", False) for spec in specs)
