@@ -67,38 +67,47 @@ def identity_like(x: Array) -> Array:
     return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))
 
 
-def _solve(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
-    if library_of(matrix) == "jax":
-        from precondattn.spec import jax_solve  # Imports JAX, which is already loaded here.
-
-        return jax_solve.solve(matrix, right)
-    return namespace(matrix, right).linalg.solve(matrix, right)
-
-
 def solve_upper(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e).
+    """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e)."""
+    return _solve(matrix, right, lower=False)
 
-    The standard's general `solve` uses partial pivoting. In an upper-triangular matrix the entries
-    below the diagonal are 0, so no rows are exchanged, and `solve` is back substitution.
-    """
+
+def solve_lower(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right for lower-triangular matrices (…, s, s) and right sides (…, s, e)."""
+    return _solve(matrix, right, lower=True)
+
+
+def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
+    """By the library's solver for triangular matrices, or by the standard's for any matrix."""
     xp = namespace(matrix, right)
     batch = tuple(
         max(m, r) for m, r in zip(matrix.shape[:-2], right.shape[:-2], strict=True)
     )  # Not every library broadcasts the batch axes.
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
-    return _solve(matrix, right)
+    library = library_of(matrix)
+    if library == "torch":
+        # With more than one thread, the general solver may never return (PyTorch 2.13, oneMKL).
+        return xp.linalg.solve_triangular(matrix, right, upper=not lower)
+    if library == "jax":
+        from precondattn.spec import jax_solve  # Imports JAX, which is already loaded here.
+
+        return jax_solve.solve_triangular(matrix, right, lower=lower)
+    if lower:
+        return _solve_lower_by_pivoting(matrix, right)
+    # In an upper-triangular matrix the entries below the diagonal are 0, so that partial pivoting
+    # exchanges no rows, and the general solver is back substitution.
+    return xp.linalg.solve(matrix, right)
 
 
-def solve_lower(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right for lower-triangular matrices: forward substitution.
+def _solve_lower_by_pivoting(matrix: Array, right: Array) -> Array:
+    """With rows and columns reversed, a lower-triangular matrix is upper triangular.
 
-    With rows and columns reversed the matrix is upper triangular. Otherwise a large entry of a
-    later token could be chosen as pivot, and earlier tokens would depend on it.
+    Otherwise a large entry of a later token could be chosen as pivot, and earlier tokens would
+    depend on it.
     """
     xp = namespace(matrix, right)
-    reversed_rows = solve_upper(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
+    reversed_rows = xp.linalg.solve(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
     return xp.flip(reversed_rows, axis=-2)
 
 
