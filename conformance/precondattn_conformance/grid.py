@@ -14,6 +14,7 @@ from functools import cache
 from precondattn_conformance.declared import derived
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
+from precondattn_conformance.libraries import HALF
 from precondattn_conformance.random_layouts import random_layouts
 
 LEVELS = ("smoke", "full", "stress")
@@ -92,6 +93,7 @@ SPECIAL: dict[str, Data] = {
     "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
     "refusals": ((PLAIN, "random"),),
     "transforms": ((PLAIN, "clustered"),),
+    "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "leaks": ((LEAK, "random"),),
     "memory": ((LONG, "random"),),
 }
@@ -115,6 +117,8 @@ def data(
         once = dtype == "float32" and library in ("numpy", "torch", "cupy")
         wanted = once and mechanism not in derived() and (check == "leaks" or level == "stress")
         return SPECIAL[check] if wanted else ()
+    if check == "autocast" and dtype not in HALF:
+        return ()
     if check == "transforms" and dtype not in ("float64", "float32"):
         return ()
     if check in SPECIAL:
@@ -148,6 +152,9 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
     dtype, so there only the outputs are checked.
     """
     is_main = library in ("numpy", "torch", "cupy")
+    if check == "autocast":
+        is_wanted = dtype == "bfloat16" and not is_derived
+        return SPECIAL[check][:1] if is_wanted else ()
     if check in SPECIAL:
         if not is_main or is_derived or dtype != "float64" or check in ("leaks", "memory"):
             return ()

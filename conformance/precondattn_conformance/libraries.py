@@ -85,6 +85,10 @@ class Library:
         """The gradients by the library's own automatic differentiation; None if it has none."""
         return None
 
+    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
+        """A context in which the library itself casts inputs to `dtype`."""
+        return nullcontext()
+
     def transforms(self) -> dict[str, Transform]:
         """The library's own transformations; "vmap" maps a function over a first axis."""
         return {}
@@ -134,6 +138,12 @@ class Torch(Library):
 
     def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
         return array.permute(axes)
+
+    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
+        import torch
+
+        device = torch.device(self.device or "cpu").type
+        return torch.autocast(device, getattr(torch, dtype))
 
     def transforms(self) -> dict[str, Transform]:
         import torch

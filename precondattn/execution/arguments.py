@@ -23,6 +23,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.array_checks import call_dtype, check_arrays
+from precondattn.execution.autocast import cast_inputs, hint
 from precondattn.execution.cache_checks import (
     check_buffers,
     check_cache,
@@ -57,6 +58,8 @@ class BoundCall(NamedTuple):
     """Valid tokens (b,) of each sequence, as int32."""
     invalid: Array | None
     """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
+    dtypes_before: Mapping[str, Any] | None = None
+    """The dtypes of the inputs before autocast cast them; None where it is off."""
 
 
 NEGATIVE = "the cache's length is negative"
@@ -75,6 +78,7 @@ def bind(
     """The arguments of a full call."""
     owner, declared = str(mechanism), _declared(mechanism)
     inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
+    inputs, before = cast_inputs(declared, inputs)
     library = check_arrays(owner, declared, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
     b = sizes["b"]
@@ -104,7 +108,7 @@ def bind(
     masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
     inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
     dtype = call_dtype(inputs)
-    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid, before)
 
 
 def bind_extension(
@@ -124,6 +128,7 @@ def bind_extension(
             f"found {type(cache).__name__}"
         )
     inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
+    inputs, before = cast_inputs(declared, inputs)
     library, sizes = _checked_once(owner, mechanism, cache, inputs)
     b, t, capacity = (sizes[letter] for letter in "btc")
     like = next(iter(inputs.values()))
@@ -167,7 +172,7 @@ def bind_extension(
     new_valid = frame.k_valid[:, capacity:] if masks and frame.k_valid is not None else None
     inputs = zero_padding(inputs, _declared(mechanism), frame.q_valid, new_valid)
     dtype = call_dtype(inputs)
-    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid)
+    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid, before)
 
 
 _checked: dict[Any, tuple[str, Sizes]] = {}
@@ -216,7 +221,9 @@ def _check_signature(
     capacity = check_cache(owner, mechanism, cache, inputs)
     known = {"c": capacity, "b": cache.length.shape[0]}
     sizes = declared.sizes(owner, _shapes(inputs), known)
-    check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs))
+    check_buffers(
+        owner, mechanism, cache, sizes, call_dtype(inputs), hint(next(iter(inputs.values())))
+    )
     return library, sizes
 
 
@@ -228,6 +235,7 @@ def bind_shapes(
     inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
+    inputs, _ = cast_inputs(declared, inputs)
     check_arrays(owner, declared, inputs)
     token_inputs = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, _shapes(token_inputs))

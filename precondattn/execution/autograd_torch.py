@@ -14,6 +14,7 @@ of a mapped call works the same way. Transforms for which custom operators have 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,19 @@ from precondattn.backend import ArraySpec
 from precondattn.cache import Replace
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.autocast import off
 from precondattn.frame import Frame
+
+
+def _without_autocast(operator: Any) -> Any:
+    """The operator's function with autocast off, whoever calls it: autograd, or a saved graph."""
+
+    @functools.wraps(operator)
+    def function(piece: str, backend: str, tensors: list[Tensor], *rest: Any) -> Any:
+        with off(tensors[0]):
+            return operator(piece, backend, tensors, *rest)
+
+    return function
 
 
 def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
@@ -55,6 +68,7 @@ def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> li
 
 
 @torch.library.custom_op("precondattn::forward", mutates_args=())
+@_without_autocast
 def forward(
     piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
 ) -> list[Tensor]:
@@ -67,6 +81,7 @@ def forward(
 
 
 @torch.library.custom_op("precondattn::inference", mutates_args=())
+@_without_autocast
 def inference(
     piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
 ) -> Tensor:
@@ -77,6 +92,7 @@ def inference(
 
 
 @torch.library.custom_op("precondattn::backward", mutates_args=())
+@_without_autocast
 def backward(
     piece: str,
     backend: str,
@@ -182,6 +198,7 @@ def _past_named(piece: Any, states: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 @torch.library.custom_op("precondattn::step", mutates_args=())
+@_without_autocast
 def step(
     piece: str,
     backend: str,
@@ -201,6 +218,7 @@ def step(
 
 
 @torch.library.custom_op("precondattn::step_backward", mutates_args=())
+@_without_autocast
 def step_backward(
     piece: str,
     backend: str,

@@ -75,7 +75,10 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
     return int(cache.store[KEY_MASK].shape[1]) if KEY_MASK in cache.store else 0
 
 
-def check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str) -> None:
+def check_buffers(
+    owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str, hint: str = ""
+) -> None:
+    """`hint` is appended to the error of a wrong dtype."""
     if KEY_MASK in cache.store:
         mask, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
         if tuple(mask.shape) != expected or dtype_name(mask) != "bool":
@@ -94,5 +97,5 @@ def check_buffers(owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, 
         if dtype_name(buffer) != needed:
             raise TypeError(
                 f"{owner}: the cache's {name!r} has dtype {dtype_name(buffer)}; "
-                f"these inputs need {needed}"
+                f"these inputs need {needed}{hint}"
             )

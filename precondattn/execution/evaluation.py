@@ -177,11 +177,12 @@ def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
 
 
 def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
-    """The gradient of every input, in its dtype; 0 where the output does not depend on it."""
+    """The gradient of every input, in its own dtype; 0 where the output does not depend on it."""
+    before = call.dtypes_before or {name: array.dtype for name, array in call.inputs.items()}
     return {
-        name: cast(cotangents[name], array.dtype)
+        name: cast(cotangents[name], before[name])
         if name in cotangents
-        else namespace(array).zeros_like(array)
+        else namespace(array).zeros_like(array, dtype=before[name])
         for name, array in call.inputs.items()
     }
 

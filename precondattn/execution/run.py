@@ -22,7 +22,7 @@ from precondattn.cache import Cache
 from precondattn.dispatch.discovery import allowed_backends, discover
 from precondattn.dispatch.explanation import Explanation
 from precondattn.dispatch.plan import Plan, make_plan
-from precondattn.execution import evaluation
+from precondattn.execution import autocast, evaluation
 from precondattn.execution.arguments import (
     BoundCall,
     bind,
@@ -51,7 +51,12 @@ def call(
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
-    plan = _plan(mechanism, _request("forward", bound), bound, backend)
+    request = _request("forward", bound)
+    plan = _plan(mechanism, request, bound, backend)
+    if bound.dtypes_before is not None:
+        from precondattn.execution import autograd_autocast
+
+        return autograd_autocast.forward(plan, bound, request)
     return evaluation.forward(plan, bound)
 
 
@@ -68,12 +73,16 @@ def vjp(
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
-    out, pull = evaluation.vjp(_plan(mechanism, _request("vjp", bound), bound, backend), bound)
+    plan = _plan(mechanism, _request("vjp", bound), bound, backend)
+    with autocast.off(next(iter(bound.inputs.values()))):
+        out, pull = evaluation.vjp(plan, bound)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         frame = bound.frame
-        return zero_padding(pull(cotangent), mechanism.inputs, frame.q_valid, frame.k_valid)
+        with autocast.off(cotangent):
+            gradients = pull(cotangent)
+        return zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
 
     return out, pullback
 
@@ -100,6 +109,10 @@ def extend(
             f"call it under torch.no_grad(), or without donate"
         )
     count = new_token_count(bound, cache)
+    if bound.dtypes_before is not None:
+        from precondattn.execution import autograd_autocast
+
+        return autograd_autocast.extend(plan, bound, request, cache, count, donate=donate)
     return evaluation.extend(plan, bound, cache, count, donate=donate)
 
 
@@ -122,7 +135,8 @@ def extend_vjp(
     bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
     plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
     count = new_token_count(bound, cache)
-    out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
+    with autocast.off(cache.length):
+        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
     new_store = dict(extended.store)
 
     def pullback(
@@ -138,7 +152,8 @@ def extend_vjp(
             description = f"the cotangent of {name!r}"
             check_cotangent(str(mechanism), description, array, "that buffer", new_store[name])
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
-        gradients, d_past = pull(cotangent, {**given, **zeros})
+        with autocast.off(cotangent):
+            gradients, d_past = pull(cotangent, {**given, **zeros})
         frame = bound.frame
         new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
         return zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid), d_past

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import Array, cast, library_of, namespace, upcast
+from precondattn.arrays import Array, Arrays, cast, library_of, namespace, upcast
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
 
@@ -80,17 +80,19 @@ def mamba2_inputs(
     >>> pa.SSD()(**inputs).shape
     (1, 5, 8, 4)
     """
-    _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "dt_bias": dt_bias})
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    given = _checked(given if dt_bias is None else {**given, "dt_bias": dt_bias})
+    x, dt = given["x"], given["dt"]
     low, high = _limits(dt_limit)
     xp = namespace(x)
     step = upcast(dt)
     if dt_bias is not None:
-        step = step + upcast(dt_bias)
+        step = step + upcast(given["dt_bias"])
     if dt_softplus:
         step = softplus(step)
     step = xp.clip(step, min=low, max=None if high == math.inf else high)
     v = cast(step[..., None] * upcast(x), x.dtype)
-    return {"q": C, "k": B, "v": v, "g": step * upcast(A)}
+    return {"q": given["C"], "k": given["B"], "v": v, "g": step * upcast(given["A"])}
 
 
 def mamba2(
@@ -122,12 +124,12 @@ def mamba2(
     array([11.  ,  0.5 ,  0.25])
     """
     if D is not None:
-        _check({"x": x, "D": D})
+        _checked({"x": x, "D": D})
     inputs = mamba2_inputs(
         x, dt, A, B, C, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
     )
     y = SSD()(**inputs)
-    return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), x.dtype)
+    return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), y.dtype)
 
 
 def _limits(dt_limit: Any) -> tuple[float, float]:
@@ -140,13 +142,16 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
     return low, high
 
 
-def _check(arrays: dict[str, Any]) -> None:
+def _checked(given: Arrays) -> Arrays:
+    """The arguments, as PyTorch's autocast casts them."""
     from precondattn.execution.array_checks import check_arrays
+    from precondattn.execution.autocast import cast_inputs
 
-    given = {n: array for n, array in arrays.items() if n != "dt_bias" or array is not None}
     for name, array in given.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
     declared = Inputs(**{name: DECLARED[name] for name in given})
+    given, _ = cast_inputs(declared, given)
     check_arrays("mamba2", declared, given)
     declared.sizes("mamba2", {name: tuple(array.shape) for name, array in given.items()})
+    return given

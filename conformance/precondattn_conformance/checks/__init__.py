@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
+from precondattn_conformance.checks.autocast import Autocast
 from precondattn_conformance.checks.caching import Alternation, Caching, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.determinism import Determinism
@@ -37,6 +38,7 @@ ALL: tuple[Check, ...] = (
     Strides(),
     Refusals(),
     Transforms(),
+    Autocast(),
     Leaks(),
     Memory(),
 )

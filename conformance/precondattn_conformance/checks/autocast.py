@@ -1,0 +1,96 @@
+"""Under PyTorch's autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks.caching import Caching, extended
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
+
+
+class Autocast(Check):
+    """A float32 call under autocast is the oracle's, and equals a call in autocast's dtype.
+
+    Forward, gradient and extend; the gradient is computed under autocast too. The equality is
+    exact, so nothing inside was computed in another precision. In the explicit `vjp` some inputs
+    are in half precision already, and each gradient has the dtype of its own input.
+    """
+
+    name = "autocast"
+    snippet = """with torch.autocast(device, torch.bfloat16):
+    out = mechanism(**inputs, backend={backend})"""
+
+    def applies(self, case: Case) -> bool:
+        return case.library == "torch"
+
+    def run(self, trial: Trial) -> Measured:
+        trial.require_support("vjp")
+        wide = _Wide(trial.case, trial.library, trial.backend)
+        given = _every_other_in_half(trial, wide.inputs)
+        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        with trial.library.autocast(trial.case.dtype):
+            out = wide.call()
+            automatic = trial.library.gradients(wide.call, wide.inputs, cotangent) or {}
+            _, explicit = wide.vjp(given)
+            tokens = _extended(wide)
+        _require_alike("the output", out, trial.case.dtype, trial)
+        for name, array in given.items():
+            dtype = trial.library.dtype_name(array)
+            _require_alike(f"the gradient of {name}", explicit[name], dtype, trial)
+        half = _rows_in_half(trial, wide.inputs)
+        _require_same("the output", trial.numpy(out), trial.numpy(trial.call(half)))
+        for name, gradient in trial.library.gradients(trial.call, half, cotangent).items():
+            what = f"the gradient of {name}"
+            _require_same(what, trial.numpy(automatic[name]), trial.numpy(gradient))
+        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(explicit)
+        pairs |= trial.pairs_of_gradients(automatic, "autograd")
+        if tokens is not None:
+            pairs["the extended output"] = (tokens, trial.expected.out)
+        return trial.agree(pairs, trial.terms_of_gradients())
+
+
+class _Wide(Trial):
+    """The trial with its arrays in float32: the values are those rounded to the case's dtype."""
+
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> dict[str, Any]:
+        return super().arrays(arrays, "float32")
+
+
+def _extended(wide: Trial) -> np.ndarray | None:
+    """The output of a prefill and one more token, in a cache created under autocast."""
+    time = wide.case.layout.t
+    if not Caching().applies(wide.case) or time < 2:
+        return None
+    return extended(wide, [time - 1, time], [wide.backend])
+
+
+def _rows_in_half(trial: Trial, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What autocast makes of the inputs: gates, weights and the like stay in float32."""
+    half = trial.arrays(trial.numpy_inputs)
+    return {n: half[n] if trial.mechanism.inputs[n].is_rows else a for n, a in inputs.items()}
+
+
+def _every_other_in_half(trial: Trial, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every other input in half precision, as keys rotated in float32 beside half values are."""
+    half = trial.arrays(trial.numpy_inputs)
+    return {n: half[n] if i % 2 else array for i, (n, array) in enumerate(inputs.items())}
+
+
+def _require_alike(what: str, result: object, dtype: str, trial: Trial) -> None:
+    found = trial.library.dtype_name(result)
+    if found != dtype:
+        raise DisagreementError(f"{what} is of {found}, not of {dtype}")
+
+
+def _require_same(what: str, result: np.ndarray, expected: np.ndarray) -> None:
+    if not np.array_equal(result, expected, equal_nan=True):
+        worst = float(np.max(np.abs(result - expected)))
+        raise DisagreementError(
+            f"{what} under autocast differs from that of inputs in half precision, by {worst:.3g}"
+        )

@@ -1,0 +1,63 @@
+"""PyTorch's autocast, with the rules of PyTorch's own fused attention.
+
+Under `torch.autocast(device, dtype)` queries, keys, values and other rows of tokens are cast to
+`dtype`, from float16, bfloat16 and float32 alike; float64 is not. Gates, weights and the like stay
+in float32 if they are. The call then is an ordinary one in half precision: autocast is off inside,
+forward and backward, so that everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.arrays import HALF, Array, dtype_name, library_of
+
+CAST = HALF | {"float32"}
+"""The dtypes that autocast casts."""
+
+_OFF: AbstractContextManager[Any] = nullcontext()
+
+
+def target(array: Array) -> Any:
+    """The dtype of autocast for the device of `array`; None where autocast is off."""
+    if library_of(array) != "torch":
+        return None
+    torch, device = sys.modules["torch"], array.device.type
+    try:
+        is_on = torch.is_autocast_enabled(device)
+    except RuntimeError:  # A device without autocast.
+        return None
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[dict[str, Array], Any]:
+    """The inputs as autocast casts them, and their dtypes before; None where autocast is off."""
+    dtype = target(next(iter(inputs.values()), None))
+    if dtype is None:
+        return inputs, None
+    cast = {}
+    for name, array in inputs.items():
+        is_cast = library_of(array) == "torch" and dtype_name(array) in CAST
+        keeps_float32 = not declared[name].is_rows and is_cast and dtype_name(array) == "float32"
+        cast[name] = array.to(dtype) if is_cast and not keeps_float32 else array
+    return cast, {name: getattr(array, "dtype", None) for name, array in inputs.items()}
+
+
+def off(array: Array) -> AbstractContextManager[Any]:
+    """A context without autocast on the device of `array`."""
+    if target(array) is None:
+        return _OFF
+    context: AbstractContextManager[Any] = sys.modules["torch"].autocast(
+        array.device.type, enabled=False
+    )
+    return context
+
+
+def hint(array: Array) -> str:
+    """What an error about the dtype of a cache adds under autocast."""
+    if target(array) is None:
+        return ""
+    return " (autocast casts them; create the cache by init_cache under the same autocast)"
