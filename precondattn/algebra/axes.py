@@ -25,6 +25,8 @@ from precondattn.algebra.leaf_call import LeafCall
 CallLetter = tuple[int, str]
 """The index of a call, and a letter of its leaf."""
 
+ONE = Fraction(1)
+
 UNIT: CallLetter = (-1, FIXED)
 """The size 1; every fixed size is a multiple of it."""
 
@@ -40,11 +42,13 @@ class _Families:
 
     def root(self, letter: CallLetter) -> tuple[CallLetter, Fraction]:
         """(root, factor) with letter = factor · root."""
-        parent, factor = self.parent.setdefault(letter, (letter, Fraction(1)))
+        parent, factor = self.parent.setdefault(letter, (letter, ONE))
         if parent == letter:
             return letter, factor
         root, parent_factor = self.root(parent)
-        self.parent[letter] = root, factor * parent_factor
+        if root == parent:
+            return root, factor
+        self.parent[letter] = root, _product(factor, parent_factor)
         return self.parent[letter]
 
     def equate(self, a: CallLetter, multiple_a: int, b: CallLetter, multiple_b: int) -> bool:
@@ -52,8 +56,18 @@ class _Families:
         (root_a, factor_a), (root_b, factor_b) = self.root(a), self.root(b)
         if root_a == root_b:
             return multiple_a * factor_a == multiple_b * factor_b
-        self.parent[root_a] = root_b, Fraction(multiple_b * factor_b, multiple_a * factor_a)
+        multiple = ONE if multiple_a == multiple_b else Fraction(multiple_b, multiple_a)
+        self.parent[root_a] = root_b, _product(multiple, _quotient(factor_b, factor_a))
         return True
+
+
+def _product(a: Fraction, b: Fraction) -> Fraction:
+    """a · b. Most factors are 1, and fractions are slow."""
+    return b if a is ONE else a if b is ONE else a * b
+
+
+def _quotient(a: Fraction, b: Fraction) -> Fraction:
+    return a if b is ONE else a / b
 
 
 class Letters(NamedTuple):
@@ -139,9 +153,13 @@ def _program_axes(
 ) -> tuple[dict[str, Axis], ...]:
     """For every call, the program's axis for each letter of its leaf."""
     members: dict[CallLetter, list[CallLetter]] = {}
+    patterns_of: list[list[Pattern]] = [[] for _ in calls]
+    for declared in declarations.values():
+        for number, pattern in declared:
+            patterns_of[number].append(pattern)
     for number in sorted(range(len(calls)), key=lambda i: (calls[i].leaf.role != "base", -i)):
-        patterns = [p for declared in declarations.values() for i, p in declared if i == number]
-        for letter in dict.fromkeys("".join(p.letters for p in patterns).replace(FIXED, "")):
+        letters = "".join(pattern.letters for pattern in patterns_of[number])
+        for letter in dict.fromkeys(letters.replace(FIXED, "")):
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))
     axes: tuple[dict[str, Axis], ...] = tuple({} for _ in calls)
     taken: set[str] = set()
@@ -159,7 +177,8 @@ def _program_axes(
         name = next(letter for letter in candidates if letter not in taken)
         taken.add(name)
         # The smallest member has no factor.
-        unit = lcm(*(factor.denominator for factor in factors.values()))
+        unit = Fraction(lcm(*(factor.denominator for factor in factors.values())))
+        same = Axis(name, int(unit))
         for (number, letter), factor in factors.items():
-            axes[number][letter] = Axis(name, int(factor * unit))
+            axes[number][letter] = same if factor is ONE else Axis(name, int(factor * unit))
     return axes

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from precondattn.arrays import Shape
+from precondattn.limits import KEPT_TEXTS
 
 LETTERS = {
     "b": "batch",
@@ -88,7 +89,7 @@ class Pattern(NamedTuple):
     """With `unit`: whether the rows are token data, as those of q and v, and not directions."""
 
     @classmethod
-    @cache
+    @lru_cache(maxsize=KEPT_TEXTS)
     def read(cls, text: str) -> Pattern:
         """The pattern from its text, such as `"b s n in [0, 2]"`.
 

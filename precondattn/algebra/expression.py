@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of, text_of
+from precondattn.limits import NESTED
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 _NAME = re.compile(r"\s*([a-z][a-z0-9_]*)\s*")
-_VALUE = re.compile(r"\s*([^,\]\[()]+?)\s*(?=[,\]])")
+_VALUE = re.compile(r"\s*([^,\]\[()\s][^,\]\[()]*)(?=[,\]])")
+
+SHOWN = 60
+"""Characters of a long text that a message shows, before and after a position."""
 
 
 def text_of_mechanism(mechanism: Mechanism) -> str:
@@ -73,8 +77,16 @@ class _Reader:
         self.at = 0
 
     def fail(self, expected: str) -> NoReturn:
-        pointer = " " * self.at + "^"
-        raise ValueError(f"expected {expected} here:\n  {self.text}\n  {pointer}")
+        start, end = max(0, self.at - SHOWN), self.at + SHOWN
+        before, after = "…" * (start > 0), "…" * (end < len(self.text))
+        pointer = " " * (len(before) + self.at - start) + "^"
+        part = f"{before}{self.text[start:end]}{after}"
+        raise ValueError(f"expected {expected} here:\n  {part}\n  {pointer}")
+
+    @property
+    def shown(self) -> str:
+        """The text, or the beginning of a long one, in quotes."""
+        return _quoted(self.text)
 
     def accept(self, mark: str) -> bool:
         if not self.text.startswith(mark, self.at):
@@ -87,9 +99,11 @@ class _Reader:
         if match is None:
             self.fail(expected)
         self.at = match.end()
-        return match[1]
+        return match[1].rstrip()
 
-    def mechanism(self) -> Mechanism:
+    def mechanism(self, depth: int = 0) -> Mechanism:
+        if depth > NESTED:
+            raise ValueError(f"{self.shown}: at most {NESTED} preconditioners can be nested")
         name = self.word(_NAME, "the name of a mechanism")
         cls = registry.find(name)
         if cls is None:
@@ -98,14 +112,14 @@ class _Reader:
                 f"\n  {entry} could not be imported: {e}" for entry, e in registry.broken.items()
             )
             raise ValueError(
-                f"{self.text!r}: unknown mechanism {name!r}{_nearest(name, known)}; "
+                f"{self.shown}: unknown mechanism {_quoted(name)}{_nearest(name, known)}; "
                 f"known are {', '.join(known)}{errors}"
             )
         arguments = self.options(cls)
         if self.accept("("):
             if _default_base(cls) is None:
-                raise ValueError(f"{self.text!r}: {name} is a {cls.role} and takes no base")
-            arguments["base"] = self.mechanism()
+                raise ValueError(f"{self.shown}: {name} is a {cls.role} and takes no base")
+            arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
         return cls(**arguments)
@@ -118,11 +132,11 @@ class _Reader:
             name = self.word(_NAME, "the name of an option")
             if name not in known:
                 raise ValueError(
-                    f"{self.text!r}: {cls.name} has no option {name!r}"
+                    f"{self.shown}: {cls.name} has no option {_quoted(name)}"
                     f"{_nearest(name, known)}; it has {', '.join(known) or 'none'}"
                 )
             if name in options:
-                raise ValueError(f"{self.text!r}: option {name} is given twice")
+                raise ValueError(f"{self.shown}: option {name} is given twice")
             if not self.accept("="):
                 self.fail(f"'=' and the value of {name}")
             value = self.word(_VALUE, f"the value of {name}")
@@ -132,6 +146,10 @@ class _Reader:
         return options
 
 
+def _quoted(text: str) -> str:
+    return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
+
+
 def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

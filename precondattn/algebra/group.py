@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs
@@ -12,6 +12,7 @@ from precondattn.algebra.expression import parse
 from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.program import Program
+from precondattn.limits import KEPT
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_program(text: str) -> Program:
     return Program(calls, calls[-1].out)
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def read_mechanism(text: str) -> Any:
     """The leaf or group from its text, the inverse of `str`."""
     return Group(read_program(text)) if " = " in text else parse(text)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from precondattn.limits import KEPT_TEXTS
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -31,7 +33,7 @@ class LeafCall(NamedTuple):
         return f"{self.out} = {self.leaf}({', '.join(arguments)})"
 
 
-@cache
+@lru_cache(maxsize=KEPT_TEXTS)
 def _slot_keys(call: LeafCall) -> Mapping[str, str]:
     names = {**dict(call.arguments), "out": call.out}
     return {slot.name: slot.holds.format(**names) for slot in call.leaf.slots()}

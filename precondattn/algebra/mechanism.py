@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ from precondattn.algebra.verbs import Verbs
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Slot, Updates
 from precondattn.frame import Frame
+from precondattn.limits import NESTED
 
 M = TypeVar("M", bound="Mechanism")
 
@@ -63,11 +65,29 @@ class Mechanism(Verbs):
     """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Expressions with other options, which tests, conformance and benchmarks run too."""
+    depth: ClassVar[int] = 0
+    """The number of preconditioners around its base; an instance has its own."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
+        if "__hash__" not in cls.__dict__:
+            # `dataclass` keeps it. Its own would hash every mechanism inside at every use.
+            cls.__hash__ = Mechanism.__hash__  # type: ignore[method-assign]
         if "name" in cls.__dict__:
             registry.register(cls)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        compared = (f.name for f in dataclasses.fields(self) if f.compare)  # type: ignore[arg-type]
+        return hash((type(self), *(getattr(self, name) for name in compared)))
+
+    def __reduce__(self) -> Any:
+        """Copies are constructed: what is kept with a mechanism depends on the process."""
+        fields = (f.name for f in dataclasses.fields(self) if f.init)  # type: ignore[arg-type]
+        return _constructed, (type(self), {name: getattr(self, name) for name in fields})
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -98,7 +118,7 @@ class Mechanism(Verbs):
     def offers(self) -> Offers:
         return Offers()
 
-    @property
+    @cached_property
     def program(self) -> Program:
         """Its leaf calls, in order."""
         return program_of(self)
@@ -110,6 +130,10 @@ class Mechanism(Verbs):
     def with_read(self: M, read: Any) -> M:
         """The same mechanism with another read of the values."""
         raise NotImplementedError
+
+
+def _constructed(cls: type[Mechanism], fields: dict[str, Any]) -> Mechanism:
+    return cls(**fields)
 
 
 class Leaf(Mechanism):
@@ -235,6 +259,12 @@ class Preconditioner(Mechanism):
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
+        if self.base.depth >= NESTED:
+            raise ValueError(
+                f"{self.name}: at most {NESTED} preconditioners can be nested; base has "
+                f"{self.base.depth}"
+            )
+        object.__setattr__(self, "depth", self.base.depth + 1)
         reason = self.refuses()
         if reason is not None:
             raise TypeError(f"{self._expression()} makes no sense: {reason}")
@@ -247,14 +277,14 @@ class Preconditioner(Mechanism):
         """Its steps, in order; the last step computes the output."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def inputs(self) -> Inputs:
         """The base's inputs, in order, followed by the preconditioner's own."""
         declared = {name: self.program.inputs[name] for name in self.program.meanings}
         order = [name for name in self.base.inputs if name in declared]
         return Inputs(**{name: declared[name] for name in dict.fromkeys([*order, *declared])})
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         return self.base.offers
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.axes import letters_of
@@ -44,7 +45,10 @@ class Program:
         """The pattern of the result."""
         self.meanings = dict(meanings or dict.fromkeys(self.inputs, "given"))
         """The meaning of each input."""
-        self.text = "; ".join(map(str, self.calls))
+
+    @cached_property
+    def text(self) -> str:
+        return "; ".join(map(str, self.calls))
 
     def __str__(self) -> str:
         return self.text
@@ -68,6 +72,15 @@ class Program:
                 pattern = Pattern.read(slot.pattern).substituted(axes)
                 slots.setdefault(keys[slot.name], (slot, pattern))
         return slots
+
+    @cached_property
+    def readers(self) -> dict[str, frozenset[int]]:
+        """The calls that read each value."""
+        readers: dict[str, set[int]] = {}
+        for number, call in enumerate(self.calls):
+            for value in call.reads:
+                readers.setdefault(value, set()).add(number)
+        return {value: frozenset(numbers) for value, numbers in readers.items()}
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -117,7 +130,7 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
             for formal, value in reader.arguments
             if value == call.out
         )
-        uses[call.out] = f"{call.leaf} for [{', '.join(readers)}]"
+        uses[call.out] = _shortened(f"{call.leaf} for [{', '.join(readers)}]")
     ordered: list[LeafCall] = []
     waiting = list(calls)
     while waiting:
@@ -127,3 +140,15 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
         ordered.append(next_call)
         waiting.remove(next_call)
     return ordered
+
+
+LONGEST_USE = 2000
+"""Characters of a text that two calls are ordered by."""
+
+
+def _shortened(text: str) -> str:
+    """A text of bounded length: the text of a value that is read twice has that of its uses twice,
+    so in a long program it would grow without limit."""
+    if len(text) <= LONGEST_USE:
+        return text
+    return text[:LONGEST_USE] + sha256(text.encode()).hexdigest()

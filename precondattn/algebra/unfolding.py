@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS
 from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.program import Program
+from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def program_of(mechanism: Mechanism) -> Program:
     """The program of a mechanism.
 

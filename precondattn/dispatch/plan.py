@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +28,14 @@ from precondattn.backend import (
     UnsupportedError,
 )
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
+from precondattn.limits import KEPT, KEPT_PLANS
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 LARGEST_SEARCH = 8
-"""In programs with more calls, only groups of consecutive calls are tried, not all subsets."""
+"""In programs with more calls, not all subsets are tried, but the whole program, and groups of at
+most this number of consecutive calls."""
 
 
 Names = dict[str, str]
@@ -88,7 +90,7 @@ def make_plan(
     return plan
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def _warn_once(message: str) -> None:
     warnings.warn(message, PassedOverWarning, stacklevel=_frames_of_this_package())
 
@@ -104,7 +106,7 @@ def _frames_of_this_package() -> int:
     return depth
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_PLANS)
 def _plan(
     mechanism: Mechanism,
     request: Request,
@@ -120,8 +122,9 @@ def _plan(
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []
     claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Support]] = {}
+    taken: frozenset[int] = frozenset()
     for calls in _groups(program):
-        if any(calls & other for other in claimed) or not _is_acyclic(program, [*claimed, calls]):
+        if calls & taken or not _is_acyclic(program, [*claimed, calls]):
             continue
         piece, arguments, names = _piece(program, calls)
         piece_request = request_for(arguments, request, shapes)
@@ -130,8 +133,9 @@ def _plan(
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
                 claimed[calls] = piece, arguments, names, backend, support
+                taken |= calls
                 break
-    unclaimed = set(range(len(program.calls))).difference(*claimed)
+    unclaimed = set(range(len(program.calls))) - taken
     if unclaimed:
         raise UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
     order = _in_order(program, list(claimed))
@@ -172,25 +176,29 @@ def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape])
 def _groups(program: Program) -> Iterable[frozenset[int]]:
     """Sets of calls that could run as one: exactly one of their values is used outside the set."""
     n = len(program.calls)
-    for size in range(n, 0, -1):
-        if n <= LARGEST_SEARCH:
-            chosen: Iterable[tuple[int, ...]] = combinations(range(n), size)
-        else:
-            chosen = (tuple(range(i, i + size)) for i in range(n - size + 1))
-        for calls in map(frozenset, chosen):
-            if len(_results(program, calls)) == 1:
-                yield calls
+    if n <= LARGEST_SEARCH:
+        chosen = (each for size in range(n, 0, -1) for each in combinations(range(n), size))
+    else:
+        sizes = (n, *range(LARGEST_SEARCH, 0, -1))
+        chosen = (tuple(range(i, i + size)) for size in sizes for i in range(n - size + 1))
+    for calls in map(frozenset, chosen):
+        if len(_results(program, calls)) == 1:
+            yield calls
 
 
 def _results(program: Program, calls: frozenset[int]) -> set[str]:
     """The values that these calls compute and other calls (or the caller) use."""
-    outside = {program.out}.union(
-        *(call.reads for i, call in enumerate(program.calls) if i not in calls)
-    )
-    return {program.calls[i].out for i in calls} & outside
+    computed = (program.calls[i].out for i in calls)
+    return {
+        value
+        for value in computed
+        if value == program.out or not program.readers.get(value, frozenset()) <= calls
+    }
 
 
 def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
+    if len(program.calls) > LARGEST_SEARCH:
+        return True  # Groups of consecutive calls.
     return _in_order(program, groups) is not None
 
 

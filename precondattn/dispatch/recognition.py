@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from precondattn.algebra.program import Program
+from precondattn.limits import KEPT
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def is_lucid(program: Program) -> bool:
     """Whether a group is LUCID around softmax, with the dot product and the normalised keys."""
     if len(program.calls) != 2 or [*map(type, program.leaves)] != [LucidSolve, Softmax]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.algebra.declaration import Inputs, ShapeError, Sizes
@@ -39,6 +39,7 @@ from precondattn.execution.masks import (
     zero_padding,
 )
 from precondattn.frame import Frame, extending_frame, full_frame
+from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -243,12 +244,12 @@ def bind_shapes(
     return like, sizes
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def _declared(mechanism: Mechanism) -> Inputs:
     return mechanism.inputs
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def _extending(mechanism: Mechanism) -> Inputs:
     """The inputs of `extend`."""
     return mechanism.inputs.extending()

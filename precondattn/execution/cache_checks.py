@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.arrays import HALF, Array, dtype_name, exact_device, library_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.masks import INTEGERS
+from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def keeps_tokens(mechanism: Mechanism) -> bool:
     """Whether its cache stores a row for each token, and not only states."""
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, step
@@ -80,7 +81,7 @@ class CCQ(Preconditioner):
                 f"covariance={self.covariance!r}"
             )
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         base = self.base.offers
         unit = (self._unit_key(),) if self._reads_unit_keys else ()

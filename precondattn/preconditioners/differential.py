@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
@@ -53,7 +54,7 @@ class Differential(Preconditioner):
     per: str = choice("layer", "head", "token")
     paired: tuple[str, ...] = names(("q", "k"))
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         # Weights may be negative and sum to 1 − λ, and there is no single score.
         second = tuple(f"{name}2" for name in self.paired)

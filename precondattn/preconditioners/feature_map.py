@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, TokenWise, step
@@ -26,7 +27,7 @@ class FeatureMap(Preconditioner):
         """The other inputs of φ, and their names for `name`, which is q or k."""
         return {}
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         base = self.base.offers
         return base._replace(key_steps=(self._of("k"), *base.key_steps), unit_keys=False)

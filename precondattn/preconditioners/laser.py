@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
@@ -41,7 +42,7 @@ class Laser(Preconditioner):
 
     base: Mechanism = Softmax()
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         return self.base.offers._replace(read=None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
@@ -93,7 +94,7 @@ class Lucid(Preconditioner):
         if self.normalize in ("rows", "none") and self.eps != LucidSolve.eps:
             raise ValueError(f"lucid: eps belongs to a norm; normalize={self.normalize!r} has none")
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         # Rows of A E⁻¹ need not be non-negative nor sum to one, and no second solve can use the
         # metric.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
@@ -65,7 +66,7 @@ class QKNorm(Preconditioner):
     eps: float = non_negative(1e-6)
     gain: bool = flag(False)
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         base = self.base.offers
         return base._replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
@@ -54,7 +55,7 @@ class RowNormalized(Preconditioner):
     detach: bool = flag(True)
     axis: str = choice("auto", "token", "channel")
 
-    @property
+    @cached_property
     def offers(self) -> Offers:
         return self.base.offers._replace(read=None, unit_rows=True)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import gradients_of, is_plain, stream_of
+from precondattn.limits import KEPT
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.linear_family import queries_of_states, rows_of_states
 from precondattn.spec.recurrence import Stream
@@ -78,7 +79,7 @@ class Wiring(NamedTuple):
     reads_unit_keys: bool
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> Wiring | None:
     """The wiring of a backbone whose queries are q^c; None if the calls are connected otherwise."""
     first, *norms, last = program.calls

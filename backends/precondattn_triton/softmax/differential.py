@@ -7,7 +7,7 @@ output is rounded to half precision, the output in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import precondattn as pa
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.limits import KEPT
 from precondattn.spec.difference import Difference
 from precondattn.spec.read import MEAN
 from precondattn_triton.softmax.differential_backward import differential_backward
@@ -40,7 +41,7 @@ class Wiring(NamedTuple):
     per: str
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> Wiring | None:
     """The wiring of y = softmax(q, k, v) − λ softmax(q2, k2, v); None for any other program."""
     if [*map(type, program.leaves)] != [pa.Softmax, pa.Softmax, Difference]:

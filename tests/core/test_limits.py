@@ -1,0 +1,116 @@
+"""Limits: how deep mechanisms nest, and how many the caches keep."""
+
+import copy
+import functools
+import gc
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.execution import arguments
+from precondattn.limits import KEPT, NESTED
+from precondattn_conformance.inputs import Layout, make_inputs
+
+
+def nested(depth, preconditioner="elu1", base="linear"):
+    return f"{preconditioner}(" * depth + base + ")" * depth
+
+
+def test_the_deepest_composition_works():
+    text = nested(NESTED)
+    mechanism = pa.parse(text)
+    assert str(mechanism) == text
+    x = make_inputs(mechanism, Layout("test", t=5, s=5), "random")
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-9, atol=1e-12)
+    again = pickle.loads(pickle.dumps(mechanism))
+    assert again == copy.deepcopy(mechanism) == mechanism
+    assert hash(again) == hash(mechanism)
+
+
+@pytest.mark.parametrize("depth", [NESTED + 1, 10_000])
+def test_text_that_nests_deeper_is_refused(depth):
+    with pytest.raises(ValueError, match=f"at most {NESTED} preconditioners") as caught:
+        pa.parse(nested(depth))
+    assert len(str(caught.value)) < 300
+
+
+def test_objects_that_nest_deeper_are_refused():
+    mechanism = pa.parse(nested(NESTED))
+    with pytest.raises(ValueError, match=f"elu1: at most {NESTED} preconditioners"):
+        pa.Elu1(mechanism)
+
+
+def calls_of(function):
+    """The number of Python functions that it calls."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("base", ["linear", "gla"])
+def test_the_work_of_a_composition_is_at_most_quadratic_in_its_depth(base):
+    def work(depth):
+        mechanism = pa.parse(nested(depth, base=base))
+        x = make_inputs(mechanism, Layout("test", t=3, s=3), "random")
+        mechanism(**x)
+
+    work(11)  # What the first call imports.
+    shallow, deep = calls_of(lambda: work(24)), calls_of(lambda: work(96))
+    assert deep < 4**2 * shallow
+
+
+def test_no_cache_of_mechanisms_grows_without_limit():
+    def unbounded():
+        return {
+            (wrapper.__module__, wrapper.__qualname__): wrapper.cache_info().currsize
+            for wrapper in gc.get_objects()
+            if type(wrapper) is functools._lru_cache_wrapper
+            and (wrapper.__module__ or "").startswith("precondattn")
+            and not wrapper.__module__.startswith("precondattn_conformance")
+            and wrapper.cache_info().maxsize is None
+        }
+
+    def use(number):
+        scaled = pa.Softmax(scale=1 + number / 1024)
+        for mechanism in (pa.Lucid(pa.Laser(scaled)), pa.CCQ(pa.GLA(scale=1 + number / 1024))):
+            x = make_inputs(mechanism, Layout("test", t=3, s=3), "random")
+            out, pullback = mechanism.vjp(**x)
+            pullback(out)
+            mechanism.extend(mechanism.init_cache(**x, capacity=4), **x)
+
+    use(0)
+    before = unbounded()
+    for number in range(1, 9):
+        use(number)
+    assert unbounded() == before
+    assert arguments.MAX_SIGNATURES <= KEPT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lucid[eps=" + " " * 100_000,
+        "lucid[eps=1" + " " * 100_000 + "]x",
+        "x" * 100_000,
+        "lucid[" + "x" * 100_000 + "=1]",
+        "lucid" + "x" * 100_000,
+        "softmax(" + "x" * 100_000,
+    ],
+)
+def test_long_text_is_refused_with_a_short_message(text):
+    with pytest.raises(ValueError, match=r"expected|unknown|no option|takes no base") as caught:
+        pa.parse(text)
+    assert len(str(caught.value)) < 1000
