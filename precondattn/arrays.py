@@ -250,6 +250,25 @@ def zero_where_not(mask: Array, array: Array) -> Array:
     return cast(masked, array.dtype)  # NumPy promotes bfloat16 to float64.
 
 
+def running_maximum(array: Array, axis: int) -> Array:
+    """The maximum of each entry and those before it along an axis."""
+    library = library_of(array)
+    if library == "torch":
+        return array.cummax(axis).values
+    if library == "jax":
+        return sys.modules["jax"].lax.cummax(array, axis=axis)
+    xp = namespace(array)
+    if library in ("numpy", "cupy"):
+        return xp.maximum.accumulate(array, axis=axis)
+    array = xp.moveaxis(array, axis, 0)
+    distance = 1
+    while distance < array.shape[0]:
+        later = xp.maximum(array[distance:, ...], array[:-distance, ...])
+        array = xp.concat([array[:distance, ...], later], axis=0)
+        distance *= 2
+    return xp.moveaxis(array, 0, axis)
+
+
 def is_finite_number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False

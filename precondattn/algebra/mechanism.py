@@ -146,6 +146,14 @@ class Leaf(Mechanism):
     role: ClassVar[str] = "base"
     output: ClassVar[str]
 
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether NaN in a later key can not reach an output, because scores are masked by −∞.
+
+        Otherwise bad keys are set to 0 before a call (`execution/containment.py`).
+        """
+        return False
+
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """FLOPs for one sequence, from the size of every letter of its patterns; None if unknown.
 

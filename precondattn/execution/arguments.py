@@ -43,6 +43,7 @@ from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.execution.containment import Spoiled
 
 
 class BoundCall(NamedTuple):
@@ -61,6 +62,8 @@ class BoundCall(NamedTuple):
     """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
     dtypes_before: Mapping[str, Any] | None = None
     """The dtypes of the inputs before autocast cast them; None where it is off."""
+    spoiled: Spoiled | None = None
+    """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
 
 
 NEGATIVE = "the cache's length is negative"

@@ -45,7 +45,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         trace.append((planned, inputs, out, residuals))
 
     def pullback(cotangent: Array) -> Arrays:
-        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
+        cotangents: Arrays = {plan.out: _used(cotangent, call)}
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
@@ -122,7 +122,9 @@ def extend_vjp(
     output, updates, trace = _steps(plan, call, cache, _plain_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
-        cotangents: Arrays = {plan.out: _finished(cotangent, call)}
+        cotangents: Arrays = {plan.out: _used(cotangent, call)}
+        if call.spoiled is not None:
+            d_store = call.spoiled.without_states(d_store)
         d_past: Arrays = {}
         for planned, past, inputs, out, used in reversed(trace):
             keys = dict(planned.buffers)
@@ -160,6 +162,8 @@ def _updated_store(
     for key, update in updates.items():
         if isinstance(update, Replace):
             update = Replace(nan_where_invalid(update.value, call.invalid))
+        if call.spoiled is not None:
+            update = call.spoiled.marked_update(key, update)
         store[key] = updated(
             cache.store[key],
             update,
@@ -188,6 +192,18 @@ def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
 
 
 def _finished(out: Array, call: BoundCall) -> Array:
+    """An output, 0 at padding, and NaN where inputs or other arguments can not be used."""
+    out = _without_padding(out, call)
+    return out if call.spoiled is None else call.spoiled.marked(out)
+
+
+def _used(cotangent: Array, call: BoundCall) -> Array:
+    """A cotangent, 0 at padding and where the output is NaN because of an input."""
+    cotangent = _without_padding(cotangent, call)
+    return cotangent if call.spoiled is None else call.spoiled.without(cotangent)
+
+
+def _without_padding(out: Array, call: BoundCall) -> Array:
     """An output or its cotangent, 0 at padding, and NaN where arguments were out of range."""
     out = _in_call_dtype(out, call)
     valid = call.frame.q_valid

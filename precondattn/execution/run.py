@@ -31,6 +31,7 @@ from precondattn.execution.arguments import (
 )
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
+from precondattn.execution.containment import contained
 from precondattn.execution.masks import zero_padding
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def call(
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
+    bound = contained(mechanism, bound)
     request = _request("forward", bound)
     plan = _plan(mechanism, request, bound, backend)
     if bound.dtypes_before is not None:
@@ -73,6 +75,7 @@ def vjp(
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
+    bound = contained(mechanism, bound)
     plan = _plan(mechanism, _request("vjp", bound), bound, backend)
     with autocast.off(next(iter(bound.inputs.values()))):
         out, pull = evaluation.vjp(plan, bound)
@@ -82,7 +85,8 @@ def vjp(
         frame = bound.frame
         with autocast.off(cotangent):
             gradients = pull(cotangent)
-        return zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
+        gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
+        return gradients if bound.spoiled is None else bound.spoiled.cleaned(gradients)
 
     return out, pullback
 
@@ -101,6 +105,7 @@ def extend(
     """An extension of a cache."""
     _refuse_segments(mechanism, named)
     bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    bound = contained(mechanism, bound)
     request = _request("extend", bound, tuple(cache.store.values()))
     plan = _plan(mechanism, request, bound, backend)
     if donate and bound.library == "torch" and request.differentiated:
@@ -133,11 +138,12 @@ def extend_vjp(
         )
     check_has_states(mechanism)
     bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    bound = contained(mechanism, bound)
     plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
     count = new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
-    new_store = dict(extended.store)
+    new_store, spoiled = dict(extended.store), bound.spoiled
 
     def pullback(
         cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
@@ -156,7 +162,8 @@ def extend_vjp(
             gradients, d_past = pull(cotangent, {**given, **zeros})
         frame = bound.frame
         new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
-        return zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid), d_past
+        gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid)
+        return gradients if spoiled is None else spoiled.cleaned(gradients), d_past
 
     return out, extended, pullback
 

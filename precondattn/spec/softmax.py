@@ -83,6 +83,10 @@ class SoftmaxAttention(Leaf):
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
 
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.metric is DOT
+
     def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
 

@@ -1,0 +1,217 @@
+"""A token with NaN or an infinity, and the results that must not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.algebra.declaration import Pattern
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.declared import mechanism_of
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.inputs import Arrays, Layout
+
+HEADS = "hnu"
+
+
+class Places(NamedTuple):
+    """The index of each entry's sequence, token and key/value head, broadcast to an array."""
+
+    sequence: np.ndarray
+    token: np.ndarray
+    head: np.ndarray
+
+
+Chosen = Callable[[Places], np.ndarray]
+
+
+class Future(Check):
+    """A NaN or infinity in a token reaches no earlier output, no other sequence and no other head.
+
+    Keys, and what else belongs to a key (directions, gates, β), reach no earlier output, also of a
+    block of new tokens, and, but for softmax, no gradient of earlier outputs. Nothing of a token
+    reaches another sequence, head or packed segment, neither outputs nor gradients.
+    """
+
+    name = "future"
+    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN in one token of inputs."
+
+    def applies(self, case: Case) -> bool:
+        layout = case.layout
+        if layout.t != layout.s or layout.t < 4 or layout.mask not in (None, "segment_ids"):
+            return False
+        return any(not isinstance(leaf, pa.TokenWise) for leaf in _leaves(case.mechanism))
+
+    def run(self, trial: Trial) -> Measured:
+        trial.require_support("vjp")
+        with np.errstate(all="ignore"):
+            if trial.case.layout.mask == "segment_ids":
+                errors = [_other_segments(trial, bad) for bad in (np.nan, np.inf)]
+            else:
+                errors = [_others(trial)]
+                if trial.mechanism.offers.causal:
+                    errors += [_earlier(trial), _earlier_of_infinity(trial), _extended(trial)]
+        return Measured(max(errors), trial.bound)
+
+
+def _bad_token(layout: Layout) -> int:
+    """A token within a block and within a segment, after the first."""
+    return layout.t // 2 + 1
+
+
+def _earlier(trial: Trial) -> float:
+    """Outputs before a token with NaN keys, and their gradients."""
+    j = _bad_token(trial.case.layout)
+    inputs = _with_bad_keys(trial, np.nan)
+    out, pullback = trial.mechanism.vjp(**trial.arrays(inputs), backend=trial.backend)
+    pairs = {"the output before a NaN": _only(trial, "out", trial.numpy(out), _before(j))}
+    worst = trial.agree(pairs).error
+    if all(leaf.hides_later_keys for leaf in _leaves(trial.case.mechanism)):
+        return worst
+    if np.isfinite(trial.numpy(out)[:, j:]).all(axis=-1).any():
+        raise DisagreementError("the output of a token with a NaN key, or after it, is finite")
+    cotangent = np.where(np.arange(out.shape[1])[:, None, None] < j, trial.expected.cotangent, 0)
+    gradients = pullback(trial.library.array(cotangent, trial.case.dtype))
+    _, exact = trial.mechanism.vjp(**trial.expected.inputs, backend="reference")
+    expected = exact(cotangent)
+    for name, gradient in gradients.items():
+        if trial.mechanism.inputs[name].time_axis is not None:
+            given = trial.numpy(gradient)
+            pairs[f"vjp of {name}"] = _only(trial, name, given, _before(j), expected[name])
+    return trial.agree(pairs, trial.terms_of_gradients()).error
+
+
+def _earlier_of_infinity(trial: Trial) -> float:
+    j = _bad_token(trial.case.layout)
+    inputs = _with_bad_keys(trial, np.inf)
+    out = trial.mechanism(**trial.arrays(inputs), backend=trial.backend)
+    found = _only(trial, "out", trial.numpy(out), _before(j))
+    return trial.agree({"the output before an infinity": found}).error
+
+
+def _extended(trial: Trial) -> float:
+    """Outputs of new tokens before one with NaN keys."""
+    m, layout = trial.mechanism, trial.case.layout
+    if any(pattern.is_pairwise for pattern in m.inputs.values()):
+        return 0.0  # Its columns are those of a cache.
+    j = _bad_token(layout)
+    inputs = _with_bad_keys(trial, np.nan)
+    cache = m.init_cache(**trial.inputs, capacity=layout.t)
+    try:
+        out, _ = m.extend(cache, **trial.arrays(inputs), backend=trial.backend)
+    except pa.UnsupportedError:
+        return 0.0  # A backend may extend by one token only.
+    found = _only(trial, "out", trial.numpy(out), _before(j))
+    return trial.agree({"the extended output before a NaN": found}).error
+
+
+def _others(trial: Trial) -> float:
+    """Other sequences and heads than those with a token that is NaN in all inputs."""
+    j = _bad_token(trial.case.layout)
+    inputs = _with_bad(
+        trial,
+        np.nan,
+        lambda at: (at.sequence == 0) & (at.head == 0) & (at.token == j),
+        lambda pattern: _axis(pattern, HEADS) is not None,
+    )
+    return _compare(trial, inputs, lambda at: (at.sequence > 0) | (at.head > 0), gradients=True)
+
+
+def _other_segments(trial: Trial, bad: float) -> float:
+    """Other segments than that of a bad token, and earlier outputs of its own."""
+    j = _bad_token(trial.case.layout)
+    segments = trial.case.layout.masks()["segment_ids"]
+    inputs = _with_bad(trial, bad, lambda at: at.token == j)
+
+    def of_others(at: Places) -> np.ndarray:
+        return np.asarray(segments[at.sequence, at.token] != segments[at.sequence, j])
+
+    worst = _compare(trial, inputs, of_others, gradients=bool(np.isnan(bad)))
+    if not trial.mechanism.offers.causal:
+        return worst
+    return max(worst, _compare(trial, inputs, _before(j), gradients=False))
+
+
+def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -> float:
+    """The error of the chosen outputs and, with `gradients`, of the chosen gradients."""
+    given = trial.arrays(inputs)
+    if not gradients:
+        found = _only(trial, "out", trial.numpy(trial.call(given)), chosen)
+        return trial.agree({"the output elsewhere": found}).error
+    out, by_name = trial.vjp(given)
+    pairs = {"the output elsewhere": _only(trial, "out", trial.numpy(out), chosen)}
+    for name, gradient in by_name.items():
+        pattern = trial.mechanism.inputs[name]
+        if pattern.time_axis is not None and not pattern.is_pairwise:
+            pairs[f"vjp of {name}"] = _only(trial, name, trial.numpy(gradient), chosen)
+    return trial.agree(pairs, trial.terms_of_gradients()).error
+
+
+def _with_bad_keys(trial: Trial, bad: float) -> Arrays:
+    """The inputs with one bad token in all that belongs to a key, except its value."""
+    j = _bad_token(trial.case.layout)
+    return _with_bad(
+        trial,
+        bad,
+        lambda at: at.token == j,
+        lambda pattern: "s" in pattern.letters and "e" not in pattern.letters,
+    )
+
+
+def _with_bad(
+    trial: Trial,
+    bad: float,
+    chosen: Chosen,
+    among: Callable[[Pattern], bool] = lambda pattern: True,
+) -> Arrays:
+    """The inputs with bad entries at chosen places, in token inputs with a suitable pattern."""
+    inputs = {}
+    for name, array in trial.numpy_inputs.items():
+        pattern = trial.mechanism.inputs[name]
+        has_tokens = pattern.time_axis is not None and not pattern.is_pairwise
+        if has_tokens and among(pattern):
+            array = np.where(chosen(_places(trial, pattern, array.shape)), bad, array)
+        inputs[name] = array
+    return inputs
+
+
+def _only(
+    trial: Trial, name: str, result: np.ndarray, chosen: Chosen, expected: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A result with the expected entries where it is not chosen, and what is expected."""
+    if name == "out":
+        pattern, expected = trial.mechanism.program.output, trial.expected.out
+    else:
+        pattern = trial.mechanism.inputs[name]
+        expected = trial.expected.gradients[name] if expected is None else expected
+    return np.where(chosen(_places(trial, pattern, result.shape)), result, expected), expected
+
+
+def _before(j: int) -> Chosen:
+    return lambda at: at.token < j
+
+
+def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> Places:
+    """Where the entries of an array of this pattern are; 0 along axes that it lacks."""
+    n = trial.case.layout.n
+    index = np.indices(shape, sparse=True)
+    zero = np.zeros((1,) * len(shape), dtype=int)
+    axes = [_axis(pattern, letters) for letters in ("b", "ts", HEADS)]
+    sequence, token, head = (zero if axis is None else index[axis] for axis in axes)
+    if axes[2] is not None:
+        head = head * n // shape[axes[2]]
+    return Places(*np.broadcast_arrays(sequence, token, head))
+
+
+def _axis(pattern: Pattern, letters: str) -> int | None:
+    return next((i for i, letter in enumerate(pattern.letters) if letter in letters), None)
+
+
+def _leaves(expression: str) -> list[Any]:
+    """The leaves that relate tokens to others."""
+    leaves = mechanism_of(expression).program.leaves
+    return [leaf for leaf in leaves if not isinstance(leaf, pa.TokenWise)]

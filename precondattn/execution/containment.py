@@ -1,0 +1,266 @@
+"""A NaN or infinity spoils later outputs of its own sequence and segment, and nothing else.
+
+Algorithms in blocks multiply masked entries by 0, and 0 · NaN is NaN: one bad key would reach every
+query of its block, earlier ones and those of other segments too. So before a call the bad rows are
+set to 0, and after it the outputs that depend on them are set to NaN,
+
+    spoiled_i = some bad j ≤ i of the same segment, and, in plain softmax, i − j < window,
+
+for each head that reads the row. Spoiled outputs are constants: their cotangent is not used.
+
+Which inputs are examined follows from the pieces of the call:
+
+=====================  ========================  =====================================
+the call               pieces                    inputs examined
+=====================  ========================  =====================================
+with `segment_ids`     any that relates tokens   all with a token axis
+causal                 any with a state or a     all with a key axis, except values:
+                       triangular system         keys, directions, gates, β
+causal                 softmax alone             none: masked scores are −∞, not 0 · s
+=====================  ========================  =====================================
+
+Entries on the CPU are read: if all are finite, nothing else is done. Entries that are traced or on
+an accelerator are not waited for: there the zeros and NaN are always selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    arange_like,
+    cast,
+    device_of,
+    is_traced,
+    library_of,
+    namespace,
+    running_maximum,
+    zero_where_not,
+)
+from precondattn.cache import Append, Replace, Rewrite, Update
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.execution.arguments import BoundCall
+
+HEADS = ("h", "n", "u")
+NAN, INF = math.nan, math.inf
+
+
+class Spoiled(NamedTuple):
+    """What the bad rows of a call spoil. Masks are (b or 1, tokens, heads or 1)."""
+
+    good: Arrays
+    """Which rows of the examined inputs are finite, of size 1 along the other axes."""
+    by_keys: Array | None
+    """The outputs that bad rows with a key axis reach."""
+    outputs: Array
+    """These, and the outputs of bad queries."""
+    output: Pattern
+    buffers: Mapping[str, Pattern]
+
+    def cleaned(self, arrays: Mapping[str, Array]) -> Arrays:
+        """The inputs, or their gradients, with 0 in bad rows."""
+        return {
+            name: zero_where_not(self.good[name], array) if name in self.good else array
+            for name, array in arrays.items()
+        }
+
+    def marked(self, out: Array) -> Array:
+        """The output, NaN where it is spoiled."""
+        return _replaced(out, self.outputs, self.output, NAN)
+
+    def without(self, cotangent: Array) -> Array:
+        """The cotangent of the output, 0 where the output is spoiled."""
+        return _replaced(cotangent, self.outputs, self.output, 0.0)
+
+    def marked_update(self, key: str, update: Update) -> Update:
+        """The update of a buffer, NaN from the first bad token.
+
+        States and rewritten rows have seen all tokens, and are NaN in every head with a bad token.
+        """
+        if self.by_keys is None:
+            return update
+        heads, pattern = self._bad_heads(), self.buffers[key]
+        if isinstance(update, Append):
+            return Append(_replaced(update.tokens, self.by_keys, pattern, NAN))
+        if isinstance(update, Rewrite):
+            past, tokens = (_replaced(a, heads, pattern, NAN) for a in update)
+            return Rewrite(past, tokens)
+        return Replace(_replaced(update.value, heads, pattern, NAN))
+
+    def without_states(self, d_states: Mapping[str, Array]) -> Arrays:
+        """The cotangents of new states, 0 in the heads whose state is spoiled."""
+        if self.by_keys is None:
+            return dict(d_states)
+        heads = self._bad_heads()
+        return {
+            key: _replaced(array, heads, self.buffers[key], 0.0) for key, array in d_states.items()
+        }
+
+    def _bad_heads(self) -> Array:
+        assert self.by_keys is not None
+        return namespace(self.by_keys).any(self.by_keys, axis=1, keepdims=True)
+
+
+def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
+    """The call with its bad rows set to 0, and what they spoil."""
+    if call.sizes.get("c") is not None and call.sizes["t"] == 1:
+        return call  # In an extension by one token there is no later one.
+    patterns = examined(mechanism, is_packed=call.frame.k_segment is not None)
+    if all(_is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()):
+        return call
+    spoiled = _spoiled(mechanism, call, patterns)
+    return call._replace(inputs=spoiled.cleaned(call.inputs), spoiled=spoiled)
+
+
+def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Pattern]) -> Spoiled:
+    output = mechanism.program.output
+    head_axis = _row_axes(output)[2]
+    heads = 1 if head_axis is None else output.axes[head_axis].size(call.sizes)
+    good: Arrays = {}
+    bad: dict[str, Array] = {}
+    for name, pattern in patterns.items():
+        rows = _rows(_is_good(call.inputs[name], pattern), pattern)
+        good[name] = _as_declared(rows, pattern)
+        of_heads = _to_heads(namespace(rows).logical_not(rows), heads)
+        axis = "s" if "s" in pattern.letters else "t"
+        bad[axis] = bad[axis] | of_heads if axis in bad else of_heads
+    by_keys = _reached(mechanism, bad["s"], call) if "s" in bad else None
+    by_queries = bad.get("t")
+    outputs = by_queries if by_keys is None else by_keys
+    if by_keys is not None and by_queries is not None:
+        outputs = by_keys | by_queries
+    assert outputs is not None
+    buffers = {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
+    return Spoiled(good, by_keys, outputs, output, buffers)
+
+
+@cache
+def examined(mechanism: Mechanism, *, is_packed: bool) -> dict[str, Pattern]:
+    """The inputs whose NaN or infinities could reach an output that does not depend on them."""
+    leaves = _relating_leaves(mechanism)
+    patterns = {
+        name: pattern
+        for name, pattern in mechanism.inputs.items()
+        if pattern.time_axis is not None and not pattern.is_pairwise
+    }
+    if is_packed:
+        return patterns if leaves else {}
+    if not mechanism.offers.causal or all(leaf.hides_later_keys for leaf in leaves):
+        return {}
+    return {n: p for n, p in patterns.items() if "s" in p.letters and "e" not in p.letters}
+
+
+def _relating_leaves(mechanism: Mechanism) -> list[Leaf]:
+    """The leaves that relate tokens to other tokens."""
+    return [leaf for leaf in mechanism.program.leaves if not isinstance(leaf, TokenWise)]
+
+
+def _is_finite(array: Array, pattern: Pattern) -> bool:
+    """Whether all entries are known to be good. False where reading them would wait."""
+    if is_traced(array) or device_of(array) != "cpu":
+        return False
+    if library_of(array) == "torch":
+        # Ten times as fast. A sum of finite entries may overflow; then the entries are read.
+        total = array.detach().sum().item()
+        if math.isfinite(total) or (total < INF and pattern.low == -INF):
+            return True
+    return bool(namespace(array).all(_is_good(array, pattern)))
+
+
+def _is_good(array: Array, pattern: Pattern) -> Array:
+    """Whether entries are finite. The log-decay −∞, which resets a state, is good too."""
+    if pattern.low == -INF:
+        return array < INF
+    return namespace(array).isfinite(array)
+
+
+def _row_axes(pattern: Pattern) -> list[int | None]:
+    """The axes of batch, tokens and heads."""
+    groups = (("b",), ("t", "s", "c"), HEADS)
+    return [next((i for i, x in enumerate(pattern.letters) if x in g), None) for g in groups]
+
+
+def _rows(entries: Array, pattern: Pattern) -> Array:
+    """Whether all entries of a row hold, as (b or 1, tokens, heads or 1)."""
+    xp = namespace(entries)
+    axes = _row_axes(pattern)
+    known = [axis for axis in axes if axis is not None]
+    others = tuple(axis for axis in range(entries.ndim) if axis not in known)
+    rows = xp.all(entries, axis=others) if others else entries
+    rows = xp.permute_dims(rows, tuple(sorted(known).index(axis) for axis in known))
+    for position, axis in enumerate(axes):
+        rows = xp.expand_dims(rows, axis=position) if axis is None else rows
+    return rows
+
+
+def _as_declared(rows: Array, pattern: Pattern) -> Array:
+    """(b or 1, tokens, heads or 1) in the order of a pattern's axes, of size 1 along the others."""
+    xp = namespace(rows)
+    axes = _row_axes(pattern)
+    for position in (2, 1, 0):
+        rows = xp.squeeze(rows, axis=position) if axes[position] is None else rows
+    known = [axis for axis in axes if axis is not None]
+    rows = xp.permute_dims(rows, tuple(known.index(axis) for axis in sorted(known)))
+    for axis in range(len(pattern.axes)):
+        rows = rows if axis in known else xp.expand_dims(rows, axis=axis)
+    return rows
+
+
+def _replaced(array: Array, rows: Array, pattern: Pattern, value: float) -> Array:
+    """The array with `value` in some of its rows."""
+    axis = _row_axes(pattern)[2]
+    mask = _as_declared(_to_heads(rows, 1 if axis is None else array.shape[axis]), pattern)
+    xp = namespace(array)
+    return cast(xp.where(mask, value, array), array.dtype)  # As in `zero_where_not`.
+
+
+def _to_heads(bad: Array, heads: int) -> Array:
+    """(b, tokens, m) to (b, tokens, heads): to each head of a group, or from any of a group."""
+    xp = namespace(bad)
+    b, tokens, m = bad.shape
+    if m in (1, heads):
+        return bad
+    if m < heads:
+        shape = (b, tokens, m, heads // m)
+        return xp.reshape(xp.broadcast_to(bad[..., None], shape), (b, tokens, heads))
+    return xp.any(xp.reshape(bad, (b, tokens, heads, m // heads)), axis=-1)
+
+
+def _reached(mechanism: Mechanism, bad: Array, call: BoundCall) -> Array:
+    """The outputs (b, t, heads or 1) that depend on bad rows (b or 1, s, heads or 1)."""
+    offers = mechanism.offers
+    is_softmax = all(leaf.hides_later_keys for leaf in _relating_leaves(mechanism))
+    window = offers.window if is_softmax else None
+    segment = call.frame.k_segment
+    xp = namespace(bad)
+    reached = _at_or_after(bad, segment, window)
+    if not offers.causal:
+        flipped = None if segment is None else xp.flip(segment, axis=1)
+        before = _at_or_after(xp.flip(bad, axis=1), flipped, window)
+        reached = reached | xp.flip(before, axis=1)
+    missing = reached.shape[1] - call.sizes.get("t", reached.shape[1])
+    return reached[:, missing:, :]
+
+
+def _at_or_after(bad: Array, segment: Array | None, window: int | None) -> Array:
+    """Tokens at or after a bad one of the same segment, less than `window` tokens after it."""
+    xp = namespace(bad)
+    position = arange_like(bad.shape[1], bad)[None, :, None]
+    last = running_maximum(xp.where(bad, position + 1, 0), axis=1)  # 0 where there is none yet.
+    first = 0 * position
+    if segment is not None:
+        is_new = segment[:, 1:] != segment[:, :-1]
+        starts = xp.concat([segment[:, :1] != segment[:, :1], is_new], axis=1)
+        first = running_maximum(xp.where(starts[:, :, None], position, 0), axis=1)
+    if window is not None:
+        first = xp.maximum(first, position - (window - 1))
+    return last > first
