@@ -1,0 +1,203 @@
+"""A NaN or infinity in the inputs spoils later outputs of its own segment, and nothing else."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.arrays import running_maximum
+from precondattn.execution.containment import examined
+from precondattn_conformance import libraries
+from precondattn_conformance.inputs import Layout, make_inputs
+
+T, BAD = 9, 5
+LAYOUT = Layout("short", b=2, t=T, s=T, h=4, n=2, d=4, e=3, values_per_head=2)
+SEGMENTS = np.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, 2]])
+LIBRARIES = ("numpy", "torch", "jax")
+MECHANISMS = ("lucid", "gated_delta", "path", "linear")
+
+
+@pytest.fixture
+def library(request):
+    if request.param not in libraries.installed():
+        pytest.skip(f"{request.param} is not installed")
+    library = libraries.named(request.param, None)
+    with library.precision("float64"):
+        yield library
+
+
+def in_libraries(*expressions, of_jax):
+    """Each expression in each library. JAX, which compiles every operation, has fewer of them."""
+    pairs = [
+        (library, expression)
+        for library in LIBRARIES
+        for expression in (of_jax if library == "jax" else expressions)
+    ]
+    return pytest.mark.parametrize(("library", "expression"), pairs, indirect=["library"])
+
+
+def inputs_of(mechanism, **bad):
+    """Inputs with bad entries at one token of one key/value head of the first sequence."""
+    x = make_inputs(mechanism, LAYOUT, "random")
+    for name, value in bad.items():
+        x[name][0, BAD, 0] = value
+    return x
+
+
+def given(library, x):
+    return {name: library.array(array, "float64") for name, array in x.items()}
+
+
+@in_libraries(*MECHANISMS, of_jax=["lucid"])
+def test_a_bad_key_reaches_no_earlier_output_and_every_later_one(library, expression):
+    m = pa.parse(expression)
+    expected = m(**inputs_of(m))
+    for bad in (np.nan, np.inf):
+        out = library.numpy(m(**given(library, inputs_of(m, k=bad)), backend="reference"))
+        np.testing.assert_allclose(out[0, :BAD], expected[0, :BAD], rtol=1e-10)
+        np.testing.assert_allclose(out[1], expected[1], rtol=1e-10)
+        np.testing.assert_allclose(out[0, :, 2:], expected[0, :, 2:], rtol=1e-10)
+        assert np.isnan(out[0, BAD:, :2]).all()
+
+
+@in_libraries(*MECHANISMS, "softmax", "softmax[causal=false]", "laser", of_jax=["softmax"])
+def test_nothing_reaches_other_segments_nor_their_gradients(library, expression):
+    m = pa.parse(expression)
+    segments = library.array(SEGMENTS)
+    x = inputs_of(m)
+    expected, pullback = m.vjp(**x, segment_ids=SEGMENTS, backend="reference")
+    cotangent = np.random.default_rng(1).normal(size=expected.shape)
+    exact = pullback(cotangent)
+    other = SEGMENTS[:, BAD : BAD + 1] != SEGMENTS
+    other[1] = True
+    for name in x:
+        changed = given(library, inputs_of(m, **{name: np.nan}))
+        out, pullback = m.vjp(**changed, segment_ids=segments, backend="reference")
+        np.testing.assert_allclose(library.numpy(out)[other], expected[other], rtol=1e-9)
+        for of, gradient in pullback(library.array(cotangent, "float64")).items():
+            np.testing.assert_allclose(
+                library.numpy(gradient)[other], exact[of][other], rtol=1e-9, atol=1e-12
+            )
+
+
+def test_the_gradient_by_autograd_of_other_segments_is_that_without_the_bad_one():
+    torch = pytest.importorskip("torch")
+    m = pa.parse("softmax")
+    segments = torch.tensor(SEGMENTS)
+    other = SEGMENTS[:, BAD : BAD + 1] != SEGMENTS
+
+    def gradients(x):
+        x = {name: torch.tensor(a, requires_grad=True) for name, a in x.items()}
+        out = m(**x, segment_ids=segments)
+        out[torch.tensor(other)].square().sum().backward()
+        return {name: a.grad.numpy() for name, a in x.items()}
+
+    expected = gradients(inputs_of(m))
+    for name, found in gradients(inputs_of(m, v=np.nan)).items():
+        np.testing.assert_allclose(found[other], expected[name][other], rtol=1e-9, atol=1e-12)
+
+
+def test_under_jit_the_gradient_of_other_segments_is_that_without_the_bad_one():
+    jax = pytest.importorskip("jax")
+    m = pa.parse("lucid")
+    other = SEGMENTS[:, BAD : BAD + 1] != SEGMENTS
+
+    @jax.jit
+    @jax.grad
+    def gradient(x):
+        out = m(**x, segment_ids=jax.numpy.asarray(SEGMENTS))
+        return (jax.numpy.where(other[:, :, None, None], out, 0.0) ** 2).sum()
+
+    with jax.enable_x64():
+        expected = gradient(inputs_of(m))
+        for name, found in gradient(inputs_of(m, v=np.nan)).items():
+            np.testing.assert_allclose(found[other], expected[name][other], rtol=1e-9, atol=1e-12)
+
+
+@in_libraries("gated_delta", of_jax=[])
+def test_a_gate_of_minus_infinity_is_not_bad(library, expression):
+    m = pa.parse(expression)
+    x = given(library, inputs_of(m, g=-np.inf))
+    assert np.isfinite(library.numpy(m(**x, segment_ids=library.array(SEGMENTS)))).all()
+    x = given(library, inputs_of(m, g=-np.inf, k=np.nan))
+    assert np.isnan(library.numpy(m(**x))[0, BAD:, :2]).all()
+
+
+def test_a_bad_query_spoils_its_own_output_only():
+    m = pa.parse("gla")
+    x = inputs_of(m)
+    x["q"][0, BAD, 0] = np.nan
+    is_bad = np.isnan(m(**x, segment_ids=SEGMENTS)).any(axis=-1)
+    assert is_bad.sum() == 1
+    assert is_bad[0, BAD, 0]
+
+
+def test_in_packed_softmax_a_bad_value_spoils_its_window():
+    m = pa.parse("softmax[window=2]")
+    one = np.zeros((2, T), dtype=int)
+    is_bad = np.isnan(m(**inputs_of(m, v=np.nan), segment_ids=one)).any(axis=(0, 2, 3))
+    assert np.flatnonzero(is_bad).tolist() == [BAD, BAD + 1]
+    m = pa.parse("softmax[window=2,causal=false]")
+    is_bad = np.isnan(m(**inputs_of(m, v=np.nan), segment_ids=one)).any(axis=(0, 2, 3))
+    assert np.flatnonzero(is_bad).tolist() == [BAD - 1, BAD, BAD + 1]
+
+
+def test_with_fewer_queries_than_keys_the_last_outputs_are_spoiled():
+    m = pa.parse("lucid")
+    x = inputs_of(m, k=np.nan)
+    x["q"] = x["q"][:, -6:]
+    is_bad = np.isnan(m(**x)).any(axis=(0, 2, 3))
+    assert np.flatnonzero(is_bad).tolist() == [2, 3, 4, 5]
+
+
+@in_libraries("lucid", "gated_delta", "path", "lucid(path[flush=3])", of_jax=["gated_delta"])
+def test_a_block_of_new_tokens_leaves_nan_in_the_cache(library, expression):
+    m = pa.parse(expression)
+    expected = m(**inputs_of(m))
+    x = given(library, inputs_of(m, k=np.nan))
+    cache = m.init_cache(**x, capacity=T)
+    first = {name: array[:, :-1] for name, array in x.items()}
+    last = {name: array[:, -1:] for name, array in x.items()}
+    out, cache = m.extend(cache, **first, backend="reference")
+    after, _ = m.extend(cache, **last, backend="reference")
+    out, after = library.numpy(out), library.numpy(after)
+    np.testing.assert_allclose(out[0, :BAD], expected[0, :BAD], rtol=1e-9)
+    np.testing.assert_allclose(out[1], expected[1, :-1], rtol=1e-9)
+    assert np.isnan(out[0, BAD:, :2]).all()
+    assert np.isnan(after[0, :, :2]).all()
+    np.testing.assert_allclose(after[0, :, 2:], expected[0, -1:, 2:], rtol=1e-9)
+
+
+def test_the_cotangent_of_a_spoiled_state_is_not_used():
+    m = pa.parse("gated_delta")
+    x = inputs_of(m, k=np.nan)
+    out, extended, pullback = m.extend_vjp(m.init_cache(**x), **x)
+    gradients, d_past = pullback(np.ones_like(out), extended)
+    for array in (*gradients.values(), *d_past.values()):
+        assert np.isfinite(array).all()
+
+
+def test_a_sum_that_overflows_is_not_taken_for_infinity():
+    torch = pytest.importorskip("torch")
+    x = {name: torch.tensor(a) for name, a in inputs_of(pa.parse("linear")).items()}
+    k = torch.full_like(x["k"], 1e307)
+    expected = pa.linear(x["q"], torch.ones_like(k), x["v"]) * 1e307
+    torch.testing.assert_close(pa.linear(x["q"], k, x["v"]), expected)
+
+
+def test_softmax_and_pieces_of_single_tokens_are_not_examined():
+    for expression in ("softmax", "laser", "qk_norm", "differential", "row_normalized"):
+        assert not examined(pa.parse(expression), is_packed=False)
+        assert examined(pa.parse(expression), is_packed=True)
+    assert not examined(pa.parse("l2_norm"), is_packed=True)
+    assert tuple(examined(pa.parse("path"), is_packed=False)) == ("k", "w", "beta")
+    assert tuple(examined(pa.parse("lucid"), is_packed=True)) == ("q", "k", "v")
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, "array_api_strict"])
+def test_the_running_maximum(name):
+    if name not in libraries.installed():
+        pytest.skip(f"{name} is not installed")
+    library = libraries.named(name, None)
+    numbers = np.random.default_rng(0).integers(0, 99, size=(3, 13, 2))
+    found = library.numpy(running_maximum(library.array(numbers), axis=1))
+    assert np.array_equal(found, np.maximum.accumulate(numbers, axis=1))
