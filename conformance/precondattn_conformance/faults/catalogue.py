@@ -24,6 +24,7 @@ from precondattn_conformance.faults import (
     tokens,
     wiring,
     written_by_hand,
+    zeros,
 )
 from precondattn_conformance.faults.anywhere import anywhere, result
 from precondattn_conformance.faults.applicable import Named, stages_of
@@ -38,6 +39,7 @@ OF_LEAVES: Operators = {
     **tokens.OPERATORS,
     **gradients.OPERATORS,
     **states.OPERATORS,
+    **zeros.OPERATORS,
     "saved output": saved.saved_output,
     "anywhere": anywhere,
 }

@@ -50,6 +50,9 @@ FIRST_CHECK = {
 }
 """The check that is most likely to catch a fault of a method."""
 
+FIRST_OF_OPERATOR = {"zero times": "future"}
+"""The same for a kind of fault, whatever the method."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -264,6 +267,8 @@ def _cases(level: str, mechanism: str, library: str) -> list[Case]:
 def _in_order(chosen: list[Case], fault: Fault) -> list[Case]:
     """The most likely check first, then float64, then short sequences."""
     first = {FIRST_CHECK[stage] for stage in fault.stages}
+    if fault.operator in FIRST_OF_OPERATOR:
+        first = {FIRST_OF_OPERATOR[fault.operator]}
 
     def late(case: Case) -> tuple[bool, bool, int]:
         return case.check not in first, case.dtype != "float64", case.layout.t
