@@ -112,7 +112,7 @@ class Backend(Protocol):
     gets a `PassedOverWarning`."""
     wide_values: bool = False
     """Whether intermediate results that other pieces computed in float32 are passed to it in
-    float32, and not in the call's half precision."""
+    float32, and not in the call's half precision; its own outputs are in float32 then too."""
     only_by_name: bool = False
     """Whether it is used only when requested by name, as a backend for checking is."""
     preference: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array, Arrays, Residuals, upcast_all
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -44,7 +44,7 @@ class Jax(Portable):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return self._compiled(Jax._wide_forward, mechanism, dict(inputs), frame)
+        return self._compiled(Portable.forward, mechanism, dict(inputs), frame)
 
     def backward(
         self,
@@ -65,7 +65,7 @@ class Jax(Portable):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        return self._compiled(Jax._wide_step, mechanism, dict(past), dict(inputs), frame)
+        return self._compiled(Portable.step, mechanism, dict(past), dict(inputs), frame)
 
     def step_backward(
         self,
@@ -78,29 +78,6 @@ class Jax(Portable):
     ) -> tuple[Arrays, Arrays]:
         arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
         return self._compiled(Portable.step_backward, mechanism, *arrays)
-
-    # In half precision, outputs are in float32 as the reference's are: the gradient and the next
-    # piece need them so, and the core rounds the last one.
-
-    def _wide_forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        ops = self.arithmetic(next(iter(inputs.values())))
-        return self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
-
-    def _wide_step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        ops = self.arithmetic(next(iter(inputs.values())))
-        keys = mechanism.program.calls[0].slot_keys()
-        buffers = {slot: past[key] for slot, key in keys.items()}
-        x = upcast_all(inputs)
-        out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
-        return out, {keys[slot]: update for slot, update in updates.items()}
 
     def _compiled(self, method: Any, mechanism: Any, *arrays: Any) -> Any:
         from precondattn_jax.compiled import compiled

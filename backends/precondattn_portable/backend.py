@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import HALF, Array, Arrays, Residuals, cast, dtype_name, upcast, upcast_all
+from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -61,7 +61,11 @@ declined, and runs on the reference."""
 
 
 class Portable(Backend):
-    """Blocked algorithms, linear in memory, for array-API libraries without their own backend."""
+    """Blocked algorithms, linear in memory, for array-API libraries without their own backend.
+
+    In half precision, outputs are in float32 as the reference's are: the gradient and the next
+    piece need them so, and the core rounds the last one.
+    """
 
     name = "portable"
     libraries = frozenset({"numpy", "cupy", "array_api_strict"})
@@ -94,10 +98,7 @@ class Portable(Backend):
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(_any(inputs))
-        out, residuals = self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
-        rounded = cast(out, _like_output(inputs).dtype)
-        # The gradient needs the output before it was rounded to half precision.
-        return rounded, residuals if rounded is out else (*residuals, out)
+        return self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
 
     def backward(
         self,
@@ -109,11 +110,9 @@ class Portable(Backend):
         cotangent: Array,
     ) -> Arrays:
         ops, algorithm = self.arithmetic(_any(inputs)), self._claimed(mechanism)
-        if dtype_name(out) in HALF and residuals:  # A kernel that rounds by itself keeps none.
-            *first, out = residuals
-            residuals = tuple(first)
+        x = upcast_all(inputs)
         return algorithm.backward(
-            ops, mechanism, upcast_all(inputs), frame, out, residuals, upcast(cotangent)
+            ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
         )
 
     def step(
@@ -125,15 +124,12 @@ class Portable(Backend):
     ) -> tuple[Array, Updates]:
         ops = self.arithmetic(_any(inputs))
         x = upcast_all(inputs)
-        dtype = _like_output(inputs).dtype
         if len(mechanism.program.calls) > 1:
             group_step = LucidStep(self._claimed(mechanism.program.leaves[1]))
-            out, updates = group_step.step(ops, mechanism, past, x, frame)
-            return cast(out, dtype), updates
+            return group_step.step(ops, mechanism, past, x, frame)
         keys = mechanism.program.calls[0].slot_keys()
         buffers = {slot: past[key] for slot, key in keys.items()}
         out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
-        out = cast(out, dtype)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def step_backward(
@@ -160,13 +156,7 @@ class Portable(Backend):
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        shapes = self._claimed(mechanism).residual_shapes(mechanism, inputs)
-        if inputs["v" if "v" in inputs else next(iter(inputs))].dtype not in HALF:
-            return shapes
-        sizes = mechanism.inputs.sizes(
-            str(mechanism), {n: spec.shape for n, spec in inputs.items()}
-        )
-        return (*shapes, ArraySpec(mechanism.program.output.shape(sizes), "float32"))
+        return self._claimed(mechanism).residual_shapes(mechanism, inputs)
 
     def _claimed(self, leaf: Any) -> Algorithm:
         algorithm = self.algorithm(leaf)
@@ -176,8 +166,3 @@ class Portable(Backend):
 
 def _any(inputs: Mapping[str, Array]) -> Array:
     return next(iter(inputs.values()))
-
-
-def _like_output(inputs: Mapping[str, Array]) -> Array:
-    """The input that determines the output's dtype."""
-    return inputs["v"] if "v" in inputs else _any(inputs)

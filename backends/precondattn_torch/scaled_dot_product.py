@@ -72,7 +72,8 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
     """The kernel's output, differentiated by PyTorch's autograd; None where it does not fit.
 
-    Half precision is passed to the kernel on accelerators, where it is fast; not on a CPU.
+    Half precision is passed to the kernel on accelerators, where it is fast; the kernel then rounds
+    its output. On a CPU the output is in float32.
     """
     if not fits(leaf, _shapes(inputs), masks_of(frame), inputs["q"].device.type):
         return None
@@ -82,7 +83,7 @@ def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | Non
         q, k, v = map(upcast, (q, k, v))
     else:
         q, k = q.to(dtype), k.to(dtype)
-    return zero_padding(scaled_dot_product(leaf, q, k, v).to(dtype), frame)
+    return zero_padding(scaled_dot_product(leaf, q, k, v), frame)
 
 
 class KernelAttention(Attention):

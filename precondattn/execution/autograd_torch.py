@@ -55,6 +55,16 @@ def _named(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
 
 
+def _output_dtype(backend: str, inputs: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
+
+    So the next piece, and the cotangent of this one, are not rounded to half precision first.
+    """
+    values = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and discover().named(backend).wide_values else values.dtype
+
+
 def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """The outputs, copied where one shares memory with an input or another output."""
     used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
@@ -74,9 +84,9 @@ def forward(
 ) -> list[Tensor]:
     """The output, followed by the residuals."""
     mechanism = read_mechanism(piece)
-    out, residuals = (
-        discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
-    )
+    inputs = _named(mechanism, tensors)
+    out, residuals = discover().named(backend).forward(mechanism, inputs, Frame(*frame))
+    out = cast(out, _output_dtype(backend, inputs))
     return _unaliased([out, *residuals], [*tensors, *frame])
 
 
@@ -87,7 +97,9 @@ def inference(
 ) -> Tensor:
     """The output alone."""
     mechanism = read_mechanism(piece)
-    out, _ = discover().named(backend).forward(mechanism, _named(mechanism, tensors), Frame(*frame))
+    inputs = _named(mechanism, tensors)
+    out, _ = discover().named(backend).forward(mechanism, inputs, Frame(*frame))
+    out = cast(out, _output_dtype(backend, inputs))
     return _unaliased([out], [*tensors, *frame])[0]
 
 
@@ -125,11 +137,12 @@ def backward(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(mechanism: Any, tensors: Sequence[Tensor]) -> Tensor:
-    shapes = {n: tuple(t.shape) for n, t in _named(mechanism, tensors).items()}
+def _output_like(mechanism: Any, backend: str, tensors: Sequence[Tensor]) -> Tensor:
+    inputs = _named(mechanism, tensors)
+    shapes = {n: tuple(t.shape) for n, t in inputs.items()}
     sizes = mechanism.inputs.sizes(str(mechanism), shapes)
-    values = _named(mechanism, tensors).get("v", tensors[0])
-    return values.new_empty(mechanism.program.output.shape(sizes))
+    dtype = _output_dtype(backend, inputs)
+    return tensors[0].new_empty(mechanism.program.output.shape(sizes), dtype=dtype)
 
 
 @forward.register_fake
@@ -141,14 +154,14 @@ def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
     }
     residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
     return [
-        _output_like(mechanism, tensors),
+        _output_like(mechanism, backend, tensors),
         *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
     ]
 
 
 @inference.register_fake
 def _(piece: str, backend: str, tensors: Any, frame: Any) -> Tensor:
-    return _output_like(read_mechanism(piece), tensors)
+    return _output_like(read_mechanism(piece), backend, tensors)
 
 
 @backward.register_fake
@@ -209,9 +222,9 @@ def step(
     """The output, followed by the new states."""
     mechanism = read_mechanism(piece)
     states = _past_named(mechanism, past)
-    out, updates = (
-        discover().named(backend).step(mechanism, states, _named(mechanism, tensors), Frame(*frame))
-    )
+    inputs = _named(mechanism, tensors)
+    out, updates = discover().named(backend).step(mechanism, states, inputs, Frame(*frame))
+    out = cast(out, _output_dtype(backend, inputs))
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
     return _unaliased([out, *new], [*past, *tensors, *frame])
@@ -254,7 +267,7 @@ def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Ten
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
     shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
-    out = named.get("v", tensors[0]).new_empty(shape)
+    out = tensors[0].new_empty(shape, dtype=_output_dtype(backend, named))
     return [out, *(torch.empty_like(state) for state in past)]
 
 
