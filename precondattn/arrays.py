@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -158,6 +158,15 @@ def is_traced(array: Array) -> bool:
 def _is_transformed(tensor: Array) -> bool:
     """Whether a torch.func transform (vmap, grad, jvp) wraps the tensor."""
     return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_distributed(arrays: Iterable[Any], named: Mapping[str, Any], *others: Any) -> bool:
+    """Whether one of the arguments is a tensor of PyTorch that several devices hold together."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    types = {*map(type, arrays), *map(type, named.values()), *map(type, others)}
+    return any(issubclass(each, module.DTensor) for each in types)
 
 
 def is_compiling() -> bool:

@@ -123,6 +123,11 @@ class Mechanism(Verbs):
         """Its leaf calls, in order."""
         return program_of(self)
 
+    @property
+    def numbers_heads(self) -> bool:
+        """Whether the output of a head depends on its number among all heads."""
+        return any(leaf.numbers_heads for leaf in self.program.leaves)
+
     def meaning(self, name: str) -> object:
         """The meaning of the input `name`. Inputs of one name must have the same meaning."""
         raise NotImplementedError
@@ -178,6 +183,10 @@ class Leaf(Mechanism):
     ) -> Arrays:
         """The gradient of every input, by name."""
         raise NotImplementedError
+
+    @property
+    def numbers_heads(self) -> bool:
+        return False
 
     def slots(self) -> tuple[Slot, ...]:
         """The buffers it keeps in a cache."""

@@ -81,7 +81,7 @@ def bind(
 ) -> BoundCall:
     """The arguments of a full call."""
     owner, declared = str(mechanism), _declared(mechanism)
-    inputs = _inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
+    inputs = inputs_by_name(owner, declared, arrays, named, CALL_OPTIONS)
     inputs, before = cast_inputs(declared, inputs)
     library = check_arrays(owner, declared, inputs)
     sizes = declared.sizes(owner, _shapes(inputs))
@@ -131,7 +131,7 @@ def bind_extension(
             f"{owner}: the first argument of extend must be a Cache from init_cache; "
             f"found {type(cache).__name__}"
         )
-    inputs = _inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
+    inputs = inputs_by_name(owner, declared, arrays, named, EXTEND_OPTIONS)
     inputs, before = cast_inputs(declared, inputs)
     library, sizes = _checked_once(owner, mechanism, cache, inputs)
     b, t, capacity = (sizes[letter] for letter in "btc")
@@ -236,7 +236,7 @@ def bind_shapes(
 ) -> tuple[Array, Sizes]:
     """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
     owner, declared = str(mechanism), _extending(mechanism)
-    inputs = _inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
+    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
     inputs, _ = cast_inputs(declared, inputs)
@@ -265,7 +265,7 @@ EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
 INIT_OPTIONS = ("capacity", "key_mask")
 
 
-def _inputs_by_name(
+def inputs_by_name(
     owner: str,
     declared: Inputs,
     arrays: Sequence[Array],
@@ -274,6 +274,7 @@ def _inputs_by_name(
     *,
     complete: bool = True,
 ) -> dict[str, Array]:
+    """The inputs in the declared order; those that are given, unless `complete`."""
     takes = f"{owner} takes {', '.join(declared)}"
     if len(arrays) > min(3, len(declared)):
         raise TypeError(

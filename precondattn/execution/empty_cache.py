@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import FIXED, ShapeError
-from precondattn.arrays import Array, Arrays, namespace, placement
+from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.execution.arguments import bind_shapes
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
@@ -22,6 +22,10 @@ def empty_cache(
     key_mask: bool,
 ) -> Cache:
     """A cache of length 0, with buffers of zeros for `capacity` tokens per sequence."""
+    if is_distributed(arrays, named):
+        from precondattn.execution import dtensor
+
+        return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
     check_cacheable(mechanism)
     has_tokens = keeps_tokens(mechanism)
     if capacity is None and has_tokens:

@@ -12,6 +12,7 @@ from precondattn.arrays import (
     Array,
     Arrays,
     device_of,
+    is_distributed,
     is_traced,
     namespace,
     transforms_of,
@@ -32,6 +33,7 @@ from precondattn.execution.arguments import (
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.containment import contained
+from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
 
 if TYPE_CHECKING:
@@ -49,12 +51,18 @@ def call(
     key_mask: Array | None,
 ) -> Array:
     """A full call."""
+    if is_distributed(arrays, named, segment_ids, lengths, key_mask):
+        from precondattn.execution import dtensor
+
+        masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
+        return dtensor.call(mechanism, arrays, named, backend, masks)
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
     bound = contained(mechanism, bound)
     request = _request("forward", bound)
     plan = _plan(mechanism, request, bound, backend)
+    refuse_parts(mechanism, plan, bound)
     if bound.dtypes_before is not None:
         from precondattn.execution import autograd_autocast
 
@@ -72,6 +80,12 @@ def vjp(
     key_mask: Array | None,
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """A full call and its pullback."""
+    refuse_parts(mechanism)
+    if is_distributed(arrays, named, segment_ids, lengths, key_mask):
+        from precondattn.execution import dtensor
+
+        masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
+        return dtensor.vjp(mechanism, arrays, named, backend, masks)
     bound = bind(
         mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
     )
@@ -103,7 +117,13 @@ def extend(
     donate: bool,
 ) -> tuple[Array, Cache]:
     """An extension of a cache."""
+    refuse_parts(mechanism)
     _refuse_segments(mechanism, named)
+    if is_distributed(arrays, named, *_arrays_of(cache), lengths, key_mask):
+        from precondattn.execution import dtensor
+
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
     bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
     bound = contained(mechanism, bound)
     request = _request("extend", bound, tuple(cache.store.values()))
@@ -131,12 +151,18 @@ def extend_vjp(
     key_mask: Array | None,
 ) -> tuple[Array, Cache, ExtendPullback]:
     """An extension of a cache of states, and its pullback."""
+    refuse_parts(mechanism)
     _refuse_segments(mechanism, named)
     if "donate" in named:
         raise TypeError(
             f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
         )
     check_has_states(mechanism)
+    if is_distributed(arrays, named, *_arrays_of(cache), lengths, key_mask):
+        from precondattn.execution import dtensor
+
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
     bound = contained(mechanism, bound)
     plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
@@ -187,6 +213,11 @@ def explain(
         )
     if cache is not None and segment_ids is not None:
         raise ValueError(f"{mechanism}: a cache is for extend, which has no segment_ids")
+    masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
+    if is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
+        from precondattn.execution import dtensor
+
+        return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
     if cache is None:
         bound = bind(
             mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
@@ -199,6 +230,10 @@ def explain(
     request = _request(verb, bound)
     plan = _plan(mechanism, request, bound, backend)
     return Explanation(str(mechanism), mechanism.program, request, plan, discover())
+
+
+def _arrays_of(cache: Any) -> tuple[Array, ...]:
+    return (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
 
 
 def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:

@@ -105,6 +105,10 @@ class ConditionedQuery(Stateful):
         gate = {"g": GATE[self.decay]} if self.decay in GATE else {}
         return Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]", **gate)
 
+    @property
+    def numbers_heads(self) -> bool:
+        return self.decay == "retention"
+
     def slots(self) -> tuple[Slot, ...]:
         heads = "h" if self.decay in ("head", "retention") else "n"
         decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")

@@ -61,6 +61,10 @@ class Retention(LinearFamily):
     def offers(self) -> Offers:
         return super().offers._replace(decay="retention")
 
+    @property
+    def numbers_heads(self) -> bool:
+        return True
+
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         h = x["q"].shape[2]
         k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]

@@ -1,0 +1,66 @@
+"""PyTorch's `context_parallel`, inside which every call gets a part of each sequence.
+
+Each device has some of the tokens, not even consecutive ones, and nothing in a tensor says so. The
+context replaces `scaled_dot_product_attention` by a function that exchanges keys and values between
+devices. So a call that is exactly that function is right, and any other would be of the wrong
+sequence: its masks, states and solves need the tokens of the other devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.dispatch.plan import Plan
+    from precondattn.execution.arguments import BoundCall
+
+PACKAGE = "torch.distributed.tensor.experimental"
+"""Of PyTorch: where the context is, and the functions that it puts in place of others."""
+
+
+def refuse_parts(
+    mechanism: Mechanism, plan: Plan | None = None, call: BoundCall | None = None
+) -> None:
+    """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
+    if PACKAGE not in sys.modules or not _is_on():
+        return
+    if plan is not None and call is not None and _is_pytorchs_attention(plan, call):
+        return
+    raise RuntimeError(
+        f"{mechanism}: inside PyTorch's context_parallel each call gets a part of the sequence, "
+        f"and only attention that PyTorch itself computes is right there: a call of softmax "
+        f"without masks, on the backend 'torch'; shard batch or heads instead"
+    )
+
+
+def _is_on() -> bool:
+    return _replaces_attention() or _handles_attention()
+
+
+def _replaces_attention() -> bool:
+    """Whether `scaled_dot_product_attention` is replaced, as `context_parallel` does."""
+    function = sys.modules["torch"].nn.functional.scaled_dot_product_attention
+    return str(getattr(function, "__module__", "")).startswith(PACKAGE)
+
+
+def _handles_attention() -> bool:
+    """Whether attention of DTensors is, as under the modes that replace no function."""
+    dispatcher = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    return str(getattr(handlers.get(_attention()), "__module__", "")).startswith(PACKAGE)
+
+
+@cache
+def _attention() -> Any:
+    """PyTorch's own operator."""
+    return sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
+
+
+def _is_pytorchs_attention(plan: Plan, call: BoundCall) -> bool:
+    is_alone = len(plan.calls) == 1 and not call.masks and _replaces_attention()
+    planned = plan.calls[0]
+    is_its = planned.backend.name == "torch" and planned.support.differentiable
+    return is_alone and is_its and planned.piece.name == "softmax"

@@ -1,0 +1,187 @@
+"""Which tensors of a call may be sharded, and how: sequences and heads are independent.
+
+Sequences are independent, and so are key/value heads, each with the query heads that read it. An
+input without the sharded axis, such as a weight or λ, is replicated; every device has a term of the
+sum that is its gradient, which has the placement `Partial`. A single key head is replicated in the
+same way beside sharded query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from precondattn.algebra.declaration import LETTERS, Pattern
+from precondattn.cache import KEY_MASK, Cache
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+HEADS = "nhu"
+Patterns = dict[str, Pattern]
+Placements = tuple[Placement, ...]
+
+MASKS = {
+    name: Pattern.read(text)
+    for name, text in {"lengths": "b", "key_mask": "b s", "segment_ids": "b s"}.items()
+}
+ROW = MASKS["lengths"]
+NAMES = {"b": "the batch", "h": "the heads"}
+
+
+class Sharding(NamedTuple):
+    """What each dimension of a mesh divides: `"b"` sequences, `"h"` heads, `""` nothing."""
+
+    mesh: DeviceMesh
+    divided: tuple[str, ...]
+    counts: Mapping[str, int]
+    """The numbers of sequences and heads, by letter, on all devices together."""
+
+    def placements(self, pattern: Pattern, shape: tuple[int, ...] | None = None) -> Placements:
+        """Those of an array of this pattern; `shape` tells whether one of its axes broadcasts."""
+        placements: list[Placement] = []
+        for what in self.divided:
+            letters = HEADS if what == "h" else what
+            axis = next((i for i, axis in enumerate(pattern.letters) if axis in letters), None)
+            is_one = axis is not None and (
+                self.counts.get(pattern.letters[axis], 1) == 1
+                or (pattern.axes[axis].broadcasts and shape is not None and shape[axis] == 1)
+            )
+            placements.append(Replicate() if not what or axis is None or is_one else Shard(axis))
+        return tuple(placements)
+
+    def of_gradient(self, array: DTensor) -> Placements:
+        """The placements of an array's gradient: each device has a term of what all share."""
+        return tuple(
+            Partial() if what and placement.is_replicate() else placement
+            for what, placement in zip(self.divided, array.placements, strict=True)
+        )
+
+    def part(self, array: DTensor) -> Tensor:
+        """What this device has of an array; differentiable."""
+        part: Tensor = array.to_local(grad_placements=self.of_gradient(array))
+        return part
+
+    def parts(self, arrays: Mapping[str, DTensor]) -> dict[str, Tensor]:
+        return {name: self.part(array) for name, array in arrays.items()}
+
+    def whole(self, part: Tensor, placements: Placements) -> DTensor:
+        return DTensor.from_local(part, self.mesh, placements, run_check=False)
+
+    def whole_gradients(
+        self, parts: Mapping[str, Tensor], arrays: Mapping[str, DTensor]
+    ) -> dict[str, DTensor]:
+        return {n: self.whole(part, self.of_gradient(arrays[n])) for n, part in parts.items()}
+
+    def whole_cache(self, mechanism: Mechanism, cache: Cache) -> Cache:
+        patterns = patterns_of_cache(mechanism)
+        store = {
+            name: self.whole(buffer, self.placements(patterns[name]))
+            for name, buffer in cache.store.items()
+        }
+        return Cache(self.whole(cache.length, self.placements(ROW)), store)
+
+
+def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> Sharding:
+    """The sharding that all arrays have in common.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the array, and the axis that can not be sharded, or the other array.
+    """
+    for name, array in arrays.items():
+        if not isinstance(array, DTensor):
+            raise TypeError(
+                f"{owner}: {name} must be a DTensor, as others are; found "
+                f"{type(array).__name__} (`distribute_tensor` makes one)"
+            )
+    first = next(iter(arrays.values()))
+    mesh = first.device_mesh
+    divided, by = [""] * mesh.ndim, [""] * mesh.ndim
+    counts: dict[str, int] = {}
+    for name, array in arrays.items():
+        if array.device_mesh != mesh:
+            raise ValueError(
+                f"{owner}: DTensors on one mesh expected; {name} is on {array.device_mesh}, "
+                f"{next(iter(arrays))} on {mesh}"
+            )
+        axes = zip(patterns[name].axes, array.shape, strict=False)
+        for axis, size in axes:
+            if axis.letter == "b" or axis.letter in HEADS:
+                counts[axis.letter] = max(counts.get(axis.letter, 1), size // axis.multiple)
+        for i, placement in enumerate(array.placements):
+            what = _divided_by(owner, name, patterns[name], array, placement, i)
+            if what and divided[i] not in ("", what):
+                raise ValueError(
+                    f"{owner}: {_dimension(mesh, i)} divides {NAMES[divided[i]]} of {by[i]} and "
+                    f"{NAMES[what]} of {name}; one of them expected"
+                )
+            if what:
+                divided[i], by[i] = what, by[i] or name
+    sharding = Sharding(mesh, tuple(divided), counts)
+    for name, array in arrays.items():
+        expected = sharding.placements(patterns[name], tuple(array.shape))
+        if tuple(array.placements) != expected:
+            raise ValueError(
+                f"{owner}: {name} must have the placements {expected} beside "
+                f"{', '.join(dict.fromkeys(filter(None, by)))}; found {tuple(array.placements)}"
+            )
+        _check_divisible(owner, name, array)
+    return sharding
+
+
+def _divided_by(
+    owner: str, name: str, pattern: Pattern, array: DTensor, placement: Placement, i: int
+) -> str:
+    """What a dimension of the mesh divides in one array."""
+    if placement.is_replicate():
+        return ""
+    where = f"{owner}: {name} is {placement} over {_dimension(array.device_mesh, i)}"
+    if type(placement) is not Shard:
+        raise ValueError(f"{where}: Shard or Replicate expected")
+    if placement.dim >= len(pattern.axes):
+        return ""  # The call on each device refuses the shape.
+    letter = pattern.letters[placement.dim]
+    if letter == "b":
+        return "b"
+    if letter in HEADS and pattern.axes[placement.dim].multiple == 1:
+        return "h"
+    raise ValueError(
+        f"{where}, which divides its axis {placement.dim} ({pattern.axes[placement.dim]}), "
+        f"{LETTERS.get(letter, 'of fixed size')}: only batch and heads can be sharded, because "
+        + (
+            "every token depends on those before it"
+            if letter in "tsc"
+            else "every element of the output depends on all of it"
+        )
+        + "; redistribute it first"
+    )
+
+
+def _check_divisible(owner: str, name: str, array: DTensor) -> None:
+    devices: dict[int, int] = {}
+    for i, placement in enumerate(array.placements):
+        if placement.is_shard():
+            devices[placement.dim] = devices.get(placement.dim, 1) * array.device_mesh.size(i)
+    for axis, number in devices.items():
+        if array.shape[axis] % number:
+            raise ValueError(
+                f"{owner}: {name} of shape {tuple(array.shape)} is sharded over {number} devices "
+                f"along axis {axis}: a multiple of {number} expected"
+            )
+
+
+def _dimension(mesh: DeviceMesh, i: int) -> str:
+    names = mesh.mesh_dim_names
+    return f"mesh dimension {names[i] if names else i!r}"
+
+
+def patterns_of_cache(mechanism: Mechanism) -> Patterns:
+    """The patterns of the arrays of a cache."""
+    slots = {name: pattern for name, (_, pattern) in mechanism.program.slots.items()}
+    return {"length": ROW, KEY_MASK: MASKS[KEY_MASK], **slots}
