@@ -229,6 +229,9 @@ class TiledAttention:
         is_empty = (log_total == 0)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
         # A norm applied to a row without visible keys divides by almost 0.
         d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
+        if self.frame.q_valid is not None:
+            # The output of a padded query is 0, not that of its scores. It has no weights.
+            log_total = jnp.where(self.frame.q_valid[:, :, None], log_total, math.inf)
         rows = Rows(
             # Rows before the first query have no weights.
             self.blocks.stacked(grouped(log_total[..., None], self.n), math.inf),
@@ -251,9 +254,10 @@ class TiledAttention:
         """Gradient through the mean A e^{v − ν} = e^{o − ν}, whose own gradient is g."""
         shift = jnp.max(v, axis=2, keepdims=True)
         weights = jnp.exp(v - shift)
-        # Only in rows without visible keys does the difference exceed R.
-        g = rows.d_o * jnp.exp(jnp.minimum(shift - rows.o, RANGE[dtype_name(v)]))
-        result = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(rows.o - shift), g))
+        # Only in rows without weights is o − ν not between −R and 0.
+        below = jnp.clip(rows.o - shift, -RANGE[dtype_name(v)], 0.0)
+        g = rows.d_o * jnp.exp(-below)
+        result = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(below), g))
         return result | {"v": weights * result["v"]}
 
     def _gradients(self, result: Sums) -> dict[str, Array]:

@@ -228,9 +228,14 @@ class Attention(Algorithm):
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._view(ops, leaf, x)
         n = view.k.shape[1]
+        logs = _without_padding(residuals[0], call_frame)[..., None]
         out, cotangent, logs = (
-            grouped_queries(ops, padded(a, missing, 0, axis=1), n)
-            for a in (out, zero_padding(cotangent, call_frame), residuals[0][..., None])
+            grouped_queries(ops, padded(a, missing, 0, axis=1, value=value), n)
+            for a, value in (
+                (out, 0),
+                (zero_padding(cotangent, call_frame), 0),
+                (logs, math.inf),
+            )
         )
         cotangent = _without_overflow(cotangent, out, logs)
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
@@ -341,6 +346,17 @@ class Attention(Algorithm):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
+
+
+def _without_padding(log_total: Array, frame: Frame) -> Array:
+    """λ (b, t, h), ∞ for padded queries: their weights e^{S − λ} are 0.
+
+    Their output is 0, not that of their scores, so that a function of both may overflow.
+    """
+    if frame.q_valid is None:
+        return log_total
+    xp = namespace(log_total)
+    return xp.where(frame.q_valid[:, :, None], log_total, math.inf)
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array) -> Array:

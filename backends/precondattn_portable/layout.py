@@ -127,8 +127,8 @@ def at_chunk(chunk: int, tokens: slice = slice(None)) -> Any:
     return slice(None), slice(None), chunk, tokens, ...
 
 
-def padded(x: Array, before: int, after: int, axis: int = 2) -> Array:
-    """x with zeros before and after, along the axis of time."""
+def padded(x: Array, before: int, after: int, axis: int = 2, value: float = 0) -> Array:
+    """x with zeros, or another value, before and after, along the axis of time."""
     if not before and not after:
         return x
     xp = namespace(x)
@@ -136,6 +136,6 @@ def padded(x: Array, before: int, after: int, axis: int = 2) -> Array:
     for count, first in ((before, True), (after, False)):
         if count:
             shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
-            zeros = xp.zeros(shape, dtype=x.dtype, **placement(x))
-            parts = [zeros, *parts] if first else [*parts, zeros]
+            more = xp.full(shape, value, dtype=x.dtype, **placement(x))
+            parts = [more, *parts] if first else [*parts, more]
     return xp.concat(parts, axis=axis)

@@ -112,7 +112,8 @@ class LogMeanExpRead:
         if not self.is_narrow:
             return self._merged_backward(row_block, log_total, low, high, o, d_o)
         weights = self.ops.exp(self.ops.add(row_block, -log_total))
-        g = d_o * namespace(o).exp(self.shift - o)
+        # Only without weights does ν − o exceed R.
+        g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
         self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), g)
         d_weights = self.ops.product(
             g, transpose(self.weights[:, :, low:high, :]), workspace.shaped(row_block.shape)
@@ -129,7 +130,8 @@ class LogMeanExpRead:
 
             p = e^{S − λ + α},    g = do ∘ e^{ν − o − α},    α = max_c(ν_c − o_c) ≥ 0,
 
-        and α limited such that p ≤ e^R. Then |g| ≤ |do|, since o ≥ max_j(S − λ) + ν − R.
+        and α limited such that p ≤ e^R. Then ν − o − α ≤ 0, since o ≥ max_j(S − λ) + ν − R over the
+        block. Rows with no weight in the block have p = 0, and there the exponent is set to 0.
         """
         xp = namespace(row_block)
         log_weights = row_block - log_total
@@ -142,7 +144,7 @@ class LogMeanExpRead:
                 most = xp.max(nu - o, axis=-1, keepdims=True)
                 limit = self.range - finite_or_zero(_largest(logs, -1))
                 alpha = xp.minimum(xp.clip(most, min=0.0), limit)
-                p, g = xp.exp(logs + alpha), d_o * xp.exp(nu - o - alpha)
+                p, g = xp.exp(logs + alpha), d_o * xp.exp(_at_most(nu - o - alpha, 0.0))
                 w = xp.exp(v - nu)
                 d_v, d_scores = w * (transpose(p) @ g), p * (g @ transpose(w))
             else:
@@ -156,6 +158,10 @@ class LogMeanExpRead:
     def finish(self) -> Array:
         """dv"""
         return self.d_v * self.weights if self.is_narrow else self.d_v
+
+
+def _at_most(x: Array, limit: float) -> Array:
+    return namespace(x).clip(x, max=limit)
 
 
 def _largest(x: Array, axis: int) -> Array:

@@ -6,7 +6,10 @@ tied_logits    the same with three distinct keys: several weights are equal, all
 tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
 extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each other; β at its ends
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
-hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key
+far_segments   values around 100 and around −100, three tokens each: as in segments of a packed
+               call, and in both signs beside the output of a padded query, which is 0
+hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key; LASER's values
+               are around 100
 overwritten    a large value is written to a state and removed again, before anything is read
 =============  ==================================================================================
 
@@ -23,7 +26,8 @@ from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 SATURATED = ("huge_logits", "tied_logits")
 EXTREMES = (
     *SATURATED,
-    *("tiny_logits", "extreme_gates", "far_values", "hidden_by_bias", "overwritten"),
+    *("tiny_logits", "extreme_gates", "far_values", "far_segments", "hidden_by_bias"),
+    "overwritten",
 )
 
 HUGE = {"float64": 2000.0}
@@ -34,6 +38,9 @@ TINY_ELSEWHERE = 2.0**-5
 GATES = np.asarray([0.0, -1e-4, -20.0, -0.5, -1e4, 0.0, -3.0])
 """Logarithms of decays."""
 FAR = 50.0
+HIGH = {"float64": 800.0}
+HIGH_ELSEWHERE = 100.0
+"""Values whose exponentials overflow, by dtype."""
 LARGE = 256.0
 KEEP_A_SUM = ("linear", "delta", "gated_delta", "gla")
 """Mechanisms whose state is a sum, so that what was written can be subtracted again."""
@@ -49,8 +56,8 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
         return "bias" in inputs and inputs["bias"].is_pairwise
     if kind == "overwritten":
         return str(mechanism) in KEEP_A_SUM
-    if kind == "far_values":
-        return any(getattr(leaf, "read", None) == pa.spec.laser.LOG_MEAN_EXP for leaf in leaves)
+    if kind in ("far_values", "far_segments"):
+        return _reads_exponentials(mechanism)
     attends = any(isinstance(leaf, pa.Softmax) for leaf in leaves) and {"q", "k"} <= inputs.keys()
     if kind == "tiny_logits":
         return attends and not any(_is_not_tiny(leaf) for leaf in leaves)
@@ -67,6 +74,7 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
         for name in ("q", "k", "q2", "k2"):
             if name in arrays and not mechanism.inputs[name].unit:
                 arrays[name] = factor * arrays[name]
+    high = HIGH.get(dtype, HIGH_ELSEWHERE)
     if kind == "extreme_gates":
         for name, array in arrays.items():
             if _is_gate(mechanism, name):
@@ -78,12 +86,25 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
         masked = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3
         masked[..., -1, :] = True
         arrays["bias"] = np.where(masked, -np.inf, arrays["bias"])
+        if _reads_exponentials(mechanism):
+            arrays["v"] = arrays["v"] + high
     if kind == "overwritten":
         _write_twice(arrays)
     if kind == "far_values" and "v" in arrays:
         signs = np.sign(np.random.default_rng(5).normal(size=arrays["v"].shape))
         arrays["v"] = arrays["v"] + FAR * signs
+    if kind == "far_segments" and "v" in arrays:
+        b, tokens = arrays["v"].shape[:2]
+        segment = (np.arange(b)[:, None] + np.arange(tokens)) // 3
+        sign = np.where(segment % 2 == 0, 1.0, -1.0)[:, :, None, None]
+        arrays["v"] = arrays["v"] + high * sign
     return arrays
+
+
+def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
+    """Whether values are averaged as exponentials, as in LASER."""
+    read = pa.spec.laser.LOG_MEAN_EXP
+    return any(getattr(leaf, "read", None) == read for leaf in mechanism.program.leaves)
 
 
 def _write_twice(arrays: Arrays) -> None:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.libraries import named
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -49,3 +51,40 @@ def test_a_row_of_zeros_is_one_without_eps_and_has_a_gradient():
 def test_eps_is_inside_the_root():
     x = np.full((1, 1, 1, 4), 1e-3)
     np.testing.assert_allclose(pa.L2Norm(eps=1e-6)(x), 1e-3 / np.sqrt(4e-6 + 1e-6))
+
+
+BACKENDS = [("numpy", "portable"), ("torch", "torch"), ("jax", "jax"), ("numpy", "reference")]
+HIGH = {"float32": 100.0, "float64": 800.0}
+"""Exponentials of these overflow."""
+
+
+@pytest.mark.parametrize("dtype", HIGH)
+@pytest.mark.parametrize(("library", "backend"), BACKENDS)
+def test_lasers_gradient_beside_outputs_of_0_and_across_segments(library, backend, dtype):
+    """Padded queries, and those before the first one of PaTH, have the output 0."""
+    if not named(library).is_installed():
+        pytest.skip(f"{library} is not installed")
+    library = named(library)
+    rng = np.random.default_rng(0)
+    padded = {"lengths": np.asarray([2])}
+    packed = {"segment_ids": np.asarray([[0, 0, 0, 1, 1]])}
+    for m, tokens, values, masks in (
+        (pa.Laser(), 5, [1.0, 1.0, 1.0, 1.0, 1.0], padded),
+        (pa.Laser(), 5, [-1.0, -1.0, -1.0, -1.0, -1.0], padded),
+        (pa.Laser(), 5, [1.0, -1.0, 1.0, 1.0, -1.0], padded),
+        (pa.Laser(), 5, [0.0, 0.0, 0.0, 2.0, 2.0], packed),
+        (pa.Laser(), 5, [2.0, 2.0, 2.0, 0.0, 0.0], packed),
+        (pa.Laser(pa.Path()), 2, [1.0, 1.0, 1.0, 1.0, 1.0], {}),
+        (pa.Laser(pa.Path()), 2, [1.0, -1.0, 1.0, -1.0, 1.0], {}),
+    ):
+        x = make_inputs(m, Layout("high", b=1, t=tokens, s=5, h=1, n=1, d=2, e=1), "random")
+        x["v"] = rng.normal(size=x["v"].shape) + HIGH[dtype] * np.reshape(values, (1, 5, 1, 1))
+        x = {name: array.astype(dtype).astype(np.float64) for name, array in x.items()}
+        expected, pullback = m.vjp(**x, **masks, backend="reference")
+        with library.precision(dtype):
+            arrays = {name: library.array(array, dtype) for name, array in x.items()}
+            given = {name: library.array(array) for name, array in masks.items()}
+            _, gradients = m.vjp(**arrays, **given, backend=backend)
+            gradients = gradients(library.array(np.ones(expected.shape), dtype))
+        for name, gradient in pullback(np.ones(expected.shape)).items():
+            np.testing.assert_allclose(library.numpy(gradients[name]), gradient, atol=5e-5)

@@ -157,8 +157,10 @@ def _backward(
 
     def exact() -> Any:
         tiling, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
+        # The output of a padded query is 0, not that of its scores. It has no weights.
+        logs = log_total if masks[0] is None else jnp.where(masks[0][:, None], log_total, jnp.inf)
         result = laser_exact.backward(
-            tiling.mask, plan.scale, *call.by_heads(), call.segments, back(o), log_total, back(d_o)
+            tiling.mask, plan.scale, *call.by_heads(), call.segments, back(o), logs, back(d_o)
         )
         d_q, d_k, d_v = map(back, result)
         return d_q, call_sum(d_k), call_sum(d_v)

@@ -209,3 +209,14 @@ def test_unsupported_calls_are_declined_with_the_reason(leaf, dtype, e, reason):
     shapes = (("q", (1, 8, 2, 64)), ("k", (1, 8, 1, 64)), ("v", (1, 8, 1, e)))
     request = Request("vjp", "numpy", "cpu", dtype, shapes, frozenset())
     assert reason in Laser().refuses(leaf, request)
+
+
+@needs_simulator
+@pytest.mark.parametrize("apart", [0.0, 100.0])
+def test_outputs_of_0_beside_large_values(apart):
+    """Of padded queries. Segments are as far apart as their values."""
+    x, d_out = problem(33)
+    segment = np.arange(33) // 7
+    x["v"] = (x["v"] + (100 + apart * (segment % 2))[:, None, None]).astype(np.float32)
+    masks = {"lengths": np.array([33, 9]), "segment_ids": np.stack([segment, segment])}
+    check(x, d_out, leaf=laser(), gradient_bound=1e-4, **masks)

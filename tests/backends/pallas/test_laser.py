@@ -39,3 +39,15 @@ def test_every_mask_with_values_close_and_far_apart(options, t, s, masks, dtype,
     leaf = pa.parse("laser").program.leaves[0]
     leaf = pa.Softmax(read=leaf.read, **options)
     check(KERNELS, leaf, x, cotangent, frame, dtype, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("masks", [{"lengths": (20, 7)}, {"segments": (3, 7)}], ids=str)
+@pytest.mark.parametrize("apart", [0.0, 100.0])
+def test_outputs_of_0_beside_large_values(apart, masks):
+    """Of padded queries. Segments are as far apart as their values."""
+    t = 20
+    x, cotangent = problem(t, t)
+    height = 100 + apart * (np.arange(t) // 7 % 2)
+    x["v"] = x["v"] + height[:, None, None]
+    leaf = pa.parse("laser").program.leaves[0]
+    check(KERNELS, leaf, x, cotangent, frame_of(t, t, 2, **masks), "float32", 5e-5)

@@ -355,3 +355,13 @@ def test_options_without_a_kernel_are_declined(base, reason):
 )
 def test_sizes_and_dtypes_without_a_kernel_are_declined(changes, reason):
     assert reason in refusal(pa.Laser(), **changes)
+
+
+@pytest.mark.parametrize("apart", [0.0, 100.0])
+def test_outputs_of_0_beside_large_values(apart):
+    """Of padded queries. Segments are as far apart as their values."""
+    x, d_out = problem(12, b=2, h=1)
+    segment = torch.arange(12) // 4
+    x["v"] = x["v"] + (100 + apart * (segment % 2))[:, None, None]
+    masks = {"lengths": torch.tensor([12, 5]), "segment_ids": torch.stack([segment, segment])}
+    check(x, d_out, gradient_bound=1e-4, **masks)
