@@ -192,7 +192,10 @@ def wants_gradient(*arrays: Array) -> bool:
 
 
 def transforms_of(*arrays: Array) -> frozenset[str]:
-    """`"grad"` and `"vmap"`, if a transform of torch.func differentiates or maps the arrays."""
+    """`"grad"` and `"vmap"`, if a transform of torch.func differentiates or maps the arrays.
+
+    A tangent of `torch.autograd.forward_ad` is `"grad"` too.
+    """
     if library_of(arrays[0]) != "torch":
         return frozenset()
     functorch = sys.modules["torch"]._C._functorch
@@ -204,7 +207,32 @@ def transforms_of(*arrays: Array) -> frozenset[str]:
             if functorch.is_batchedtensor(tensor):
                 transforms.add("vmap")
             tensor = functorch.get_unwrapped(tensor)
+    if not transforms and has_tangent(*arrays):
+        transforms.add("grad")
     return frozenset(transforms)
+
+
+def has_tangent(*tensors: Array) -> bool:
+    """Whether `torch.autograd.forward_ad` carries a tangent with one of these tensors."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def flop_counters() -> list[Any]:
+    """PyTorch's active FlopCounterModes."""
+    torch, module = sys.modules["torch"], sys.modules.get("torch.utils.flop_counter")
+    if module is None or not torch._C._len_torch_dispatch_stack():
+        return []
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    kinds = (module.FlopCounterMode, getattr(module, "_FlopCounterMode", module.FlopCounterMode))
+    return [getattr(mode, "counter", mode) for mode in modes if isinstance(mode, kinds)]
+
+
+def counts_flops() -> bool:
+    """Whether a FlopCounterMode of PyTorch is active."""
+    return bool(flop_counters())
 
 
 def writes_in_place(array: Array) -> bool:

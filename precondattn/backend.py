@@ -81,6 +81,9 @@ class Request:
     traced: bool = False
     """Whether `torch.compile` traces the call. Full calls are custom operators, which it does not
     trace into; a step without gradient is traced with tensors whose entries are unknown."""
+    is_symbolic: bool = False
+    """Whether `torch.compile` traces the call with sizes that are symbols, such as a length that
+    varies. Comparing one in `supports` makes PyTorch compile again for the other outcome."""
 
 
 class ArraySpec(NamedTuple):

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precondattn.arrays import Arrays, Residuals, upcast
+from precondattn.arrays import Arrays, Residuals, is_traced, upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.layout import zero_padding
+from precondattn_torch.twice_differentiable import twice_differentiable
 
 
 def fits(
@@ -58,14 +59,15 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
     q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
     v = functional.pad(v, (0, max(d - e, 0)))
-    o = functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        is_causal=leaf.causal,
-        scale=leaf.scale_for(d),
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    inputs = tuple(a.transpose(1, 2) for a in (q, k, v))
+    options = {
+        "is_causal": leaf.causal,
+        "scale": leaf.scale_for(d),
+        "enable_gqa": bool(q.shape[2] != k.shape[2]),  # Symbolic while PyTorch traces.
+    }
+    o = functional.scaled_dot_product_attention(*inputs, **options)
+    if o.grad_fn is not None and not is_traced(o):
+        twice_differentiable(o.grad_fn, inputs, options)
     return o.transpose(1, 2)[..., :e]
 
 

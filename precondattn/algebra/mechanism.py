@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from precondattn.algebra import expression, registry
 from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs, Pattern
 from precondattn.algebra.flops import Flops
+from precondattn.algebra.names import name_of
 from precondattn.algebra.options import check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.unfolding import program_of
@@ -94,6 +95,7 @@ class Mechanism(Verbs):
         self.check_together()
         self._check_base()
         object.__setattr__(self, "_text", self._expression())
+        object.__setattr__(self, "_name", name_of(self))
         # Reading `inputs` unfolds the program, which raises for names that clash.
         object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
 

@@ -49,6 +49,11 @@ def unregister(name: str) -> None:
     del _classes[name]
 
 
+def known(name: str) -> type[Mechanism] | None:
+    """The class of that name, or None; plug-ins that are not loaded yet are not."""
+    return _classes.get(name)
+
+
 def find(name: str) -> type[Mechanism] | None:
     """The class of that name, or None."""
     if name not in _classes:

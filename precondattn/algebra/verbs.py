@@ -25,7 +25,9 @@ class Verbs:
     """The public methods of every mechanism."""
 
     _text: str
-    """The mechanism's expression. A plain attribute, because Dynamo reads it as a constant."""
+    """The mechanism's expression."""
+    _name: str
+    """Its name in PyTorch's operators. A plain attribute, because Dynamo reads it as a constant."""
     _positional: tuple[str, ...]
     """The inputs that may be given by position; also read by Dynamo."""
 
@@ -69,7 +71,7 @@ class Verbs:
 
             names = (*self._positional[: len(arrays)], *named)
             tensors = (*arrays, *named.values())
-            return captured_call(self._text, backend, names, tensors, masks)
+            return captured_call(self._name, backend, names, tensors, masks)
         from precondattn.execution import run
 
         return run.call(self._mechanism, arrays, named, backend, *masks)
@@ -161,7 +163,7 @@ class Verbs:
             keys = tuple(cache.store)
             names = (*self._positional[: len(arrays)], *named)
             out, length, *buffers = captured_extend(
-                self._text,
+                self._name,
                 backend,
                 cache.length,
                 keys,

@@ -53,6 +53,8 @@ class PlannedCall(NamedTuple):
     """(the piece's name of a cache buffer, the buffer's name in the store)."""
     backend: Backend
     support: Support
+    is_symbolic: bool = False
+    """Whether PyTorch traces the call with sizes that are symbols (`Request.is_symbolic`)."""
 
 
 class Considered(NamedTuple):
@@ -84,7 +86,8 @@ def make_plan(
     UnsupportedError
         when `allowed` names backends, and none of them supports one of the leaf calls.
     """
-    plan, warning = _plan(mechanism, request, capacity, allowed, discover())
+    make = _plan.__wrapped__ if request.is_symbolic else _plan  # Symbolic sizes have no hash.
+    plan, warning = make(mechanism, request, capacity, allowed, discover())
     if warning is not None:
         _warn_once(warning)
     return plan
@@ -140,6 +143,8 @@ def _plan(
         raise UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
     order = _in_order(program, list(claimed))
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
+    if request.is_symbolic:
+        planned = [call._replace(is_symbolic=True) for call in planned]
     plan = Plan(tuple(planned), program.out, tuple(considered))
     return plan, _passed_over(mechanism, request, plan, backends)
 

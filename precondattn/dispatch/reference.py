@@ -27,7 +27,9 @@ class Reference(Backend):
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs one leaf at a time")
-        return Support.yes(differentiable=True)
+        # A compiler would trace the loops over tokens, and compile again for every length.
+        is_operator = request.traced and not request.verb.startswith("extend")
+        return Support.yes(differentiable=not is_operator)
 
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
@@ -83,4 +85,5 @@ class Reference(Backend):
     def residual_shapes(
         self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        raise NotImplementedError("tracing runs the reference itself, without residual_shapes")
+        """None: a leaf does not declare those of its definition, and `backward` runs it again."""
+        return ()

@@ -72,8 +72,8 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
     for name, (_, pattern) in slots.items():
         buffer = cache.store[name]
         if "c" in pattern.letters and buffer.ndim == len(pattern.letters):
-            return int(buffer.shape[pattern.letters.index("c")])
-    return int(cache.store[KEY_MASK].shape[1]) if KEY_MASK in cache.store else 0
+            return buffer.shape[pattern.letters.index("c")]  # type: ignore[no-any-return]
+    return cache.store[KEY_MASK].shape[1] if KEY_MASK in cache.store else 0
 
 
 def check_buffers(

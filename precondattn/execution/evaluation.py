@@ -7,15 +7,18 @@ half precision. A backend gets them in the call's dtype, unless it has set `wide
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from precondattn.arrays import (
     Array,
     Arrays,
     cast,
+    counts_flops,
     dtype_name,
     library_of,
     namespace,
+    transforms_of,
     wants_gradient,
     zero_where_not,
 )
@@ -99,7 +102,8 @@ def extend(
     plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    out, updates, _ = _steps(plan, call, cache, _bridged_step)
+    run = partial(_bridged_step, length=cache.length, count=count)
+    out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
         old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
@@ -248,28 +252,38 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """The function that runs a call and registers its gradient with the framework's autograd."""
-    if not planned.support.differentiable:
-        if call.library == "torch":
-            from precondattn.execution.autograd_torch import apply
+    is_differentiable = planned.support.differentiable
+    if call.library == "torch" and (not is_differentiable or _is_counted(call)):
+        from precondattn.execution.autograd_torch import apply
 
-            return apply
-        if call.library == "jax":
-            from precondattn.execution.autograd_jax import apply
+        return apply
+    if call.library == "jax" and not is_differentiable:
+        from precondattn.execution.autograd_jax import apply
 
-            return apply
+        return apply
     return _plain
 
 
+def _is_counted(call: BoundCall) -> bool:
+    """Whether PyTorch counts FLOPs, which operators have; a transform can not use operators."""
+    return counts_flops() and not transforms_of(*call.inputs.values())
+
+
 def _bridged_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any, *, length: Array, count: Any
 ) -> tuple[Array, Any]:
     arrays = (*past.values(), *inputs.values())
-    needs_no_bridge = planned.support.differentiable or library_of(arrays[0]) != "torch"
-    if needs_no_bridge or not wants_gradient(*arrays):
-        return _plain_step(planned, past, inputs, frame)
-    from precondattn.execution.autograd_torch import apply_step
+    if library_of(arrays[0]) == "torch":
+        if wants_gradient(*arrays):
+            if not planned.support.differentiable:
+                from precondattn.execution.autograd_torch import apply_step
 
-    return apply_step(planned, past, inputs, frame)
+                return apply_step(planned, past, inputs, frame)
+        elif planned.is_symbolic and not transforms_of(*arrays):
+            from precondattn.execution.autograd_torch import apply_extension
+
+            return apply_extension(planned, past, inputs, frame, length, count)
+    return _plain_step(planned, past, inputs, frame)
 
 
 def _plain_step(

@@ -258,17 +258,21 @@ def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Reque
     first = next(iter(arrays.values()))
     differentiated = wants_gradient(*arrays.values(), *past)
     transforms = transforms_of(*arrays.values(), *past)
+    shapes = tuple((name, tuple(array.shape)) for name, array in arrays.items())
+    is_torch_traced = bound.library == "torch" and is_traced(first)
+    sizes = (size for _, shape in shapes for size in shape)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=bound.library,
         device=device_of(first),
         dtype=bound.dtype,
-        shapes=tuple((name, tuple(map(int, array.shape))) for name, array in arrays.items()),
+        shapes=shapes,
         masks=bound.masks,
         differentiated=differentiated,
         transformed="grad" in transforms,
         mapped="vmap" in transforms,
-        traced=bound.library == "torch" and is_traced(first) and not transforms,
+        traced=is_torch_traced and not transforms,
+        is_symbolic=is_torch_traced and any(not isinstance(size, int) for size in sizes),
     )
 
 

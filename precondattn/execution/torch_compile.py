@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra import registry
-from precondattn.algebra.group import read_mechanism
+from precondattn.algebra.names import piece_named
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.execution.build import build_and_call
@@ -26,7 +26,7 @@ def captured_call(
 ) -> Tensor:
     """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
     out: Tensor = run.call(
-        read_mechanism(mechanism), (), dict(zip(names, tensors, strict=True)), backend, *masks
+        piece_named(mechanism), (), dict(zip(names, tensors, strict=True)), backend, *masks
     )
     return out
 
@@ -44,7 +44,7 @@ def captured_extend(
 ) -> tuple[Tensor, ...]:
     """`Mechanism.extend`: the output, the new length, and the buffers."""
     out, cache = run.extend(
-        read_mechanism(mechanism),
+        piece_named(mechanism),
         Cache(length, dict(zip(keys, buffers, strict=True))),
         (),
         dict(zip(names, tensors, strict=True)),

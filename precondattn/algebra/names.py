@@ -1,0 +1,67 @@
+"""Names of mechanisms and groups: text by which a PyTorch operator finds a piece again.
+
+The name is the piece's own text where that parses back to an equal piece. A graph with such names
+can be saved and loaded in another process. Any other piece gets its text and a number: it has a
+class that is not registered, such as a subclass without a `name` of its own, or its text was the
+name of another piece before its class was defined again. Such a name is valid in this process only.
+A name never changes its meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import count
+from typing import Any
+
+from precondattn.algebra import registry
+from precondattn.algebra.options import fields_of
+
+_pieces: dict[str, Any] = {}
+
+
+def name_of(piece: Any) -> str:
+    """The name of a mechanism or group, from which `piece_named` returns an equal one."""
+    text = str(piece)
+    if (text in _pieces or parses_back(piece)) and _owns(text, piece):
+        return text
+    return next(name for name in (f"{text} #{n}" for n in count(1)) if _owns(name, piece))
+
+
+def _owns(name: str, piece: Any) -> bool:
+    """Whether the name is this piece's, which it becomes if it is nobody's."""
+    owner = _pieces.setdefault(name, piece)
+    return owner is piece or bool(owner == piece)
+
+
+def parses_back(piece: Any) -> bool:
+    """Whether the piece is determined by its text: by registered classes and their options."""
+    calls = getattr(piece, "calls", None)
+    if calls is not None:
+        return all(parses_back(leaf) for leaf in calls.leaves)
+    if registry.known(piece.name) is not type(piece):
+        return False
+    base = getattr(piece, "base", None)
+    described: Any = piece
+    fields = {field.name for field in dataclasses.fields(described)} - {"base"}
+    return fields == set(fields_of(described)) and (base is None or parses_back(base))
+
+
+def piece_named(name: str) -> Any:
+    """The mechanism or group of this name.
+
+    Raises
+    ------
+    ValueError
+        for a name that another process gave to a class which its text does not determine.
+    """
+    if name not in _pieces:
+        text, mark, _ = name.partition(" #")
+        if mark:
+            raise ValueError(
+                f"{text}: this graph was saved by another process, with a class that is not "
+                f"registered there by a name of its own; give the class a `name`, and save again"
+            )
+        from precondattn.algebra.group import read_mechanism
+
+        _pieces.setdefault(name, read_mechanism(name))
+    return _pieces[name]

@@ -1,0 +1,148 @@
+"""PyTorch: a backend's forward and backward as custom operators, and their shapes.
+
+Three operators serve every backend and every piece in full calls: `forward` with residuals for the
+gradient, `backward`, and `inference` without residuals. A piece is passed by its name
+(`algebra/names.py`) and a backend by its own, so that compiled and exported graphs contain only
+strings and tensors.
+
+Under a compiler sizes may be symbols. An operator is not traced into, so the loops of an algorithm
+over blocks of tokens do not appear in the graph, and its choices that depend on a length are made
+when it runs. A plan is made while tracing; a backend that compares a symbolic length there makes
+PyTorch compile again for the other outcome, which is slow but never wrong. Residuals are outputs of
+`forward`, with the shapes that the backend declares in terms of the sizes of the inputs. So nothing
+is computed twice, and no memory is needed beyond that of an uncompiled call. Only the reference
+declares none: its operator computes the forward pass again in the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.names import piece_named
+from precondattn.arrays import HALF, dtype_name
+from precondattn.backend import ArraySpec
+from precondattn.dispatch.discovery import REFERENCE, discover
+from precondattn.execution.autocast import off
+from precondattn.frame import Frame
+
+
+def without_autocast(operator: Any) -> Any:
+    """The operator's function with autocast off, whoever calls it: autograd, or a saved graph."""
+
+    @functools.wraps(operator)
+    def function(piece: str, backend: str, tensors: list[Tensor], *rest: Any) -> Any:
+        with off(tensors[0]):
+            return operator(piece, backend, tensors, *rest)
+
+    return function
+
+
+def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(piece.inputs, tensors, strict=True))
+
+
+def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs, copied where one shares memory with an input or another output."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    unaliased = []
+    for output in outputs:
+        if output.untyped_storage().data_ptr() in used:
+            output = output.clone()
+        used.add(output.untyped_storage().data_ptr())
+        unaliased.append(output.contiguous())
+    return unaliased
+
+
+@torch.library.custom_op("precondattn::forward", mutates_args=())
+@without_autocast
+def forward(
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+) -> list[Tensor]:
+    """The output, followed by the residuals."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    out, residuals = runs.forward(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
+    kept = () if runs is REFERENCE else residuals
+    return unaliased([out, *kept], [*tensors, *frame])
+
+
+@torch.library.custom_op("precondattn::inference", mutates_args=())
+@without_autocast
+def inference(
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+) -> Tensor:
+    """The output alone."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    out, _ = runs.forward(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
+    return unaliased([out], [*tensors, *frame])[0]
+
+
+@torch.library.custom_op("precondattn::backward", mutates_args=())
+@without_autocast
+def backward(
+    piece: str,
+    backend: str,
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+    outputs: list[Tensor],
+    cotangent: Tensor,
+) -> list[Tensor]:
+    """The gradient of every tensor."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    inputs, masks, out, residuals = (
+        named_inputs(mechanism, tensors),
+        Frame(*frame),
+        outputs[0],
+        tuple(outputs[1:]),
+    )
+    if runs is REFERENCE:
+        out, residuals = runs.forward(mechanism, inputs, masks)
+    gradients = runs.backward(mechanism, inputs, masks, out, residuals, cotangent)
+    in_order = [gradients[name].to(tensor.dtype) for name, tensor in inputs.items()]
+    return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
+
+
+# ------------------------------------------------------------------------- shapes, for tracing
+
+
+def empty_output(mechanism: Any, backend: str, tensors: Sequence[Tensor], shape: Any) -> Tensor:
+    """An output without entries: in the dtype of v, which the reference converts to float32."""
+    values = named_inputs(mechanism, tensors).get("v", tensors[0])
+    is_wide = backend == REFERENCE.name and dtype_name(values) in HALF
+    return values.new_empty(shape, dtype=torch.float32 if is_wide else values.dtype)
+
+
+def _output_like(mechanism: Any, backend: str, tensors: Sequence[Tensor]) -> Tensor:
+    shapes = {n: tuple(t.shape) for n, t in named_inputs(mechanism, tensors).items()}
+    sizes = mechanism.inputs.sizes(str(mechanism), shapes)
+    return empty_output(mechanism, backend, tensors, mechanism.program.output.shape(sizes))
+
+
+@forward.register_fake
+def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
+    mechanism = piece_named(piece)
+    specs = {
+        name: ArraySpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for name, t in named_inputs(mechanism, tensors).items()
+    }
+    residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
+    return [
+        _output_like(mechanism, backend, tensors),
+        *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
+    ]
+
+
+@inference.register_fake
+def _(piece: str, backend: str, tensors: Any, frame: Any) -> Tensor:
+    return _output_like(piece_named(piece), backend, tensors)
+
+
+@backward.register_fake
+def _(
+    piece: str, backend: str, tensors: Any, frame: Any, outputs: Any, cotangent: Any
+) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]

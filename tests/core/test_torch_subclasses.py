@@ -1,0 +1,110 @@
+"""PyTorch's operators find a piece by its name; a class without a name of its own keeps its own
+mathematics."""
+
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import precondattn as pa
+from precondattn.algebra import names
+
+
+@dataclass(frozen=True)
+class Twice(pa.Softmax):
+    """2 softmax, under softmax's name: it is not registered."""
+
+    def forward(self, x, frame):
+        out, residuals = super().forward(x, frame)
+        return 2 * out, residuals
+
+    def backward(self, x, frame, out, residuals, cotangent):
+        return super().backward(x, frame, out / 2, residuals, 2 * cotangent)
+
+
+class AnyClass(pa.Backend):
+    """A backend that runs any leaf by its own methods, as operators."""
+
+    name = "any_class"
+    preference = 1000
+
+    def supports(self, mechanism, request):
+        is_leaf = len(mechanism.program.calls) == 1 and request.verb != "extend"
+        return pa.Support.yes() if is_leaf else pa.Support.no("runs one leaf of a full call")
+
+    def forward(self, mechanism, inputs, frame):
+        return mechanism.forward(inputs, frame)
+
+    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+        return mechanism.backward(inputs, frame, out, residuals, cotangent)
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(3, 1, 5, 2, 4).unbind(0)
+
+
+def is_twice(function, x):
+    """Whether output and gradient are twice those of softmax."""
+    q, k, v = (a.clone().requires_grad_() for a in x)
+    out, plain = function(q, k, v), pa.Softmax()(q, k, v)
+    torch.testing.assert_close(out, 2 * plain)
+    result, expected = (torch.autograd.grad(o.sum(), [q, k, v]) for o in (out, 2 * plain))
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    return True
+
+
+def test_a_compiled_subclass_computes_its_own_mathematics(x):
+    torch.compiler.reset()
+    assert is_twice(torch.compile(Twice(), fullgraph=True, backend="aot_eager"), x)
+    # Inside a preconditioner, and after its parent with the same text.
+    around = pa.Temperature(Twice(), per="head")
+    tau = torch.ones(2)
+    assert is_twice(torch.compile(lambda *x: around(*x, tau=tau), backend="aot_eager"), x)
+
+
+def test_a_subclass_computes_its_own_mathematics_in_an_operator(x):
+    pa.register_backend(AnyClass())
+    try:
+        assert "any_class" in Twice().explain(*x).backends
+        assert is_twice(Twice(), x)
+    finally:
+        pa.unregister_backend("any_class")
+
+
+def test_programs_with_the_same_text_and_other_classes_differ():
+    assert str(pa.Lucid(Twice()).program) == str(pa.Lucid().program)
+    assert pa.Lucid(Twice()).program != pa.Lucid().program
+
+
+def test_a_name_is_the_text_where_that_parses_back():
+    assert names.name_of(pa.Lucid(pa.Laser())) == "lucid(laser)"
+    assert names.name_of(Twice()) != names.name_of(pa.Softmax()) == "softmax"
+    assert names.piece_named(names.name_of(Twice())) == Twice()
+
+
+def test_a_class_defined_again_gets_another_name():
+    def define():
+        @dataclass(frozen=True)
+        class Scaled(pa.Softmax):
+            name = "scaled_in_a_notebook"
+
+        return Scaled()
+
+    try:
+        first, second = define(), define()
+    finally:
+        pa.unregister_mechanism("scaled_in_a_notebook")
+    assert names.name_of(first) == "scaled_in_a_notebook" != names.name_of(second)
+    assert names.piece_named(names.name_of(first)) == first
+    assert names.piece_named(names.name_of(second)) == second
+
+
+def test_a_graph_of_another_process_with_an_unnamed_class_is_refused():
+    with pytest.raises(ValueError, match="give the class a `name`"):
+        names.piece_named("softmax #7")
