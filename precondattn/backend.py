@@ -136,6 +136,16 @@ class Backend(Protocol):
         """The output, and the residuals that `backward` needs besides inputs and output."""
         raise _missing_method(self, "forward")
 
+    def forward_with_residuals(
+        self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        """`forward` with the residuals that `residual_shapes` declares.
+
+        To be defined where `forward` leaves the gradient of some calls to the framework, and
+        returns no residuals for them.
+        """
+        return self.forward(mechanism, inputs, frame)
+
     def backward(
         self,
         mechanism: Mechanism,

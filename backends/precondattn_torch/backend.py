@@ -72,6 +72,11 @@ class Torch(Portable):
             out = fused(mechanism, inputs, frame)
             if out is not None:
                 return out, ()
+        return self.forward_with_residuals(mechanism, inputs, frame)
+
+    def forward_with_residuals(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         with _not_recording():
             return super().forward(mechanism, inputs, frame)
 

@@ -94,12 +94,9 @@ class KernelAttention(Attention):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
-        # A mean that the kernel supports is computed by `fused`, and does not reach this method.
-        is_kernels = fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type)
-        is_laser = leaf.read == LOG_MEAN_EXP
-        if not (is_laser and is_kernels and _is_close_together(x["v"])):
+        if not _returns_sums(leaf, x, frame):
             return super().forward(ops, leaf, x, frame)
-        o, residuals = _laser(leaf, x)
+        o, residuals = (_laser if leaf.read == LOG_MEAN_EXP else _mean)(leaf, x)
         return zero_padding(o, frame), residuals
 
     def backward(
@@ -112,14 +109,13 @@ class KernelAttention(Attention):
         residuals: Residuals,
         cotangent: Tensor,
     ) -> Arrays:
-        if not fits(leaf, _shapes(x), masks_of(frame), x["q"].device.type):
+        if residuals and not _returns_sums(leaf, x, frame):
             return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
         cotangent = zero_padding(cotangent, frame)
-        if leaf.read == LOG_MEAN_EXP:
-            if not _is_close_together(x["v"]):
-                return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
-            return _laser_backward(leaf, x, out, residuals, cotangent)
-        names = ("q", "k", "v")
+        if residuals:
+            backward = _laser_backward if leaf.read == LOG_MEAN_EXP else _mean_backward
+            return backward(leaf, x, out, residuals, cotangent)
+        names = ("q", "k", "v")  # The output of `fused`, which keeps no residuals.
         with torch.enable_grad():
             leaves = [x[name].detach().requires_grad_() for name in names]
             again = scaled_dot_product(leaf, *leaves)
@@ -127,26 +123,57 @@ class KernelAttention(Attention):
         return dict(zip(names, result, strict=True))
 
 
-def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
-    q, k, v, shift = _kernel_inputs(x)
-    mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, leaf.causal, scale=leaf.scale_for(x["q"].shape[3])
-    )
-    o = (shift + mean.transpose(1, 2)[..., : x["v"].shape[3]].log()).contiguous()
-    return o, (log_total.transpose(1, 2).contiguous(),)
+def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
+    """Whether the kernel supports the call, and returns the sums that its gradient needs."""
+    device = x["q"].device.type
+    if device != "cpu" or not fits(leaf, _shapes(x), masks_of(frame), device):
+        return False
+    return leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
 
 
-def _laser_backward(
+def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
+    d, e = x["q"].shape[3], x["v"].shape[3]
+    mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], x["v"]))
+    return mean[..., :e].contiguous(), (log_total,)
+
+
+def _mean_backward(
     leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
 ) -> Arrays:
+    kernel_inputs = _of_equal_width(x["q"], x["k"], x["v"])
+    d_q, d_k, d_v = _kernel_backward(leaf, x, kernel_inputs, o, residuals, cotangent)
     n, e = x["v"].shape[2:]
-    d = x["q"].shape[3]
+    return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_v[..., :e], n)}
+
+
+def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     q, k, v, shift = _kernel_inputs(x)
+    mean, log_total = _kernel(leaf, x["q"].shape[3], q, k, v)
+    return (shift + mean[..., : x["v"].shape[3]].log()).contiguous(), (log_total,)
+
+
+def _kernel(leaf: Any, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
+    mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, leaf.causal, scale=leaf.scale_for(d)
+    )
+    return mean.transpose(1, 2), log_total.transpose(1, 2).contiguous()
+
+
+def _kernel_backward(
+    leaf: Any,
+    x: Mapping[str, Tensor],
+    kernel_inputs: tuple[Tensor, Tensor, Tensor],
+    mean: Tensor,
+    residuals: Residuals,
+    cotangent: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, of k, and of the values of each query head."""
+    q, k, v = kernel_inputs
     (log_total,) = residuals
-    mean = (o - shift).exp()
-    pad = (0, v.shape[3] - e)
+    d, pad = x["q"].shape[3], (0, v.shape[3] - mean.shape[3])
     result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        functional.pad(cotangent / mean, pad).transpose(1, 2),
+        functional.pad(cotangent, pad).transpose(1, 2),
         q,
         k,
         v,
@@ -157,11 +184,18 @@ def _laser_backward(
         scale=leaf.scale_for(d),
     )
     d_q, d_k, d_v = (a.transpose(1, 2) for a in result)
-    return {
-        "q": d_q[..., :d],
-        "k": _sum_of_heads(d_k[..., :d], n),
-        "v": _sum_of_heads((d_v * v.transpose(1, 2))[..., :e], n),
-    }
+    return d_q[..., :d], _sum_of_heads(d_k[..., :d], x["k"].shape[2]), d_v
+
+
+def _laser_backward(
+    leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
+) -> Arrays:
+    n, e = x["v"].shape[2:]
+    q, k, v, shift = _kernel_inputs(x)
+    mean = (o - shift).exp()
+    d_q, d_k, d_v = _kernel_backward(leaf, x, (q, k, v), mean, residuals, cotangent / mean)
+    d_weights = (d_v * v.transpose(1, 2))[..., :e]
+    return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_weights, n)}
 
 
 def _shapes(x: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -176,14 +210,19 @@ def _is_close_together(v: Tensor) -> bool:
 
 def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and e^{v − ν} with the heads of q and equal widths; ν (b, 1, h, e)."""
-    q, k, v = x["q"], x["k"], x["v"]
-    h, d, e = q.shape[2], q.shape[3], v.shape[3]
+    v, h = x["v"], x["q"].shape[2]
     shift = v.amax(1, keepdim=True)
-    weights = (v - shift).exp_()
-    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
-    weights = functional.pad(weights, (0, max(d - e, 0)))
-    q, k, weights = (_of_each_head(a, h).transpose(1, 2) for a in (q, k, weights))
+    q, k, weights = _of_equal_width(x["q"], x["k"], (v - shift).exp_())
     return q, k, weights, _of_each_head(shift, h)
+
+
+def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the kernel's layout, with the heads of q and equal widths."""
+    h, d, e = q.shape[2], q.shape[3], v.shape[3]
+    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
+    v = functional.pad(v, (0, max(d - e, 0)))
+    q, k, v = (_of_each_head(a, h).transpose(1, 2) for a in (q, k, v))
+    return q, k, v
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:

@@ -27,8 +27,8 @@ class Reference(Backend):
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs one leaf at a time")
-        # A compiler would trace the loops over tokens, and compile again for every length.
-        is_operator = request.traced and not request.verb.startswith("extend")
+        # A compiler would unroll loops over tokens, and compile again for every length.
+        is_operator = request.is_symbolic and not request.verb.startswith("extend")
         return Support.yes(differentiable=not is_operator)
 
     def forward(

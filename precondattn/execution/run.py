@@ -272,7 +272,9 @@ def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Reque
         transformed="grad" in transforms,
         mapped="vmap" in transforms,
         traced=is_torch_traced and not transforms,
-        is_symbolic=is_torch_traced and any(not isinstance(size, int) for size in sizes),
+        is_symbolic=is_torch_traced
+        and not transforms
+        and any(not isinstance(size, int) for size in sizes),
     )
 
 

@@ -11,7 +11,8 @@ when it runs. A plan is made while tracing; a backend that compares a symbolic l
 PyTorch compile again for the other outcome, which is slow but never wrong. Residuals are outputs of
 `forward`, with the shapes that the backend declares in terms of the sizes of the inputs. So nothing
 is computed twice, and no memory is needed beyond that of an uncompiled call. Only the reference
-declares none: its operator computes the forward pass again in the gradient.
+declares none: it is an operator only where sizes are symbols, and computes the forward pass again
+in the gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def forward(
 ) -> list[Tensor]:
     """The output, followed by the residuals."""
     mechanism, runs = piece_named(piece), discover().named(backend)
-    out, residuals = runs.forward(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
+    # A registered object need not be a subclass of `Backend`.
+    run = getattr(runs, "forward_with_residuals", runs.forward)
+    out, residuals = run(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
     kept = () if runs is REFERENCE else residuals
     return unaliased([out, *kept], [*tensors, *frame])
 
