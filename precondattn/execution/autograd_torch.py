@@ -48,13 +48,14 @@ def apply_extension(
     inputs: dict[str, Tensor],
     frame: Frame,
     length: Tensor,
-    count: Tensor,
+    count: Tensor | int,
 ) -> tuple[Tensor, dict[str, Replace]]:
     """A step as one operator without gradient, which returns the whole updated buffers."""
     piece, backend = planned.piece._name, planned.backend.name
     buffers, tensors = list(past.values()), list(inputs.values())
+    counts = count if isinstance(count, Tensor) else length.new_full(length.shape, count)
     _register_flops()
-    out, *new = extension(piece, backend, buffers, tensors, list(frame.arrays), length, count)
+    out, *new = extension(piece, backend, buffers, tensors, list(frame.arrays), length, counts)
     return out, {name: Replace(buffer) for name, buffer in zip(past, new, strict=True)}
 
 

@@ -279,7 +279,7 @@ def _bridged_step(
                 from precondattn.execution.autograd_torch import apply_step
 
                 return apply_step(planned, past, inputs, frame)
-        elif planned.is_symbolic and not transforms_of(*arrays):
+        elif (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays):
             from precondattn.execution.autograd_torch import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)

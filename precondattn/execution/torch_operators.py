@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.names import piece_named
-from precondattn.arrays import HALF, dtype_name
+from precondattn.arrays import cast
 from precondattn.backend import ArraySpec
 from precondattn.dispatch.discovery import REFERENCE, discover
 from precondattn.execution.autocast import off
@@ -45,6 +45,16 @@ def without_autocast(operator: Any) -> Any:
 
 def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
+
+
+def output_dtype(backend: str, inputs: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
+
+    So the next piece, and the cotangent of this one, are not rounded to half precision first.
+    """
+    values = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and discover().named(backend).wide_values else values.dtype
 
 
 def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -68,8 +78,9 @@ def forward(
     mechanism, runs = piece_named(piece), discover().named(backend)
     # A registered object need not be a subclass of `Backend`.
     run = getattr(runs, "forward_with_residuals", runs.forward)
-    out, residuals = run(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
-    kept = () if runs is REFERENCE else residuals
+    inputs = named_inputs(mechanism, tensors)
+    out, residuals = run(mechanism, inputs, Frame(*frame))
+    out, kept = cast(out, output_dtype(backend, inputs)), () if runs is REFERENCE else residuals
     return unaliased([out, *kept], [*tensors, *frame])
 
 
@@ -80,8 +91,9 @@ def inference(
 ) -> Tensor:
     """The output alone."""
     mechanism, runs = piece_named(piece), discover().named(backend)
-    out, _ = runs.forward(mechanism, named_inputs(mechanism, tensors), Frame(*frame))
-    return unaliased([out], [*tensors, *frame])[0]
+    inputs = named_inputs(mechanism, tensors)
+    out, _ = runs.forward(mechanism, inputs, Frame(*frame))
+    return unaliased([cast(out, output_dtype(backend, inputs))], [*tensors, *frame])[0]
 
 
 @torch.library.custom_op("precondattn::backward", mutates_args=())
@@ -112,17 +124,11 @@ def backward(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def empty_output(mechanism: Any, backend: str, tensors: Sequence[Tensor], shape: Any) -> Tensor:
-    """An output without entries: in the dtype of v, which the reference converts to float32."""
-    values = named_inputs(mechanism, tensors).get("v", tensors[0])
-    is_wide = backend == REFERENCE.name and dtype_name(values) in HALF
-    return values.new_empty(shape, dtype=torch.float32 if is_wide else values.dtype)
-
-
 def _output_like(mechanism: Any, backend: str, tensors: Sequence[Tensor]) -> Tensor:
-    shapes = {n: tuple(t.shape) for n, t in named_inputs(mechanism, tensors).items()}
-    sizes = mechanism.inputs.sizes(str(mechanism), shapes)
-    return empty_output(mechanism, backend, tensors, mechanism.program.output.shape(sizes))
+    inputs = named_inputs(mechanism, tensors)
+    shapes = {n: tuple(t.shape) for n, t in inputs.items()}
+    shape = mechanism.program.output.shape(mechanism.inputs.sizes(str(mechanism), shapes))
+    return tensors[0].new_empty(shape, dtype=output_dtype(backend, inputs))
 
 
 @forward.register_fake

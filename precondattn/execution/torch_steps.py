@@ -19,8 +19,8 @@ from precondattn.arrays import cast
 from precondattn.cache import updated
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.torch_operators import (
-    empty_output,
     named_inputs,
+    output_dtype,
     unaliased,
     without_autocast,
 )
@@ -44,6 +44,7 @@ def step(
     mechanism, runs = piece_named(piece), discover().named(backend)
     states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
     out, updates = runs.step(mechanism, states, inputs, Frame(*frame))
+    out = cast(out, output_dtype(backend, inputs))
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
     return unaliased([out, *new], [*past, *tensors, *frame])
@@ -86,7 +87,7 @@ def extension(
     mechanism, runs = piece_named(piece), discover().named(backend)
     buffers, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
     out, updates = runs.step(mechanism, buffers, inputs, Frame(*frame))
-    (out,) = unaliased([out], [*past, *tensors, *frame])
+    (out,) = unaliased([cast(out, output_dtype(backend, inputs))], [*past, *tensors, *frame])
     new = [
         updated(old, updates[name], length, count, donate=False) for name, old in buffers.items()
     ]
@@ -96,12 +97,13 @@ def extension(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(piece: str, backend: str, tensors: Sequence[Tensor], **known: Any) -> Tensor:
+def _output_like(piece: str, backend: str, tensors: Sequence[Tensor]) -> Tensor:
     mechanism = piece_named(piece)
-    shapes = {n: tuple(t.shape) for n, t in named_inputs(mechanism, tensors).items()}
-    sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes, known)
+    inputs = named_inputs(mechanism, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
     shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
-    return empty_output(mechanism, backend, tensors, shape)
+    return tensors[0].new_empty(shape, dtype=output_dtype(backend, inputs))
 
 
 @step.register_fake
