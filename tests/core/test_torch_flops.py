@@ -20,7 +20,7 @@ WHOLE = [e for e in sorted({*expressions()} - derived()) if "[" not in e]
 
 
 def call_of(expression):
-    """The mechanism, its inputs, and the FLOPs that its leaves declare; 0 where they are unknown."""
+    """The mechanism, its inputs, and its declared FLOPs by work; 0 where they are unknown."""
     m = pa.parse(expression)
     arrays = make_inputs(m, LAYOUT, "clustered")
     sizes = m.inputs.sizes(expression, {name: array.shape for name, array in arrays.items()})
