@@ -40,6 +40,7 @@ FEWER_MASKED = Layout("fewer_masked", t=3, s=9, mask="key_mask")
 LONG_BLOCKS = Layout("long_blocks", b=1, t=261, s=261, h=2, n=1, d=16, e=8)
 WRITTEN_TWICE = Layout("written_twice", t=9, s=9, d=16)
 LEAK = Layout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
+THREADS = Layout("threads", b=2, t=161, s=161, h=1, n=1, d=8, e=4)
 LONG = Layout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
 
 LAYOUTS = {
@@ -47,7 +48,7 @@ LAYOUTS = {
     for layout in (
         *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, ONE_HEAD, OWN_HEADS, ODD_WIDTH, LESS_ONE),
         *(FEWER_RAGGED, FEWER_PACKED, FEWER_MASKED, LONG_BLOCKS, WRITTEN_TWICE),
-        *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, LEAK, LONG),
+        *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, THREADS, LEAK, LONG),
     )
 }
 
@@ -98,6 +99,7 @@ SPECIAL: dict[str, Data] = {
     "refusals": ((PLAIN, "random"),),
     "transforms": ((PLAIN, "clustered"),),
     "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "threads": ((THREADS, "clustered"),),
     "leaks": ((LEAK, "random"),),
     "memory": ((LONG, "random"),),
 }
@@ -112,6 +114,10 @@ def data(
     level: str, check: str, library: str, dtype: str, mechanism: str, is_alone: bool = False
 ) -> Data:
     """Layouts and kinds of keys. `is_alone`: no other library is checked in this run."""
+    if check == "threads":
+        # Long sequences. Of the libraries only PyTorch has a number of threads.
+        is_short = library == "torch" and mechanism.isidentifier() and mechanism not in derived()
+        return SPECIAL[check] if dtype == "float32" and (is_short or level != "smoke") else ()
     if level == "smoke":
         if library == "jax" and is_alone:
             return _smoke_of_jax(check, dtype, mechanism in derived())

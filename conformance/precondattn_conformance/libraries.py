@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ class Library:
     module = "numpy"
     dtypes: tuple[str, ...] = WIDE
 
+    thread_counts: tuple[int | None, ...] = (None,)
+    """Numbers of threads to compute with; None if the library has no such setting."""
+
     def __init__(self, device: str | None = None) -> None:
         self.device = device
 
@@ -38,6 +41,10 @@ class Library:
 
     def precision(self, dtype: str) -> AbstractContextManager[Any]:
         """A context that enables this dtype."""
+        return nullcontext()
+
+    def threads(self, count: int | None) -> AbstractContextManager[Any]:
+        """A context in which the library computes with so many threads."""
         return nullcontext()
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
@@ -121,6 +128,18 @@ class Torch(Library):
     name = "torch"
     module = "torch"
     dtypes = WIDE + HALF
+    thread_counts = (1, 2, 4)
+
+    @contextmanager
+    def threads(self, count: int | None) -> Iterator[None]:
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(count or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         import torch

@@ -21,6 +21,7 @@ from precondattn_conformance.checks.refusals import Refusals
 from precondattn_conformance.checks.stability import Stability
 from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import Strides
+from precondattn_conformance.checks.threads import Threads
 from precondattn_conformance.checks.transforms import Transforms
 
 ALL: tuple[Check, ...] = (
@@ -41,6 +42,7 @@ ALL: tuple[Check, ...] = (
     Refusals(),
     Transforms(),
     Autocast(),
+    Threads(),
     Leaks(),
     Memory(),
 )

@@ -14,6 +14,7 @@ from precondattn_conformance.faults.written_by_hand import (
     reflections,
     row_blocks,
     statistics,
+    threads,
 )
 
 OF = (
@@ -29,6 +30,7 @@ OF = (
     reflections,
     autograd,
     half,
+    threads,
 )
 
 
