@@ -26,6 +26,7 @@ from precondattn.arrays import namespace
 from precondattn.backend import (
     ArraySpec,
     Backend,
+    GatheredWarning,
     PassedOverWarning,
     Request,
     Support,
@@ -120,6 +121,7 @@ __all__ = [
     "Form",
     "Frame",
     "GatedDelta",
+    "GatheredWarning",
     "Hedgehog",
     "HedgehogMap",
     "Inputs",

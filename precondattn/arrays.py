@@ -1,9 +1,10 @@
 """Everything that depends on the array library, in one place.
 
 No other module imports a framework, except those that connect to its autograd or its compiler
-(`execution/autograd_*.py`, `execution/torch_compile.py`) and `spec/jax_solve.py`. A call imports
-these when it needs them. No framework is imported here: a library is recognised by the type of an
-array, and its module is then already loaded.
+(`execution/autograd_*.py`, `execution/torch_compile.py`), those that divide work among JAX's
+devices (`execution/sharding_jax.py`, `independent_axes.py`, `mesh_axes.py`) and
+`spec/jax_solve.py`. A call imports these when it needs them. No framework is imported here: a
+library is recognised by the type of an array, and its module is then already loaded.
 """
 
 from __future__ import annotations
@@ -274,6 +275,32 @@ def arange_like(n: int, array: Array) -> Array:
     """0, 1, … n − 1 as int32, on the device of `array`."""
     xp = namespace(array)
     return xp.arange(n, dtype=xp.int32, **placement(array))
+
+
+def take_tokens(array: Array, tokens: Array) -> Array:
+    """The tokens (b, c) of each sequence of an array (b, t, …), as (b, c, …)."""
+    if library_of(array) == "jax":
+        return _take_tokens_in_jax(array, tokens)
+    xp = namespace(array)
+    b, t = array.shape[:2]
+    row = arange_like(b, tokens)[:, None] * t + tokens
+    flat = xp.reshape(array, (b * t, *array.shape[2:]))
+    taken = xp.take(flat, xp.reshape(row, (-1,)), axis=0)
+    return xp.reshape(taken, (*tokens.shape, *array.shape[2:]))
+
+
+def _take_tokens_in_jax(array: Array, tokens: Array) -> Array:
+    """`take_tokens` without communication between devices that have different sequences."""
+    jax = sys.modules["jax"]
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.explicit_axes:
+        of_sequences = jax.sharding.PartitionSpec(sharding.spec[0])
+        tokens = jax.sharding.reshard(tokens, sharding.update(spec=of_sequences))
+
+    def take(sequence: Array, tokens: Array) -> Array:
+        return sequence.at[tokens].get(mode="promise_in_bounds")
+
+    return jax.vmap(take)(array, tokens)
 
 
 def as_index(array: Array) -> Array:

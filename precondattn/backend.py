@@ -17,8 +17,9 @@ loaded before any array of that framework is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from precondattn.arrays import Array
 from precondattn.cache import Updates
@@ -35,6 +36,10 @@ class UnsupportedError(RuntimeError):
 
 class PassedOverWarning(UserWarning):
     """A backend made for this device is installed, but runs no part of the call."""
+
+
+class GatheredWarning(UserWarning):
+    """In JAX, sharded arrays are gathered on every device."""
 
 
 class Support(NamedTuple):
@@ -129,6 +134,13 @@ class Backend(Protocol):
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
         """Yes, or the reason why not. Must be cheap and pure."""
         raise _missing_method(self, "supports")
+
+    def describing(self, device: str) -> AbstractContextManager[Any]:
+        """The context in which `supports` answers for a kind of device that may not be here.
+
+        Only a backend whose answers depend on this machine needs it.
+        """
+        return nullcontext()
 
     def forward(
         self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame

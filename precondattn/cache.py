@@ -22,6 +22,7 @@ from precondattn.arrays import (
     host_integers,
     namespace,
     placement,
+    take_tokens,
     wants_gradient,
     writes_in_place,
 )
@@ -150,9 +151,7 @@ def append(
         count = xp.full_like(length, t)
     source = arange_like(capacity, length)[None, :] - length[:, None]
     is_new = (source >= 0) & (source < count[:, None])
-    row = arange_like(b, length)[:, None] * t + xp.clip(source, min=0, max=t - 1)
-    flat = xp.reshape(tokens, (b * t, *tokens.shape[2:]))
-    gathered = xp.reshape(xp.take(flat, xp.reshape(row, (-1,)), axis=0), buffer.shape)
+    gathered = take_tokens(tokens, xp.clip(source, min=0, max=t - 1))
     return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), gathered, buffer)
 
 

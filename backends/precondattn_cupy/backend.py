@@ -69,7 +69,8 @@ class Cupy(KernelBackend):
             return None
         if find_spec("cupy") is None:
             return "CuPy is not installed; install precondattn with its extra 'cupy'"
-        if (capability := _capability()) < LEAST_CAPABILITY:
+        capability = _capability()
+        if capability is not None and capability < LEAST_CAPABILITY:
             return f"its kernels need compute capability {LEAST_CAPABILITY}; found {capability}"
         return None
 
@@ -78,11 +79,14 @@ class Cupy(KernelBackend):
 
 
 @cache
-def _capability() -> int:
-    """The compute capability of the current device: 90 for 9.0."""
+def _capability() -> int | None:
+    """The compute capability of the current device: 90 for 9.0; None without one."""
     import cupy
 
-    return int(cupy.cuda.Device().compute_capability)
+    try:
+        return int(cupy.cuda.Device().compute_capability)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return None
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Jax(Portable):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return self._compiled(Portable.forward, mechanism, dict(inputs), frame)
+        return self._compiled("forward", mechanism, dict(inputs), frame)
 
     def backward(
         self,
@@ -56,7 +56,7 @@ class Jax(Portable):
         cotangent: Array,
     ) -> Arrays:
         arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        return self._compiled(Portable.backward, mechanism, *arrays)
+        return self._compiled("backward", mechanism, *arrays)
 
     def step(
         self,
@@ -65,7 +65,7 @@ class Jax(Portable):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        return self._compiled(Portable.step, mechanism, dict(past), dict(inputs), frame)
+        return self._compiled("step", mechanism, dict(past), dict(inputs), frame)
 
     def step_backward(
         self,
@@ -77,9 +77,9 @@ class Jax(Portable):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        return self._compiled(Portable.step_backward, mechanism, *arrays)
+        return self._compiled("step_backward", mechanism, *arrays)
 
-    def _compiled(self, method: Any, mechanism: Any, *arrays: Any) -> Any:
+    def _compiled(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
         from precondattn_jax.compiled import compiled
 
-        return compiled(method, self, mechanism, *arrays)
+        return compiled(verb, self, mechanism, *arrays)

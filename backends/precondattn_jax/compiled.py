@@ -1,31 +1,32 @@
 """Methods of the backend as compiled functions, with the leaf as a static argument.
 
 Outside `jax.jit`, an algorithm of hundreds of operations would otherwise be compiled one operation
-at a time.
+at a time. On several devices, each computes its own sequences and heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 
-import precondattn.execution.autograd_jax  # noqa: F401  (It registers frames as pytrees.)
+from precondattn.execution.sharding_jax import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
+from precondattn_portable.backend import Portable
+
+VERBS = ("forward", "backward", "step", "step_backward")
 
 
-def compiled(method: Callable[..., Any], backend: Any, mechanism: Any, *arrays: Any) -> Any:
-    """backend.method(mechanism, *arrays)"""
-    return _call(method, backend, mechanism, _sizes(), *arrays)
+def compiled(verb: str, backend: Any, mechanism: Any, *arrays: Any) -> Any:
+    """The method of `Portable` of that name."""
+    return _call(verb, backend, mechanism, _sizes(), *arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _call(
-    method: Callable[..., Any], backend: Any, mechanism: Any, sizes: tuple[int, ...], *arrays: Any
-) -> Any:
-    return method(backend, mechanism, *arrays)
+def _call(verb: str, backend: Any, mechanism: Any, sizes: tuple[int, ...], *arrays: Any) -> Any:
+    methods = {name: partial(getattr(Portable, name), backend) for name in VERBS}
+    return on_shards(methods, verb, mechanism, *arrays)
 
 
 def _sizes() -> tuple[int, ...]:

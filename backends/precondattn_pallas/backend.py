@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -61,6 +64,10 @@ KERNELS: dict[str, KernelTable] = {
 """By the device that kernels are for."""
 
 
+_described: ContextVar[str | None] = ContextVar("described", default=None)
+"""A device that need not be here: plans are only explained."""
+
+
 @cache
 def _device() -> str:
     """The device that this process computes on: "cpu", "cuda", "tpu" …"""
@@ -81,12 +88,14 @@ def _has_started() -> bool:
 
 def is_interpreting() -> bool:
     """Whether kernels are interpreted, on a CPU."""
+    if _described.get() in DTYPES:
+        return False
     return not _has_started() or _device() not in DTYPES
 
 
 def target() -> str:
     """The device that kernels are for, also where they are interpreted."""
-    return _interpreted() if is_interpreting() else _device()
+    return _interpreted() if is_interpreting() else _described.get() or _device()
 
 
 @cache
@@ -115,6 +124,14 @@ class Pallas(KernelBackend):
     @property
     def only_by_name(self) -> bool:
         return is_interpreting()
+
+    @contextmanager
+    def describing(self, device: str) -> Iterator[None]:
+        token = _described.set(device)
+        try:
+            yield
+        finally:
+            _described.reset(token)
 
     def refuses_request(self, request: Request) -> str | None:
         if find_spec("jax") is None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
@@ -20,6 +21,7 @@ from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Report
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
+from precondattn_conformance.writable import require_writable
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
@@ -39,8 +41,11 @@ def conformance(
     A run in which nothing was compared has failed: a backend that declines everything is not
     correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
     """
+    require_writable(record, html, junit)
     todo = session.cases()
     expectations = session.expectations(todo)
+    if session.device is not None:
+        libraries.require_device((case.library for case in todo), session.device)
     recording = Recording(
         record,
         backends=session.backend,

@@ -86,7 +86,11 @@ def _read(path: str | Path | None) -> tuple[Line, ...]:
     if path is None:
         return ()
     lines = []
-    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ExpectationError(f"{path} is no text file") from None
+    for number, text in enumerate(content.splitlines(), start=1):
         place = f"{path}:{number}"
         if not text.strip() or text.lstrip().startswith("#"):
             continue

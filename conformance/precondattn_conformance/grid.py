@@ -99,6 +99,7 @@ SPECIAL: dict[str, Data] = {
     "refusals": ((PLAIN, "random"),),
     "transforms": ((PLAIN, "clustered"),),
     "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "sharding": ((PLAIN, "clustered"),),
     "threads": ((THREADS, "clustered"),),
     "leaks": ((LEAK, "random"),),
     "memory": ((LONG, "random"),),
@@ -130,6 +131,8 @@ def data(
     if check == "autocast" and dtype not in HALF:
         return ()
     if check == "transforms" and dtype not in ("float64", "float32"):
+        return ()
+    if check == "sharding" and dtype != "float32":
         return ()
     if check in SPECIAL:
         return SPECIAL[check]

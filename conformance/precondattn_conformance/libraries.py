@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -277,6 +277,16 @@ ALL: tuple[type[Library], ...] = (Library, Strict, Torch, Jax, CuPy)
 def installed() -> list[str]:
     """The names of the libraries that can be used here."""
     return [cls.name for cls in ALL if cls.is_installed()]
+
+
+def require_device(names: Iterable[str], device: str | None) -> None:
+    """Raise a ValueError for a library that has no such device on this machine."""
+    for name in dict.fromkeys(names):
+        try:
+            named(name, device).array(np.zeros(1), "float32")
+        except (RuntimeError, AssertionError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{name} has no device {device!r} here: {reason}") from None
 
 
 def named(name: str, device: str | None = None) -> Library:

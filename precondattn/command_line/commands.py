@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import precondattn as pa
+from precondattn.command_line.errors import reported
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,28 +20,45 @@ app = typer.Typer(
     help="Preconditioned attention: mechanisms, backends, conformance, benchmarks.",
 )
 # Reports in files and pipes have a fixed width; a terminal has its own.
-console = Console() if Console().is_terminal else Console(width=120)
+console = Console(width=None if Console().is_terminal else 120, emoji=False)
 
 
 @app.command("list")
 def list_all() -> None:
     """Mechanisms with their inputs, and backends."""
-    from precondattn.dispatch.discovery import discover
+    with reported():
+        console.print(_mechanisms())
+        console.print(_backends())
+
+
+def _mechanisms() -> Table:
+    from precondattn.algebra import registry
 
     table = Table("mechanism", "kind", "inputs", title="mechanisms", title_justify="left")
     for name, cls in sorted(pa.mechanisms().items()):
-        mechanism = pa.parse(name)
-        inputs = ", ".join(f"{n} ({pattern.text})" for n, pattern in mechanism.inputs.items())
-        table.add_row(name, cls.role, inputs)
-    console.print(table)
+        try:
+            inputs = pa.parse(name).inputs
+            text = ", ".join(f"{n} ({pattern.text})" for n, pattern in inputs.items())
+        except (TypeError, ValueError) as error:  # It has an option or a base without a default.
+            text = str(error)
+        table.add_row(escape(name), escape(cls.role), escape(text))
+    for name, why in registry.broken.items():
+        table.add_row(escape(name), "[red]could not be imported[/red]", escape(why))
+    return table
+
+
+def _backends() -> Table:
+    from precondattn.dispatch.discovery import discover
+
     discovered = discover()
     table = Table("backend", "arrays of", "made for", title="backends", title_justify="left")
     for backend in discovered.backends:
         libraries = ", ".join(sorted(backend.libraries)) or "any library"
-        table.add_row(backend.name, libraries, ", ".join(sorted(backend.accelerates)) or "–")
+        devices = ", ".join(sorted(backend.accelerates)) or "–"
+        table.add_row(escape(backend.name), escape(libraries), escape(devices))
     for name, error in discovered.broken:
-        table.add_row(name, "[red]could not be imported[/red]", error)
-    console.print(table)
+        table.add_row(escape(name), "[red]could not be imported[/red]", escape(error))
+    return table
 
 
 @app.command()
@@ -46,32 +66,36 @@ def explain(
     mechanism: Annotated[str, typer.Argument(help="an expression, such as 'lucid(laser)'")],
     library: Annotated[str, typer.Option(help="the array library")] = "numpy",
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
-    device: Annotated[str | None, typer.Option(help="as the library names it")] = None,
-    verb: Annotated[str, typer.Option(help="forward, vjp or extend")] = "forward",
+    device: Annotated[
+        str | None, typer.Option(help="such as cpu or cuda; this machine need not have it")
+    ] = None,
+    verb: Annotated[str, typer.Option(help="forward, vjp, extend or extend_vjp")] = "forward",
     sizes: Annotated[
-        str, typer.Option(help="sizes by letter: batch, times, heads, widths")
-    ] = "b=1,t=128,s=128,h=4,n=4,d=64,e=64",
+        str,
+        typer.Option(help="sizes by letter, such as t=4096,h=8; those not named keep a default"),
+    ] = "b=1,t=128,h=4,d=64",
 ) -> None:
     """Which backend would run which piece of a call, and why not the others."""
-    from precondattn_conformance import libraries
-    from precondattn_conformance.inputs import Layout, make_inputs
+    from precondattn.dispatch.described import explain_described
 
-    try:
-        chosen = {name: int(size) for name, _, size in (s.partition("=") for s in sizes.split(","))}
-        parsed, arrays_of = pa.parse(mechanism), libraries.named(library, device)
-        if not arrays_of.is_installed():
-            raise ValueError(f"{library} is not installed; installed are {libraries.installed()}")
-        with arrays_of.precision(dtype):
-            inputs = make_inputs(parsed, Layout("explain", **chosen), "random")
-            arrays = {name: arrays_of.array(array, dtype) for name, array in inputs.items()}
-            if verb == "extend":
-                cache = parsed.init_cache(**arrays, capacity=chosen["s"])
-                explanation = parsed.explain(**arrays, cache=cache)
-            else:
-                explanation = parsed.explain(**arrays, verb=verb)
-        console.print(str(explanation), markup=False, soft_wrap=True)
-    except (ValueError, TypeError) as error:
-        _stop(error)
+    with reported():
+        explained = explain_described(
+            pa.parse(mechanism), library, dtype, device, verb, read_sizes(sizes)
+        )
+        console.print(str(explained), markup=False, highlight=False, soft_wrap=True)
+        if find_spec(library) is None:
+            console.print(f"{library} is not installed here", markup=False, soft_wrap=True)
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """The sizes in `"t=4096,h=8"`, by letter."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        letter, _, size = (word.strip() for word in part.partition("="))
+        if not (size.isascii() and size.isdecimal() and len(size) < 19) or letter in sizes:
+            raise ValueError(f"sizes are written as t=4096,h=8, each once; found {part!r}")
+        sizes[letter] = int(size)
+    return sizes
 
 
 @app.command()
@@ -116,10 +140,10 @@ def conformance(
     ] = False,
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
-    from precondattn_conformance.command import conformance as run
-    from precondattn_conformance.session import Session
+    with reported():
+        from precondattn_conformance.command import conformance as run
+        from precondattn_conformance.session import Session
 
-    try:
         if self_test:
             from precondattn_conformance.faults.selftest import self_test as test
 
@@ -138,10 +162,7 @@ def conformance(
             timeout=timeout,
             jobs=jobs,
         )
-        code = run(session, console, record=record, html=html, junit=junit)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        _stop(error)
-    raise typer.Exit(code)
+        raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 
 
 @app.command()
@@ -185,14 +206,14 @@ def bench(
     ] = None,
 ) -> None:
     """Measure time, error, FLOP/s, bytes/s and memory of each case, and the time of peers."""
-    from precondattn_conformance.bench import command
+    with reported():
+        from precondattn_conformance.bench import command
 
-    if list_:
-        command.list_cases(console)
-        return
-    if peer and not peers:
-        _stop(ValueError("--peer and --no-peers exclude each other"))
-    try:
+        if list_:
+            command.list_cases(console)
+            return
+        if peer and not peers:
+            raise ValueError("--peer and --no-peers exclude each other")
         code = command.bench(
             names=tuple(name or ()),
             backends=tuple(backend or ()),
@@ -211,9 +232,7 @@ def bench(
             benchmark_json=benchmark_json,
             console=console,
         )
-    except (ValueError, TypeError, ImportError) as error:
-        _stop(error)
-    raise typer.Exit(code)
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -228,13 +247,11 @@ def compare(
     ] = 3.0,
 ) -> None:
     """Report what is worse in the later of two saved runs; exit code 1 if anything is."""
-    from precondattn_conformance.report import command
+    with reported():
+        from precondattn_conformance.report import command
 
-    try:
         code = command.compare(old, new, threshold=threshold, growth=growth, console=console)
-    except ValueError as error:
-        _stop(error)
-    raise typer.Exit(code)
+        raise typer.Exit(code)
 
 
 @app.command("new-backend")
@@ -246,12 +263,10 @@ def new_backend(
     ] = None,
 ) -> None:
     """Write the package of a new backend: complete, correct, and to be replaced by your kernel."""
-    from precondattn_conformance.new_backend import new_backend as write
+    with reported():
+        from precondattn_conformance.new_backend import new_backend as write
 
-    try:
         files = write(name, library, directory)
-    except (ValueError, ImportError, OSError) as error:
-        _stop(error)
     for file in files:
         console.print(file, markup=False, highlight=False, soft_wrap=True)
     console.print(
@@ -262,9 +277,3 @@ def new_backend(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _stop(error: Exception) -> None:
-    """Print the error of the arguments, and exit with code 2."""
-    Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
-    raise typer.Exit(2) from None

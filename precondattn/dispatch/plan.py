@@ -93,6 +93,11 @@ def make_plan(
     return plan
 
 
+def uncached_plan(mechanism: Mechanism, request: Request, capacity: int | None) -> Plan:
+    """The plan for a request, without a warning, and not kept for later calls."""
+    return _plan.__wrapped__(mechanism, request, capacity, None, discover())[0]
+
+
 @lru_cache(maxsize=KEPT)
 def _warn_once(message: str) -> None:
     warnings.warn(message, PassedOverWarning, stacklevel=_frames_of_this_package())

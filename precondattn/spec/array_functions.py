@@ -78,7 +78,11 @@ def solve_lower(matrix: Array, right: Array) -> Array:
 
 
 def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
-    """By the library's solver for triangular matrices, or by the standard's for any matrix."""
+    """By the library's solver for triangular matrices, or by substitution.
+
+    Not by the standard's solver for any matrix: it raises where one diagonal underflows to 0, its
+    pivots may be entries of later tokens, and an infinity spreads to earlier ones.
+    """
     xp = namespace(matrix, right)
     batch = tuple(
         max(m, r) for m, r in zip(matrix.shape[:-2], right.shape[:-2], strict=True)
@@ -93,22 +97,21 @@ def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
         from precondattn.spec import jax_solve  # Imports JAX, which is already loaded here.
 
         return jax_solve.solve_triangular(matrix, right, lower=lower)
-    if lower:
-        return _solve_lower_by_pivoting(matrix, right)
-    # In an upper-triangular matrix the entries below the diagonal are 0, so that partial pivoting
-    # exchanges no rows, and the general solver is back substitution.
-    return xp.linalg.solve(matrix, right)
+    return _substitute(matrix, right, lower=lower)
 
 
-def _solve_lower_by_pivoting(matrix: Array, right: Array) -> Array:
-    """With rows and columns reversed, a lower-triangular matrix is upper triangular.
-
-    Otherwise a large entry of a later token could be chosen as pivot, and earlier tokens would
-    depend on it.
-    """
+def _substitute(matrix: Array, right: Array, *, lower: bool) -> Array:
+    """Half of the rows, then the other half less the product with the first."""
     xp = namespace(matrix, right)
-    reversed_rows = xp.linalg.solve(xp.flip(matrix, axis=(-2, -1)), xp.flip(right, axis=-2))
-    return xp.flip(reversed_rows, axis=-2)
+    size = matrix.shape[-1]
+    if size == 1:
+        return right / matrix
+    top, bottom = slice(size // 2), slice(size // 2, None)
+    first, second = (top, bottom) if lower else (bottom, top)
+    solved = _substitute(matrix[..., first, first], right[..., first, :], lower=lower)
+    rest = right[..., second, :] - matrix[..., second, first] @ solved
+    others = _substitute(matrix[..., second, second], rest, lower=lower)
+    return xp.concat([solved, others] if lower else [others, solved], axis=-2)
 
 
 def where_valid(x: Array, frame: Frame) -> Array:

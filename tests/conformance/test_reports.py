@@ -369,7 +369,7 @@ MECHANISMS = [f"{outer}(base{i})" for outer in ("lucid", "laser", "ccq") for i i
 CHECKS = [
     "outputs", "gradients", "caching", "splits", "alternation", "states", "packing", "stability",
     "determinism", "purity", "refusals", "memory", "strides", "padding", "transforms", "dtypes",
-    "autocast",
+    "autocast", "sharding",
 ]  # fmt: skip
 
 

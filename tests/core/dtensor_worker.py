@@ -196,6 +196,20 @@ def require_refused_mask(mesh):
             pa.softmax(q, q, q, lengths=lengths)
 
 
+def compiled_under_autocast(mesh):
+    """Compiled, and under autocast, a call is that of its parts too."""
+    torch.manual_seed(0)
+    whole = torch.randn(3, 2, 5, 2, 4)
+    given = [distributed(a, 0, mesh) for a in whole]
+    compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (compiled(*given), pa.lucid(*given)), pa.lucid(*whole)
+    for out in found:
+        require_equal(out, expected, mesh, "the output")
+        gradients = torch.autograd.grad(out.float().sum(), given)
+        assert all(g.dtype == torch.float32 and g.placements == (Shard(0),) for g in gradients)
+
+
 def inside_context_parallel(mesh):
     """Only PyTorch's own attention is called there, and everything works again afterwards."""
     q, k, v = torch.randn(3, 1, 8, 2, 4)
@@ -242,6 +256,7 @@ def cases(mesh):
     for mask in ("lengths", "key_mask", "segment_ids"):
         for what in ("batch", "heads"):
             yield f"{mask}, {what}", lambda k=mask, w=what: check("lucid", w, PLAIN, mesh, k)
+    yield "compiled", lambda: compiled_under_autocast(mesh)
     yield "context parallel", lambda: inside_context_parallel(mesh)
     yield from ((f"refused: {name}", case) for name, case in refusals(mesh).items())
 

@@ -3,9 +3,18 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+import precondattn as pa
+from precondattn.command_line import commands
+from precondattn.dispatch.described import explain_described
+
+NO_INTERPRETERS = {"TRITON_INTERPRET": "0", "PRECONDATTN_CUPY_SIMULATE": "0"}
+"""The environment of a user: kernels need a device."""
 
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 
@@ -66,12 +75,165 @@ def test_an_invalid_argument_has_its_own_exit_code():
         assert "unknown" in done.stderr or "level must be" in done.stderr
 
 
-def test_a_library_that_is_not_installed_is_named():
-    absent = "from precondattn_conformance import libraries; "
-    absent += "libraries.Jax.is_installed = classmethod(lambda cls: False); "
-    done = precondattn("explain", "lucid", "--library", "jax", prefix=absent)
-    assert done.returncode == 2
-    assert "jax is not installed; installed are ['numpy'" in done.stderr
+def test_a_plan_for_a_library_that_is_not_installed_says_so():
+    if find_spec("cupy") is not None:
+        pytest.skip("cupy is installed")
+    done = precondattn("explain", "lucid", "--library", "cupy", **NO_INTERPRETERS)
+    assert done.returncode == 0, done.stderr
+    assert "lucid: forward of cupy float32 on cuda" in done.stdout
+    assert "softmax  [out]: portable" in done.stdout
+    assert done.stdout.endswith("cupy is not installed here\n")
+
+
+@pytest.mark.parametrize(
+    ("library", "device", "verb", "backend"),
+    [
+        ("torch", "cuda:1", "forward", "triton"),
+        ("torch", "cuda", "extend", "triton"),
+        ("jax", "cuda", "extend", "pallas"),
+        ("jax", "tpu", "vjp", "pallas"),
+    ],
+)
+def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, backend):
+    pytest.importorskip("triton" if library == "torch" else library)
+    arguments = ("--library", library, "--device", device, "--verb", verb, "--sizes", "t=1,s=128")
+    if verb != "extend":
+        arguments = arguments[:-2]
+    done = precondattn("explain", "lucid", *arguments, **NO_INTERPRETERS)
+    assert done.returncode == 0, done.stderr
+    kind = device.partition(":")[0]
+    assert done.stdout.startswith(f"lucid: {verb} of {library} float32 on {kind}\n")
+    assert f": {backend}\n" in done.stdout.partition("not chosen")[0]
+    assert not done.stderr
+
+
+def test_explain_keeps_the_defaults_of_sizes_that_are_not_named():
+    def shapes(verb="forward", **sizes):
+        explained = explain_described(pa.Lucid(), "numpy", "float32", None, verb, sizes)
+        return dict(explained.request.shapes)
+
+    assert shapes() == dict.fromkeys("qkv", (1, 128, 4, 64))
+    assert shapes(t=4096) == dict.fromkeys("qkv", (1, 4096, 4, 64))
+    assert shapes(h=6, d=32) == dict.fromkeys("qkv", (1, 128, 6, 32))
+    assert shapes(s=7)["k"] == (1, 7, 4, 64)
+    assert shapes("extend", t=1, s=4096) == dict.fromkeys("qkv", (1, 1, 4, 64))
+
+
+def test_bench_keeps_the_sizes_that_are_not_named():
+    from precondattn_conformance.bench.cases import layout, with_sizes
+
+    assert with_sizes(layout(t=2048, d=128), "t=64") == layout(t=64, d=128)
+
+
+def test_foreign_text_is_printed_as_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text("raise ImportError('no [/red] [bold]licence :smile:')\n")
+    metadata = tmp_path / "mine-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0\n")
+    groups = "[precondattn.backends]\nmine = mine:A\n[precondattn.mechanisms]\nmine = mine:B\n"
+    (metadata / "entry_points.txt").write_text(groups)
+    done = precondattn("list", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("no [/red] [bold]licence :smile:") == 2
+    done = precondattn("explain", "lucid", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "mine could not be imported: ImportError: no [/red] [bold]licence" in done.stdout
+
+
+BAD = [
+    ["explain", "lucid("],
+    ["explain", ""],
+    ["explain", "lucid[eps=[/red]]"],
+    ["explain", "elu1(" * 10_000 + "linear" + ")" * 10_000],
+    ["explain", "lucid", "--library", "nope"],
+    ["explain", "lucid", "--library", "torch", "--device", "banana"],
+    ["explain", "lucid", "--library", "torch", "--device", "cuda:x"],
+    ["explain", "lucid", "--dtype", "int8"],
+    ["explain", "lucid", "--verb", "nope"],
+    ["explain", "lucid", "--verb", "extend_vjp"],
+    ["explain", "softmax[causal=false]", "--verb", "extend"],
+    *(
+        ["explain", "lucid", "--sizes", each]
+        for each in ("t=", "t", "t=0", "t=-1", "z=3", "h=6,n=4")
+    ),
+    ["explain", "lucid", "--sizes", "t=" + "9" * 30],
+    *(["compare", each, each] for each in ("folder", "binary", "empty", "missing", "list", "deep")),
+    *(["compare", each, each] for each in ("no_rows", "no_machine", "schema")),
+    ["compare", "run", "run", "--threshold", "nan"],
+    ["compare", "run", "run", "--growth", "0"],
+    *(["new-backend", each] for each in ("", "Bad Name", "class", "torch", "json")),
+    ["new-backend", "mine", "--library", "nope"],
+    ["new-backend", "mine", "--directory", "binary"],
+    ["new-backend", "mine", "--directory", "binary/inside"],
+    ["conformance", "--backend", "nobody"],
+    ["conformance", "--level", "huge"],
+    *(["conformance", f"--{each}", "nope"] for each in ("library", "mechanism", "check", "dtype")),
+    ["conformance", "--case", "nope"],
+    ["conformance", "--xfail", "missing"],
+    ["conformance", "--skip", "folder"],
+    ["conformance", "--skip", "binary"],
+    ["conformance", "--mechanism", "lucid", "--library", "torch", "--device", "banana"],
+    *(["conformance", f"--{each}", "folder"] for each in ("record", "html", "junit")),
+    *(["conformance", f"--{each}", "binary/inside"] for each in ("record", "html", "junit")),
+    ["bench", "nope"],
+    ["bench", "lucid", "--mechanism", "lucid"],
+    *(
+        ["bench", "--quick", "--mechanism", "lucid", *each]
+        for each in (
+            ["--library", "nope"],
+            ["--device", "banana"],
+            ["--dtype", "int8"],
+            ["--work", "nope"],
+            ["--peer", "nope"],
+            ["--peer", "nope", "--no-peers"],
+            ["--backend", "nobody"],
+            ["--rounds", "0"],
+            ["--sizes", "t=x"],
+            ["--sizes", "h=3,n=2"],
+            ["--save", "folder"],
+            ["--save", "binary/inside"],
+            ["--plot", "binary"],
+            ["--benchmark-json", "folder"],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=lambda each: " ".join(each)[:60])
+def test_bad_input_of_a_command_has_a_message_and_no_traceback(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("binary").write_bytes(bytes(range(256)))
+    Path("empty").touch()
+    Path("list").write_text("[]")
+    Path("deep").write_text("[" * 100_000)
+    Path("no_rows").write_text('{"format": 1, "rows": 3}')
+    Path("no_machine").write_text('{"format": 1, "date": "", "machine": 3, "rows": []}')
+    Path("schema").write_text('{"schema": "precondattn-conformance/1"}')
+    Path("run").write_text('{"format": 1, "date": "", "machine": {}, "rates": [], "rows": []}')
+    result = CliRunner().invoke(commands.app, arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.output.strip()
+    assert "Error:" not in result.output  # The type of an error is shown if it is unexpected.
+
+
+def test_an_unexpected_error_is_one_line_and_its_traceback_is_shown_on_request(monkeypatch):
+    def fails():
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(commands, "_mechanisms", fails)
+    result = CliRunner().invoke(commands.app, ["list"])
+    assert result.exit_code == 2
+    assert result.output == "ZeroDivisionError: by zero (PRECONDATTN_TRACEBACK=1 shows where)\n"
+    monkeypatch.setenv("PRECONDATTN_TRACEBACK", "1")
+    assert isinstance(CliRunner().invoke(commands.app, ["list"]).exception, ZeroDivisionError)
+
+
+def test_two_equal_records_of_benchmarks_are_no_regression(tmp_path):
+    record = tmp_path / "run"
+    record.write_text('{"format": 1, "date": "", "machine": {}, "rates": [], "rows": []}')
+    assert CliRunner().invoke(commands.app, ["compare", str(record), str(record)]).exit_code == 0
 
 
 def test_without_typer_the_command_line_says_what_to_install():

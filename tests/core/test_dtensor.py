@@ -28,7 +28,7 @@ def results(tmp_path_factory):
         subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in (0, 1)
     ]
     try:
-        assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()
@@ -42,6 +42,7 @@ def results(tmp_path_factory):
         (", heads", 25),
         (", one key head", 4),
         ("refused: ", 9),
+        ("compiled", 1),
         ("context parallel", 1),
     ],
 )

@@ -88,3 +88,31 @@ def test_lasers_gradient_beside_outputs_of_0_and_across_segments(library, backen
             gradients = gradients(library.array(np.ones(expected.shape), dtype))
         for name, gradient in pullback(np.ones(expected.shape)).items():
             np.testing.assert_allclose(library.numpy(gradients[name]), gradient, atol=5e-5)
+
+
+@pytest.mark.parametrize("library", ["numpy", "array_api_strict", "torch", "jax"])
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("normalize", ["rows", "none"])
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_system_that_exceeds_the_range_is_not_finite_and_affects_no_other_sequence(
+    normalize, backend, library
+):
+    """With keys 1, 2, 1, 1 the diagonal of the third row is exp(1 − 2) in units of the size."""
+    asarray = pytest.importorskip("jax.numpy" if library == "jax" else library).asarray
+    k = np.ones((2, 4, 1, 1), dtype=np.float32)
+    k[:, 1] = 2
+    k[0] *= 40
+    v = np.ones((2, 4, 1, 1), dtype=np.float32)
+    solve = pa.LucidSolve(normalize=normalize)
+
+    def results(k, v):
+        out, pullback = solve.vjp(asarray(k), asarray(v), backend=backend)
+        gradients = pullback(asarray(np.ones_like(v)))
+        return [np.asarray(out), np.asarray(gradients["k"]), np.asarray(gradients["v"])]
+
+    together = results(k, v)
+    assert not np.isfinite(together[0][0, 2:]).any()
+    if backend == "reference":
+        assert np.isfinite(together[0][0, :1]).all()
+    for both, alone in zip(together, results(k[1:], v[1:]), strict=True):
+        np.testing.assert_allclose(both[1:], alone, rtol=1e-6)

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,6 +22,7 @@ from precondattn_conformance.bench.cases import BenchCase, chosen, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.table import duration, print_record
+from precondattn_conformance.writable import require_writable
 
 ISOLATED = {
     "PYTEST_ADDOPTS": None,
@@ -37,7 +37,8 @@ def list_cases(console: Console) -> None:
     """Every declared case, by name."""
     table = Table("case", "what", "peers", title="cases", title_justify="left")
     for case in declared():
-        table.add_row(case.name, escape(case.text()), ", ".join(case.peers or ()) or "–")
+        peers = ", ".join(case.peers or ()) or "–"
+        table.add_row(escape(case.name), escape(case.text()), escape(peers))
     console.print(table)
 
 
@@ -72,6 +73,7 @@ def bench(
     """
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be 1 or above; found {rounds}")
+    require_writable(save, benchmark_json, folder=plot)
     for name in ",".join(backends).split(",") if backends else ():
         discover().named(name)
     cases = chosen(
@@ -96,12 +98,12 @@ def bench(
     print_record(record, console)
     if save is not None:
         record.save(save)
-        console.print(f"saved to {save}", soft_wrap=True)
+        console.print(f"saved to {save}", markup=False, soft_wrap=True)
     if plot is not None:
         from precondattn_conformance.bench.plot import draw
 
         for path in draw(record, plot):
-            console.print(f"drew {path}", soft_wrap=True)
+            console.print(f"drew {path}", markup=False, soft_wrap=True)
     statuses = {row.status for row in rows}
     if TIMED not in statuses:
         console.print("[red]nothing was measured, which counts as a failure[/red]")
@@ -135,10 +137,7 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
                 f"cases on {name} were requested, which can not be used here; install "
                 f"precondattn with its extra {name!r}, or choose others with --library"
             )
-        try:
-            libraries.named(name, device).array(np.zeros(1), "float32")
-        except (RuntimeError, AssertionError, ValueError) as error:
-            raise ValueError(f"{name} has no device {device!r} here: {error}") from None
+    libraries.require_device((case.library for case in cases), device)
 
 
 def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Console) -> list[Row]:

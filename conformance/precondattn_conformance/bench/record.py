@@ -101,13 +101,20 @@ def load(path: Path) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no record of a benchmark: {error}") from None
     declared = content.pop("format", None) if isinstance(content, dict) else None
     if declared != FORMAT:
         raise ValueError(f"{path} is no record of format {FORMAT}; found {declared!r}")
     try:
         rows = [Row(**row) for row in content.pop("rows")]
-        return Record(**content, rows=rows)
+        record = Record(**content, rows=rows)
+        # What `compare` reads first. A file that is edited by hand may have anything else.
+        are_mappings = [
+            isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))
+        ]
+        if not all(are_mappings):
+            raise TypeError("the machine and the sizes of rows are objects")
+        return record
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path} is no record of a benchmark: {error}") from None

@@ -38,7 +38,7 @@ def _times(rows: list[Row]) -> Table:
     for row in rows:
         seconds = row.seconds
         ratios = [
-            f"{name} {r['median']:.2f}\n({r['q1']:.2f}–{r['q3']:.2f})"
+            f"{escape(name)} {r['median']:.2f}\n({r['q1']:.2f}–{r['q3']:.2f})"
             for name, r in row.ratios.items()
         ]
         rates = (

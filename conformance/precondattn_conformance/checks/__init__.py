@@ -18,6 +18,7 @@ from precondattn_conformance.checks.packing import Packing
 from precondattn_conformance.checks.padding import Padding
 from precondattn_conformance.checks.purity import Purity
 from precondattn_conformance.checks.refusals import Refusals
+from precondattn_conformance.checks.sharding import Sharding
 from precondattn_conformance.checks.stability import Stability
 from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import Strides
@@ -42,6 +43,7 @@ ALL: tuple[Check, ...] = (
     Refusals(),
     Transforms(),
     Autocast(),
+    Sharding(),
     Threads(),
     Leaks(),
     Memory(),

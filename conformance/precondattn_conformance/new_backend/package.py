@@ -55,6 +55,7 @@ def new_backend(name: str, library: str = "torch", directory: Path | None = None
     """
     if library not in LIBRARIES:
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; found {library!r}")
+    checked(name)
     root = Path(name) if directory is None else directory
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} exists and is no directory")

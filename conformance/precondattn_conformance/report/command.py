@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -18,8 +19,10 @@ def compare(old: Path, new: Path, *, threshold: float, growth: float, console: C
     ValueError
         if one of them is no record, or they are records of different kinds.
     """
-    if growth < 1:
-        raise ValueError(f"growth must be 1 or above; found {growth}")
+    if not 1 <= growth < inf:
+        raise ValueError(f"growth must be a finite number, 1 or above; found {growth}")
+    if not 0 <= threshold < inf:
+        raise ValueError(f"threshold must be a finite number, 0 or above; found {threshold}")
     kinds = {path: is_record(path) for path in (old, new)}
     if not any(kinds.values()):
         from precondattn_conformance.bench import command

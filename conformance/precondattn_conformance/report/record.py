@@ -102,7 +102,7 @@ def load(path: Path | str) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no record of a conformance run: {error}") from None
     declared = content.get("schema") if isinstance(content, dict) else None
     if declared != SCHEMA:
@@ -133,7 +133,7 @@ def is_record(path: Path | str) -> bool:
     """Whether a file declares itself a record of a conformance run, of any version."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     declared = content.get("schema") if isinstance(content, dict) else None
     return isinstance(declared, str) and declared.startswith(SCHEMA.partition("/")[0])

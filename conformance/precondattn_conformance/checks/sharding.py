@@ -1,0 +1,158 @@
+"""On several devices of JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.algebra.declaration import Pattern
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks.caching import Caching
+from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.inputs import slice_tokens
+
+FLAG = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+class Sharding(Check):
+    """Arrays that are sharded over batch and heads stay so, and no device waits for another.
+
+    Output, gradients and `extend` equal the oracle's, and are sharded as they are declared. The
+    compiled text has no collective, but one sum over devices for the gradient of an input that is
+    not sharded over all mesh axes. Four devices hold two sequences and two key/value heads; two
+    devices, two heads.
+    """
+
+    name = "sharding"
+    snippet = """# Set XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts.
+out = jax.jit(lambda inputs: mechanism(**inputs, backend={backend}))(sharded_inputs)"""
+
+    def applies(self, case: Case) -> bool:
+        return case.library == "jax"
+
+    def run(self, trial: Trial) -> Measured:
+        import jax
+
+        trial.require_support("vjp")
+        shards = _Shards(jax.devices(trial.library.device)[:4])
+        inputs = shards.placed(trial.mechanism.inputs, trial.inputs)
+        masks = {n: shards.put(Pattern.read("b s"), a) for n, a in trial.masks.items()}
+        output = trial.mechanism.program.output
+        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+
+        def call(x: Mapping[str, Any], masks: Mapping[str, Any]) -> Any:
+            return trial.mechanism(**x, **masks, backend=trial.backend)
+
+        def gradients(x: Mapping[str, Any], masks: Mapping[str, Any], cotangent: Any) -> Any:
+            out, pullback = jax.vjp(lambda x: call(x, masks), x)
+            return out, pullback(cotangent)[0]
+
+        shards.run("the output", call, (inputs, masks))
+        arguments = (inputs, masks, shards.put(output, cotangent))
+        sums = sum(shards.is_summed(trial.mechanism.inputs[n], a) for n, a in inputs.items())
+        out, found = shards.run("the gradient", gradients, arguments, sums)
+        shards.require("the output", output, out)
+        for name, gradient in found.items():
+            shards.require(f"the gradient of {name}", trial.mechanism.inputs[name], gradient)
+        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(found, "autograd")
+        if Caching().applies(trial.case) and _extends(trial):
+            pairs["the extended output"] = (_extended(trial, shards), trial.expected.out)
+        return trial.agree(pairs, trial.terms_of_gradients())
+
+
+class _Shards:
+    """Two devices for key/value heads, and of four devices two for sequences."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        from jax.sharding import Mesh
+
+        if len(devices) < 2:
+            raise pa.UnsupportedError(f"there is one device; on a CPU, set {FLAG}")
+        sequences = len(devices) // 2
+        self.mesh = Mesh(np.array(devices[: 2 * sequences]).reshape(sequences, 2), ("b", "h"))
+
+    def spec(self, pattern: Pattern, array: Any) -> tuple[str | None, ...]:
+        """How an array with these axes is sharded."""
+        names = {"b": "b", "n": "h", "h": "h", "u": "h"}
+        return tuple(
+            names.get(axis.letter) if size % 2 == 0 else None
+            for axis, size in zip(pattern.axes, array.shape, strict=True)
+        )
+
+    def put(self, pattern: Pattern, array: Any) -> Any:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        spec = PartitionSpec(*self.spec(pattern, array))
+        return jax.device_put(array, NamedSharding(self.mesh, spec))
+
+    def placed(self, patterns: Mapping[str, Pattern], arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.put(patterns[name], array) for name, array in arrays.items()}
+
+    def is_summed(self, pattern: Pattern, array: Any) -> bool:
+        """Whether devices that differ in their sequences or heads share the array."""
+        spec = self.spec(pattern, array)
+        return any(size > 1 and name not in spec for name, size in self.mesh.shape.items())
+
+    def run(
+        self, what: str, function: Callable[..., Any], arrays: tuple[Any, ...], sums: int = 0
+    ) -> Any:
+        """The result of the compiled function, whose text may have this many sums."""
+        import jax
+
+        compiled = jax.jit(function).lower(*arrays).compile()
+        found = COLLECTIVE.findall(compiled.as_text())
+        if found.count("all-reduce") > sums or set(found) - {"all-reduce"}:
+            raise DisagreementError(
+                f"{what} of sharded arrays has the collectives {', '.join(sorted(found))}; "
+                f"at most {sums} all-reduce expected"
+            )
+        return compiled(*arrays)
+
+    def require(self, what: str, pattern: Pattern, array: Any) -> None:
+        expected = self.spec(pattern, array)
+        spec = tuple(array.sharding.spec)
+        found = (*spec, *(None,) * (len(expected) - len(spec)))
+        if any(name not in (None, there) for name, there in zip(expected, found, strict=True)):
+            raise DisagreementError(f"{what} is sharded over {found}, not over {expected}")
+
+
+def _extends(trial: Trial) -> bool:
+    """Whether the backend supports one more token; it may support full calls only."""
+    cache = trial.mechanism.init_cache(**trial.inputs, capacity=trial.case.layout.t)
+    tokens = trial.arrays(slice_tokens(trial.mechanism, trial.numpy_inputs, 0, 1))
+    try:
+        trial.mechanism.explain(**tokens, cache=cache, backend=trial.backend)
+    except pa.UnsupportedError:
+        return False
+    return True
+
+
+def _extended(trial: Trial, shards: _Shards) -> np.ndarray:
+    """The output of a prefill, and of one more token after it, without collectives."""
+    m, layout = trial.mechanism, trial.case.layout
+    slots = {name: pattern for name, (_, pattern) in m.program.slots.items()}
+    cache = m.init_cache(**trial.inputs, capacity=layout.t)
+    cache = pa.Cache(shards.put(Pattern.read("b"), cache.length), shards.placed(slots, cache.store))
+
+    def extend(cache: pa.Cache, x: Mapping[str, Any]) -> Any:
+        return m.extend(cache, **x, backend=trial.backend)
+
+    outs = []
+    for start, stop in ((0, layout.t - 1), (layout.t - 1, layout.t)):
+        tokens = trial.arrays(slice_tokens(m, trial.numpy_inputs, start, stop))
+        new = shards.placed(m.inputs.extending(), tokens)
+        out, cache = shards.run("extend", extend, (cache, new))
+        for name, buffer in cache.store.items():
+            shards.require(f"the buffer {name!r}", slots[name], buffer)
+        outs.append(trial.numpy(out))
+    return np.concatenate(outs, axis=1)

@@ -1,0 +1,34 @@
+"""Errors of a command: one message and exit code 2, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+TRACEBACK = "PRECONDATTN_TRACEBACK"
+"""Environment variable: 1 shows the traceback of an error."""
+
+EXPECTED = (ValueError, TypeError, ImportError, OSError)
+"""Errors of arguments, files and missing packages, whose message says what is wrong."""
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print the message of an error to stderr, and exit with code 2."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+            raise
+        message = str(error) if isinstance(error, EXPECTED) else ""
+        if not message:
+            message = f"{type(error).__name__}: {error} ({TRACEBACK}=1 shows where)"
+        Console(file=sys.stderr).print(message, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None

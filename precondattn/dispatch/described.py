@@ -1,0 +1,97 @@
+"""The plan of a call that is only described: without arrays, for a device that may be elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING
+
+from precondattn.algebra.declaration import FIXED, LETTERS
+from precondattn.arrays import FLOATING
+from precondattn.backend import Request
+from precondattn.dispatch.discovery import discover
+from precondattn.dispatch.explanation import Explanation
+from precondattn.dispatch.plan import uncached_plan
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+DEVICES = {
+    "numpy": ("cpu",),
+    "array_api_strict": ("cpu",),
+    "torch": ("cpu", "cuda", "mps", "xpu"),
+    "jax": ("cpu", "cuda", "tpu"),
+    "cupy": ("cuda",),
+}
+"""The kinds of devices of each array library; the first is the default."""
+
+VERBS = ("forward", "vjp", "extend", "extend_vjp")
+
+
+def explain_described(
+    mechanism: Mechanism,
+    library: str,
+    dtype: str,
+    device: str | None,
+    verb: str,
+    sizes: Mapping[str, int],
+) -> Explanation:
+    """The plan of a call with these sizes by letter; the others have a default.
+
+    There are as many keys as queries (s = t), as many key/value and value heads as query heads
+    (n = u = h), and values as wide as keys (e = d). A cache has room for c = s tokens.
+
+    Raises
+    ------
+    ValueError
+        for a name that is unknown, or sizes that do not fit.
+    """
+    _check("library", library, tuple(DEVICES))
+    _check("dtype", dtype, tuple(sorted(FLOATING)))
+    _check("verb", verb, VERBS)
+    kind = _kind_of_device(library, device)
+    if verb.startswith("extend") and not mechanism.offers.causal:
+        raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
+    complete = _complete(sizes)
+    declared = mechanism.inputs.extending() if verb.startswith("extend") else mechanism.inputs
+    shapes = {name: pattern.shape(complete) for name, pattern in declared.items()}
+    declared.sizes(str(mechanism), shapes)
+    keeps_tokens = any(pattern.keeps_tokens for _, pattern in mechanism.program.slots.values())
+    if verb == "extend_vjp" and keeps_tokens:
+        raise ValueError(f"{mechanism}: extend_vjp needs a cache of states; this one stores tokens")
+    request = Request(verb, library, kind, dtype, tuple(shapes.items()), frozenset())
+    discovered = discover()
+    with ExitStack() as stack:
+        for backend in discovered.backends:
+            stack.enter_context(getattr(backend, "describing", nullcontext)(kind))
+        plan = uncached_plan(mechanism, request, complete["c"] if keeps_tokens else None)
+    return Explanation(str(mechanism), mechanism.program, request, plan, discovered)
+
+
+def _check(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}; found {given!r}")
+
+
+def _kind_of_device(library: str, device: str | None) -> str:
+    known = DEVICES[library]
+    if device is None:
+        return known[0]
+    kind, _, number = device.partition(":")
+    kind = "cuda" if kind in ("gpu", "rocm") else kind
+    if kind not in known or (number and not number.isdecimal()):
+        raise ValueError(f"device of {library} must be {' or '.join(known)}; found {device!r}")
+    return kind
+
+
+def _complete(given: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of all letters."""
+    for letter, size in given.items():
+        if letter not in LETTERS or size < 1:
+            raise ValueError(
+                f"sizes are 1 or above, by the letters {', '.join(LETTERS)}; found {letter}={size}"
+            )
+    sizes = {"b": 1, "t": 128, "h": 4, "d": 64, "m": 64, **given}
+    for letter, same in (("s", "t"), ("n", "h"), ("u", "h"), ("e", "d"), ("c", "s")):
+        sizes.setdefault(letter, sizes[same])
+    return {FIXED: 1, **sizes}

@@ -1,0 +1,123 @@
+"""Which axes of the arrays of a backend's method are sequences and heads, found for JAX.
+
+Sequences of a batch are independent, and so are key/value heads, each with the query heads that
+share it. Where there is one key/value head, query heads are independent, and each needs that one.
+
+The axes of an array are a text with one letter for each: `b` for sequences, `h` for independent
+heads, and other letters for all other axes. An axis of size 1 is never independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Array
+
+BATCH, HEADS = "b", "h"
+INDEPENDENT = BATCH + HEADS
+OTHER = "."
+HEAD_LETTERS = "nhu"
+"""Key/value heads, query heads and value heads: each number divides the next."""
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def axes_of(mechanism: Any, verb: str, forward: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+    """The axes of the arguments of a method: trees like `arrays`, with texts for arrays."""
+    inputs, frame = arrays[:2] if verb in ("forward", "backward") else arrays[1:3]
+    declared = _Declared(mechanism, inputs)
+    of_inputs = {name: declared.axes(mechanism.inputs[name], a) for name, a in inputs.items()}
+    of_frame = jax.tree.map(declared.axes_of_mask, frame)
+    known = (of_inputs, of_frame)
+    if verb == "forward":
+        return known
+    if verb == "backward":
+        *_, out, residuals, _ = arrays
+        of_out = declared.axes(mechanism.program.output, out)
+        if not jax.tree.leaves(residuals):
+            return (*known, of_out, residuals, of_out)
+        _, of_residuals = axes_of_results(forward, (inputs, frame), known)
+        return (*known, of_out, of_residuals, of_out)
+    slots = mechanism.program.slots
+    of_past = {name: declared.axes(slots[name][1], a) for name, a in arrays[0].items()}
+    if verb == "step":
+        return (of_past, *known)
+    of_out = declared.axes(mechanism.program.output, arrays[3])
+    return (of_past, *known, of_out, of_past)
+
+
+class _Declared:
+    """The axes of arrays, by the declared patterns."""
+
+    def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:
+        self.sequences = max(
+            (
+                size
+                for name, array in inputs.items()
+                for axis, size in zip(mechanism.inputs[name].axes, array.shape, strict=True)
+                if axis.letter == BATCH
+            ),
+            default=1,
+        )
+
+    def axes(self, pattern: Pattern, array: Array) -> str:
+        return "".join(
+            self._letter(axis.letter, size)
+            for axis, size in zip(pattern.axes, array.shape, strict=True)
+        )
+
+    def _letter(self, letter: str, size: int) -> str:
+        if letter == BATCH:
+            return BATCH if size > 1 else OTHER
+        if letter in HEAD_LETTERS:
+            return HEADS if size > 1 else OTHER
+        return letter
+
+    def axes_of_mask(self, array: Array) -> str:
+        """The axes of an array of a frame, (b or 1, tokens)."""
+        return (BATCH if array.shape[0] == self.sequences > 1 else OTHER) + "t"
+
+
+def axes_of_results(function: Callable[..., Any], arrays: Any, axes: Any) -> Any:
+    """The axes of the results of a function: those that grow with the arguments' axes."""
+    shapes = _shapes_of_results(function, arrays)
+    grown = {
+        letter: _shapes_of_results(function, jax.tree.map(_doubled(letter), arrays, axes))
+        for letter in dict.fromkeys("".join(jax.tree.leaves(axes)))
+        if is_independent(letter)
+    }
+
+    def of_result(result: Array, *others: Array) -> str:
+        letters = ""
+        for axis, size in enumerate(result.shape):
+            by = [
+                letter
+                for letter, other in zip(grown, others, strict=True)
+                if other.shape[axis] == 2 * size
+            ]
+            letters += by[0] if by else OTHER
+        return letters
+
+    return jax.tree.map(of_result, shapes, *grown.values())
+
+
+def _shapes_of_results(function: Callable[..., Any], arrays: Any) -> Any:
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # Shapes without shardings.
+        return jax.eval_shape(function, *arrays)
+
+
+def is_independent(letter: str) -> bool:
+    """Whether the axis is of sequences or heads; digits are axes over which `vmap` maps."""
+    return letter in INDEPENDENT or letter.isdigit()
+
+
+def _doubled(letter: str) -> Callable[[Array, str], Any]:
+    def doubled(array: Array, axes: str) -> Any:
+        shape = tuple(2 * n if a == letter else n for a, n in zip(axes, array.shape, strict=True))
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    return doubled

@@ -1,0 +1,241 @@
+"""Calls on four devices: the collectives of their compiled text, and their results.
+
+`test_sharding.py` runs these tests, in a process that has four devices.
+"""
+
+import re
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import precondattn as pa
+from precondattn.execution import independent_axes, mesh_axes, sharding_jax
+from precondattn_conformance.cases import cases
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.runner import run_case
+
+COLLECTIVE = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+def mesh_of(*sizes, kind=AxisType.Auto):
+    return jax.make_mesh(sizes, ("data", "model")[-len(sizes) :], axis_types=(kind,) * len(sizes))
+
+
+HEADS = mesh_of(4)
+BOTH = mesh_of(2, 2)
+EXPLICIT = mesh_of(2, 2, kind=AxisType.Explicit)
+
+
+def inputs_of(expression, **sizes):
+    m = pa.parse(expression)
+    layout = Layout("sharded", **({"b": 4, "t": 9, "s": 9, "h": 4, "n": 4, "d": 4, "e": 4} | sizes))
+    return {n: jnp.asarray(a, "float32") for n, a in make_inputs(m, layout, "clustered").items()}
+
+
+def placed(x, mesh, specs):
+    """The inputs, each sharded by its own of the specs, or all by one."""
+    return {
+        n: jax.device_put(a, NamedSharding(mesh, specs[n] if isinstance(specs, dict) else specs))
+        for n, a in x.items()
+    }
+
+
+def collectives(function, *arrays):
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    return sorted(re.findall(COLLECTIVE, text))
+
+
+def loss(m, x, **masks):
+    return jnp.sum(jnp.sin(m(**x, **masks, backend="jax")))
+
+
+def check(function, x, sharded, expected=()):
+    """The collectives, and the results of one device. Returns the result."""
+    assert collectives(function, sharded) == list(expected)
+    result = jax.jit(function)(sharded)
+    for array, alone in zip(
+        jax.tree.leaves(result), jax.tree.leaves(jax.jit(function)(x)), strict=True
+    ):
+        np.testing.assert_allclose(array, alone, rtol=1e-4, atol=1e-4)
+    return result
+
+
+def checked(expression, backend="jax"):
+    """The outcome of the suite's check."""
+    (case,) = cases(
+        "full",
+        only_libraries=("jax",),
+        only_mechanisms=(expression,),
+        only_checks=("sharding",),
+    )
+    return run_case(case, backend)
+
+
+@pytest.mark.parametrize(
+    "expression", ["laser", "lucid(path)", "differential", "gsa", "ssd", "ccq(gated_delta)"]
+)
+def test_the_check_of_the_suite_passes(expression):
+    outcome = checked(expression)
+    assert outcome.status == "passed", outcome.text
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The warnings of one test, as if none had been given before."""
+    monkeypatch.setattr(mesh_axes, "_warned", set())
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        yield records
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Compiled functions are forgotten before and after a fault is planted."""
+    jax.clear_caches()
+    yield monkeypatch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_the_check_finds_a_rule_without_heads(faulty, told):
+    faulty.setattr(independent_axes, "INDEPENDENT", "b")
+    outcome = checked("linear")
+    assert outcome.status == "failed"
+    assert "all-gather" in outcome.reason
+
+
+def test_the_check_finds_a_rule_that_divides_time(faulty):
+    """The tokens of two devices do not attend to each other."""
+    letter = independent_axes._Declared._letter
+    faulty.setattr(
+        independent_axes._Declared,
+        "_letter",
+        lambda self, name, size: "b" if name in "ts" else letter(self, name, size),
+    )
+    assert checked("linear").status == "failed"
+
+
+def test_the_check_finds_a_gradient_that_is_not_summed_over_devices(faulty):
+    faulty.setattr(sharding_jax, "GRADIENTS", ())
+    outcome = checked("differential")
+    assert outcome.status == "failed"
+    assert "lam" in outcome.reason
+
+
+def messages(told):
+    return [str(r.message) for r in told if r.category is pa.GatheredWarning]
+
+
+def test_one_key_head_of_all_query_heads_is_on_every_device(told):
+    """The gradients of its key and value are summed over devices, and nothing else is sent."""
+    m, x = pa.Lucid(), inputs_of("lucid", n=1)
+    sharded = placed(x, HEADS, {"q": P(None, None, "model"), "k": P(), "v": P()})
+    out = check(lambda x: m(**x), x, sharded)
+    assert out.sharding.spec == P(None, None, "model")
+    check(jax.grad(partial(loss, m)), x, sharded, ["all-reduce"])
+    assert messages(told) == []
+
+
+def test_four_devices_do_not_divide_two_key_heads(told):
+    """The query heads, of which there are four, are gathered, and the user is told."""
+    m, x = pa.Softmax(), inputs_of("softmax", n=2)
+    sharded = placed(x, HEADS, {"q": P(None, None, "model"), "k": P(), "v": P()})
+    check(lambda x: m(**x), x, sharded, ["all-gather"])
+    (message,) = messages(told)
+    assert "heads" in message
+
+
+def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
+    m, x = pa.Lucid(), inputs_of("lucid", t=8, s=8)
+    sharded = placed(x, HEADS, P(None, "model"))
+    check(lambda x: m(**x), x, sharded, ["all-gather"] * 3)
+    (message,) = messages(told)
+    assert "context parallelism" in message
+    check(lambda x: pa.gla(**x), inputs_of("gla"), placed(inputs_of("gla"), HEADS, P("model")))
+    assert len(messages(told)) == 1
+
+
+@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
+def test_masks_are_sharded_over_the_batch(mask):
+    layout = Layout("masked", b=4, t=9, s=9, mask=mask)
+    m, x, given = pa.GatedDelta(), inputs_of("gated_delta"), jnp.asarray(layout.masks()[mask])
+    specs = {n: P("data", None, "model") for n in x}
+    sharded = (placed(x, BOTH, specs), jax.device_put(given, NamedSharding(BOTH, P("data"))))
+
+    def gradient(arrays):
+        return jax.grad(lambda x: loss(m, x, **{mask: arrays[1]}))(arrays[0])
+
+    check(gradient, (x, given), sharded)
+
+
+def stacked(x):
+    return {n: jnp.stack([a, 0.5 * a, -a, 2.0 * a]) for n, a in x.items()}
+
+
+@pytest.mark.parametrize("spec", [P("model"), P(None, None, None, "model")])
+def test_an_axis_of_vmap_is_one_more_axis_to_shard(spec):
+    m, x = pa.Lucid(), stacked(inputs_of("lucid"))
+    sharded = placed(x, HEADS, spec)
+    gradients = check(jax.vmap(jax.grad(partial(loss, m))), x, sharded)
+    assert all(g.sharding.spec == spec for g in gradients.values())
+
+
+def test_in_a_shard_map_a_call_is_that_of_one_device():
+    m, x = pa.Lucid(), inputs_of("lucid")
+    spec = P("data", None, "model")
+    mapped = jax.shard_map(jax.grad(partial(loss, m)), mesh=BOTH, in_specs=spec, out_specs=spec)
+    check(mapped, x, placed(x, BOTH, spec))
+
+
+def test_plain_calls_of_sharded_arrays_stay_sharded():
+    m, x = pa.GLA(), inputs_of("gla")
+    sharded = placed(x, BOTH, P("data", None, "model"))
+    out, pullback = m.vjp(**sharded)
+    assert out.sharding.spec == P("data", None, "model")
+    for gradient in pullback(out).values():
+        assert gradient.sharding.spec == P("data", None, "model")
+
+
+@pytest.mark.parametrize("expression", ["gated_delta", "lucid"])
+def test_in_explicit_mode_results_and_caches_are_sharded(expression):
+    m, x = pa.parse(expression), inputs_of(expression)
+    spec = P("data", None, "model")
+    sharded = placed(x, EXPLICIT, spec)
+
+    def calls(x):
+        out = m(**x)
+        cache = m.init_cache(**x, capacity=16)
+        first, cache = m.extend(cache, **x)
+        second, cache = m.extend(cache, **{n: a[:, :2] for n, a in x.items()})
+        return out, first, second, cache.store, jax.grad(partial(loss, m))(x)
+
+    out, first, second, store, gradients = check(calls, x, sharded)
+    for array in (out, first, second, *gradients.values()):
+        assert tuple(array.sharding.spec)[:3] == tuple(spec)
+    for array in store.values():
+        assert array.sharding.spec[0] == "data"
+
+
+def test_in_explicit_mode_a_sharded_time_axis_is_gathered(told):
+    x = inputs_of("gla", t=8, s=8)
+    check(lambda x: pa.gla(**x), x, placed(x, EXPLICIT, P("data", "model")), ["all-gather"] * 4)
+    assert "context parallelism" in messages(told)[0]
+
+
+def test_second_derivatives_are_those_of_one_device():
+    m, x = pa.Linear(), inputs_of("linear")
+
+    def norm(x):
+        gradients = jax.grad(partial(loss, m))(x)
+        return sum(jnp.sum(jnp.cos(g)) for g in gradients.values())
+
+    sharded = placed(x, BOTH, P("data", None, "model"))
+    result = jax.jit(jax.grad(norm))(sharded)
+    for name, gradient in jax.grad(norm)(x).items():
+        np.testing.assert_allclose(result[name], gradient, rtol=1e-4, atol=1e-4)
