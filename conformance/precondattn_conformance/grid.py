@@ -84,9 +84,7 @@ SPECIAL: dict[str, Data] = {
     "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
     "padding": ((RAGGED, "clustered"),),
-    "future": tuple(
-        (layout, "random") for layout in (PLAIN, PACKED, OWN_HEADS, AND_ONE, PACKED_BLOCKS)
-    ),
+    "future": tuple((layout, "clustered") for layout in (PLAIN, PACKED, AND_ONE, PACKED_BLOCKS)),
     "stability": (
         *((layout, kind) for kind in EXTREMES[:-1] for layout in (PLAIN, AND_ONE)),
         *((layout, "far_segments") for layout in (RAGGED, PACKED, FEWER, PACKED_BLOCKS)),
