@@ -177,6 +177,12 @@ def is_compiling() -> bool:
     return compiler is not None and bool(compiler.is_compiling())
 
 
+def is_traced_by_dynamo() -> bool:
+    """Whether `torch.compile` reads this line now, instead of running it."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.is_dynamo_compiling())
+
+
 def wants_gradient(*arrays: Array) -> bool:
     """Whether a derivative of a function of these arrays may be needed later.
 

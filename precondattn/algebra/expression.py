@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of, text_of
+from precondattn.algebra.verbs import parsed_in_graph
+from precondattn.arrays import is_traced_by_dynamo
 from precondattn.limits import NESTED
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def parse(text: str) -> Mechanism:
     """
     if not isinstance(text, str):
         raise TypeError(f"an expression is text such as 'lucid(laser)'; found {text!r}")
+    if is_traced_by_dynamo():
+        return parsed_in_graph(text)
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):

@@ -20,8 +20,8 @@ from precondattn.algebra.names import name_of
 from precondattn.algebra.options import check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.unfolding import program_of
-from precondattn.algebra.verbs import Verbs
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.algebra.verbs import Verbs, constructed_in_graph
+from precondattn.arrays import Array, Arrays, Residuals, is_traced_by_dynamo
 from precondattn.cache import Slot, Updates
 from precondattn.frame import Frame
 from precondattn.limits import NESTED
@@ -68,6 +68,11 @@ class Mechanism(Verbs):
     """Expressions with other options, which tests, conformance and benchmarks run too."""
     depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
+
+    def __new__(cls, *values: Any, **options: Any) -> Any:
+        if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
+            return constructed_in_graph(cls, values, options)
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)

@@ -21,6 +21,20 @@ BackendNames = str | tuple[str, ...] | None
 ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 
 
+def constructed_in_graph(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A mechanism that compiled code constructs."""
+    from precondattn.execution.torch_compile import constructed
+
+    return constructed(cls, values, options)
+
+
+def parsed_in_graph(text: str) -> Any:
+    """A mechanism that compiled code parses."""
+    from precondattn.execution.torch_compile import parsed
+
+    return parsed(text)
+
+
 class Verbs:
     """The public methods of every mechanism."""
 

@@ -2,6 +2,9 @@
 
 Dynamo sees only strings and tensors and does not trace into the call. The rest is then traced with
 fake tensors, like any other code: the checks of shapes, the plan, and the calls of the plan.
+
+A mechanism that is constructed in compiled code is a constant of the graph: `constructed` and
+`parsed` make it while tracing, and return a stand-in with its name.
 """
 
 from __future__ import annotations
@@ -12,12 +15,67 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra import registry
+from precondattn.algebra.expression import parse
 from precondattn.algebra.names import piece_named
+from precondattn.algebra.verbs import Verbs
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.execution.build import build_and_call
 
 Names = tuple[str, ...]
+
+
+class Stand(Verbs):
+    """A mechanism inside a graph: it has the public methods, and a name."""
+
+    def __init__(self, name: str, positional: tuple[str, ...]) -> None:
+        self._name, self._positional = name, positional
+
+
+def constructed(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """`cls(*values, **options)`, in code that Dynamo traces."""
+    given = (*values, *options.values())
+    is_mechanism = tuple(isinstance(value, Verbs) for value in given)
+    plain = [value._name if isinstance(value, Verbs) else value for value in given]
+    return _stand(_constructed(cls, tuple(options), is_mechanism, *plain))
+
+
+def parsed(text: str) -> Any:
+    """`parse(text)`, in code that Dynamo traces."""
+    return _stand(_parsed(text))
+
+
+def _stand(described: str) -> Stand:
+    name, _, positional = described.rpartition("|")
+    return Stand(name, tuple(positional.split(",")))
+
+
+@torch.compiler.assume_constant_result
+def _constructed(cls: Any, options: Names, is_mechanism: tuple[bool, ...], *given: Any) -> str:
+    values = [
+        piece_named(value) if is_name else value
+        for value, is_name in zip(given, is_mechanism, strict=True)
+    ]
+    count = len(values) - len(options)
+    return _described(cls(*values[:count], **dict(zip(options, values[count:], strict=True))))
+
+
+@torch.compiler.assume_constant_result
+def _parsed(text: str) -> str:
+    return _described(parse(text))
+
+
+def _described(mechanism: Verbs) -> str:
+    return f"{mechanism._name}|{','.join(mechanism._positional)}"
+
+
+@torch.compiler.allow_in_graph
+def captured_mamba2(*arguments: Any) -> Tensor:
+    """`mamba2`, whose checks Dynamo can not trace."""
+    from precondattn.interop.mamba2 import compute
+
+    out: Tensor = compute(*arguments)
+    return out
 
 
 @torch.compiler.allow_in_graph

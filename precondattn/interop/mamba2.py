@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import Array, Arrays, cast, library_of, namespace, upcast
+from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
 
@@ -123,6 +123,26 @@ def mamba2(
     >>> pa.mamba2(x, dt, A, ones, ones, D=np.asarray([10.0])).ravel()
     array([11.  ,  0.5 ,  0.25])
     """
+    arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
+    if is_compiling():
+        from precondattn.execution.torch_compile import captured_mamba2
+
+        return captured_mamba2(*arguments)
+    return compute(*arguments)
+
+
+def compute(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array | None,
+    dt_bias: Array | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> Array:
+    """`mamba2` on all its arguments by position."""
     if D is not None:
         _checked({"x": x, "D": D})
     inputs = mamba2_inputs(
