@@ -9,6 +9,7 @@ A mechanism that is constructed in compiled code is a constant of the graph: `co
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -70,11 +71,10 @@ def _described(mechanism: Verbs) -> str:
 
 
 @torch.compiler.allow_in_graph
-def captured_mamba2(*arguments: Any) -> Tensor:
-    """`mamba2`, whose checks Dynamo can not trace."""
-    from precondattn.interop.mamba2 import compute
-
-    out: Tensor = compute(*arguments)
+def captured(function: str, *arguments: Any) -> Tensor:
+    """A function by its path, `"module:name"`, whose checks Dynamo can not trace."""
+    module, _, name = function.partition(":")
+    out: Tensor = getattr(import_module(module), name)(*arguments)
     return out
 
 

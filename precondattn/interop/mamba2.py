@@ -125,9 +125,9 @@ def mamba2(
     """
     arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
     if is_compiling():
-        from precondattn.execution.torch_compile import captured_mamba2
+        from precondattn.execution.torch_compile import captured
 
-        return captured_mamba2(*arguments)
+        return captured("precondattn.interop.mamba2:compute", *arguments)
     return compute(*arguments)
 
 
