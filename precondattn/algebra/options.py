@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from precondattn.arrays import is_finite_number
@@ -66,9 +67,11 @@ def _read_number(text: str) -> Any:
         return text
 
 
-def _count(value: Any) -> int:
+def _count(value: Any, highest: int | None = None) -> int:
     value = _python_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError
+    if highest is not None and value > highest:
         raise ValueError
     return value
 
@@ -110,9 +113,10 @@ def non_negative(default: float) -> Any:
     return option(default, kind)
 
 
-def count(default: int) -> Any:
-    """A whole number, 1 or above."""
-    return option(default, Kind("a whole number, 1 or above", _count, _read_count))
+def count(default: int, highest: int | None = None) -> Any:
+    """A whole number, 1 or above, and at most `highest` if that is given."""
+    expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
+    return option(default, Kind(expected, partial(_count, highest=highest), _read_count))
 
 
 def count_or_none(default: int | None = None) -> Any:
@@ -187,9 +191,21 @@ def check_options(mechanism: Any) -> None:
         try:
             canonical = kind.accept(value)
         except ValueError:
-            message = f"{mechanism.name}: option {name} must be {kind.expected}; found {value!r}"
-            raise ValueError(message) from None
+            message = f"{mechanism.name}: option {name} must be {kind.expected}; found "
+            raise ValueError(message + _shown(value)) from None
         object.__setattr__(mechanism, name, canonical)
+
+
+SHOWN = 200
+"""Characters of a setting that a message shows."""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits.
+        return "a larger number"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def text_of(value: Any) -> str:

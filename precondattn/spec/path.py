@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.options import count
+from precondattn.algebra.options import LONGEST, count
 from precondattn.spec.metric import Metric
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
@@ -62,7 +62,7 @@ class Path(SoftmaxAttention):
     )
 
     causal: ClassVar[bool] = True  # type: ignore[misc]  # Keys are transported forward only.
-    flush: int = count(1)
+    flush: int = count(1, highest=LONGEST)
 
     @property
     def metric(self) -> Metric:  # type: ignore[override]

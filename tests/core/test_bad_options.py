@@ -36,6 +36,21 @@ NORMALIZE = (
             f"softmax: {SCALE}1000",
             lambda: pa.Softmax(scale=10**400),
         ),
+        case(
+            "scale with more digits than Python prints",
+            f"softmax: {SCALE}a larger number",
+            lambda: pa.Softmax(scale=10**5000),
+        ),
+        case(
+            "flush above every sequence",
+            "path: option flush must be a whole number, 1 to 1073741824; found 1073741825",
+            lambda: pa.Path(flush=2**30 + 1),
+        ),
+        case(
+            "a setting of many characters",
+            f"softmax: {SCALE}'{'9' * 199}…",
+            lambda: pa.Softmax(scale="9" * 10_000),
+        ),
         *(
             case(f"window {v!r}", f"softmax: {WINDOW}{v!r}", partial(pa.Softmax, window=v))
             for v in (0, -1, 1.5, 2.0, True, "3")
