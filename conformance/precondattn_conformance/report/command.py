@@ -20,9 +20,9 @@ def compare(old: Path, new: Path, *, threshold: float, growth: float, console: C
         if one of them is no record, or they are records of different kinds.
     """
     if not 1 <= growth < inf:
-        raise ValueError(f"growth must be a finite number, 1 or above; found {growth}")
+        raise ValueError(f"growth must be 1 or above; found {growth}")
     if not 0 <= threshold < inf:
-        raise ValueError(f"threshold must be a finite number, 0 or above; found {threshold}")
+        raise ValueError(f"threshold must be 0 or above; found {threshold}")
     kinds = {path: is_record(path) for path in (old, new)}
     if not any(kinds.values()):
         from precondattn_conformance.bench import command
