@@ -176,6 +176,19 @@ def test_the_cotangent_of_a_spoiled_state_is_not_used():
         assert np.isfinite(array).all()
 
 
+@pytest.mark.parametrize("expression", [*MECHANISMS, "softmax", "ccq"])
+def test_a_masked_key_reaches_no_output_and_no_gradient(expression):
+    m = pa.parse(expression)
+    masks = {"key_mask": np.broadcast_to(np.arange(T) != BAD, (2, T))}
+    expected, pullback = m.vjp(**inputs_of(m), **masks)
+    cotangent = np.random.default_rng(1).normal(size=expected.shape)
+    out, pullback_of_bad = m.vjp(**inputs_of(m, k=np.nan, v=np.inf), **masks)
+    assert np.array_equal(out, expected)
+    exact = pullback(cotangent)
+    for name, gradient in pullback_of_bad(cotangent).items():
+        assert np.array_equal(gradient, exact[name])
+
+
 def test_a_sum_that_overflows_is_not_taken_for_infinity():
     torch = pytest.importorskip("torch")
     x = {name: torch.tensor(a) for name, a in inputs_of(pa.parse("linear")).items()}
