@@ -17,6 +17,9 @@ from precondattn_cupy.layout import in_one_piece
 WARPS = 4
 """Warps of a block; each has a row."""
 
+LEAST_EPS = 1e-3
+"""In float16, whose largest number is 65504."""
+
 
 class UnitRows:
     """Algorithm of the leaf `UnitRows`."""
@@ -28,6 +31,11 @@ class UnitRows:
             return "supports rows of tokens, not of channels"
         if 0 in dict(request.shapes)["o"]:
             return "supports no empty arrays"
+        if request.dtype == "float16" and "vjp" in request.verb and leaf.eps < LEAST_EPS:
+            return (
+                f"has a gradient in float16 if eps is at least {LEAST_EPS}, else dy / eps "
+                f"overflows at rows of zeros; found {leaf.eps}"
+            )
         return None
 
     def forward(

@@ -25,6 +25,9 @@ from precondattn_triton.configurations import configuration
 
 WIDEST = 512
 
+LEAST_EPS = 1e-3
+"""In float16, whose largest number is 65504."""
+
 
 @triton.jit
 def load_row_tile(
@@ -101,6 +104,11 @@ class UnitRows:
             return f"supports rows of at most {WIDEST} entries; found {shape[3]}"
         if 0 in shape:
             return "supports no empty arrays"
+        if request.dtype == "float16" and "vjp" in request.verb and leaf.eps < LEAST_EPS:
+            return (
+                f"has a gradient in float16 if eps is at least {LEAST_EPS}, else dy / eps "
+                f"overflows at rows of zeros; found {leaf.eps}"
+            )
         return None
 
     def forward(

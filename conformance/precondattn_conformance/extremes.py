@@ -8,6 +8,7 @@ extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each oth
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
 far_segments   values around 100 and around −100, three tokens each: as in segments of a packed
                call, and in both signs beside the output of a padded query, which is 0
+zero_rows      the first values are 0, and so are the first outputs, whose norm divides by ε
 hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key; LASER's values
                are around 100
 overwritten    a large value is written to a state and removed again, before anything is read
@@ -26,7 +27,7 @@ from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 SATURATED = ("huge_logits", "tied_logits")
 EXTREMES = (
     *SATURATED,
-    *("tiny_logits", "extreme_gates", "far_values", "far_segments", "hidden_by_bias"),
+    *("tiny_logits", "extreme_gates", "far_values", "far_segments", "zero_rows", "hidden_by_bias"),
     "overwritten",
 )
 
@@ -58,6 +59,11 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
         return str(mechanism) in KEEP_A_SUM
     if kind in ("far_values", "far_segments"):
         return _reads_exponentials(mechanism)
+    if kind == "zero_rows":
+        # A state or a solve would mix the large cotangents of these rows with those of others.
+        is_local = all(isinstance(leaf, pa.Softmax | pa.TokenWise) for leaf in leaves)
+        has_rows = any(isinstance(leaf, pa.UnitRows) and leaf.axis == "token" for leaf in leaves)
+        return is_local and has_rows and "v" in inputs and not _reads_exponentials(mechanism)
     attends = any(isinstance(leaf, pa.Softmax) for leaf in leaves) and {"q", "k"} <= inputs.keys()
     if kind == "tiny_logits":
         return attends and not any(_is_not_tiny(leaf) for leaf in leaves)
@@ -93,6 +99,8 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
     if kind == "far_values" and "v" in arrays:
         signs = np.sign(np.random.default_rng(5).normal(size=arrays["v"].shape))
         arrays["v"] = arrays["v"] + FAR * signs
+    if kind == "zero_rows" and "v" in arrays:
+        arrays["v"][:, :2] = 0
     if kind == "far_segments" and "v" in arrays:
         b, tokens = arrays["v"].shape[:2]
         segment = (np.arange(b)[:, None] + np.arange(tokens)) // 3

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, dtype_name, upcast
 from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.cotangents import gradients_at
 from precondattn.frame import Frame
 
 jax.tree_util.register_pytree_node(
@@ -28,19 +29,26 @@ def apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
-    return planned.backend.forward(planned.piece, inputs, frame)[0]
+    return _wide(planned.backend.forward(planned.piece, inputs, frame)[0])
 
 
 def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Any:
     out, residuals = planned.backend.forward(planned.piece, inputs, frame)
-    return out, (inputs, frame, out, residuals)
+    return _wide(out), (inputs, frame, out, residuals)
 
 
 def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
     inputs, frame, out, residuals = saved
-    gradients = planned.backend.backward(planned.piece, inputs, frame, out, residuals, cotangent)
+    gradients = gradients_at(
+        cotangent, planned.backend, planned.piece, inputs, frame, out, residuals
+    )
     cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     return cotangents, jax.tree.map(_no_cotangent, frame)
+
+
+def _wide(out: Array) -> Array:
+    """The output; that in float16 in float32, so that its cotangent is (`cotangents.py`)."""
+    return upcast(out) if dtype_name(out) == "float16" else out
 
 
 def _no_cotangent(array: Array) -> Any:

@@ -1,7 +1,6 @@
 """Running a plan: the output, the gradient in reverse, and the extension of a cache.
 
-Intermediate results keep the dtype in which a backend computed them, such as float32 in a call in
-half precision. A backend gets them in the call's dtype, unless it has set `wide_values`.
+The dtypes of intermediate results and of their cotangents are described in `cotangents.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from precondattn.arrays import (
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.dispatch.plan import Plan, PlannedCall
 from precondattn.execution.arguments import BoundCall
+from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.masks import nan_where_invalid
 
 
@@ -52,13 +52,14 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
-            gradients = planned.backend.backward(
+            gradients = gradients_at(
+                cotangents[planned.out],
+                planned.backend,
                 planned.piece,
                 inputs,
                 call.frame,
                 out,
                 residuals,
-                cast(cotangents[planned.out], out.dtype),
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])

@@ -29,6 +29,7 @@ from precondattn.arrays import cast
 from precondattn.backend import ArraySpec
 from precondattn.dispatch.discovery import REFERENCE, discover
 from precondattn.execution.autocast import off
+from precondattn.execution.cotangents import gradients_at
 from precondattn.frame import Frame
 
 
@@ -47,14 +48,23 @@ def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
 
 
-def output_dtype(backend: str, inputs: dict[str, Tensor]) -> torch.dtype:
+def values_dtype(inputs: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of v, or of the first input."""
+    return (inputs["v"] if "v" in inputs else next(iter(inputs.values()))).dtype
+
+
+def output_dtype(
+    backend: str, inputs: dict[str, Tensor], *, has_gradient: bool = False
+) -> torch.dtype:
     """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
 
-    So the next piece, and the cotangent of this one, are not rounded to half precision first.
+    So the next piece, and the cotangent of this one, are not rounded to half precision first. For
+    its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
     """
-    values = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
-    is_half = values.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if is_half and discover().named(backend).wide_values else values.dtype
+    dtype = values_dtype(inputs)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    is_wide = is_half and discover().named(backend).wide_values
+    return torch.float32 if is_wide or (has_gradient and dtype == torch.float16) else dtype
 
 
 def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -80,7 +90,8 @@ def forward(
     run = getattr(runs, "forward_with_residuals", runs.forward)
     inputs = named_inputs(mechanism, tensors)
     out, residuals = run(mechanism, inputs, Frame(*frame))
-    out, kept = cast(out, output_dtype(backend, inputs)), () if runs is REFERENCE else residuals
+    out = cast(out, output_dtype(backend, inputs, has_gradient=True))
+    kept = () if runs is REFERENCE else residuals
     return unaliased([out, *kept], [*tensors, *frame])
 
 
@@ -116,7 +127,9 @@ def backward(
     )
     if runs is REFERENCE:
         out, residuals = runs.forward(mechanism, inputs, masks)
-    gradients = runs.backward(mechanism, inputs, masks, out, residuals, cotangent)
+    if not runs.wide_values:
+        out = cast(out, values_dtype(inputs))
+    gradients = gradients_at(cotangent, runs, mechanism, inputs, masks, out, residuals)
     in_order = [gradients[name].to(tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
 
@@ -124,11 +137,14 @@ def backward(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(mechanism: Any, backend: str, tensors: Sequence[Tensor]) -> Tensor:
+def _output_like(
+    mechanism: Any, backend: str, tensors: Sequence[Tensor], *, has_gradient: bool = False
+) -> Tensor:
     inputs = named_inputs(mechanism, tensors)
     shapes = {n: tuple(t.shape) for n, t in inputs.items()}
     shape = mechanism.program.output.shape(mechanism.inputs.sizes(str(mechanism), shapes))
-    return tensors[0].new_empty(shape, dtype=output_dtype(backend, inputs))
+    dtype = output_dtype(backend, inputs, has_gradient=has_gradient)
+    return tensors[0].new_empty(shape, dtype=dtype)
 
 
 @forward.register_fake
@@ -140,7 +156,7 @@ def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
     }
     residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
     return [
-        _output_like(mechanism, backend, tensors),
+        _output_like(mechanism, backend, tensors, has_gradient=True),
         *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
     ]
 

@@ -59,3 +59,11 @@ def test_unsupported_rows_are_declined():
     o = np.zeros((1, 2, 2, 8))
     with pytest.raises(pa.UnsupportedError, match="not of channels"):
         pa.UnitRows(axis="channel")(o, backend=BACKEND)
+
+
+@needs_simulator
+def test_a_gradient_that_overflows_in_float16_is_declined():
+    o = np.zeros((1, 2, 2, 8), np.float16)
+    assert pa.UnitRows()(o, backend=BACKEND).dtype == np.float16
+    with pytest.raises(pa.UnsupportedError, match="if eps is at least"):
+        pa.UnitRows().vjp(o, backend=BACKEND)

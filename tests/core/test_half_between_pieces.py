@@ -1,0 +1,82 @@
+"""Half precision between pieces that are kernels: cotangents beyond the range of float16."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.arrays import cast, dtype_name
+from precondattn.dispatch.reference import Reference
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.libraries import named
+
+
+class Kernels(pa.Backend):
+    """Softmax as a kernel for half precision computes it: all arrays are in the call's dtype."""
+
+    name = "kernels"
+
+    def __init__(self):
+        self.reference = Reference()
+
+    def supports(self, mechanism, request):
+        is_supported = isinstance(mechanism, pa.Softmax) and request.verb in ("forward", "vjp")
+        return pa.Support.yes() if is_supported else pa.Support.no("softmax only")
+
+    def forward(self, mechanism, inputs, frame):
+        dtype = inputs["v"].dtype
+        assert {array.dtype for array in inputs.values()} == {dtype}
+        return cast(self.reference.forward(mechanism, inputs, frame)[0], dtype), ()
+
+    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+        dtype = inputs["v"].dtype
+        assert {array.dtype for array in (*inputs.values(), out, cotangent)} == {dtype}
+        gradients = self.reference.backward(mechanism, inputs, frame, out, (), cotangent)
+        return {name: cast(gradient, dtype) for name, gradient in gradients.items()}
+
+    def residual_shapes(self, mechanism, inputs, frame):
+        return ()
+
+
+@pytest.fixture
+def kernels():
+    backend = Kernels()
+    pa.register_backend(backend)
+    yield
+    pa.unregister_backend(backend.name)
+
+
+def with_zero_rows(m, library):
+    """Inputs in float16 whose first three values are 0, and so are the first three outputs."""
+    x = make_inputs(m, Layout("zeros"), "random")
+    x["v"][:, :3] = 0
+    return {name: library.array(array, "float16") for name, array in x.items()}
+
+
+@pytest.mark.parametrize("by", ["vjp", "autograd"])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("expression", ["row_normalized", "row_normalized[detach=false]"])
+def test_rows_of_zeros_have_finite_gradients_in_float16(expression, library, by, kernels):
+    if not named(library).is_installed():
+        pytest.skip(f"{library} is not installed")
+    library, m = named(library), pa.parse(expression)
+    x = with_zero_rows(m, library)
+    exact = {name: library.numpy(array) for name, array in x.items()}
+    expected, pullback = m.vjp(**exact, backend="reference")
+    cotangent = library.array(np.random.default_rng(1).normal(size=expected.shape), "float16")
+    expected = pullback(library.numpy(cotangent))
+    backend = ("kernels", "reference")
+    assert "kernels" in m.explain(**x, backend=backend, verb="vjp").backends
+    if by == "vjp":
+        gradients = m.vjp(**x, backend=backend)[1](cotangent)
+    else:
+        gradients = library.gradients(lambda x: m(**x, backend=backend), x, cotangent)
+    for name in ("q", "k"):
+        assert dtype_name(gradients[name]) == "float16"
+        size = np.abs(expected[name]).max()
+        assert np.abs(library.numpy(gradients[name]) - expected[name]).max() < 5e-3 * size, name
+    # The gradient of the first values is beyond float16.
+    found = library.numpy(gradients["v"])
+    is_beyond = np.abs(expected["v"]) > 65504
+    assert is_beyond.any()
+    assert not np.isnan(found).any()
+    np.testing.assert_array_equal(np.isinf(found), is_beyond)
