@@ -173,7 +173,9 @@ def _is_finite(array: Array, pattern: Pattern) -> bool:
         total = array.detach().sum().item()
         if math.isfinite(total) or (total < INF and pattern.low == -INF):
             return True
-    return bool(namespace(array).all(_is_good(array, pattern)))
+    good = namespace(array).all(_is_good(array, pattern))
+    # Under `jax.jit`, that of a constant is traced too.
+    return not is_traced(good) and bool(good)
 
 
 def _is_good(array: Array, pattern: Pattern) -> Array:

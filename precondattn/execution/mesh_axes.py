@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, product
 from math import prod
 
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from precondattn.algebra.declaration import LETTERS
 from precondattn.arrays import Shape
@@ -65,6 +66,36 @@ def _names(spec: PartitionSpec, text: str) -> list[tuple[str, ...]]:
     """The mesh axes of each axis of an array."""
     padded = (*spec, *(None,) * (len(text) - len(spec)))
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in padded]
+
+
+def mesh_of(sharding: Sharding, shape: Shape, known: AbstractMesh) -> Mesh:
+    """The mesh of a sharding that names none: `known`, if it has as many devices."""
+    devices = np.array(list(sharding.devices_indices_map(shape)))
+    if known.size != devices.size:
+        return Mesh(devices, ("devices",))
+    return Mesh(devices.reshape(known.axis_sizes), known.axis_names)
+
+
+def spec_in(mesh: Mesh, sharding: Sharding, shape: Shape) -> PartitionSpec:
+    """The mesh axes of a sharding that may name none. Empty if there are none: it is gathered."""
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    wanted = sharding.devices_indices_map(shape)
+    for places in product((None, *range(len(shape))), repeat=len(mesh.axis_names)):
+        named = [
+            tuple(
+                name for name, place in zip(mesh.axis_names, places, strict=True) if place == axis
+            )
+            for axis in range(len(shape))
+        ]
+        spec = PartitionSpec(*(names or None for names in named))
+        try:
+            found = NamedSharding(mesh, spec).devices_indices_map(shape)
+        except ValueError:  # Not divisible.
+            continue
+        if found == wanted:
+            return spec
+    return PartitionSpec()
 
 
 def spec_of(text: str, chosen: MeshAxes) -> PartitionSpec:

@@ -25,8 +25,10 @@ from precondattn.execution.independent_axes import axes_of, axes_of_results
 from precondattn.execution.mesh_axes import (
     MeshAxes,
     chosen_axes,
+    mesh_of,
     missing_axes,
     sharding_rule,
+    spec_in,
     spec_of,
     warn_of_gathering,
 )
@@ -71,6 +73,7 @@ class ShardedCall:
     ) -> None:
         self.owner, self.function, self.is_gradient = owner, function, is_gradient
         self.shapes, self._axes = list(map(_shape, leaves)), axes
+        self.context = jax.sharding.get_abstract_mesh()
 
     # Axes are found when several devices need them.
 
@@ -127,7 +130,11 @@ class ShardedCall:
         def partition(mesh: Mesh, arguments: Any, results: Any) -> Any:
             texts = [*self.axes, *jax.tree.leaves(self.results)]
             arrays = [*arguments, *jax.tree.leaves(results)]
-            chosen = self._chosen(mesh, texts, arrays, [a.sharding.spec for a in arrays])
+            if mesh.empty:
+                first = arguments[0]
+                mesh = mesh_of(first.sharding, first.shape, self.context)
+            specs = [spec_in(mesh, a.sharding, a.shape) for a in arrays]
+            chosen = self._chosen(mesh, texts, arrays, specs)
 
             def sharding(text: str) -> NamedSharding:
                 return NamedSharding(mesh, spec_of(text, chosen))

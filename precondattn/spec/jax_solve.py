@@ -2,7 +2,8 @@
 
 A batched call of LAPACK, be it for triangular matrices or for any, distributes the matrices over
 XLA's threads and waits for them, on one of these threads. Running as many batched solves at once as
-there are threads deadlocks. An axis that `vmap` adds makes a batch too.
+there are threads deadlocks. An axis that `vmap` adds makes a batch too. Where a batch is sharded,
+every device solves its own systems.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
+import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @partial(jax.jit, static_argnames="lower")
@@ -45,13 +49,31 @@ def _solve_on_cpu(matrix: Array, right: Array, *, lower: bool) -> Array:
 def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
     """The solver of one system after the other, for lower- or for upper-triangular matrices."""
 
-    @custom_vmap
-    def solve(matrix: Array, right: Array) -> Array:
+    def one_by_one(matrix: Array, right: Array) -> Array:
         systems = tuple(jnp.reshape(x, (-1, *x.shape[-2:])) for x in (matrix, right))
         solutions = lax.map(
             lambda system: jax.scipy.linalg.solve_triangular(*system, lower=lower), systems
         )
         return jnp.reshape(solutions, right.shape)
+
+    def of_each_device(mesh: Mesh, arguments: Any, _: Any) -> Any:
+        """Every device solves the systems that it has."""
+        sharding = arguments[1].sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, PartitionSpec(*sharding.spec[:-2], None, None))
+        else:  # Its axes are unknown: every device solves all systems.
+            devices = np.array(list(sharding.devices_indices_map(arguments[1].shape)))
+            sharding = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
+        return mesh, one_by_one, sharding, (sharding, sharding)
+
+    partitioned = custom_partitioning(one_by_one)
+    partitioned.def_partition(of_each_device, sharding_rule="... i j, ... k l -> ... m n")
+
+    @custom_vmap
+    def solve(matrix: Array, right: Array) -> Array:
+        in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
+        solution: Array = (one_by_one if in_shard_map else partitioned)(matrix, right)
+        return solution
 
     @solve.def_vmap
     def _(size: int, mapped: list[bool], matrix: Array, right: Array) -> tuple[Any, bool]:

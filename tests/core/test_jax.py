@@ -151,3 +151,10 @@ def test_a_recurrence_is_traced_as_one_step_however_long(expression):
     assert lines_of_gradient(expression, 2000, "reference") < 3000
     long, longer = (lines_of_gradient(expression, tokens, "jax") for tokens in (2000, 8000))
     assert abs(longer - long) < 0.02 * long
+
+
+def test_a_constant_beside_traced_inputs():
+    q, k, v = jnp.ones((3, 1, 5, 2, 4))
+    for m in (pa.Lucid(), pa.Linear()):
+        out = jax.jit(lambda v, m=m: m(q, k, v))(v)
+        np.testing.assert_allclose(out, m(q, k, v), atol=1e-6)

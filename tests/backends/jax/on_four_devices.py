@@ -66,7 +66,7 @@ def check(function, x, sharded, expected=()):
     return result
 
 
-def checked(expression, backend="jax"):
+def checked(expression, backend):
     """The outcome of the suite's check."""
     (case,) = cases(
         "full",
@@ -78,10 +78,15 @@ def checked(expression, backend="jax"):
 
 
 @pytest.mark.parametrize(
-    "expression", ["laser", "lucid(path)", "differential", "gsa", "ssd", "ccq(gated_delta)"]
+    ("expression", "backend"),
+    [
+        *((name, "jax") for name in ("laser", "lucid(path)", "ssd", "ccq(gated_delta)")),
+        ("lucid", "reference"),
+        ("gla", "pallas"),
+    ],
 )
-def test_the_check_of_the_suite_passes(expression):
-    outcome = checked(expression)
+def test_the_check_of_the_suite_passes(expression, backend):
+    outcome = checked(expression, backend)
     assert outcome.status == "passed", outcome.text
 
 
@@ -105,7 +110,7 @@ def faulty(monkeypatch):
 
 def test_the_check_finds_a_rule_without_heads(faulty, told):
     faulty.setattr(independent_axes, "INDEPENDENT", "b")
-    outcome = checked("linear")
+    outcome = checked("linear", "jax")
     assert outcome.status == "failed"
     assert "all-gather" in outcome.reason
 
@@ -118,12 +123,12 @@ def test_the_check_finds_a_rule_that_divides_time(faulty):
         "_letter",
         lambda self, name, size: "b" if name in "ts" else letter(self, name, size),
     )
-    assert checked("linear").status == "failed"
+    assert checked("linear", "jax").status == "failed"
 
 
 def test_the_check_finds_a_gradient_that_is_not_summed_over_devices(faulty):
     faulty.setattr(sharding_jax, "GRADIENTS", ())
-    outcome = checked("differential")
+    outcome = checked("differential", "jax")
     assert outcome.status == "failed"
     assert "lam" in outcome.reason
 
@@ -200,6 +205,21 @@ def test_plain_calls_of_sharded_arrays_stay_sharded():
     assert out.sharding.spec == P("data", None, "model")
     for gradient in pullback(out).values():
         assert gradient.sharding.spec == P("data", None, "model")
+
+
+@pytest.mark.parametrize("backend", ["jax", "reference"])
+def test_a_constraint_may_name_axes_of_the_mesh_in_use(backend):
+    """XLA then tells of shardings without names."""
+    m, x, spec = pa.Lucid(), inputs_of("lucid"), P("data", None, "model")
+
+    def call(x):
+        x = {n: jax.lax.with_sharding_constraint(a, spec) for n, a in x.items()}
+        return m(**x, backend=backend)
+
+    with jax.set_mesh(BOTH):
+        np.testing.assert_allclose(jax.jit(call)(x), m(**x), rtol=1e-4, atol=1e-4)
+        if backend == "jax":
+            assert collectives(call, x) == []
 
 
 @pytest.mark.parametrize("expression", ["gated_delta", "lucid"])

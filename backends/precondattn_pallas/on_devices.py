@@ -1,0 +1,32 @@
+"""Methods of the backend on several devices: each computes its own sequences and heads."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from precondattn.execution.sharding_jax import on_shards
+from precondattn.kernel_backend import KernelBackend
+
+VERBS = ("forward", "backward", "step", "step_backward")
+
+
+def on_devices(backend: Any, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    """The method of the backend's base class, of that name."""
+    leaves = jax.tree.leaves(arrays)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return on_shards(_methods(backend), verb, mechanism, *arrays)
+    if any(len(leaf.devices()) > 1 for leaf in leaves):
+        return _compiled(backend, verb, mechanism, *arrays)
+    return _methods(backend)[verb](mechanism, *arrays)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled(backend: Any, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    return on_shards(_methods(backend), verb, mechanism, *arrays)
+
+
+def _methods(backend: Any) -> dict[str, Any]:
+    return {verb: partial(getattr(KernelBackend, verb), backend) for verb in VERBS}
