@@ -4,7 +4,9 @@ Sequences of a batch are independent, and so are key/value heads, each with the 
 share it. Where there is one key/value head, query heads are independent, and each needs that one.
 
 The axes of an array are a text with one letter for each: `b` for sequences, `h` for independent
-heads, and other letters for all other axes. An axis of size 1 is never independent.
+heads, and other letters for all other axes. An axis of size 1 is never independent. Nor are heads
+whose output depends on their number, as the decay of retention does: a device does not know which
+of all heads it has.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from precondattn.arrays import Array
 BATCH, HEADS = "b", "h"
 INDEPENDENT = BATCH + HEADS
 OTHER = "."
+NUMBERED = "#"
+"""Heads that depend on their number."""
 HEAD_LETTERS = "nhu"
 """Key/value heads, query heads and value heads: each number divides the next."""
 
@@ -54,6 +58,7 @@ class _Declared:
     """The axes of arrays, by the declared patterns."""
 
     def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:
+        self.heads = NUMBERED if mechanism.numbers_heads else HEADS
         self.sequences = max(
             (
                 size
@@ -74,7 +79,7 @@ class _Declared:
         if letter == BATCH:
             return BATCH if size > 1 else OTHER
         if letter in HEAD_LETTERS:
-            return HEADS if size > 1 else OTHER
+            return self.heads if size > 1 else OTHER
         return letter
 
     def axes_of_mask(self, array: Array) -> str:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from precondattn.algebra.declaration import LETTERS
 from precondattn.arrays import Shape
 from precondattn.backend import GatheredWarning
-from precondattn.execution.independent_axes import is_independent
+from precondattn.execution.independent_axes import NUMBERED, is_independent
 
 MeshAxes = Mapping[str, tuple[str, ...]]
 """By the letter of an independent axis: the mesh axes over which it is sharded."""
@@ -29,10 +29,11 @@ REASONS = {
     "t": "context parallelism is not supported yet",
     "b": "their number is not divisible by that of devices",
     "h": "the number of key/value heads is not divisible by that of devices",
+    NUMBERED: "the decay of a head depends on its number among all heads",
 }
 OTHER_REASON = "only sequences and heads are computed in parts"
 
-NAMES = {**LETTERS, "t": "time", "b": "batch", "h": "heads"}
+NAMES = {**LETTERS, "t": "time", "b": "batch", "h": "heads", NUMBERED: "heads"}
 
 
 def chosen_axes(

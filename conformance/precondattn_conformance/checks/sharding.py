@@ -27,8 +27,8 @@ class Sharding(Check):
 
     Output, gradients and `extend` equal the oracle's, and are sharded as they are declared. The
     compiled text has no collective, but one sum over devices for the gradient of an input that is
-    not sharded over all mesh axes. Four devices hold two sequences and two key/value heads; two
-    devices, two heads.
+    not sharded over all mesh axes. Heads whose decay depends on their number are not sharded. Four
+    devices hold two sequences and two key/value heads; two devices, two heads.
     """
 
     name = "sharding"
@@ -42,7 +42,8 @@ out = jax.jit(lambda inputs: mechanism(**inputs, backend={backend}))(sharded_inp
         import jax
 
         trial.require_support("vjp")
-        shards = _Shards(jax.devices(trial.library.device)[:4])
+        devices = jax.devices(trial.library.device)[:4]
+        shards = _Shards(devices, divides_heads=not trial.mechanism.numbers_heads)
         inputs = shards.placed(trial.mechanism.inputs, trial.inputs)
         masks = {n: shards.put(Pattern.read("b s"), a) for n, a in trial.masks.items()}
         output = trial.mechanism.program.output
@@ -72,17 +73,18 @@ out = jax.jit(lambda inputs: mechanism(**inputs, backend={backend}))(sharded_inp
 class _Shards:
     """Two devices for key/value heads, and of four devices two for sequences."""
 
-    def __init__(self, devices: list[Any]) -> None:
+    def __init__(self, devices: list[Any], *, divides_heads: bool) -> None:
         from jax.sharding import Mesh
 
         if len(devices) < 2:
             raise pa.UnsupportedError(f"there is one device; on a CPU, set {FLAG}")
+        self.divides_heads = divides_heads
         sequences = len(devices) // 2
         self.mesh = Mesh(np.array(devices[: 2 * sequences]).reshape(sequences, 2), ("b", "h"))
 
     def spec(self, pattern: Pattern, array: Any) -> tuple[str | None, ...]:
         """How an array with these axes is sharded."""
-        names = {"b": "b", "n": "h", "h": "h", "u": "h"}
+        names = {"b": "b"} | (dict.fromkeys("nhu", "h") if self.divides_heads else {})
         return tuple(
             names.get(axis.letter) if size % 2 == 0 else None
             for axis, size in zip(pattern.axes, array.shape, strict=True)

@@ -156,6 +156,17 @@ def test_four_devices_do_not_divide_two_key_heads(told):
     assert "heads" in message
 
 
+@pytest.mark.parametrize("expression", ["retention", "ccq(retention)"])
+def test_heads_whose_decay_depends_on_their_number_are_gathered(expression, told):
+    """A device that has some heads does not know which of all they are."""
+    m, x = pa.parse(expression), inputs_of(expression)
+    heads = {n: P(*(None, None, "model")[: a.ndim]) for n, a in x.items()}
+    out = jax.jit(lambda x: m(**x))(placed(x, HEADS, heads))
+    expected = m(**x, backend="reference")
+    np.testing.assert_allclose(out, expected, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+    assert any("decay of a head depends on its number" in message for message in messages(told))
+
+
 def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
     m, x = pa.Lucid(), inputs_of("lucid", t=8, s=8)
     sharded = placed(x, HEADS, P(None, "model"))
