@@ -96,6 +96,7 @@ SPECIAL: dict[str, Data] = {
     "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
     "refusals": ((PLAIN, "random"),),
     "transforms": ((PLAIN, "clustered"),),
+    "dynamic_shapes": ((PLAIN, "clustered"),),
     "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "sharding": ((PLAIN, "clustered"),),
     "threads": ((THREADS, "clustered"),),
@@ -117,6 +118,9 @@ def data(
         # Long sequences. Of the libraries only PyTorch has a number of threads.
         is_short = library == "torch" and mechanism.isidentifier() and mechanism not in derived()
         return SPECIAL[check] if dtype == "float32" and (is_short or level != "smoke") else ()
+    if check == "dynamic_shapes":
+        # It compiles twice for each mechanism, which takes too long for the first level.
+        return SPECIAL[check] if dtype == "float32" and level != "smoke" else ()
     if level == "smoke":
         if library == "jax" and is_alone:
             return _smoke_of_jax(check, dtype, mechanism in derived())

@@ -100,6 +100,12 @@ class Library:
         """The library's own transformations; "vmap" maps a function over a first axis."""
         return {}
 
+    def compiled_and_counted(
+        self, function: Callable[[Arrays], Any]
+    ) -> tuple[Callable[[Arrays], Any], Callable[[], int]]:
+        """The function compiled by the library, and the number of its graphs so far."""
+        raise NotImplementedError(f"{self.name} has no compiler of graphs with symbolic sizes")
+
     def forget(self) -> None:
         """Called between two cases: empty the library's caches if they have become too large."""
 
@@ -171,6 +177,17 @@ class Torch(Library):
             "vmap": lambda function: torch.vmap(function),
             "compile": _compiled,
         }
+
+    def compiled_and_counted(
+        self, function: Callable[[Arrays], Any]
+    ) -> tuple[Callable[[Arrays], Any], Callable[[], int]]:
+        import torch
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        return compiled, lambda: int(counter.frame_count)
 
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any

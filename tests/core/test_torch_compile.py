@@ -15,7 +15,12 @@ import precondattn as pa
 from precondattn.algebra.names import name_of
 from precondattn.execution import autograd_torch as operators
 from precondattn.frame import full_frame
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks import run
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.grid import PLAIN
 from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_torch.backend import Torch
 
 SIZES = [(2, 9), (3, 17), (5, 40), (4, 11)]
 
@@ -196,3 +201,25 @@ def test_opcheck_of_steps():
     torch.library.opcheck(operators.step, ("linear", "torch", past, grown, frame))
     cotangents = [torch.ones_like(a) for a in operators.step(*arguments)]
     torch.library.opcheck(operators.step_backward, (*arguments, cotangents))
+
+
+@pytest.mark.parametrize(
+    ("expression", "backend"), [("lucid", "torch"), ("gated_delta", "reference")]
+)
+def test_conformance_checks_dynamic_shapes(expression, backend):
+    case = Case("dynamic_shapes", expression, "torch", "float32", PLAIN, "clustered")
+    measured = run(case, backend)
+    assert measured.error <= measured.bound
+
+
+def test_conformance_finds_a_plan_that_compares_a_length(monkeypatch):
+    supports = Torch.supports
+
+    def comparing(self, mechanism, request):
+        _ = bool(dict(request.shapes)["v"][1] > 10)  # Read, and without effect.
+        return supports(self, mechanism, request)
+
+    monkeypatch.setattr(Torch, "supports", comparing)
+    case = Case("dynamic_shapes", "linear", "torch", "float32", PLAIN, "clustered")
+    with pytest.raises(DisagreementError, match="took 3 graphs"):
+        run(case, "torch")

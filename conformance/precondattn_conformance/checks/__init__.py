@@ -9,6 +9,7 @@ from precondattn_conformance.checks.caching import Alternation, Caching, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.determinism import Determinism
 from precondattn_conformance.checks.dtypes import Dtypes
+from precondattn_conformance.checks.dynamic_shapes import DynamicShapes
 from precondattn_conformance.checks.future import Future
 from precondattn_conformance.checks.gradients import Gradients
 from precondattn_conformance.checks.leaks import Leaks
@@ -42,6 +43,7 @@ ALL: tuple[Check, ...] = (
     Strides(),
     Refusals(),
     Transforms(),
+    DynamicShapes(),
     Autocast(),
     Sharding(),
     Threads(),
