@@ -66,7 +66,7 @@ class Mechanism(Verbs):
     """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Expressions with other options, which tests, conformance and benchmarks run too."""
-    depth: ClassVar[int] = 0
+    _depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
@@ -283,12 +283,12 @@ class Preconditioner(Mechanism):
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
-        if self.base.depth >= NESTED:
+        if self.base._depth >= NESTED:
             raise ValueError(
                 f"{self.name}: at most {NESTED} preconditioners can be nested; base has "
-                f"{self.base.depth}"
+                f"{self.base._depth}"
             )
-        object.__setattr__(self, "depth", self.base.depth + 1)
+        object.__setattr__(self, "_depth", self.base._depth + 1)
         reason = self.refuses()
         if reason is not None:
             raise TypeError(f"{self._expression()} makes no sense: {reason}")
