@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import Pattern
@@ -45,6 +45,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import Append, Replace, Rewrite, Update
+from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -143,7 +144,7 @@ def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Patte
     return Spoiled(good, by_keys, outputs, output, buffers)
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def examined(mechanism: Mechanism, *, is_packed: bool) -> dict[str, Pattern]:
     """The inputs whose NaN or infinities could reach an output that does not depend on them."""
     leaves = _relating_leaves(mechanism)
