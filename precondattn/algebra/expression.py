@@ -65,7 +65,8 @@ def parse(text: str) -> Mechanism:
     if not isinstance(text, str):
         raise TypeError(f"an expression is text such as 'lucid(laser)'; found {text!r}")
     if is_traced_by_dynamo():
-        return parsed_in_graph(text)
+        constant: Mechanism = parsed_in_graph(text)
+        return constant
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):
@@ -126,7 +127,8 @@ class _Reader:
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
-        return cls(**arguments)
+        built: Mechanism = cls(**arguments)
+        return built
 
     def options(self, cls: type[Mechanism]) -> dict[str, Any]:
         known, options = fields_of(cls), dict[str, Any]()

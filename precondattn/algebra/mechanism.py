@@ -145,7 +145,8 @@ class Mechanism(Verbs):
 
 
 def _constructed(cls: type[Mechanism], fields: dict[str, Any]) -> Mechanism:
-    return cls(**fields)
+    built: Mechanism = cls(**fields)
+    return built
 
 
 class Leaf(Mechanism):

@@ -78,7 +78,8 @@ class Elu1(FeatureMap):
     base: Mechanism = Softmax()
 
     def feature_map(self) -> TokenWise:
-        return EluPlusOne()
+        leaf: TokenWise = EluPlusOne()
+        return leaf
 
     def refuses(self) -> str | None:
         if self.base.offers.unit_keys:
