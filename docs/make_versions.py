@@ -29,7 +29,8 @@ $ nox -f conformance/versions/noxfile.py -s "numpy(lowest)"  # one session
 
 The session `numpy` installs neither PyTorch nor JAX, and tests that need them are skipped;
 `frameworks` installs both; `kernels` interprets the kernels of Triton and Pallas, and runs the
-kernel tools. CI runs the whole test suite with the pinned set, and `numpy(lowest)`.
+kernel tools; `everything` is the whole test suite. CI runs `everything` with the pinned set, and
+`numpy(lowest)`.
 
 *Not run* means that no run is saved. For `precondattn conformance`, *skipped* are the cases that it
 lists as unsupported. The suite's own pytest run has the lower bound of pytest in the extra
@@ -60,14 +61,12 @@ NOTES = """
 """
 
 EVERY = [
-    (session, chosen, python)
-    for chosen, python in (
-        ("lowest", "3.11"),
-        ("pinned", "3.11"),
-        ("newest", "3.12"),
-        ("newest", "3.13"),
-    )
-    for session in ("numpy", "frameworks", "kernels")
+    ("everything", "pinned", "3.11"),
+    *(
+        (session, chosen, python)
+        for chosen, python in (("lowest", "3.11"), ("newest", "3.12"), ("newest", "3.13"))
+        for session in ("numpy", "frameworks", "kernels")
+    ),
 ]
 """The sessions of the noxfile."""
 
