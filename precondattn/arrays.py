@@ -309,6 +309,18 @@ def _take_tokens_in_jax(array: Array, tokens: Array) -> Array:
     return jax.vmap(take)(array, tokens)
 
 
+def gathered(array: Array, axis: int) -> Array:
+    """The array, in JAX's explicit mode not sharded over an axis, as JAX requires of a scan."""
+    if library_of(array) != "jax":
+        return array
+    jax = sys.modules["jax"]
+    sharding = jax.typeof(array).sharding
+    if not sharding.mesh.explicit_axes or sharding.spec[axis] is None:
+        return array
+    names = (None if i == axis else name for i, name in enumerate(sharding.spec))
+    return jax.sharding.reshard(array, sharding.update(spec=jax.sharding.PartitionSpec(*names)))
+
+
 def as_index(array: Array) -> Array:
     """Integers in a dtype that the library accepts as an index (in PyTorch only int64)."""
     return array.long() if library_of(array) == "torch" else array

@@ -38,6 +38,7 @@ from precondattn.arrays import (
     arange_like,
     cast,
     device_of,
+    gathered,
     is_traced,
     library_of,
     namespace,
@@ -258,6 +259,7 @@ def _at_or_after(bad: Array, segment: Array | None, window: int | None) -> Array
     """Tokens at or after a bad one of the same segment, less than `window` tokens after it."""
     xp = namespace(bad)
     position = arange_like(bad.shape[1], bad)[None, :, None]
+    bad = gathered(bad, axis=1)
     last = running_maximum(xp.where(bad, position + 1, 0), axis=1)  # 0 where there is none yet.
     first = 0 * position
     if segment is not None:
