@@ -26,9 +26,9 @@ class Sharding(Check):
     """Arrays that are sharded over batch and heads stay so, and no device waits for another.
 
     Output, gradients and `extend` equal the oracle's, and are sharded as they are declared. The
-    compiled text has no collective, but one sum over devices for the gradient of an input that is
-    not sharded over all mesh axes. Heads whose decay depends on their number are not sharded. Four
-    devices hold two sequences and two key/value heads; two devices, two heads.
+    compiled text has no collective, but for the gradient of an input that is not sharded over a
+    mesh axis one sum over that axis. Heads whose decay depends on their number are not sharded.
+    Four devices hold two sequences and two key/value heads; two devices, two heads.
     """
 
     name = "sharding"
@@ -58,7 +58,7 @@ out = jax.jit(lambda inputs: mechanism(**inputs, backend={backend}))(sharded_inp
 
         shards.run("the output", call, (inputs, masks))
         arguments = (inputs, masks, shards.put(output, cotangent))
-        sums = sum(shards.is_summed(trial.mechanism.inputs[n], a) for n, a in inputs.items())
+        sums = sum(shards.sums(trial.mechanism.inputs[n], a) for n, a in inputs.items())
         out, found = shards.run("the gradient", gradients, arguments, sums)
         shards.require("the output", output, out)
         for name, gradient in found.items():
@@ -100,10 +100,10 @@ class _Shards:
     def placed(self, patterns: Mapping[str, Pattern], arrays: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.put(patterns[name], array) for name, array in arrays.items()}
 
-    def is_summed(self, pattern: Pattern, array: Any) -> bool:
-        """Whether devices that differ in their sequences or heads share the array."""
+    def sums(self, pattern: Pattern, array: Any) -> int:
+        """The number of mesh axes over which devices share the array, and sum its gradient."""
         spec = self.spec(pattern, array)
-        return any(size > 1 and name not in spec for name, size in self.mesh.shape.items())
+        return sum(size > 1 and name not in spec for name, size in self.mesh.shape.items())
 
     def run(
         self, what: str, function: Callable[..., Any], arrays: tuple[Any, ...], sums: int = 0
