@@ -381,7 +381,7 @@ def test_an_invalid_argument_has_exit_code_2(tmp_path):
     ("module", "extra", "options"),
     [
         ("pytest_benchmark", "bench", {}),
-        ("matplotlib", "bench", {"plot": "somewhere"}),
+        ("matplotlib", "bench", {"plot": Path("somewhere")}),
         ("torch", "torch", {}),
     ],
 )

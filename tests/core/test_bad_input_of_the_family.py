@@ -16,7 +16,7 @@ LAYOUT = Layout("test", t=4, s=4, h=4, n=2, d=3, e=2)
     [
         (
             lambda: pa.Path(flush=0),
-            "path: option flush must be a whole number, 1 or above; found 0",
+            "path: option flush must be a whole number, 1 to 1073741824; found 0",
         ),
         (lambda: pa.Path(flush=None), "path: option flush must be a whole number"),
         (lambda: pa.Path(flush=True), "path: option flush must be a whole number"),

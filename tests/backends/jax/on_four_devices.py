@@ -20,6 +20,9 @@ from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import Layout, make_inputs
 from precondattn_conformance.runner import run_case
 
+if jax.device_count() < 4:
+    pytest.skip("needs four devices", allow_module_level=True)
+
 COLLECTIVE = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 
 

@@ -43,6 +43,8 @@ TAKEN = (
 )
 OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 """LASER's kernels decline the widths of the suite's cases in half precision."""
+WITH_GRADIENT_IN_FLOAT16 = tuple(name for name in OF_ANY_WIDTH if name != "row_normalized")
+"""The norm's gradient at rows of zeros is beyond float16's range, and declined."""
 OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
 """Slow in half precision: the tests of their kernels cover it by default."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
@@ -58,7 +60,7 @@ INTERPRET = "TRITON_INTERPRET"
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
             (g for g in groups("smoke", "torch", DTYPES[1:]) if mechanism_of(g) in OF_ANY_WIDTH),
         ),
-        *fewer_queries("torch", "float16", (*OF_ANY_WIDTH, *RECURRENCES)),
+        *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
     ],
 )
 def test_all_supported_mechanisms_conform(group):
