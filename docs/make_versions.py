@@ -53,8 +53,8 @@ NOTES = """
 * **PyTorch** 2.6 refuses the declaration of the operators, whose arguments are lists of tensors.
 * **array-api-compat** 1.13 and older: `torch.compile` captures neither CCQ's gate nor the norm
   of its query.
-* **JAX** 0.7 and older have no `jax.enable_x64`, which the suite uses. The interpreter of TPU
-  kernels has a number of cores since 0.9.
+* **JAX** 0.9: functions that JAX divides among devices (`custom_partitioning`) may not contain
+  constants, so nearly all calls fail under `jit`.
 * **Typer** 0.15.0 fails with the newest Click.
 * For the tests only: **pytest** 8 has no option to end a process that hangs, and
   **array-api-strict** 2.5 loses the device of an array.
