@@ -9,6 +9,9 @@ import traceback
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
