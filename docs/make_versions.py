@@ -46,11 +46,12 @@ NOTES = """
 * **CuPy** (14 or newer) needs a GPU, so no version of it has been tried. Its kernels are simulated.
 * **Triton** 3.5 and older have not been tried. Each PyTorch for Linux needs one version of Triton:
   2.10 and 2.11 need 3.6, and 2.15 needs 3.9. So the extra `triton` needs PyTorch 2.10 at least,
-  where the extra `torch` needs 2.7.
+  where the extra `torch` needs 2.9.
 
 ## Why the bounds are not lower
 
-* **PyTorch** 2.6 refuses the declaration of the operators, whose arguments are lists of tensors.
+* **PyTorch** 2.7: its attention on a CPU lets NaN of a later key reach earlier outputs. 2.8 fails to
+  save an exported program with a dynamic length.
 * **array-api-compat** 1.13 and older: `torch.compile` captures neither CCQ's gate nor the norm
   of its query.
 * **JAX** 0.9: functions that JAX divides among devices (`custom_partitioning`) may not contain
