@@ -11,14 +11,12 @@ from precondattn.arrays import Array, namespace
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import refuses_eps
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import in_one_piece
 
 WARPS = 4
 """Warps of a block; each has a row."""
-
-LEAST_EPS = 1e-3
-"""In float16, whose largest number is 65504."""
 
 
 class UnitRows:
@@ -31,12 +29,7 @@ class UnitRows:
             return "supports rows of tokens, not of channels"
         if 0 in dict(request.shapes)["o"]:
             return "supports no empty arrays"
-        if request.dtype == "float16" and "vjp" in request.verb and leaf.eps < LEAST_EPS:
-            return (
-                f"has a gradient in float16 if eps is at least {LEAST_EPS}, else dy / eps "
-                f"overflows at rows of zeros; found {leaf.eps}"
-            )
-        return None
+        return refuses_eps(leaf.eps, request)
 
     def forward(
         self, leaf: Any, x: Mapping[str, Array], frame: Frame

@@ -20,13 +20,10 @@ from torch import Tensor
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.limits import padded_width, refuses_eps
 from precondattn_triton.configurations import configuration
 
 WIDEST = 512
-
-LEAST_EPS = 1e-3
-"""In float16, whose largest number is 65504."""
 
 
 @triton.jit
@@ -104,12 +101,7 @@ class UnitRows:
             return f"supports rows of at most {WIDEST} entries; found {shape[3]}"
         if 0 in shape:
             return "supports no empty arrays"
-        if request.dtype == "float16" and "vjp" in request.verb and leaf.eps < LEAST_EPS:
-            return (
-                f"has a gradient in float16 if eps is at least {LEAST_EPS}, else dy / eps "
-                f"overflows at rows of zeros; found {leaf.eps}"
-            )
-        return None
+        return refuses_eps(leaf.eps, request)
 
     def forward(
         self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
