@@ -51,7 +51,9 @@ NOTES = """
 ## Why the bounds are not lower
 
 * **PyTorch** 2.7: its attention on a CPU lets NaN of a later key reach earlier outputs. 2.8 fails
-  to save an exported program with a dynamic length.
+  to save an exported program with a dynamic length. 2.9 is the bound, although its compiler
+  (Inductor) gets the gradient of PyTorch's own attention wrong in float64 on a CPU: that test is
+  not run there.
 * **array-api-compat** 1.13 and older: `torch.compile` captures neither CCQ's gate nor the norm
   of its query.
 * **JAX** 0.9: functions that JAX divides among devices (`custom_partitioning`) may not contain

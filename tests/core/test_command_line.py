@@ -95,7 +95,10 @@ def test_a_plan_for_a_library_that_is_not_installed_says_so():
     ],
 )
 def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, backend):
-    pytest.importorskip("triton" if library == "torch" else library)
+    if library == "torch":
+        pytest.importorskip("triton", minversion="3.6")
+    else:
+        pytest.importorskip(library)
     arguments = ("--library", library, "--device", device, "--verb", verb, "--sizes", "t=1,s=128")
     if verb != "extend":
         arguments = arguments[:-2]

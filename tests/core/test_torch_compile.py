@@ -88,6 +88,10 @@ def test_marked_dimensions_take_one_graph(counted):
     assert counted.frame_count == 1
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="PyTorch 2.9 compiles the gradient of its own attention wrongly in float64 on a CPU",
+)
 def test_dynamic_true_with_inductor(counted):
     compiled = torch.compile(pa.Lucid(), fullgraph=True, dynamic=True)
     for b, t in SIZES[:3]:
