@@ -32,7 +32,7 @@ from precondattn.backend import (
     Support,
     UnsupportedError,
 )
-from precondattn.cache import Append, Cache, Replace, Rewrite, Slot
+from precondattn.cache import Append, Cache, Replace, Rewrite, Slot, Snapshot
 from precondattn.diagnostics.alignment import alignment, alignment_gap
 from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
 from precondattn.frame import Frame
@@ -150,6 +150,7 @@ __all__ = [
     "ScaledDims",
     "ShapeError",
     "Slot",
+    "Snapshot",
     "Softmax",
     "Stateful",
     "Step",

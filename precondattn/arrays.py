@@ -259,6 +259,22 @@ def copied(array: Array) -> Array:
     return array.clone() if library_of(array) == "torch" else array.copy(order="K")
 
 
+def fresh(array: Array) -> Array:
+    """A copy that shares no memory, where the library writes in place, or donates, arrays."""
+    library = library_of(array)
+    if library == "jax":
+        return sys.modules["jax"].numpy.array(array)
+    return copied(array) if library in ("numpy", "torch", "cupy") else array
+
+
+def in_order(array: Array) -> Array:
+    """A copy whose elements are stored in the order of its axes."""
+    library = library_of(array)
+    if library == "torch":
+        return array.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return array.copy(order="C") if library in ("numpy", "cupy") else fresh(array)
+
+
 def stop_gradient(array: Array) -> Array:
     """The same array, constant for automatic differentiation."""
     library = library_of(array)

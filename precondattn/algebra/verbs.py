@@ -188,7 +188,7 @@ class Verbs:
             )
             if donate:
                 cache.store.clear()
-            return out, Cache(length, dict(zip(keys, buffers, strict=True)))
+            return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
         from precondattn.execution import run
 
         mechanism = self._mechanism

@@ -48,13 +48,13 @@ def extend(
     def evaluated(*arrays: Tensor) -> tuple[Tensor, ...]:
         inputs, buffers = arrays[: len(names)], arrays[len(names) :]
         bound = call._replace(inputs=dict(zip(names, inputs, strict=True)))
-        past = Cache(cache.length, dict(zip(keys, buffers, strict=True)))
+        past = cache._replace(store=dict(zip(keys, buffers, strict=True)))
         out, extended = evaluation.extend(plan, bound, past, count, donate=False)
         return (out, extended.length, *(extended.store[key] for key in keys))
 
     arrays = (*call.inputs.values(), *cache.store.values())
     out, length, *buffers = _without(plan, request, evaluated, arrays)
-    return out, Cache(length, dict(zip(keys, buffers, strict=True)))
+    return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
 
 
 def _without(

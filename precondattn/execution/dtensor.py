@@ -179,7 +179,7 @@ def _bound(
 
 
 def _part_of_cache(sharding: Sharding, cache: Cache) -> Cache:
-    return Cache(sharding.part(cache.length), sharding.parts(cache.store))
+    return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
 
 
 def _check_cotangent(mechanism: Mechanism, what: str, cotangent: Any, of: DTensor) -> None:

@@ -83,7 +83,8 @@ class Sharding(NamedTuple):
             name: self.whole(buffer, self.placements(patterns[name]))
             for name, buffer in cache.store.items()
         }
-        return Cache(self.whole(cache.length, self.placements(ROW)), store)
+        length = self.whole(cache.length, self.placements(ROW))
+        return cache._replace(length=length, store=store)
 
 
 def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> Sharding:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement
 from precondattn.cache import KEY_MASK, Cache, new_buffer
+from precondattn.cache.kinds import TOKENS, Kinds
 from precondattn.execution.arguments import bind_shapes
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 
@@ -45,6 +46,7 @@ def empty_cache(
     like, sizes = bind_shapes(mechanism, arrays, named)
     sizes["c"] = capacity or 0
     store: Arrays = {}
+    kinds: Kinds = {}
     for name, (slot, pattern) in mechanism.program.slots.items():
         unknown = set(pattern.letters.replace(FIXED, "")) - set(sizes)
         if unknown:
@@ -54,7 +56,9 @@ def empty_cache(
                 f"from these inputs; pass {', '.join(needed)} too"
             )
         store[name] = new_buffer(slot, pattern.shape(sizes), like)
+        kinds[name] = {str(slot.kind): ()}
     xp = namespace(like)
     if key_mask and has_tokens:
         store[KEY_MASK] = xp.zeros((sizes["b"], sizes["c"]), dtype=xp.bool, **placement(like))
-    return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store)
+        kinds[KEY_MASK] = {TOKENS: ()}
+    return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store, kinds)

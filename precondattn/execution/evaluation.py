@@ -109,7 +109,7 @@ def extend(
     if KEY_MASK in cache.store:
         old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
-    extended = Cache(cache.length + count, store)
+    extended = cache._replace(length=cache.length + count, store=store)
     if donate:
         cache.store.clear()
     return _finished(out, call), extended
@@ -155,7 +155,7 @@ def extend_vjp(
         return _input_gradients(cotangents, call), d_old_store
 
     store = _updated_store(updates, call, cache, count, donate=False)
-    extended = Cache(cache.length + count, store)
+    extended = cache._replace(length=cache.length + count, store=store)
     return _finished(output, call), extended, pullback
 
 

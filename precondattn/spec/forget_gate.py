@@ -21,7 +21,7 @@ from __future__ import annotations
 from precondattn.arrays import Array, arange_like, namespace, zero_where_not
 from precondattn.cache import Rewrite, Slot, Update
 
-SLOT = Slot("decay", "decay({g})", "b c h", wide=True)
+SLOT = Slot("decay", "decay({g})", "b c h", wide=True, is_rewritten=True)
 
 
 def _follows(array: Array, s: int) -> Array:

@@ -219,7 +219,7 @@ def test_extending_in_three_blocks_equals_numpys(
 ) -> None:
     if library.name == "cupy_stand_in":
         # The library writes in place into CuPy's arrays, which it knows by their name.
-        monkeypatch.setattr("precondattn.cache.writes_in_place", lambda array: True)
+        monkeypatch.setattr("precondattn.cache.updates.writes_in_place", lambda array: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = library.all_on_device(inputs)
@@ -549,7 +549,7 @@ def test_blocked_output_and_gradients_equal_numpys(
 def test_blocked_extensions_equal_numpys(
     blocked: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precondattn.cache.writes_in_place", lambda array: True)
+    monkeypatch.setattr("precondattn.cache.updates.writes_in_place", lambda array: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = blocked.all_on_device(inputs)

@@ -114,7 +114,7 @@ class CacheDecoder:
 
     def reset(self) -> None:
         """Restore the context's length. Each step overwrites the token's slot."""
-        self.cache = Cache(self.library.array(self.length), self.cache.store)
+        self.cache = self.cache._replace(length=self.library.array(self.length))
 
     def step(self) -> Any:
         with no_gradient(self.library):

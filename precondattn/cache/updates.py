@@ -1,57 +1,20 @@
-"""Caches: the arrays that are needed to continue a sequence.
-
-A cache is `Cache(length, store)`: the number of tokens of each sequence of the batch, and buffers.
-The key of a buffer is the value whose history it stores, so that a value that several pieces read
-is stored once. Both are plain tuples and dicts of arrays: pytrees in JAX and PyTorch, and
-picklable. The layout belongs to the mechanism, not to a backend: one backend may prefill a cache
-and another decode from it.
-"""
+"""What a step does to a buffer: append tokens to it, rewrite it, or replace it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from precondattn.arrays import (
-    HALF,
     Array,
-    Shape,
     arange_like,
     cast,
     copied,
-    dtype_name,
     host_integers,
     namespace,
-    placement,
     take_tokens,
     wants_gradient,
     writes_in_place,
 )
-
-KEY_MASK = "key_mask"
-"""The buffer (b, c) with the mask of cached keys; only in a cache created with `key_mask=True`."""
-
-
-class Cache(NamedTuple):
-    """The number of tokens per sequence (b,), and buffers by the value whose history they store."""
-
-    length: Array
-    store: dict[str, Array]
-
-
-class Slot(NamedTuple):
-    """The declaration of one cache buffer of a leaf."""
-
-    name: str
-    """The leaf's name of the buffer."""
-    holds: str
-    """The value whose history it stores, a template over the leaf's inputs and `out`, such as
-    `"rms({k})"`."""
-    pattern: str
-    """Its shape; the axis `c` is the capacity."""
-    wide: bool = False
-    """Whether it is stored in float32 when the inputs are in half precision."""
-    is_rewritten: bool = False
-    """Whether a step also changes the rows of cached tokens."""
 
 
 class Append(NamedTuple):
@@ -75,24 +38,6 @@ class Replace(NamedTuple):
 
 Update = Append | Rewrite | Replace
 Updates = dict[str, Update]
-
-
-def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
-    """A buffer of zeros for `slot`, of the library, dtype and device of `like`.
-
-    In libraries with strides the memory layout is (b, h, …, c), so that the tokens of one feature
-    are contiguous: a step multiplies few rows by many tokens, and reads this layout twice as fast.
-    Rewritten buffers have the layout (b, h, c, …).
-    """
-    xp = namespace(like)
-    dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
-    if len(shape) < 3 or slot.pattern.split()[1] != "c":
-        return xp.zeros(shape, dtype=dtype, **placement(like))
-    token_axis = 2 if slot.is_rewritten else len(shape) - 1
-    others = [size for axis, size in enumerate(shape) if axis != 1]
-    memory_shape = (*others[:token_axis], shape[1], *others[token_axis:])
-    zeros = xp.zeros(memory_shape, dtype=dtype, **placement(like))
-    return xp.moveaxis(zeros, token_axis, 1)
 
 
 def updated(

@@ -1,0 +1,43 @@
+"""Growing: the same tokens in buffers for more of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn.arrays import Array, cast, fresh, namespace, placement
+from precondattn.cache.kinds import Kind, capacity_of, kinds_of
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+
+def grow(cache: Cache, capacity: int) -> Cache:
+    if not isinstance(capacity, int) or isinstance(capacity, bool):
+        raise TypeError(f"grow: capacity must be a whole number; found {capacity!r}")
+    kinds, now = kinds_of(cache), capacity_of(cache)
+    if now is None or capacity == now:
+        return cache
+    if capacity < now:
+        raise ValueError(
+            f"grow: capacity must be {now} or above, as the cache holds up to {now} tokens; "
+            f"found {capacity}"
+        )
+    store = {
+        name: _padded(buffer, kinds[name], capacity) if kinds[name].has_tokens else fresh(buffer)
+        for name, buffer in cache.store.items()
+    }
+    # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
+    is_within = cache.length <= now
+    length = namespace(cache.length).where(is_within, cache.length, capacity + 1)
+    return cache._replace(length=cast(length, cache.length.dtype), store=store)
+
+
+def _padded(buffer: Array, kind: Kind, capacity: int) -> Array:
+    """The buffer with unused rows of 0 up to `capacity`."""
+    xp = namespace(buffer)
+    axis = kind.token_axis(buffer.ndim)
+    ordered = kind.in_memory_order(buffer)
+    shape = [*ordered.shape]
+    shape[axis] = capacity - shape[axis]
+    unused = xp.zeros(tuple(shape), dtype=buffer.dtype, **placement(buffer))
+    return kind.from_memory_order(xp.concat([ordered, unused], axis=axis))

@@ -1,0 +1,73 @@
+"""Conversion: the same cache in another dtype, or on another device."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import array_api_compat
+import numpy as np
+
+from precondattn.arrays import (
+    FLOATING,
+    HALF,
+    Array,
+    cast,
+    dtype_name,
+    exact_device,
+    fresh,
+    library_of,
+    namespace,
+)
+from precondattn.cache.kinds import kinds_of
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+
+def to(cache: Cache, device: Any, dtype: Any) -> Cache:
+    kinds = kinds_of(cache)
+    if device is None and dtype is None:
+        raise TypeError("to: pass a device, a dtype, or both")
+    length = cache.length if device is None else _on(device, cache.length)
+    store = {}
+    for name, buffer in cache.store.items():
+        new = buffer if dtype is None else _in_dtype(dtype, buffer, kinds[name].is_wide)
+        new = new if device is None else _on(device, new)
+        store[name] = fresh(new) if new is buffer else new
+    return cache._replace(length=length, store=store)
+
+
+def _in_dtype(dtype: Any, buffer: Array, is_wide: bool) -> Array:
+    """A floating buffer in `dtype`, but a wide one at least in float32."""
+    xp, library = namespace(buffer), library_of(buffer)
+    wanted = getattr(xp, dtype, dtype) if isinstance(dtype, str) else dtype
+    name = _name_of(wanted, library)
+    if name not in FLOATING:
+        raise TypeError(
+            f"to: dtype must be float16, bfloat16, float32 or float64, as {library} has it; "
+            f"found {dtype!r}"
+        )
+    if name == "float64" and library == "jax" and not sys.modules["jax"].config.jax_enable_x64:
+        raise TypeError("to: jax has no float64 here; jax_enable_x64 is false")
+    if dtype_name(buffer) not in FLOATING:
+        return buffer
+    return cast(buffer, xp.float32 if is_wide and name in HALF else wanted)
+
+
+def _name_of(dtype: Any, library: str | None) -> str:
+    """`"float32"` for every library's float32; another text for what is no dtype of it."""
+    if isinstance(dtype, str) or library not in ("numpy", "cupy", "jax"):
+        return "" if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return ""
+
+
+def _on(device: Any, array: Array) -> Array:
+    if library_of(array) == "numpy" and device != "cpu":
+        raise ValueError(f"to: arrays of numpy are on 'cpu'; found the device {device!r}")
+    if str(exact_device(array)) == str(device):
+        return array
+    return array_api_compat.to_device(array, device)

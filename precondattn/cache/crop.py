@@ -1,0 +1,126 @@
+"""Cropping: a cache without the last tokens of its sequences.
+
+Only a history of tokens can be cropped: a state, and a row that later tokens have rewritten, can
+not go back. The rows of tokens that are left out become 0, as they are in a cache that never had
+them, so that a NaN in one of them has no effect.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    cast,
+    copied,
+    dtype_name,
+    is_traced,
+    namespace,
+    wants_gradient,
+    writes_in_place,
+    zero_where_not,
+)
+from precondattn.cache.integers import Integers, entries, integers
+from precondattn.cache.kinds import TOKENS, Kind, capacity_of, invalid_length, kinds_of
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+
+def fixed_buffers(cache: Cache) -> list[str]:
+    """The names of the buffers that can not be cropped."""
+    return [name for name, kind in kinds_of(cache).items() if kind.rows != TOKENS]
+
+
+def crop(cache: Cache, lengths: Any, *, donate: bool) -> Cache:
+    fixed = fixed_buffers(cache)
+    if fixed:
+        raise ValueError(
+            f"crop: {', '.join(map(repr, fixed))} can not be cropped, because states and rewritten "
+            f"rows depend on all tokens; take a snapshot() before the tokens, and restore() it"
+        )
+    b = cache.length.shape[0]
+    if not isinstance(lengths, list | tuple) and not hasattr(lengths, "shape"):
+        lengths = [_length(lengths)] * b
+    return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
+
+
+def _length(value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"crop: lengths must be a whole number, or one for each sequence; found {value!r}"
+    )
+
+
+def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
+    """The cache at other lengths (b,), with its histories cropped and other buffers unchanged.
+
+    Traced lengths can not be checked: those out of range make their sequences invalid.
+    """
+    xp = namespace(cache.length)
+    kinds = kinds_of(cache)
+    if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):
+        raise ValueError(
+            f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "
+            f"torch.no_grad(), or without donate"
+        )
+    old = None if is_traced(cache.length) else entries(cache.length)
+    removed, length = None, new.array
+    capacity, invalid = capacity_of(cache), invalid_length(cache)
+    if old is None or new.known is None:
+        valid = (new.array >= 0) & (new.array <= cache.length)
+        if capacity is not None:
+            valid = valid & (cache.length <= capacity)
+        length = cast(xp.where(valid, new.array, invalid), cache.length.dtype)
+    else:
+        removed = list(zip(new.known, old, strict=True))
+        for i, (after, before) in enumerate(removed):
+            if before == invalid:
+                raise ValueError(
+                    f"{verb}: sequence {i} of the batch has lost tokens and is invalid"
+                )
+            if not 0 <= after <= before:
+                raise ValueError(
+                    f"{verb}: lengths must lie between 0 and the {before} tokens held; found "
+                    f"{after} (sequence {i} of the batch)"
+                )
+    store = {
+        name: _without_rows(buffer, kinds[name], new.array, removed, donate)
+        if kinds[name].rows == TOKENS
+        else buffer
+        for name, buffer in cache.store.items()
+    }
+    if donate:
+        cache.store.clear()
+    return cache._replace(length=length, store=store)
+
+
+def _without_rows(
+    buffer: Array,
+    kind: Kind,
+    length: Array,
+    removed: list[tuple[int, int]] | None,
+    donate: bool,
+) -> Array:
+    """A history with 0 from row `length` (b,) on; `removed` has the range of each sequence."""
+    if removed is not None and writes_in_place(buffer):
+        target = buffer if donate else copied(buffer)
+        if len(set(removed)) == 1:
+            target[:, slice(*removed[0])] = 0
+        else:
+            for i, rows in enumerate(removed):
+                target[i, slice(*rows)] = 0
+        return target
+    xp = namespace(buffer)
+    is_kept = arange_like(buffer.shape[1], length)[None, :] < length[:, None]
+    is_kept = xp.reshape(is_kept, (*is_kept.shape, *(1,) * (buffer.ndim - 2)))
+    if dtype_name(buffer) == "bool":
+        return buffer & is_kept
+    kept = zero_where_not(kind.in_memory_order(is_kept), kind.in_memory_order(buffer))
+    return kind.from_memory_order(kept)

@@ -1,0 +1,84 @@
+"""Integers that name tokens or sequences: lengths (b,) and indices (b',)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    cast,
+    dtype_name,
+    exact_device,
+    is_traced,
+    library_of,
+    namespace,
+    placement,
+)
+
+
+class Integers(NamedTuple):
+    """Integers as an array of the cache's library."""
+
+    array: Array
+    """int32, (n,)"""
+    known: list[int] | None
+    """The same as a list; None if they are traced."""
+
+
+def integers(name: str, given: Any, like: Array, count: int | None = None) -> Integers:
+    """`count` integers, or any number: a list, or an array of the library of `like`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the argument `name`, for anything else.
+    """
+    xp = namespace(like)
+    known: list[int] | None
+    if isinstance(given, list | tuple | range):
+        try:
+            known = [_whole_number(n) for n in given]
+        except TypeError:
+            raise TypeError(f"{name} must be whole numbers; found {given!r}") from None
+        array = xp.asarray(known, dtype=xp.int32, **placement(like))
+    else:
+        array = _checked(name, given, like)
+        known = None if is_traced(array) else entries(array)
+        array = cast(array, xp.int32)
+    if count is not None and array.shape[0] != count:
+        raise ValueError(
+            f"{name} must be {count} integers, one for each sequence; found {array.shape[0]}"
+        )
+    return Integers(array, known)
+
+
+def entries(array: Array) -> list[int]:
+    """The entries of an integer array (n,) that is not traced."""
+    if hasattr(array, "tolist"):
+        return [int(n) for n in array.tolist()]
+    return [int(array[i]) for i in range(array.shape[0])]
+
+
+def _whole_number(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _checked(name: str, array: Any, like: Array) -> Array:
+    library = library_of(like)
+    if library_of(array) != library:
+        raise TypeError(
+            f"{name} must be a list of integers or an array of {library}, as the cache is; "
+            f"found {type(array).__name__}"
+        )
+    dtype = dtype_name(array)
+    if array.ndim != 1 or not dtype.startswith(("int", "uint")):
+        raise TypeError(
+            f"{name} must be integers with one axis; found {dtype} of shape {tuple(array.shape)}"
+        )
+    device, expected = exact_device(array), exact_device(like)
+    if None not in (device, expected) and device != expected:
+        raise ValueError(f"{name} is on {device}; the cache is on {expected}")
+    return array

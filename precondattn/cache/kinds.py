@@ -1,0 +1,104 @@
+"""The kind of a buffer: what its rows are, by which the operations of a cache treat it.
+
+A cache carries the kinds of its buffers, so that it can be cropped or grown without its mechanism.
+They are dicts without arrays, `{"k": {"tokens": ()}}`: JAX and PyTorch take them for the structure
+of the tree and not for a part of its data, without any registration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from precondattn.arrays import Array, namespace
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+TOKENS = "tokens"
+"""(b, c, …): a row for each token, which later tokens do not change. Unused rows are 0."""
+REWRITTEN = "rewritten"
+"""(b, c, …): a row for each token, which later tokens change."""
+STATE = "state"
+"""Without a row for each token."""
+WIDE = "wide "
+
+Kinds = dict[str, dict[str, tuple[()]]]
+"""The text of its kind for each buffer, as the key of a dict with one item."""
+
+
+class Kind(NamedTuple):
+    """What the rows of a buffer are."""
+
+    rows: str
+    """`"tokens"`, `"rewritten"` or `"state"`."""
+    is_wide: bool = False
+    """Whether it is in float32 when the inputs are in half precision."""
+
+    @classmethod
+    def read(cls, text: str) -> Kind:
+        rows = text.removeprefix(WIDE)
+        if rows not in (TOKENS, REWRITTEN, STATE):
+            raise ValueError(f"{text!r} is no kind of a buffer")
+        return cls(rows, rows != text)
+
+    def __str__(self) -> str:
+        return WIDE + self.rows if self.is_wide else self.rows
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether axis 1 is that of the tokens."""
+        return self.rows != STATE
+
+    def token_axis(self, rank: int) -> int:
+        """The place of the token axis in memory.
+
+        The layout is (b, h, …, c), so that the tokens of one feature are contiguous: a step
+        multiplies few rows by many tokens, and reads this layout twice as fast. Rewritten buffers
+        have the layout (b, h, c, …).
+        """
+        if not self.has_tokens or rank < 3:
+            return 1
+        return 2 if self.rows == REWRITTEN else rank - 1
+
+    def in_memory_order(self, buffer: Array) -> Array:
+        """A view of a buffer, with its axes in the order of memory."""
+        axis = self.token_axis(buffer.ndim)
+        return buffer if axis == 1 else namespace(buffer).moveaxis(buffer, 1, axis)
+
+    def from_memory_order(self, array: Array) -> Array:
+        """The reverse of `in_memory_order`."""
+        axis = self.token_axis(array.ndim)
+        return array if axis == 1 else namespace(array).moveaxis(array, axis, 1)
+
+
+def kinds_of(cache: Cache) -> dict[str, Kind]:
+    """The kind of every buffer.
+
+    Raises
+    ------
+    ValueError
+        if the cache was donated, or was made without kinds.
+    """
+    if cache.kinds and not cache.store:
+        raise ValueError("this cache was donated and can not be used again")
+    if set(cache.kinds) != set(cache.store):
+        raise ValueError(
+            f"this cache does not say what its buffers hold: it has the buffers "
+            f"{sorted(cache.store)}, and kinds for {sorted(cache.kinds)}; start from init_cache, "
+            f"and replace buffers by `cache._replace(store=...)`"
+        )
+    return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
+
+
+def capacity_of(cache: Cache) -> int | None:
+    """The number of tokens that fit, or None where no buffer has a row for each token."""
+    for name, kind in kinds_of(cache).items():
+        if kind.has_tokens:
+            return int(cache.store[name].shape[1])
+    return None
+
+
+def invalid_length(cache: Cache) -> int:
+    """A length at which the outputs of a sequence are NaN."""
+    capacity = capacity_of(cache)
+    return -1 if capacity is None else capacity + 1

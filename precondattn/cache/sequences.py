@@ -1,0 +1,118 @@
+"""Sequences of a batch: gathered, selected and concatenated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import (
+    Array,
+    as_index,
+    cast,
+    dtype_name,
+    exact_device,
+    is_traced,
+    library_of,
+    namespace,
+)
+from precondattn.cache.capacity import grow
+from precondattn.cache.integers import entries, integers
+from precondattn.cache.kinds import capacity_of, invalid_length, kinds_of
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+
+def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
+    """Sequence i of the result is sequence `indices[i]`; traced ones out of range are invalid."""
+    kinds = kinds_of(cache)
+    xp = namespace(cache.length)
+    b = cache.length.shape[0]
+    index, known = integers(f"{verb}: indices", indices, cache.length)
+    if index.shape[0] == 0:
+        raise ValueError(f"{verb}: a cache needs one sequence or more; found no indices")
+    outside = [i for i in known or () if not 0 <= i < b]
+    if outside:
+        raise ValueError(f"{verb}: indices must lie between 0 and {b - 1}; found {outside[0]}")
+    if known is None:
+        valid = (index >= 0) & (index < b)
+        index = xp.clip(index, 0, b - 1)
+    index = as_index(index)
+    length = xp.take(cache.length, index, axis=0)
+    if known is None:
+        length = cast(xp.where(valid, length, invalid_length(cache)), cache.length.dtype)
+    store = {}
+    for name, buffer in cache.store.items():
+        kind = kinds[name]
+        taken = xp.take(kind.in_memory_order(buffer), index, axis=0)
+        store[name] = kind.from_memory_order(taken)
+    return cache._replace(length=length, store=store)
+
+
+def select(cache: Cache, rows: Any) -> Cache:
+    """Some sequences, each at most once: a slice, integers, or a mask."""
+    b = cache.length.shape[0]
+    if isinstance(rows, slice):
+        rows = list(range(b)[rows])
+    elif isinstance(rows, list | tuple) and rows and all(isinstance(r, bool) for r in rows):
+        rows = _marked(rows, b)
+    elif library_of(rows) is not None and dtype_name(rows) == "bool":
+        if is_traced(rows):
+            raise TypeError(
+                "select: rows is a traced mask, and the number of sequences can not depend on it; "
+                "pass their indices"
+            )
+        rows = _marked([bool(n) for n in entries(namespace(rows).astype(rows, "int32"))], b)
+    _, known = integers("select: rows", rows, cache.length)
+    if known is not None and len(set(known)) < len(known):
+        raise ValueError(
+            f"select: rows must name each sequence at most once; found {known}; reorder() repeats "
+            f"sequences"
+        )
+    return reorder(cache, rows, "select")
+
+
+def _marked(mask: Sequence[bool], b: int) -> list[int]:
+    if len(mask) != b:
+        raise ValueError(f"select: a mask must have {b} entries, one for each; found {len(mask)}")
+    return [i for i, is_marked in enumerate(mask) if is_marked]
+
+
+def concatenate(caches: Sequence[Cache]) -> Cache:
+    """The sequences of all caches, at the largest of their capacities."""
+    first = caches[0]
+    for i, other in enumerate(caches):
+        _check_same(first, other, i)
+    capacities = [c for c in map(capacity_of, caches) if c is not None]
+    if capacities:
+        caches = [grow(cache, max(capacities)) for cache in caches]
+    kinds, xp = kinds_of(first), namespace(first.length)
+    store = {}
+    for name, kind in kinds.items():
+        joined = xp.concat([kind.in_memory_order(cache.store[name]) for cache in caches], axis=0)
+        store[name] = kind.from_memory_order(joined)
+    return first._replace(length=xp.concat([c.length for c in caches], axis=0), store=store)
+
+
+def _check_same(first: Cache, other: Cache, number: int) -> None:
+    """Raise an error unless two caches differ in sequences and capacity at most."""
+    _require_equal(kinds_of(first), kinds_of(other), "the buffers", number)
+    for name, kind in kinds_of(first).items():
+        start = 2 if kind.has_tokens else 1
+        of_first, of_other = (
+            (*_type(buffer), tuple(buffer.shape[start:]))
+            for buffer in (first.store[name], other.store[name])
+        )
+        _require_equal(of_first, of_other, f"library, dtype, device and rows of {name!r}", number)
+
+
+def _require_equal(of_first: object, of_other: object, what: str, number: int) -> None:
+    if of_first != of_other:
+        raise ValueError(
+            f"concatenate: caches of one mechanism expected, which differ in sequences and "
+            f"capacity only; {what} are {of_first} in cache 0, and {of_other} in cache {number}"
+        )
+
+
+def _type(array: Array) -> tuple[str | None, str, str]:
+    return library_of(array), dtype_name(array), str(exact_device(array))

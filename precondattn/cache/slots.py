@@ -1,0 +1,44 @@
+"""Slots: the declaration of the buffers of a leaf, and empty buffers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement
+from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
+
+KEY_MASK = "key_mask"
+"""The buffer (b, c) with the mask of cached keys; only in a cache created with `key_mask=True`."""
+
+
+class Slot(NamedTuple):
+    """The declaration of one cache buffer of a leaf."""
+
+    name: str
+    """The leaf's name of the buffer."""
+    holds: str
+    """The value whose history it stores, a template over the leaf's inputs and `out`, such as
+    `"rms({k})"`."""
+    pattern: str
+    """Its shape; the axis `c` is the capacity."""
+    wide: bool = False
+    """Whether it is stored in float32 when the inputs are in half precision."""
+    is_rewritten: bool = False
+    """Whether a step also changes the rows of cached tokens."""
+
+    @property
+    def kind(self) -> Kind:
+        if self.pattern.split()[1] != "c":
+            return Kind(STATE, self.wide)
+        return Kind(REWRITTEN if self.is_rewritten else TOKENS, self.wide)
+
+
+def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
+    """A buffer of zeros for `slot`, of the library, dtype and device of `like`."""
+    xp = namespace(like)
+    kind = slot.kind
+    dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
+    axis = kind.token_axis(len(shape))
+    others = (shape[0], *shape[2:])
+    in_memory = (*others[:axis], shape[1], *others[axis:])
+    return kind.from_memory_order(xp.zeros(in_memory, dtype=dtype, **placement(like)))

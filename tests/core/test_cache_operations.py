@@ -1,0 +1,371 @@
+"""Operations on caches: their errors, memory, traces, gradients and saved forms.
+
+That they agree with the mathematics, for every mechanism, is the conformance check `cache
+operations`.
+"""
+
+import io
+import re
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance import libraries
+from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+
+LENGTH, CAPACITY = 9, 12
+MECHANISMS = ["lucid(laser)", "gla", "path", "softmax[forget=unscaled]", "ccq(softmax)"]
+CROPPED = pa.Lucid()
+
+
+def cache_of(m, library="numpy", dtype="float64", held=6):
+    """The inputs, and a cache of the first `held` tokens; computed in NumPy, as it is fastest."""
+    lib = libraries.named(library)
+    x = make_inputs(m, Layout("test", b=3, t=LENGTH, s=LENGTH), "random")
+    cache = m.init_cache(**x, capacity=CAPACITY)
+    _, cache = m.extend(cache, **slice_tokens(m, x, 0, held))
+    x, arrays = (
+        {name: lib.array(array, dtype) for name, array in arrays.items()}
+        for arrays in (x, cache.state_dict())
+    )
+    return x, pa.Cache.from_state_dict(arrays)
+
+
+def assert_equal(left, right):
+    np.testing.assert_array_equal(left.length, right.length)
+    assert left.kinds == right.kinds
+    assert set(left.store) == set(right.store)
+    for name, buffer in left.store.items():
+        np.testing.assert_array_equal(buffer, right.store[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "words"),
+    [
+        (7, ValueError, "crop: lengths must lie between 0 and the 6 tokens held; found 7"),
+        (-1, ValueError, "found -1 (sequence 0"),
+        ([6, 6, 7], ValueError, "found 7 (sequence 2"),
+        ([6, 6], ValueError, "lengths must be 3 integers, one for each sequence; found 2"),
+        (1.0, TypeError, "lengths must be a whole number"),
+        (True, TypeError, "lengths must be a whole number"),
+        ([1, 2, 3.5], TypeError, "lengths must be whole numbers"),
+        (np.ones(3), TypeError, "integers with one axis; found float64"),
+        ("3", TypeError, "lengths must be a whole number"),
+    ],
+)
+def test_bad_lengths_of_a_crop(lengths, error, words):
+    _, cache = cache_of(CROPPED)
+    with pytest.raises(error, match=re.escape(words)):
+        cache.crop(lengths)
+
+
+@pytest.mark.parametrize("expression", ["gla", "path", "softmax[forget=unscaled]", "ccq(softmax)"])
+def test_what_can_not_be_cropped_says_so_and_names_snapshot(expression):
+    _, cache = cache_of(pa.parse(expression))
+    assert not cache.can_crop
+    with pytest.raises(ValueError, match=r"can not be cropped.* snapshot\(\).*restore\(\)"):
+        cache.crop(2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "words"),
+    [
+        (lambda c: c.reorder([0, 3]), ValueError, "indices must lie between 0 and 2; found 3"),
+        (lambda c: c.reorder([-1]), ValueError, "between 0 and 2; found -1"),
+        (lambda c: c.reorder([]), ValueError, "one sequence or more"),
+        (lambda c: c.reorder(1), TypeError, "indices must be a list of integers or an array"),
+        (lambda c: c.select([0, 0]), ValueError, "at most once"),
+        (lambda c: c.select([True, False]), ValueError, "a mask must have 3 entries"),
+        (lambda c: c.grow(11), ValueError, "capacity must be 12 or above"),
+        (lambda c: c.grow(12.0), TypeError, "capacity must be a whole number; found 12.0"),
+        (lambda c: c.to(), TypeError, "pass a device, a dtype, or both"),
+        (lambda c: c.to(dtype="int32"), TypeError, "dtype must be float16"),
+        (lambda c: c.to(dtype="wide"), TypeError, "found 'wide'"),
+        (lambda c: c.to(dtype=None, device="cuda"), ValueError, "arrays of numpy are on 'cpu'"),
+        (lambda c: pa.Cache.concatenate([]), TypeError, "one or more caches"),
+        (lambda c: pa.Cache.concatenate([c, 3]), TypeError, "one or more caches"),
+        (lambda c: pa.Cache.concatenate([c, c.to(dtype="float32")]), ValueError, "float32"),
+        (lambda c: pa.Cache.concatenate([c, cache_of(pa.GLA())[1]]), ValueError, "one mechanism"),
+        (lambda c: c.restore(c), TypeError, "a Snapshot from snapshot() expected; found Cache"),
+        (lambda c: c.restore(c.select([0]).snapshot()), ValueError, "of another cache"),
+        (lambda c: c.crop(3).restore(c.snapshot()), ValueError, "the 3 tokens held; found 6"),
+        (lambda c: pa.Cache(c.length, c.store).crop(1), ValueError, "does not say what"),
+        (lambda c: pa.Cache.from_state_dict({}), ValueError, "missing ['length']"),
+        (
+            lambda c: pa.Cache.from_state_dict({**c.state_dict(), "k": c.length}),
+            ValueError,
+            "unknown ['k']",
+        ),
+        (
+            lambda c: pa.Cache.from_state_dict({**c.state_dict(), "tokens: k": [1]}),
+            TypeError,
+            "'tokens: k' must be an array; found list",
+        ),
+    ],
+)
+def test_bad_arguments(operation, error, words):
+    _, cache = cache_of(CROPPED)
+    with pytest.raises(error, match=re.escape(words)):
+        operation(cache)
+
+
+def test_a_donated_cache_can_not_be_used_again():
+    _, cache = cache_of(CROPPED)
+    cache.crop(3, donate=True)
+    for operation in (lambda: cache.crop(1), lambda: cache.reorder([0]), cache.snapshot):
+        with pytest.raises(ValueError, match="was donated"):
+            operation()
+
+
+OPERATIONS = {
+    "crop": lambda c: c.crop(0) if c.can_crop else c.reorder([0, 1, 2]),
+    "restore": lambda c: c.restore(c.snapshot()),
+    "reorder": lambda c: c.reorder([2, 0, 1, 1]),
+    "select": lambda c: c.select([True, False, True]),
+    "grow": lambda c: c.grow(20),
+    "to": lambda c: c.to(device="cpu", dtype="float64"),
+    "concatenate": lambda c: pa.Cache.concatenate([c]),
+    "state_dict": lambda c: pa.Cache.from_state_dict(c.state_dict()),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_a_new_cache_has_the_same_memory_layout_and_shares_no_memory(
+    expression, operation, library
+):
+    if library == "torch":
+        pytest.importorskip("torch")
+    m = pa.parse(expression)
+    # An empty cache, because a step may give rewritten rows another layout.
+    cache = m.init_cache(**cache_of(m, library)[0], capacity=CAPACITY)
+    new = OPERATIONS[operation](cache)
+    if new is cache:  # A state has no capacity to grow.
+        assert (expression, operation) == ("gla", "grow")
+        return
+    before = {name: np.asarray(buffer).copy() for name, buffer in cache.store.items()}
+    for name, buffer in new.store.items():
+        assert order_in_memory(buffer) == order_in_memory(cache.store[name]), name
+        buffer[...] = 1
+    for name, buffer in cache.store.items():
+        np.testing.assert_array_equal(buffer, before[name], err_msg=name)
+
+
+def order_in_memory(buffer):
+    """The axes, from the largest stride to the smallest."""
+    strides = buffer.stride() if hasattr(buffer, "stride") else buffer.strides
+    return sorted(range(buffer.ndim), key=lambda axis: (-strides[axis], axis))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("lengths", [3, [3, 0, 5]])
+def test_cropped_tokens_leave_no_trace(donate, lengths):
+    """A NaN in a token that is left out, and a masked key, have no effect."""
+    m = CROPPED
+    x, _ = cache_of(m)
+    spoiled = {name: array.copy() for name, array in x.items()}
+    for array in spoiled.values():
+        array[:, 5] = np.nan
+    mask = np.ones((3, LENGTH), dtype=bool)
+    mask[1, 1] = mask[:, 4:] = False
+    counts = np.broadcast_to(lengths, 3)
+
+    def filled(inputs, tokens, **lengths):
+        cache = m.init_cache(**x, capacity=CAPACITY, key_mask=True)
+        new = slice_tokens(m, inputs, 0, tokens)
+        return m.extend(cache, **new, key_mask=mask[:, :tokens], **lengths)[1]
+
+    cache = filled(spoiled, 7)
+    buffers = dict(cache.store)
+    cropped = cache.crop(lengths, donate=donate)
+    assert_equal(cropped, filled(x, 5, lengths=counts))
+    assert all((cropped.store[name] is buffers[name]) == donate for name in buffers)
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_a_snapshot_survives_donations_and_is_restored_twice(expression):
+    m = pa.parse(expression)
+    x, cache = cache_of(m, held=4)
+    first, _ = m.extend(cache, **slice_tokens(m, x, 4, 6))
+    before = cache.snapshot()
+    for _ in range(2):
+        for start in (6, 7):
+            cache = m.extend(cache, **slice_tokens(m, x, start, start + 1), donate=True)[1]
+        cache = cache.restore(before, donate=True)
+        out, _ = m.extend(cache, **slice_tokens(m, x, 4, 6))
+        np.testing.assert_allclose(out, first, rtol=1e-12, atol=1e-13)
+
+
+def is_invalid(cache):
+    """Whether `extend` gives NaN, for each sequence."""
+    length, capacity = np.asarray(cache.length), cache.capacity
+    return ((length < 0) | (length > (length if capacity is None else capacity))).tolist()
+
+
+def test_a_sequence_that_lost_tokens_stays_invalid():
+    jax = pytest.importorskip("jax")
+    _, cache = cache_of(CROPPED, "jax", "float32")
+    full = cache._replace(length=jax.numpy.asarray([6, 13, 6], dtype="int32"))
+    assert is_invalid(full) == [False, True, False]
+    assert is_invalid(full.grow(60)) == [False, True, False]
+    assert is_invalid(full.reorder([1, 0])) == [True, False]
+    assert is_invalid(pa.Cache.concatenate([full, cache.grow(20)]))[:4] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert is_invalid(jax.jit(lambda c: c.crop(2))(full)) == [False, True, False]
+    with pytest.raises(ValueError, match="sequence 1 of the batch has lost tokens"):
+        full.crop(2)
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gla"])
+def test_traced_arguments_out_of_range_make_a_sequence_invalid(expression):
+    jax = pytest.importorskip("jax")
+    _, cache = cache_of(pa.parse(expression), "jax", "float32")
+    reordered = jax.jit(lambda c, i: c.reorder(i))(cache, jax.numpy.asarray([-1, 0, 3]))
+    assert is_invalid(reordered) == [True, False, True]
+    if cache.can_crop:
+        cropped = jax.jit(lambda c, n: c.crop(n))(cache, jax.numpy.asarray([7, 6, -1]))
+        assert is_invalid(cropped) == [True, False, True]
+    with pytest.raises(TypeError, match="a traced mask"):
+        jax.jit(lambda c, mask: c.select(mask))(cache, cache.length > 0)
+
+
+def everything(cache, indices, lengths):
+    """All operations that can be traced."""
+    if cache.can_crop:
+        cache = cache.crop(lengths)
+    before = cache.snapshot()
+    cache = cache.restore(before).reorder(indices).grow(20)
+    return pa.Cache.concatenate([cache, cache.select([0])])
+
+
+@pytest.mark.parametrize("expression", ["lucid", "path"])
+def test_operations_under_jit(expression):
+    jax = pytest.importorskip("jax")
+    arguments = [2, 0, 0], [1, 2, 6]
+    expected = everything(cache_of(pa.parse(expression))[1].to(dtype="float32"), *arguments)
+    _, cache = cache_of(pa.parse(expression), "jax", "float32")
+    assert_equal(jax.jit(everything)(cache, *map(jax.numpy.asarray, arguments)), expected)
+    assert len(jax.tree.leaves(cache)) == 1 + len(cache.store)
+
+
+def test_operations_in_one_graph_of_torch_compile():
+    torch = pytest.importorskip("torch")
+    torch.compiler.reset()
+    compiled = torch.compile(everything, backend="eager", fullgraph=True)
+    arguments = (torch.tensor([2, 0, 0]), torch.tensor([1, 2, 6]))
+    _, cache = cache_of(CROPPED, "torch")
+    assert_equal(compiled(cache, *arguments), everything(cache, *arguments))
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gla"])
+def test_operations_are_differentiated_in_torch(expression):
+    torch = pytest.importorskip("torch")
+    m = pa.parse(expression)
+    _, cache = cache_of(m, "torch")
+    arguments = ([2, 0, 0], [1, 2, 6])
+    direction = {name: torch.randn_like(buffer) for name, buffer in cache.store.items()}
+    leaves = {name: buffer.requires_grad_() for name, buffer in cache.store.items()}
+
+    def total(store):
+        new = everything(cache._replace(store=store), *arguments)
+        return sum((buffer**2).sum() for buffer in new.store.values())
+
+    gradients = torch.autograd.grad(total(leaves), list(leaves.values()))
+    slope = sum((g * direction[n]).sum() for n, g in zip(leaves, gradients, strict=True))
+    ahead, behind = (
+        total({n: a + h * direction[n] for n, a in leaves.items()}) for h in (1e-5, -1e-5)
+    )
+    torch.testing.assert_close(slope, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-6)
+    if cache.can_crop:
+        with pytest.raises(ValueError, match=r"under torch\.no_grad"):
+            cache.crop(1, donate=True)
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gla"])
+def test_operations_are_differentiated_in_jax(expression):
+    jax = pytest.importorskip("jax")
+    m = pa.parse(expression)
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        _, cache = cache_of(m, "jax")
+        direction = {name: rng.normal(size=buffer.shape) for name, buffer in cache.store.items()}
+
+        def total(h):
+            store = {name: buffer + h * direction[name] for name, buffer in cache.store.items()}
+            new = everything(cache._replace(store=store), [2, 0, 0], [1, 2, 6])
+            return sum((buffer**2).sum() for buffer in new.store.values())
+
+        both = jax.jit(jax.value_and_grad(total))
+        (ahead, _), (behind, _), (_, slope) = both(1e-5), both(-1e-5), both(0.0)
+        np.testing.assert_allclose(slope, (ahead - behind) / 2e-5, rtol=1e-6)
+
+
+def test_wide_buffers_stay_in_float32():
+    torch = pytest.importorskip("torch")
+    m = pa.Lucid()
+    x, cache = cache_of(m, "torch", "float32")
+    half = cache.to(dtype=torch.bfloat16)
+    assert {n: a.dtype for n, a in half.store.items()} == {
+        "k": torch.bfloat16,
+        "y": torch.bfloat16,
+        "rms(k)": torch.float32,
+    }
+    new = {n: a.bfloat16() for n, a in slice_tokens(m, x, 6, 7).items()}
+    m.extend(half, **new)
+    assert {a.dtype for a in half.to(dtype="float64").store.values()} == {torch.float64}
+    assert half.to(device="meta").length.is_meta
+
+
+def test_jax_without_float64_refuses_it():
+    jax = pytest.importorskip("jax")
+    _, cache = cache_of(CROPPED, "jax", "float32")
+    with jax.enable_x64(False), pytest.raises(TypeError, match="jax has no float64 here"):
+        cache.to(dtype="float64")
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_a_saved_cache_is_the_same_cache(expression):
+    torch = pytest.importorskip("torch")
+    m = pa.parse(expression)
+    x, cache = cache_of(m, "torch")
+    file = io.BytesIO()
+    torch.save(cache.state_dict(), file)
+    file.seek(0)
+    loaded = pa.Cache.from_state_dict(torch.load(file, weights_only=True))
+    assert_equal(loaded, cache)
+    empty = m.init_cache(**x, capacity=CAPACITY)
+    for name, buffer in loaded.store.items():
+        assert order_in_memory(buffer) == order_in_memory(empty.store[name]), name
+
+
+def test_a_cache_is_saved_by_numpy(tmp_path):
+    _, cache = cache_of(CROPPED)
+    np.savez(tmp_path / "cache.npz", **cache.state_dict())
+    with np.load(tmp_path / "cache.npz") as arrays:
+        assert_equal(pa.Cache.from_state_dict(arrays), cache)
+
+
+def test_a_cache_is_saved_by_safetensors(tmp_path):
+    pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    _, cache = cache_of(CROPPED, "torch")
+    safetensors.save_file(cache.state_dict(), tmp_path / "cache.safetensors")
+    loaded = pa.Cache.from_state_dict(safetensors.load_file(tmp_path / "cache.safetensors"))
+    assert_equal(loaded, cache)
+
+
+def test_a_cache_is_saved_by_orbax(tmp_path):
+    pytest.importorskip("jax")
+    orbax = pytest.importorskip("orbax.checkpoint")
+    _, cache = cache_of(CROPPED, "jax", "float32")
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "cache", cache.state_dict())
+        checkpointer.wait_until_finished()
+        loaded = pa.Cache.from_state_dict(checkpointer.restore(tmp_path / "cache"))
+    assert_equal(loaded, cache)
