@@ -46,6 +46,11 @@ class Frame:
     def k_valid(self) -> Array | None:
         return self._k_valid
 
+    def valid_keys(self, count: int) -> Array | None:
+        """Which of the last `count` keys are valid (b, count); None where all are."""
+        valid = self.k_valid
+        return None if valid is None else valid[:, valid.shape[1] - count :]
+
     @property
     def is_traced(self) -> bool:
         """Whether its entries are unknown because a compiler traces the call."""
@@ -148,6 +153,9 @@ class UniformFrame(Frame):
             new = xp.ones_like(self.q_position, dtype=xp.bool)
             self._k_valid = xp.concat([cached, new], axis=1)
         return self._k_valid
+
+    def valid_keys(self, count: int) -> Array | None:
+        return None if count <= self.t else super().valid_keys(count)
 
     def trimmed(self) -> Frame:
         """The frame of the filled slots and the new tokens, without the unused slots."""

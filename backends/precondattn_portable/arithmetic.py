@@ -84,6 +84,10 @@ class Arithmetic:
         """total + x ∘ y, in `total` where the library can; x and y broadcast to it."""
         return total + x * y
 
+    def plus_product(self, total: Array, x: Array, y: Array) -> Array:
+        """total + x ∘ y in a new array; x and y broadcast to `total`."""
+        return total + x * y
+
     def multiply(self, x: Array, y: Array | float) -> Array:
         """x ∘ y, in x where the library can; y broadcasts to x."""
         return x * y
@@ -143,6 +147,9 @@ class InPlace(Arithmetic):
     def add_multiple(self, total: Array, x: Array, y: Array) -> Array:
         total += x * y
         return total
+
+    def plus_product(self, total: Array, x: Array, y: Array) -> Array:
+        return self.add(x * y, total)
 
     def multiply(self, x: Array, y: Array | float) -> Array:
         x *= y

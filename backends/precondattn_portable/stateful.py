@@ -1,4 +1,4 @@
-"""Leaves with a state: their own definition, with the recurrence computed in chunks."""
+"""Leaves with a state: their own definition, with the recurrence in chunks, or of one token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from precondattn.frame import Frame
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import Chunkwise
+from precondattn_portable.one_token import OneToken
 
 
 class StatefulAlgorithm(Algorithm):
-    """Algorithm of every `Stateful` leaf; `form` builds its recurrences for an arithmetic."""
+    """Algorithm of every `Stateful` leaf; `in_chunks` builds its recurrences for an arithmetic."""
 
-    def __init__(self, form: Callable[[Arithmetic], Any] = Chunkwise) -> None:
-        self.form = form
+    def __init__(self, in_chunks: Callable[[Arithmetic], Any] = Chunkwise) -> None:
+        self.in_chunks = in_chunks
+
+    def _form(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> Any:
+        if x["k"].shape[1] == 1:
+            return OneToken(ops, decays=leaf.has_decay)
+        return self.in_chunks(ops)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return leaf.run(leaf.zero_state(x), x, frame, self.form(ops))[0], ()
+        form = self._form(ops, leaf, x)
+        return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
 
     def backward(
         self,
@@ -34,8 +41,8 @@ class StatefulAlgorithm(Algorithm):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        zeros = leaf.zero_state(x)
-        gradients: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, self.form(ops))[0]
+        zeros, form = leaf.zero_state(x), self._form(ops, leaf, x)
+        gradients: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, form)[0]
         return gradients
 
     def step(
@@ -46,7 +53,7 @@ class StatefulAlgorithm(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        out, state = leaf.run(past, x, frame, self.form(ops))
+        out, state = leaf.run(past, x, frame, self._form(ops, leaf, x))
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(
@@ -59,7 +66,6 @@ class StatefulAlgorithm(Algorithm):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        result: tuple[Arrays, Arrays] = leaf.run_vjp(
-            past, x, frame, cotangent, d_buffers, self.form(ops)
-        )
+        form = self._form(ops, leaf, x)
+        result: tuple[Arrays, Arrays] = leaf.run_vjp(past, x, frame, cotangent, d_buffers, form)
         return result

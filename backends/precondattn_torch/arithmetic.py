@@ -63,6 +63,9 @@ class TorchArithmetic(Arithmetic):
     def add_multiple(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return total.addcmul_(x, y)
 
+    def plus_product(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.addcmul(total, x, y)
+
     def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.mul_(y)
 

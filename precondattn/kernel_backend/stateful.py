@@ -17,7 +17,6 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
-from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
     LinearFamily,
@@ -37,11 +36,7 @@ def is_plain(leaf: Any) -> bool:
 
 def decays(leaf: Any, frame: Frame) -> bool:
     """Whether the recurrence has gates. A gate of −∞ forgets other packed segments."""
-    if frame.k_segment is not None:
-        return True
-    if isinstance(leaf, ConditionedQuery):
-        return bool(leaf.decay != "none")
-    return "g" in leaf.inputs or leaf.offers.decay is not None
+    return frame.k_segment is not None or bool(leaf.has_decay)
 
 
 def scale_in_form(leaf: Any, x: Mapping[str, Array]) -> float:

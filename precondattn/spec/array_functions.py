@@ -116,7 +116,7 @@ def _substitute(matrix: Array, right: Array, *, lower: bool) -> Array:
 
 def where_valid(x: Array, frame: Frame) -> Array:
     """x (b, heads, s, …), 0 at padding and at masked keys."""
-    valid = frame.among_keys(x.shape[2]).q_valid
+    valid = frame.valid_keys(x.shape[2])
     if valid is None:
         return x
     shape = (valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))

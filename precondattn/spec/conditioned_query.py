@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
@@ -108,6 +109,10 @@ class ConditionedQuery(Stateful):
     @property
     def numbers_heads(self) -> bool:
         return self.decay == "retention"
+
+    @cached_property
+    def has_decay(self) -> bool:
+        return self.decay != "none"
 
     def slots(self) -> tuple[Slot, ...]:
         heads = "h" if self.decay in ("head", "retention") else "n"

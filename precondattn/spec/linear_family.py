@@ -19,7 +19,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Offers
 from precondattn.algebra.options import positive_or_none
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -63,10 +63,9 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
-    segment = frame.among_keys(g.shape[2]).q_segment
-    if segment is None:
+    if frame.k_segment is None:
         return g
-    xp = namespace(g)
+    xp, segment = namespace(g), frame.among_keys(g.shape[2]).q_segment
     same = segment[:, 1:] == segment[:, :-1]
     same = xp.concat([segment[:, :1] == segment[:, :1], same], axis=1)
     return xp.where(same[:, None, :, None, None], g, -math.inf)
@@ -134,12 +133,12 @@ class LinearFamily(Stateful):
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """The log-decay (b, m, s, 1 or d, 1)."""
         if self.gate is None:
-            k = swap_time_and_heads(x["k"])
-            g = namespace(k).zeros_like(repeat_heads(k[..., :1], self.state_heads(x)))
-        else:
-            g = swap_time_and_heads(x["g"])
-            g = g if self.gate == "channel" else g[..., None]
-        return g[..., None]
+            k = x["k"]
+            b, s = k.shape[:2]
+            shape = (b, self.state_heads(x), s, 1, 1)
+            return namespace(k).zeros(shape, dtype=k.dtype, **placement(k))
+        g = swap_time_and_heads(x["g"])
+        return g[..., None] if self.gate == "channel" else g[..., None, None]
 
     def log_decay_vjp(self, x: Mapping[str, Array], d_g: Array, frame: Frame) -> Arrays:
         """The gradients of the inputs of `log_decay`, from that of its result."""

@@ -8,6 +8,7 @@ the recurrence is passed in, so that a backend can supply a faster one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
@@ -20,6 +21,11 @@ from precondattn.spec.recurrence import RECURRENT, Form
 
 class Stateful(Leaf):
     """A leaf whose slots are a state, of a size that does not depend on the number of tokens."""
+
+    @cached_property
+    def has_decay(self) -> bool:
+        """Whether its states decay."""
+        return "g" in self.inputs or self.offers.decay is not None
 
     def run(
         self,

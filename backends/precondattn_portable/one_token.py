@@ -1,0 +1,44 @@
+"""One token of the recurrence: its definition, which for one token needs no chunks.
+
+S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = Sᵀ q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import transpose
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream, recurrent_vjp
+from precondattn_portable.arithmetic import Arithmetic
+
+
+class OneToken:
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`) for streams of one token."""
+
+    def __init__(self, ops: Arithmetic, *, decays: bool) -> None:
+        self.ops, self.decays = ops, decays
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        ops = self.ops
+        if self.decays:
+            state = state * namespace(state).exp(x.g[:, :, 0, ...])
+        u = x.v
+        if x.beta is not None:
+            u = x.beta[..., None] * (u - ops.product(x.k, state))
+        state = ops.plus_product(state, transpose(x.k), u)
+        return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        results = [self.forward(x, state) for x, state in streams]
+        return function(*(o for o, _ in results), *arrays), [final for _, final in results]
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
+        return function(*arrays)
+
+    @staticmethod
+    def vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        return recurrent_vjp(x, state, d_o, d_final)

@@ -1,0 +1,88 @@
+"""One token of a recurrence is computed by its definition, not in chunks."""
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+
+import precondattn as pa
+from precondattn.arrays import library_of
+from precondattn.spec.recurrence import Stream, recurrent
+from precondattn_portable.arithmetic import IN_PLACE, STANDARD
+from precondattn_portable.chunkwise import Chunkwise
+from precondattn_portable.one_token import OneToken
+from precondattn_torch.arithmetic import TORCH
+
+ARITHMETIC = {"numpy": IN_PLACE, "array_api_strict": STANDARD, "torch": TORCH}
+LIBRARIES = {
+    "numpy": np.asarray,
+    "array_api_strict": array_api_strict.asarray,
+    "torch": torch.as_tensor,
+}
+DECAYS = {"none": (1, 1), "head": (1, 1), "key": (4, 1), "value": (1, 3)}
+MECHANISMS = ("linear", "linear[normalize=true]", "retention", "ssd", "gla", "delta", "gated_delta")
+
+
+def some_stream(rng, decay, is_delta, queries=2):
+    b, m, d, e = 2, 3, 4, 3
+    g = -np.abs(rng.normal(size=(b, m, 1, *DECAYS[decay]))) * (decay != "none")
+    if decay != "none":
+        g[0, 0] = -np.inf
+    beta = rng.uniform(0, 2, size=(b, m, 1)) if is_delta else None
+    q, k, v = (rng.normal(size=(b, m, 1, *rest)) for rest in ((queries, d), (d,), (e,)))
+    return Stream(q, k, v, g, beta), rng.normal(size=(b, m, d, e))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_it_is_the_definition_for_one_token_and_leaves_the_state_as_it_was(
+    library, is_delta, decay
+):
+    stream, state = some_stream(np.random.default_rng(0), decay, is_delta)
+    expected = recurrent(stream, state)
+    of_library = LIBRARIES[library]
+    x = Stream(*(None if a is None else of_library(a) for a in stream))
+    given = of_library(state.copy())
+    like = library_of(given)
+    found = OneToken(ARITHMETIC[like], decays=decay != "none").forward(x, given)
+    for array, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(array), reference, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(np.asarray(given), state)
+
+
+def arguments(mechanism, xp_array, t, dtype=np.float32):
+    rng = np.random.default_rng(1)
+    b, h, d = 2, 4, 8
+    sizes = {"b": b, "t": t, "s": t, "h": h, "n": 2, "u": h, "d": d, "e": d, "m": 3}
+    result = {}
+    for name, pattern in mechanism.inputs.items():
+        shape = pattern.shape(sizes)
+        x = rng.normal(size=shape)
+        if name == "k":
+            x = x / np.linalg.vector_norm(x, axis=-1, keepdims=True)
+        if name == "g":
+            x = -np.abs(x)
+        if name in ("beta", "s", "contraction"):
+            x = rng.uniform(size=shape)
+        result[name] = xp_array(x.astype(dtype))
+    return result
+
+
+@pytest.mark.parametrize(
+    "text", [*MECHANISMS, "gsa", "ccq(gla)", "ccq[covariance=decayed](gated_delta)"]
+)
+def test_no_step_of_one_token_is_computed_in_chunks(text, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("one token was computed in chunks")
+
+    mechanism = pa.parse(text)
+    prompt, token = (arguments(mechanism, torch.as_tensor, t) for t in (5, 1))
+    _, cache = mechanism.extend(mechanism.init_cache(**prompt), **prompt)
+    monkeypatch.setattr(Chunkwise, "forward", refuse)
+    monkeypatch.setattr(Chunkwise, "read", refuse)
+    out, longer = mechanism.extend(cache, **token, lengths=[1, 0])
+    assert out.shape[1] == 1
+    for name, state in longer.store.items():
+        assert torch.equal(state[1], cache.store[name][1]), "an empty sequence changed its state"
+        assert not torch.equal(state[0], cache.store[name][0])
