@@ -100,6 +100,13 @@ class Arithmetic:
         """x / y, in x where the library can; y broadcasts to x."""
         return x / y
 
+    def softmax(self, x: Array) -> Array:
+        """eˣ / Σ eˣ along the last axis, of rows with at least one finite entry; in x where the
+        library can."""
+        xp = namespace(x)
+        x = self.exp(self.subtract(x, xp.max(x, axis=-1, keepdims=True)))
+        return self.divide(x, xp.sum(x, axis=-1, keepdims=True))
+
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         """x where `where` holds, else `otherwise`; in x where the library can."""
         return namespace(x).where(where, x, otherwise)

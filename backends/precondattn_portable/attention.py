@@ -20,6 +20,7 @@ from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.array_functions import sum_to, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
+from precondattn.spec.read import MEAN
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
@@ -48,6 +49,7 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.masks import Mask
+from precondattn_portable.one_query import attention_of_one, queries_by_key_head
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
@@ -315,8 +317,10 @@ class Attention(Algorithm):
             step = partial(transported_step, ops, leaf)
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
-        xp = namespace(x["q"])
         n, t = x["k"].shape[2], x["q"].shape[1]
+        if t == 1 and known.offset is not None and leaf.read == MEAN and not leaf.bias:
+            return self._step_of_one_token(ops, leaf, past, x, known.offset)
+        xp = namespace(x["q"])
         if leaf.bias:
             x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
         view = self._view(ops, leaf, x)
@@ -341,6 +345,24 @@ class Attention(Algorithm):
                 where = rows_at(part, i0, i1)
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
+
+    def _step_of_one_token(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        held: int,
+    ) -> tuple[Array, Updates]:
+        """A step of one token after `held` visible tokens in every sequence."""
+        xp, (b, _, n, d) = namespace(x["k"]), x["k"].shape
+        first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
+        keys, values = (past_heads(past[slot], held, first) for slot in ("key", "value"))
+        q = queries_by_key_head(x["q"], n) * leaf.scale_for(d)
+        k, v = (xp.reshape(x[name], (b, n, 1, -1)) for name in ("k", "v"))
+        o = attention_of_one(ops, q, k, v, keys, values)
+        out = xp.reshape(o, (b, 1, -1, o.shape[3]))
+        return out, {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]

@@ -53,9 +53,9 @@ def filled(frame: Frame, capacity: int) -> Filled:
     return Filled(count, count if is_plain else None, filled_frame)
 
 
-def past_heads(buffer: Array, count: int) -> Array:
+def past_heads(buffer: Array, count: int, first: int = 0) -> Array:
     """The filled part of a buffer (b, c, n, d) with heads before time, without a copy."""
-    return time_first(upcast(buffer[:, :count, ...]))
+    return time_first(upcast(buffer[:, first:count, ...]))
 
 
 def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:

@@ -75,6 +75,9 @@ class TorchArithmetic(Arithmetic):
     def divide(self, x: Tensor, y: Tensor) -> Tensor:
         return x.div_(y)
 
+    def softmax(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, -1)
+
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 

@@ -1,0 +1,31 @@
+"""One query of each head, that attends to every cached token and to its own.
+
+    S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v]
+
+The cached keys and values are read where they are: nothing is masked, and nothing of their size is
+written.
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import transpose
+from precondattn_portable.arithmetic import Arithmetic
+
+
+def queries_by_key_head(q: Array, n: int) -> Array:
+    """(b, 1, h, d) to (b, n, h / n, d): for one token a view."""
+    b, _, h, d = q.shape
+    return namespace(q).reshape(q, (b, n, h // n, d))
+
+
+def attention_of_one(
+    ops: Arithmetic, q: Array, k: Array, v: Array, keys: Array, values: Array
+) -> Array:
+    """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and k, v (b, n, 1, …)."""
+    count = keys.shape[2]
+    own = ops.product(q, transpose(k))
+    scores = namespace(q).concat([ops.product(q, transpose(keys)), own], axis=-1)
+    weights = ops.softmax(scores)
+    o = ops.product(weights[..., :count], values)
+    return ops.add_multiple(o, weights[..., count:], v)
