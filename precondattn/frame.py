@@ -157,6 +157,10 @@ class UniformFrame(Frame):
     def valid_keys(self, count: int) -> Array | None:
         return None if count <= self.t else super().valid_keys(count)
 
+    def of_slots(self, slots: int) -> UniformFrame:
+        """The frame of the first slots of the cache, which include the filled ones."""
+        return UniformFrame(self._length, self.held, slots, self.t)
+
     def trimmed(self) -> Frame:
         """The frame of the filled slots and the new tokens, without the unused slots."""
         return _TrimmedFrame(self._length, self.held, self.held, self.t)

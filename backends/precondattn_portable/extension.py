@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame, UniformFrame
+from precondattn.held import held_part
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
@@ -105,9 +106,11 @@ def few_tokens_at_a_time(
 
     By the definition of a cache, any split of a sequence gives the same output.
     """
-    t = frame.q_position.shape[1]
+    t = next(iter(x.values())).shape[1]
+    is_whole = t <= TOKENS or frame.is_traced
+    past, frame = held_part(leaf, past, frame, room=0 if is_whole else t)
     past = upcast_all(past)
-    if t <= TOKENS or frame.is_traced:
+    if is_whole:
         return step(past, x, frame)
     xp = namespace(frame.q_position)
     capacity = frame.k_position.shape[1] - t

@@ -24,14 +24,20 @@ class Append(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """An update of a buffer (b, c, …) that replaces the cached rows and appends new tokens."""
+    """An update of a buffer (b, c, …) that replaces its first rows and appends new tokens.
+
+    `past` may have fewer rows than the buffer: the other rows are empty, and not changed.
+    """
 
     past: Array
     tokens: Array
 
 
 class Replace(NamedTuple):
-    """An update of a buffer that is a state, not a history of tokens: the new state."""
+    """An update of a buffer that is a state, not a history of tokens: the new state.
+
+    Of a history of tokens, `value` may be the first rows, if the others are empty.
+    """
 
     value: Array
 
@@ -55,11 +61,18 @@ def updated(
     """
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate, held=held)
-    in_place = donate and writes_in_place(buffer)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
+    rows = new.shape[1]
+    is_part = rows < buffer.shape[1]
+    in_place = writes_in_place(buffer) and (
+        donate or (is_part and not wants_gradient(buffer, *update))
+    )
     if in_place:
-        buffer[...] = new
+        buffer = buffer if donate else copied(buffer)
+        buffer[:, :rows, ...] = new
         new = buffer
+    elif is_part:
+        new = namespace(buffer).concat([new, buffer[:, rows:, ...]], axis=1)
     if isinstance(update, Rewrite):
         return append(new, update.tokens, length, count, donate=in_place, held=held)
     return new

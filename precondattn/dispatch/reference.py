@@ -12,6 +12,7 @@ from precondattn.arrays import Array, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.held import held_part
 
 if TYPE_CHECKING:
     from precondattn.arrays import Arrays, Residuals
@@ -60,6 +61,7 @@ class Reference(Backend):
     ) -> tuple[Array, Updates]:
         keys = mechanism.program.calls[0].slot_keys()
         past = {slot: past[key] for slot, key in keys.items()}
+        past, frame = held_part(mechanism, past, frame)
         out, updates = mechanism.step(upcast_all(past), upcast_all(inputs), frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 

@@ -1,0 +1,56 @@
+"""The held part of a cache: an extension reads no slot that is empty in every sequence.
+
+A buffer has capacity for more tokens than it holds. Where the lengths can be read, a step is
+computed on the slots up to the longest sequence's length, so that its time depends on that length
+and not on the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.frame import Frame, UniformFrame
+from precondattn.limits import KEPT
+
+
+def held_part(
+    leaf: Any, past: Mapping[str, Array], frame: Frame, *, room: int = 0
+) -> tuple[Arrays, Frame]:
+    """The slots that some sequence has filled, and `room` more, of a leaf's buffers, as views.
+
+    The frame is that of these slots and the new tokens. A traced call keeps all slots.
+    """
+    names = _of_tokens(leaf)
+    if frame.is_traced or not names:
+        return dict(past), frame
+    capacity = past[names[0]].shape[1]
+    slots = min(_longest(frame) + room, capacity)
+    if slots == capacity:
+        return dict(past), frame
+    held = {name: a[:, :slots, ...] if name in names else a for name, a in past.items()}
+    return held, _of_slots(frame, slots, capacity)
+
+
+def _longest(frame: Frame) -> int:
+    if frame.held is not None:
+        return frame.held
+    return int(namespace(frame.q_position).max(frame.q_position[:, 0]))
+
+
+def _of_slots(frame: Frame, slots: int, capacity: int) -> Frame:
+    if isinstance(frame, UniformFrame):
+        return frame.of_slots(slots)
+
+    def kept(keys: Array) -> Array:
+        return namespace(keys).concat([keys[:, :slots], keys[:, capacity:]], axis=1)
+
+    return frame.replaced(k_position=kept(frame.k_position), k_valid=kept(frame.k_valid))
+
+
+@lru_cache(maxsize=KEPT)
+def _of_tokens(leaf: Any) -> tuple[str, ...]:
+    """The leaf's names of the buffers that have a row for each token."""
+    return tuple(slot.name for slot in leaf.slots() if "c" in slot.pattern.split())

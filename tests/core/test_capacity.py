@@ -1,0 +1,99 @@
+"""The time of a step depends on the tokens held, not on the capacity: shown by what is computed.
+
+PyTorch's dispatcher records the largest array that a call reads or writes. Views are not counted,
+and nothing is measured in seconds.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import precondattn as pa
+from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+
+HELD, SMALL, LARGE = 64, 256, 8192
+
+MECHANISMS = (
+    "softmax",
+    "softmax[window=3]",
+    "softmax[forget=unscaled]",
+    "laser",
+    "lucid",
+    "lucid[normalize=rows]",
+    "lucid(softmax[window=3])",
+    "lucid(laser)",
+    "path",
+    "path[forget=scaled,flush=3]",
+    "lucid(path)",
+    "lucid(path[flush=3])",
+    "differential",
+    "ccq[covariance=query_weighted](linear)",
+    "gated_delta",
+)
+
+
+class Largest(TorchDispatchMode):
+    """The most entries of an array that is computed with; only floating-point ones, if asked."""
+
+    def __init__(self, *, floating):
+        super().__init__()
+        self.floating, self.entries = floating, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        results = function._schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in results)
+        is_write_of_rows = function is torch.ops.aten.index_put_.default
+        if not is_view and not is_write_of_rows:
+            for x in tree_leaves((args, kwargs, out)):
+                if isinstance(x, torch.Tensor) and (x.is_floating_point() or not self.floating):
+                    self.entries = max(self.entries, x.numel())
+        return out
+
+
+def prompt_and_token(mechanism, library):
+    layout = Layout("test", b=2, t=HELD + 1, s=HELD + 1)
+    x = {name: library(a) for name, a in make_inputs(mechanism, layout, "random").items()}
+    return x, *(slice_tokens(mechanism, x, *ends) for ends in ((0, HELD), (HELD, HELD + 1)))
+
+
+def largest_array_of_a_step(mechanism, capacity, lengths):
+    x, prompt, token = prompt_and_token(mechanism, torch.as_tensor)
+    cache = mechanism.init_cache(**x, capacity=capacity)
+    with torch.no_grad():
+        _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=True)
+        with Largest(floating=lengths is not None) as largest:
+            mechanism.extend(cache, **token, donate=True)
+    return largest.entries
+
+
+@pytest.mark.parametrize("lengths", [None, (HELD, HELD - 5)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_a_donated_step_computes_with_no_array_that_grows_with_the_capacity(expression, lengths):
+    mechanism = pa.parse(expression)
+    small, large = (largest_array_of_a_step(mechanism, c, lengths) for c in (SMALL, LARGE))
+    assert large == small
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("lengths", [None, (HELD, HELD - 5)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_the_cache_does_not_depend_on_the_capacity(expression, lengths, donate):
+    mechanism = pa.parse(expression)
+    x, prompt, token = prompt_and_token(mechanism, np.asarray)
+    found = []
+    for capacity in (HELD + 1, HELD + 40):
+        cache = mechanism.init_cache(**x, capacity=capacity)
+        _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=donate)
+        strides = {name: buffer.strides for name, buffer in cache.store.items()}
+        out, cache = mechanism.extend(cache, **token, donate=donate)
+        assert {name: buffer.strides for name, buffer in cache.store.items()} == strides
+        found.append((out, cache))
+    (out, cache), (other_out, other) = found
+    np.testing.assert_allclose(other_out, out, rtol=1e-12, atol=1e-12)
+    for name, buffer in cache.store.items():
+        rows = other.store[name][:, : buffer.shape[1]]
+        np.testing.assert_allclose(rows, buffer, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(other.store[name][:, buffer.shape[1] :], 0)
