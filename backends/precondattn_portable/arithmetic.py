@@ -111,6 +111,10 @@ class Arithmetic:
         """x where `where` holds, else `otherwise`; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
 
+    def solve_unit_lower(self, strict: Array, right: Array) -> Array | None:
+        """(I + strict)⁻¹ right by the library's triangular solver; None where it has none."""
+        return None
+
     def lower(self, x: Array, k: int = 0) -> Array:
         """The lower triangles of matrices, 0 above diagonal k; in x where the library can."""
         return namespace(x).tril(x, k=k)

@@ -54,6 +54,7 @@ from precondattn_portable.layout import (
     padded,
     time_first,
 )
+from precondattn_portable.lucid_one_block import is_one_block, solve_one_block
 from precondattn_portable.masks import Mask
 from precondattn_portable.scores import DotScores, Scores
 from precondattn_portable.transported import TransportedScores
@@ -348,6 +349,8 @@ class LucidSolveBlocks(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
+        if is_one_block(leaf, x):
+            return solve_one_block(ops, leaf, x, frame), ()
         s = x["k"].shape[1]
         view = self._view(ops, leaf, x, frame, self._size(leaf, s))
         y = ops.empty(view.v.shape, view.v)

@@ -65,3 +65,9 @@ def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
             inverse[i, :i, ...] += xp.sum(strict[i, 1:i, None, ...] * inverse[1:i, :i, ...], axis=0)
     inverse = ops.add(inverse, identity_like(strict[..., 0, 0])[..., None, None])
     return xp.permute_dims(inverse, (2, 3, 0, 1))
+
+
+def solve_unit_lower(ops: Arithmetic, strict: Array, right: Array) -> Array:
+    """(I + strict)⁻¹ right for strictly lower triangular matrices (…, C, C)."""
+    solved = ops.solve_unit_lower(strict, right)
+    return ops.product(unit_lower_inverse(ops, strict), right) if solved is None else solved

@@ -81,6 +81,9 @@ class TorchArithmetic(Arithmetic):
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 
+    def solve_unit_lower(self, strict: Tensor, right: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(strict, right, upper=False, unitriangular=True)
+
     def lower(self, x: Tensor, k: int = 0) -> Tensor:
         return x.tril_(k)
 

@@ -57,8 +57,7 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
     d, e = q.shape[3], v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
-    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
-    v = functional.pad(v, (0, max(d - e, 0)))
+    q, k, v = _of_width(q, max(d, e)), _of_width(k, max(d, e)), _of_width(v, max(d, e))
     inputs = tuple(a.transpose(1, 2) for a in (q, k, v))
     options = {
         "is_causal": leaf.causal,
@@ -68,7 +67,8 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = functional.scaled_dot_product_attention(*inputs, **options)
     if o.grad_fn is not None and not is_traced(o):
         twice_differentiable(o.grad_fn, inputs, options)
-    return o.transpose(1, 2)[..., :e]
+    o = o.transpose(1, 2)
+    return o if o.shape[3] == e else o[..., :e]
 
 
 def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
@@ -218,11 +218,15 @@ def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the kernel's layout, with the heads of q and equal widths."""
-    h, d, e = q.shape[2], q.shape[3], v.shape[3]
-    q, k = (functional.pad(a, (0, max(e - d, 0))) for a in (q, k))
-    v = functional.pad(v, (0, max(d - e, 0)))
-    q, k, v = (_of_each_head(a, h).transpose(1, 2) for a in (q, k, v))
+    h, width = q.shape[2], max(q.shape[3], v.shape[3])
+    q, k, v = (_of_each_head(_of_width(a, width), h).transpose(1, 2) for a in (q, k, v))
     return q, k, v
+
+
+def _of_width(x: Tensor, width: int) -> Tensor:
+    """x with zeros appended to its rows. (`pad` would copy rows of that width.)"""
+    missing = width - x.shape[3]
+    return functional.pad(x, (0, missing)) if missing else x
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
