@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 Array = Any
 """An array of any supported library."""
@@ -254,6 +255,32 @@ def host_integers(array: Array) -> list[int] | None:
     return None if is_traced(array) else [int(n) for n in array.tolist()]
 
 
+def host_array(array: Array) -> Any:
+    """The entries as a NumPy array, for which a device is waited for; None if they are unknown."""
+    library = library_of(array)
+    if library == "numpy":
+        return array
+    if is_traced(array):
+        return None
+    if library == "torch":
+        return array.detach().cpu().numpy()
+    if library == "jax":
+        return np.asarray(array)
+    return array.get() if library == "cupy" else None
+
+
+def on_device_of(like: Array, array: Any) -> Array:
+    """A NumPy array, or one of the library of `like`, on its device. No device is waited for."""
+    if library_of(like) == "torch":
+        torch = sys.modules["torch"]
+        tensor = torch.as_tensor(array)
+        if tensor.device == like.device:
+            return tensor
+        is_pinned = like.is_cuda and not is_traced(tensor)
+        return (tensor.pin_memory() if is_pinned else tensor).to(like.device, non_blocking=True)
+    return namespace(like).asarray(array, **placement(like))
+
+
 def copied(array: Array) -> Array:
     """A copy with the same memory layout, for libraries that write in place."""
     return array.clone() if library_of(array) == "torch" else array.copy(order="K")
@@ -335,6 +362,16 @@ def gathered(array: Array, axis: int) -> Array:
         return array
     names = (None if i == axis else name for i, name in enumerate(sharding.spec))
     return jax.sharding.reshard(array, sharding.update(spec=jax.sharding.PartitionSpec(*names)))
+
+
+def split_rows(array: Array, counts: Sequence[int]) -> list[Array]:
+    """The first rows of an array, the next ones, and so on: `counts` of them, all together."""
+    if len(counts) == 1:
+        return [array]
+    if library_of(array) == "torch":  # Its gradient is one concatenation.
+        return list(array.split(list(counts)))
+    stops = np.cumsum(counts).tolist()
+    return [array[stop - n : stop, ...] for stop, n in zip(stops, counts, strict=True)]
 
 
 def as_index(array: Array) -> Array:

@@ -121,6 +121,9 @@ class Backend(Protocol):
     wide_values: bool = False
     """Whether intermediate results that other pieces computed in float32 are passed to it in
     float32, and not in the call's half precision; its own outputs are in float32 then too."""
+    segments_as_batch: bool = False
+    """Whether a packed call reaches it as a batch of its segments, where these can be read. False
+    where it computes no pairs of tokens of different segments anyway."""
     only_by_name: bool = False
     """Whether it is used only when requested by name, as a backend for checking is."""
     preference: int = 0

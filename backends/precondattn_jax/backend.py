@@ -24,6 +24,7 @@ class Jax(Portable):
     name = "jax"
     libraries = frozenset({"jax"})
     preference = 10
+    segments_as_batch = False
 
     def arithmetic(self, like: Array) -> Arithmetic:
         from precondattn_jax.arithmetic import JAX

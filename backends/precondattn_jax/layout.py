@@ -15,7 +15,7 @@ BLOCK = 256
 """Tokens of a block: large products, and little waste above the diagonal."""
 
 FEWEST = 128
-"""The same where there are many heads."""
+"""The same where there are many heads, and in packed calls, whose segments may be short."""
 
 REFLECTIONS = 128
 """Tokens of a block of reflections; the cost of its matrices grows with its length."""
@@ -24,9 +24,10 @@ TILE = 2**20
 """Approximate number of elements in the tiles of all heads: 4 MiB in float32."""
 
 
-def block_size(tokens: int, heads: int, most: int | None = None) -> int:
+def block_size(tokens: int, heads: int, most: int | None = None, *, packed: bool = False) -> int:
     """Tokens of a block, such that blocks have about equal lengths."""
-    size = most or (BLOCK if heads * BLOCK * BLOCK <= TILE else FEWEST)
+    is_large = heads * BLOCK * BLOCK <= TILE and not packed
+    size = most or (BLOCK if is_large else FEWEST)
     count = -(-tokens // size)
     even = -(-tokens // count)
     return min(even + -even % 8, size) if even > 8 else even

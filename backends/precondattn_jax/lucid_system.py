@@ -48,7 +48,8 @@ class LucidSystem:
         self.leaf, self.x = leaf, x
         b, s, n, d = x["k"].shape
         most = None if leaf.metric == DOT else REFLECTIONS
-        self.blocks = blocks = Blocks(s, s, block_size(s, b * n, most))
+        size = block_size(s, b * n, most, packed=frame.k_segment is not None)
+        self.blocks = blocks = Blocks(s, s, size)
         self.scale = leaf.scale_for(d)
         self.k = self._of_keys("k")
         unit = self.k / rms(self.k, leaf.eps) if leaf.normalize == "keys" else self.k

@@ -1,18 +1,42 @@
 """Attention masks of tiles, and the range of tiles that are not fully masked.
 
 With causality, block a attends to the preceding blocks and to the lower triangle of its own block.
-A window excludes the first of these blocks. Validity and segments mask individual keys.
+A window excludes the first of these blocks, and so do segments: no query of block a attends to keys
+before the segment of its first query. Loops have these bounds also where segments are traced.
+Validity masks individual keys.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from precondattn.frame import Frame
 from precondattn_jax.layout import Blocks
+
+
+class Spans(NamedTuple):
+    """Where the segment of each token begins and ends: the extremes over all sequences."""
+
+    start: Array
+    """(s,)"""
+    last: Array
+    """(s,)"""
+
+    @classmethod
+    def of(cls, segment: Array) -> Spans:
+        s = segment.shape[1]
+        position = jnp.arange(s)
+        is_new = segment[:, 1:] != segment[:, :-1]
+        edge = jnp.ones_like(segment[:, :1], dtype=bool)
+        begins = jnp.concatenate([edge, is_new], axis=1)
+        ends = jnp.concatenate([is_new, edge], axis=1)
+        start = lax.cummax(jnp.where(begins, position, 0), axis=1)
+        last = lax.cummin(jnp.where(ends, position, s - 1), axis=1, reverse=True)
+        return cls(jnp.min(start, axis=0), jnp.max(last, axis=0))
 
 
 class Mask:
@@ -37,21 +61,27 @@ class Mask:
         if frame.k_segment is not None:
             self.q_segment = blocks.of_queries(frame.q_segment, axis=1)
             self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
+            self.spans = Spans.of(frame.k_segment)
 
     def first(self, a: Array) -> Array:
         """The first block of keys that block a attends to."""
-        if self.window is None:
-            return jnp.zeros_like(a)
-        size = self.blocks.size
-        return jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
+        size, first = self.blocks.size, jnp.zeros_like(a)
+        if self.window is not None:
+            first = jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
+        if self.k_segment is not None:
+            query = jnp.maximum(a * size, self.blocks.s - self.blocks.t)
+            first = jnp.maximum(first, self.spans.start[query] // size)
+        return first
 
     def stop(self, a: Array) -> Array:
         """The last block of keys that block a attends to, plus one, without causality."""
-        last = jnp.full_like(a, self.blocks.keys)
-        if self.window is None:
-            return last
-        size = self.blocks.size
-        return jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, last)
+        size, stop = self.blocks.size, jnp.full_like(a, self.blocks.keys)
+        if self.window is not None:
+            stop = jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, stop)
+        if self.k_segment is not None:
+            query = jnp.minimum((a + 1) * size, self.blocks.s) - 1
+            stop = jnp.minimum(stop, self.spans.last[query] // size + 1)
+        return stop
 
     def visible(self, a: Array, j: Array, *, diagonal: bool = False) -> Array | None:
         """(b or 1, 1, 1, C, C), or None where all pairs are visible; `diagonal` declares a = j."""

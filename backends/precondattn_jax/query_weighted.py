@@ -39,7 +39,7 @@ class View:
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
         self.tau, self.r = leaf.tau, h // self.n
-        self.blocks = Blocks(t, s, block_size(s, b * h))
+        self.blocks = Blocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
         self.k = self.blocks.of_keys(heads_first(l2_norm(x["k"], leaf.eps)))
         self.q = self.stacked(l2_norm(x["q"], leaf.eps))
         self.contraction = self.stacked(x["contraction"][..., None])
@@ -56,7 +56,8 @@ class View:
 
     def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
         """Apply add(state, j, diagonal) to all tiles of block a."""
-        state = lax.fori_loop(0, a, lambda j, state: add(state, j, False), state)
+        first = self.mask.first(a)
+        state = lax.fori_loop(first, a, lambda j, state: add(state, j, False), state)
         return add(state, a, True)
 
     def of_block(self, a: Array) -> tuple[Array, Array, Array]:

@@ -49,7 +49,8 @@ class TiledAttention:
         (self.b, t, h, d), (_, s, self.n, _) = x["q"].shape, x["k"].shape
         self.r = h // self.n
         most = None if leaf.metric == DOT else REFLECTIONS
-        self.blocks = blocks = Blocks(t, s, block_size(s, self.b * h, most))
+        size = block_size(s, self.b * h, most, packed=frame.k_segment is not None)
+        self.blocks = blocks = Blocks(t, s, size)
         self.mask = Mask(
             frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
         )

@@ -71,6 +71,7 @@ class Portable(Backend):
     libraries = frozenset({"numpy", "cupy", "array_api_strict"})
     preference = 10
     wide_values = True
+    segments_as_batch = True
     covers = frozenset(
         ("softmax", "lucid", "laser", "path", "gated_delta", "gsa", "ccq(gated_delta)")
     )

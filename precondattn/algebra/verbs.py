@@ -50,6 +50,7 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
+        cu_seqlens: Any = None,
         lengths: Any = None,
         key_mask: Array | None = None,
         **named: Array,
@@ -68,6 +69,12 @@ class Verbs:
         segment_ids : integer array (b, s), optional
             Packed sequences: tokens attend only to tokens of the same id. Equal ids must be
             contiguous.
+        cu_seqlens : int32 array (n + 1,), optional
+            The same, as flash-attention takes it, for b = 1: sequence i has the tokens from
+            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`, the first starts at 0 and the last ends
+            at s. A list or tuple of whole numbers, a NumPy array, or an array of the inputs'
+            library, on their device or on the CPU. One on the host is read without waiting for a
+            device.
         lengths : integer array (b,), optional
             The number of valid tokens of each sequence. The tokens after them are padding: they
             are ignored, and their output is 0.
@@ -79,7 +86,7 @@ class Verbs:
         TypeError, ValueError
             for bad input, naming it, before anything is computed.
         """
-        masks = (segment_ids, lengths, key_mask)
+        masks = (segment_ids, cu_seqlens, lengths, key_mask)
         if is_compiling():
             from precondattn.execution.torch_compile import captured_call
 
@@ -95,6 +102,7 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
+        cu_seqlens: Any = None,
         lengths: Any = None,
         key_mask: Array | None = None,
         **named: Array,
@@ -114,7 +122,7 @@ class Verbs:
         """
         from precondattn.execution import run
 
-        masks = (segment_ids, lengths, key_mask)
+        masks = (segment_ids, cu_seqlens, lengths, key_mask)
         return run.vjp(self._mechanism, arrays, named, backend, *masks)
 
     def init_cache(
@@ -233,6 +241,7 @@ class Verbs:
         cache: Cache | None = None,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
+        cu_seqlens: Any = None,
         lengths: Any = None,
         key_mask: Array | None = None,
         **named: Array,
@@ -248,7 +257,7 @@ class Verbs:
         """
         from precondattn.execution import run
 
-        masks = (segment_ids, lengths, key_mask)
+        masks = (segment_ids, cu_seqlens, lengths, key_mask)
         return run.explain(self._mechanism, verb, cache, arrays, named, backend, *masks)
 
     @property

@@ -19,6 +19,9 @@ class Explanation:
     request: Request
     plan: Plan
     discovered: Discovered
+    batches: tuple[tuple[int, int], ...] = ()
+    """The batches that the segments of a packed call are divided into, as numbers of sequences and
+    of tokens; the plan is that of the largest. Empty where the call is computed as it is."""
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -29,6 +32,9 @@ class Explanation:
         r = self.request
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
         lines = [f"{self.mechanism}: {r.verb} of {r.library} {r.dtype} on {r.device}{masks}"]
+        if self.batches:
+            sizes = ", ".join(f"{b} × {t} tokens" for b, t in self.batches)
+            lines.append(f"  segments as batches: {sizes}")
         for call in self.plan.calls:
             lines.append(f"  {call.piece}  [{call.out}]: {call.backend.name}")
         refused = [c for c in self.plan.considered if not c.support.ok]

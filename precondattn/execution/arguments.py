@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from precondattn.algebra.declaration import Inputs, ShapeError, Sizes
 from precondattn.arrays import (
     Array,
     dtype_name,
     exact_device,
+    host_array,
     host_integers,
     is_traced,
     library_of,
@@ -30,6 +33,7 @@ from precondattn.execution.cache_checks import (
     check_cacheable,
     keeps_tokens,
 )
+from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.masks import (
     INTEGERS,
     ValueChecks,
@@ -64,6 +68,8 @@ class BoundCall(NamedTuple):
     """The dtypes of the inputs before autocast cast them; None where it is off."""
     spoiled: Spoiled | None = None
     """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
+    segments: np.ndarray | None = None
+    """The segment ids (b, s) of a packed call, where they can be read."""
 
 
 NEGATIVE = "the cache's length is negative"
@@ -76,6 +82,7 @@ def bind(
     named: Mapping[str, Array],
     *,
     segment_ids: Array | None = None,
+    cu_seqlens: Any = None,
     lengths: Any = None,
     key_mask: Array | None = None,
 ) -> BoundCall:
@@ -93,7 +100,8 @@ def bind(
             f"found t = {t} and s = {s}"
         )
     if t != s and not mechanism.offers.causal:
-        for name, given in (("lengths", lengths), ("segment_ids", segment_ids)):
+        masks = {"lengths": lengths, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        for name, given in masks.items():
             if given is not None:
                 raise ValueError(
                     f"{owner}: {name} of a non-causal call needs as many queries as keys; "
@@ -103,16 +111,37 @@ def bind(
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, s, "s", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
-    segment_ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
-    if segment_ids is not None:
-        checks.require(
-            is_contiguous(segment_ids), "segment_ids must be contiguous: each id in one run"
-        )
+    segment_ids, segments = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
-    masks = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
+    names = _names(segment_ids=segment_ids, lengths=lengths, key_mask=key_mask)
     inputs = zero_padding(inputs, declared, frame.q_valid, frame.k_valid)
     dtype = call_dtype(inputs)
-    return BoundCall(inputs, frame, sizes, library, dtype, masks, lengths, checks.invalid, before)
+    bound = BoundCall(inputs, frame, sizes, library, dtype, names, lengths, checks.invalid, before)
+    return bound if segments is None else bound._replace(segments=segments)
+
+
+def _segments(
+    owner: str,
+    segment_ids: Array | None,
+    cu_seqlens: Any,
+    like: Array,
+    shape: tuple[int, int],
+    checks: ValueChecks,
+) -> tuple[Array | None, np.ndarray | None]:
+    """The segment ids (b, s), and the same on the host where they can be read."""
+    if cu_seqlens is None:
+        ids = check_mask(owner, "segment_ids", segment_ids, like, shape, INTEGERS, "(b s)")
+        if ids is None:
+            return None, None
+        on_host = host_array(ids)
+        checks.require(
+            is_contiguous(ids if on_host is None else on_host),
+            "segment_ids must be contiguous: each id in one run",
+        )
+        return ids, on_host
+    if segment_ids is not None:
+        raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
+    return packed_by(owner, cu_seqlens, like, *shape, checks)
 
 
 def bind_extension(
@@ -258,7 +287,7 @@ def _extending(mechanism: Mechanism) -> Inputs:
     return mechanism.inputs.extending()
 
 
-CALL_OPTIONS = ("segment_ids", "lengths", "key_mask", "backend")
+CALL_OPTIONS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "backend")
 """Keywords of a call that are not inputs."""
 
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from precondattn.algebra.declaration import ShapeError
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
@@ -35,6 +36,8 @@ from precondattn.execution.empty_cache import empty_cache
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+
+NO_SEGMENTS = {"segment_ids": None, "cu_seqlens": None}
 
 
 def call(
@@ -75,7 +78,7 @@ def explain(
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, options, cache)
     part = None if cache is None else _part_of_cache(sharding, cache)
     parts = sharding.parts(inputs)
-    return run.explain(mechanism, verb, part, (), parts, backend, **{"segment_ids": None, **given})
+    return run.explain(mechanism, verb, part, (), parts, backend, **{**NO_SEGMENTS, **given})
 
 
 def init_cache(
@@ -158,6 +161,9 @@ def _bound(
     owner, declared = str(mechanism), mechanism.inputs
     is_complete = options is not INIT_OPTIONS
     inputs = inputs_by_name(owner, declared, arrays, named, options, complete=is_complete)
+    bounds = masks.get("cu_seqlens")
+    if bounds is not None and not isinstance(bounds, DTensor):
+        masks = {**masks, "cu_seqlens": None}  # Every device has it.
     given = {name: mask for name, mask in masks.items() if mask is not None}
     patterns: Patterns = {**declared, **{name: MASKS[name] for name in given}}
     everything: dict[str, Any] = {**inputs, **given}
@@ -174,7 +180,14 @@ def _bound(
             f"{owner}: heads can not be sharded: the decay of each depends on its number "
             f"among all heads; shard the batch"
         )
+    if bounds is not None and sharding.counts.get("b", 1) != 1:
+        raise ShapeError(
+            f"{owner}: cu_seqlens divides one row of tokens, so b = 1 is expected; found "
+            f"b = {sharding.counts['b']} (use segment_ids)"
+        )
     parts = {name: None if mask is None else sharding.part(mask) for name, mask in masks.items()}
+    if bounds is not None and parts["cu_seqlens"] is None:
+        parts["cu_seqlens"] = bounds
     return inputs, parts, sharding
 
 

@@ -27,7 +27,12 @@ Placements = tuple[Placement, ...]
 
 MASKS = {
     name: Pattern.read(text)
-    for name, text in {"lengths": "b", "key_mask": "b s", "segment_ids": "b s"}.items()
+    for name, text in {
+        "lengths": "b",
+        "key_mask": "b s",
+        "segment_ids": "b s",
+        "cu_seqlens": "s",
+    }.items()
 }
 ROW = MASKS["lengths"]
 NAMES = {"b": "the batch", "h": "the heads"}

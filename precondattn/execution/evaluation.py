@@ -34,7 +34,7 @@ def forward(plan: Plan, call: BoundCall) -> Array:
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
         values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
-    return _finished(values[plan.out], call)
+    return finished(values[plan.out], call)
 
 
 def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
@@ -48,7 +48,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         trace.append((planned, inputs, out, residuals))
 
     def pullback(cotangent: Array) -> Arrays:
-        cotangents: Arrays = {plan.out: _used(cotangent, call)}
+        cotangents: Arrays = {plan.out: used_part(cotangent, call)}
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
@@ -65,7 +65,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
                 _accumulate(cotangents, value, gradients[name])
         return _input_gradients(cotangents, call)
 
-    return _finished(values[plan.out], call), pullback
+    return finished(values[plan.out], call), pullback
 
 
 class ExecutedStep(NamedTuple):
@@ -112,7 +112,7 @@ def extend(
     extended = cache._replace(length=cache.length + count, store=store)
     if donate:
         cache.store.clear()
-    return _finished(out, call), extended
+    return finished(out, call), extended
 
 
 def extend_vjp(
@@ -127,7 +127,7 @@ def extend_vjp(
     output, updates, trace = _steps(plan, call, cache, _plain_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
-        cotangents: Arrays = {plan.out: _used(cotangent, call)}
+        cotangents: Arrays = {plan.out: used_part(cotangent, call)}
         if call.spoiled is not None:
             d_store = call.spoiled.without_states(d_store)
         d_past: Arrays = {}
@@ -156,7 +156,7 @@ def extend_vjp(
 
     store = _updated_store(updates, call, cache, count, donate=False)
     extended = cache._replace(length=cache.length + count, store=store)
-    return _finished(output, call), extended, pullback
+    return finished(output, call), extended, pullback
 
 
 def _updated_store(
@@ -196,13 +196,13 @@ def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
     }
 
 
-def _finished(out: Array, call: BoundCall) -> Array:
+def finished(out: Array, call: BoundCall) -> Array:
     """An output, 0 at padding, and NaN where inputs or other arguments can not be used."""
     out = _without_padding(out, call)
     return out if call.spoiled is None else call.spoiled.marked(out)
 
 
-def _used(cotangent: Array, call: BoundCall) -> Array:
+def used_part(cotangent: Array, call: BoundCall) -> Array:
     """A cotangent, 0 at padding and where the output is NaN because of an input."""
     cotangent = _without_padding(cotangent, call)
     return cotangent if call.spoiled is None else call.spoiled.without(cotangent)

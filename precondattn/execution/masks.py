@@ -66,7 +66,7 @@ def check_lengths(
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
         try:
-            lengths = [_whole_number(n) for n in lengths]
+            lengths = [whole_number(n) for n in lengths]
         except TypeError:
             raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}") from None
         outside = [i for i, n in enumerate(lengths) if not 0 <= n <= longest]
@@ -80,7 +80,7 @@ def check_lengths(
     return cast(lengths, xp.int32)
 
 
-def _whole_number(value: Any) -> int:
+def whole_number(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)

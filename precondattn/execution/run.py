@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from precondattn.arrays import (
@@ -23,7 +24,7 @@ from precondattn.cache import Cache
 from precondattn.dispatch.discovery import allowed_backends, discover
 from precondattn.dispatch.explanation import Explanation
 from precondattn.dispatch.plan import Plan, make_plan
-from precondattn.execution import autocast, evaluation
+from precondattn.execution import autocast, evaluation, packed
 from precondattn.execution.arguments import (
     BoundCall,
     bind,
@@ -47,22 +48,38 @@ def call(
     named: Arrays,
     backend: BackendNames,
     segment_ids: Array | None,
+    cu_seqlens: Any,
     lengths: Any,
     key_mask: Array | None,
 ) -> Array:
     """A full call."""
-    if is_distributed(arrays, named, segment_ids, lengths, key_mask):
+    masks = {
+        "segment_ids": segment_ids,
+        "cu_seqlens": cu_seqlens,
+        "lengths": lengths,
+        "key_mask": key_mask,
+    }
+    if is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
-        masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    bound = bind(
-        mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
-    )
+    bound = bind(mechanism, arrays, named, **masks)
     bound = contained(mechanism, bound)
     request = _request("forward", bound)
     plan = _plan(mechanism, request, bound, backend)
     refuse_parts(mechanism, plan, bound)
+    divided = packed.divided(mechanism, plan, bound)
+    if divided is None:
+        return _evaluated(plan, bound, request)
+
+    def evaluate(batch: BoundCall) -> Array:
+        request = _request("forward", batch)
+        return _evaluated(_plan(mechanism, request, batch, backend), batch, request)
+
+    return packed.forward(divided, evaluate)
+
+
+def _evaluated(plan: Plan, bound: BoundCall, request: Request) -> Array:
     if bound.dtypes_before is not None:
         from precondattn.execution import autograd_autocast
 
@@ -76,23 +93,35 @@ def vjp(
     named: Arrays,
     backend: BackendNames,
     segment_ids: Array | None,
+    cu_seqlens: Any,
     lengths: Any,
     key_mask: Array | None,
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """A full call and its pullback."""
     refuse_parts(mechanism)
-    if is_distributed(arrays, named, segment_ids, lengths, key_mask):
+    masks = {
+        "segment_ids": segment_ids,
+        "cu_seqlens": cu_seqlens,
+        "lengths": lengths,
+        "key_mask": key_mask,
+    }
+    if is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
-        masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
-    bound = bind(
-        mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
-    )
+    bound = bind(mechanism, arrays, named, **masks)
     bound = contained(mechanism, bound)
     plan = _plan(mechanism, _request("vjp", bound), bound, backend)
+    divided = packed.divided(mechanism, plan, bound)
+
+    def evaluate(batch: BoundCall) -> Any:
+        return evaluation.vjp(_plan(mechanism, _request("vjp", batch), batch, backend), batch)
+
     with autocast.off(next(iter(bound.inputs.values()))):
-        out, pull = evaluation.vjp(plan, bound)
+        if divided is None:
+            out, pull = evaluation.vjp(plan, bound)
+        else:
+            out, pull = packed.vjp(divided, evaluate)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
@@ -202,6 +231,7 @@ def explain(
     named: Arrays,
     backend: BackendNames,
     segment_ids: Array | None,
+    cu_seqlens: Any,
     lengths: Any,
     key_mask: Array | None,
 ) -> Explanation:
@@ -211,17 +241,21 @@ def explain(
             f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, pass the cache); "
             f"found {verb!r}"
         )
-    if cache is not None and segment_ids is not None:
-        raise ValueError(f"{mechanism}: a cache is for extend, which has no segment_ids")
-    masks = {"segment_ids": segment_ids, "lengths": lengths, "key_mask": key_mask}
+    masks = {
+        "segment_ids": segment_ids,
+        "cu_seqlens": cu_seqlens,
+        "lengths": lengths,
+        "key_mask": key_mask,
+    }
+    for name in ("segment_ids", "cu_seqlens"):
+        if cache is not None and masks[name] is not None:
+            raise ValueError(f"{mechanism}: a cache is for extend, which has no {name}")
     if is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
     if cache is None:
-        bound = bind(
-            mechanism, arrays, named, segment_ids=segment_ids, lengths=lengths, key_mask=key_mask
-        )
+        bound = bind(mechanism, arrays, named, **masks)
     else:
         if verb == "vjp":
             check_has_states(mechanism)
@@ -229,7 +263,14 @@ def explain(
         bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
     request = _request(verb, bound)
     plan = _plan(mechanism, request, bound, backend)
-    return Explanation(str(mechanism), mechanism.program, request, plan, discover())
+    divided = packed.divided(mechanism, plan, bound)
+    if divided is None:
+        return Explanation(str(mechanism), mechanism.program, request, plan, discover())
+    batch = divided.largest
+    request = _request(verb, batch)
+    plan = _plan(mechanism, request, batch, backend)
+    explanation = Explanation(str(mechanism), mechanism.program, request, plan, discover())
+    return replace(explanation, batches=divided.sizes)
 
 
 def _arrays_of(cache: Any) -> tuple[Array, ...]:
@@ -237,10 +278,11 @@ def _arrays_of(cache: Any) -> tuple[Array, ...]:
 
 
 def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:
-    if "segment_ids" in named:
-        raise TypeError(
-            f"{mechanism}: segment_ids belong to a full call; each sequence has its own cache"
-        )
+    for name in ("segment_ids", "cu_seqlens"):
+        if name in named:
+            raise TypeError(
+                f"{mechanism}: {name} belong to a full call; each sequence has its own cache"
+            )
 
 
 def _cotangents_of_buffers(owner: str, given: Any) -> Arrays:

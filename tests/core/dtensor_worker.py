@@ -112,6 +112,17 @@ def check(expression, what, layout, mesh, mask=None):
             require_equal(buffer, whole_cache.store[name], mesh, f"the cache's {name}")
 
 
+def with_cu_seqlens(mesh):
+    layout = PLAIN._replace(b=1)
+    m, bounds = pa.Lucid(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    x = {n: torch.tensor(a) for n, a in make_inputs(m, layout, "random").items()}
+    given = {n: distributed(a, 2, mesh) for n, a in x.items()}
+    for whole in (bounds, bounds.tolist(), DTensor.from_local(bounds, mesh, [Replicate()])):
+        out = m(**given, cu_seqlens=whole)
+        require_equal(out, m(**x, cu_seqlens=bounds), mesh, "the output")
+    require_refused(("b = 1 is expected; found b = 2",), mesh, cu_seqlens=bounds)
+
+
 def extend(m, x):
     cache = m.init_cache(**x, capacity=x["q"].shape[1])
     with torch.no_grad():
@@ -122,7 +133,7 @@ def require_refused(words, mesh, expression="lucid", **changed):
     m = pa.parse(expression)
     x = {n: torch.tensor(a) for n, a in make_inputs(m, PLAIN, "random").items()}
     given = {n: distributed(a, 0, mesh) for n, a in x.items()} | changed
-    for call in (m, m.vjp, m.init_cache):
+    for call in (m, m.vjp, m.init_cache)[: 2 if "cu_seqlens" in changed else 3]:
         more = {"capacity": 5} if call == m.init_cache else {}
         with pytest.raises((TypeError, ValueError)) as raised:
             call(**given, **more)
@@ -259,6 +270,7 @@ def cases(mesh):
     for mask in ("lengths", "key_mask", "segment_ids"):
         for what in ("batch", "heads"):
             yield f"{mask}, {what}", lambda k=mask, w=what: check("lucid", w, PLAIN, mesh, k)
+    yield "cu_seqlens, heads", lambda: with_cu_seqlens(mesh)
     yield "compiled", lambda: compiled_under_autocast(mesh)
     yield "context parallel", lambda: inside_context_parallel(mesh)
     yield from ((f"refused: {name}", case) for name, case in refusals(mesh).items())

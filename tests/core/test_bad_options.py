@@ -125,8 +125,8 @@ NORMALIZE = (
         case(
             "unknown option of a shorthand",
             "softmax: unknown keyword 'causl' (did you mean 'causal'?); options are causal, scale, "
-            "window, bias, forget, read, inputs q, k, v, and segment_ids, lengths, key_mask, "
-            "backend",
+            "window, bias, forget, read, inputs q, k, v, and segment_ids, cu_seqlens, lengths, "
+            "key_mask, backend",
             lambda: pa.softmax(Q, K, V, causl=False),
             TypeError,
         ),

@@ -1,0 +1,110 @@
+"""`cu_seqlens`: where the sequences of a packed row begin and end, as in flash-attention.
+
+    cu_seqlens = (0, n_1, n_1 + n_2, …, s):    sequence i has the tokens c_i … c_{i+1} − 1.
+
+It is another way to write `segment_ids`, for calls with b = 1. Given as whole numbers, as a NumPy
+array or as a tensor on the CPU, it is read without waiting for a device.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from precondattn.algebra.declaration import ShapeError
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    cast,
+    device_of,
+    dtype_name,
+    exact_device,
+    host_array,
+    is_traced,
+    library_of,
+    namespace,
+    on_device_of,
+)
+from precondattn.execution.masks import ValueChecks, whole_number
+
+NAME = "cu_seqlens"
+
+
+class Packed(NamedTuple):
+    """The segments of a call with `cu_seqlens`."""
+
+    segment_ids: Array
+    """(1, s)"""
+    on_host: np.ndarray | None
+    """The same, read; None where `cu_seqlens` is traced."""
+
+
+def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
+    """The segments, for inputs like `like` with b sequences of s keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for anything but int32 (n + 1,) from 0 to s that never decreases.
+    """
+    if b != 1:
+        raise ShapeError(
+            f"{owner}: {NAME} divides one row of tokens, so b = 1 is expected; found b = {b} "
+            f"(use segment_ids)"
+        )
+    bounds = _checked(owner, given, like)
+    known = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
+    if known is not None:
+        _check_values(owner, known, s)
+        counts = np.diff(known).astype(np.int64)
+        ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, :]
+        return Packed(on_device_of(like, ids), ids)
+    xp = namespace(bounds)
+    good = (bounds[0] == 0) & (bounds[-1] == s) & xp.all(bounds[1:] >= bounds[:-1])
+    checks.require(xp.reshape(good, (1,)), f"{NAME} must go from 0 to s = {s} and never decrease")
+    ids = xp.searchsorted(bounds[1:], arange_like(s, bounds), side="right")
+    return Packed(on_device_of(like, cast(ids, xp.int32)[None, :]), None)
+
+
+def _checked(owner: str, given: Any, like: Array) -> Array:
+    """The bounds: a NumPy array, or an array of the inputs' library. Type and shape are right."""
+    if isinstance(given, list | tuple):
+        try:  # As Python's integers, which do not overflow.
+            given = np.asarray([whole_number(n) for n in given], dtype=object)
+        except TypeError:
+            raise TypeError(f"{owner}: {NAME} must be whole numbers; found {given!r}") from None
+    library = library_of(given)
+    if library not in ("numpy", library_of(like)):
+        known = " or ".join(dict.fromkeys(("numpy", str(library_of(like)))))
+        found = type(given).__name__ if library is None else f"one of {library}"
+        raise TypeError(
+            f"{owner}: {NAME} must be a list of whole numbers or an array of {known}; found {found}"
+        )
+    if dtype_name(given) not in ("int32", "object"):
+        raise TypeError(f"{owner}: {NAME} must have dtype int32; found {dtype_name(given)}")
+    if given.ndim != 1 or given.shape[0] < 2:
+        raise ShapeError(
+            f"{owner}: {NAME} must have shape (n + 1,) for n sequences; found {tuple(given.shape)}"
+        )
+    if library != "numpy" and not is_traced(given) and device_of(given) != "cpu":
+        device, expected = exact_device(given), exact_device(like)
+        if None not in (device, expected) and device != expected:
+            raise ValueError(
+                f"{owner}: {NAME} is on {device}; the inputs are on {expected} (or give it on the "
+                f"CPU)"
+            )
+    return given
+
+
+def _check_values(owner: str, bounds: np.ndarray, s: int) -> None:
+    if bounds[0] != 0:
+        raise ValueError(f"{owner}: {NAME} must start at 0; found {bounds[0]}")
+    for i, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        if stop < start:
+            raise ValueError(
+                f"{owner}: {NAME} must not decrease; found {stop} after {start} (entry {i + 1})"
+            )
+    if bounds[-1] != s:
+        raise ValueError(f"{owner}: {NAME} must end at s = {s}; found {bounds[-1]}")

@@ -1,0 +1,30 @@
+"""PyTorch: moved rows with a gradient that moves them back.
+
+The gradient of PyTorch's own `index_select` adds one row after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.execution.moved_rows import Rows, taken
+
+
+def differentiable(tensor: Tensor, rows: Rows) -> Tensor:
+    out: Tensor = _Moved.apply(tensor, *rows)
+    return out
+
+
+class _Moved(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*rows)
+        return taken(tensor, Rows(*rows))
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        back = Rows(*ctx.saved_tensors).back
+        return _Moved.apply(cotangent, *back), None, None, None, None

@@ -1,0 +1,216 @@
+"""Packed calls as batches of their segments, and `cu_seqlens`."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("torch")
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import precondattn as pa
+from precondattn.execution import evaluation
+from precondattn.frame import full_frame
+from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_jax.layout import Blocks
+from precondattn_jax.masks import Mask
+
+LENGTHS = (3, 40, 2, 41, 1, 3, 19, 40)
+T = sum(LENGTHS)
+IDS = np.repeat(np.arange(len(LENGTHS)), LENGTHS)[None].astype(np.int32)
+MECHANISMS = (
+    "softmax",
+    "softmax[causal=false, window=7]",
+    "lucid[normalize=rows]",
+    "lucid",
+    "lucid[beta=true]",
+    "laser",
+    "path",
+    "row_normalized",
+    "differential",
+    "gated_delta",
+    "temperature(lucid)",
+    "ccq[covariance=query_weighted](linear)",
+)
+
+
+def inputs_of(text, b=1, seed=0):
+    mechanism = pa.parse(text)
+    layout = Layout("packed", b=b, t=T, s=T, h=2, n=1, d=4, e=5)
+    return mechanism, make_inputs(mechanism, layout, "random", seed)
+
+
+def cotangent_of(out):
+    return np.random.default_rng(9).normal(size=out.shape)
+
+
+def agree(ours, theirs):
+    out, gradients = ours
+    expected, expected_gradients = theirs
+    np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
+    for name, gradient in expected_gradients.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def by_numpy(mechanism, x, **options):
+    out, pullback = mechanism.vjp(**x, **options)
+    return out, pullback(cotangent_of(out))
+
+
+def by_torch(mechanism, x, **options):
+    leaves = {name: torch.from_numpy(a).requires_grad_() for name, a in x.items()}
+    options = {n: torch.from_numpy(a) for n, a in options.items()}
+    out = mechanism(**leaves, **options)
+    gradients = torch.autograd.grad(out, list(leaves.values()), torch.from_numpy(cotangent_of(out)))
+    return out.detach().numpy(), dict(zip(leaves, (g.numpy() for g in gradients), strict=True))
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The (b, t) of every evaluation."""
+    sizes = []
+    run = evaluation.forward
+
+    def counted(plan, call):
+        sizes.append((call.sizes["b"], call.sizes["t"]))
+        return run(plan, call)
+
+    monkeypatch.setattr(evaluation, "forward", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("by", [by_numpy, by_torch])
+@pytest.mark.parametrize("text", MECHANISMS)
+def test_batches_of_segments_equal_the_masked_definition(text, by):
+    mechanism, x = inputs_of(text)
+    expected = by_numpy(mechanism, x, segment_ids=IDS, backend="reference")
+    agree(by(mechanism, x, segment_ids=IDS), expected)
+
+
+@pytest.mark.parametrize("by", [by_numpy, by_torch])
+@pytest.mark.parametrize("text", ["lucid", "laser"])
+def test_padding_and_masked_keys_of_several_rows(text, by):
+    mechanism, x = inputs_of(text, b=2)
+    masks = {
+        "segment_ids": np.concatenate([IDS, IDS[:, ::-1]]),
+        "lengths": np.asarray([T - 30, T]),
+        "key_mask": np.random.default_rng(1).random((2, T)) < 0.8,
+    }
+    expected = by_numpy(mechanism, x, **masks, backend="reference")
+    agree(by(mechanism, x, **masks), expected)
+
+
+def test_segments_of_similar_lengths_are_one_batch(batches):
+    mechanism, x = inputs_of("softmax")
+    mechanism(**x, segment_ids=IDS)
+    assert batches == [(3, 19), (3, 41), (2, 2)]
+    batches.clear()
+    equal = np.repeat(np.arange(T), 1)[None] // (T // 4 + 1)
+    mechanism(**x, segment_ids=equal)
+    assert batches == [(4, 38)]
+
+
+def test_an_explanation_names_the_batches():
+    mechanism, x = inputs_of("softmax")
+    for m in (mechanism, pa.Laser()):
+        explanation = m.explain(**x, segment_ids=IDS)
+        assert explanation.batches == ((3, 19), (3, 41), (2, 2))
+        assert "segments as batches: 3 × 19 tokens, 3 × 41 tokens, 2 × 2 tokens" in str(explanation)
+        assert m.explain(**x, segment_ids=IDS, backend="reference").batches == ()
+    solve = pa.LucidSolve()  # It has keys and no queries.
+    assert solve.explain(k=x["k"], v=x["v"], segment_ids=IDS).batches == explanation.batches
+
+
+def test_what_relates_no_pairs_is_not_divided(batches):
+    mechanism, x = inputs_of("gated_delta")
+    mechanism(**x, segment_ids=IDS)
+    assert batches == [(1, T)]
+
+
+# -------------------------------------------------------------------------------- cu_seqlens
+
+Q, K, V = np.random.default_rng(3).normal(size=(3, 1, 6, 2, 4))
+THREE = np.asarray([0, 2, 2, 6], dtype=np.int32)
+SAME = np.asarray([[0, 0, 1, 1, 1, 1]])
+
+
+def test_cu_seqlens_mean_the_same_as_segment_ids_in_every_form():
+    lucid = pa.Lucid()
+    expected = lucid(Q, K, V, segment_ids=SAME)
+    for given in (THREE, THREE.tolist(), tuple(THREE.tolist())):
+        np.testing.assert_array_equal(lucid(Q, K, V, cu_seqlens=given), expected)
+        np.testing.assert_array_equal(lucid.vjp(Q, K, V, cu_seqlens=given)[0], expected)
+    np.testing.assert_array_equal(pa.lucid(Q, K, V, cu_seqlens=THREE), expected)
+    x = [torch.from_numpy(a) for a in (Q, K, V)]
+    for given in (THREE, torch.from_numpy(THREE)):
+        np.testing.assert_allclose(lucid(*x, cu_seqlens=given).numpy(), expected, rtol=1e-12)
+    x = [jnp.asarray(a) for a in (Q, K, V)]
+    for given in (THREE, jnp.asarray(THREE)):
+        np.testing.assert_allclose(lucid(*x, cu_seqlens=given), expected, rtol=1e-12)
+
+
+def test_cu_seqlens_that_are_traced_by_jax():
+    x = [jnp.asarray(a) for a in (Q, K, V)]
+    expected = pa.Lucid()(Q, K, V, segment_ids=SAME)
+    run = jax.jit(lambda bounds: pa.Lucid()(*x, cu_seqlens=bounds))
+    np.testing.assert_allclose(run(jnp.asarray(THREE)), expected, rtol=1e-12)
+    for bad in ([1, 2, 2, 6], [0, 4, 2, 6], [0, 2, 2, 5]):
+        assert np.isnan(run(jnp.asarray(bad, dtype=jnp.int32))).all()
+
+
+def test_cu_seqlens_in_compiled_pytorch():
+    x = [torch.from_numpy(a) for a in (Q, K, V)]
+    expected = pa.Lucid()(Q, K, V, segment_ids=SAME)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(bounds):
+        return pa.lucid(*x, cu_seqlens=bounds)
+
+    np.testing.assert_allclose(run(torch.from_numpy(THREE)).numpy(), expected, rtol=1e-12)
+    assert run(torch.tensor([0, 4, 2, 6], dtype=torch.int32)).isnan().all()
+    np.testing.assert_allclose(run(THREE.tolist()).numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ([1, 6], ValueError, "cu_seqlens must start at 0; found 1"),
+        ([0, 4, 2, 6], ValueError, r"cu_seqlens must not decrease; found 2 after 4 \(entry 2\)"),
+        ([0, 5], ValueError, "cu_seqlens must end at s = 6; found 5"),
+        ([0, 2**32 + 6], ValueError, "cu_seqlens must end at s = 6; found 4294967302"),
+        ([0, 6.0], TypeError, "cu_seqlens must be whole numbers"),
+        ([6], pa.ShapeError, r"cu_seqlens must have shape \(n \+ 1,\) for n sequences; found \(1,"),
+        (np.asarray([0, 6]), TypeError, "cu_seqlens must have dtype int32; found int64"),
+        ("0,6", TypeError, "cu_seqlens must be a list of whole numbers or an array of numpy;"),
+        (torch.tensor([0, 6]), TypeError, "array of numpy; found one of torch"),
+    ],
+)
+def test_bad_cu_seqlens_are_refused(given, error, text):
+    for verb in (pa.Lucid(), pa.Lucid().vjp, pa.Lucid().explain, pa.lucid):
+        with pytest.raises(error, match=f"lucid: .*{text}"):
+            verb(Q, K, V, cu_seqlens=given)
+
+
+def test_cu_seqlens_are_for_one_row_of_a_full_call_and_without_segment_ids():
+    with pytest.raises(ValueError, match="segment_ids and cu_seqlens mean the same: give one"):
+        pa.lucid(Q, K, V, cu_seqlens=THREE, segment_ids=SAME)
+    two = np.concatenate([Q, Q])
+    with pytest.raises(pa.ShapeError, match=r"so b = 1 is expected; found b = 2 \(use segment_ids"):
+        pa.lucid(two, two, two, cu_seqlens=THREE)
+    cache = pa.Lucid().init_cache(Q, K, V, capacity=8)
+    with pytest.raises(TypeError, match="cu_seqlens belong to a full call"):
+        pa.Lucid().extend(cache, Q, K, V, cu_seqlens=THREE)
+
+
+# -------------------------------------------------------------------------------- JAX's loops
+
+
+def test_jax_computes_the_blocks_of_keys_of_the_segments_of_a_block_of_queries():
+    ids = jnp.asarray(np.repeat([0, 1, 2], [100, 60, 96])[None])
+    frame = full_frame(256, 256, ids, segment_ids=ids)
+    mask = Mask(frame, Blocks(256, 256, 32))
+    rows = jnp.arange(8)
+    assert [int(mask.first(a)) for a in rows] == [0, 0, 0, 0, 3, 5, 5, 5]
+    assert [int(mask.stop(a)) for a in rows] == [4, 4, 4, 5, 5, 8, 8, 8]
