@@ -82,6 +82,7 @@ FULL: Data = (
 SPECIAL: dict[str, Data] = {
     "splits": ((PLAIN, "clustered"), (RAGGED, "clustered"), (MASKED, "clustered")),
     "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "cache_operations": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
     "padding": ((RAGGED, "clustered"),),
     "future": tuple((layout, "clustered") for layout in (PLAIN, PACKED, AND_ONE, PACKED_BLOCKS)),
@@ -132,7 +133,7 @@ def data(
         return SPECIAL[check] if wanted else ()
     if check == "autocast" and dtype not in HALF:
         return ()
-    if check == "transforms" and dtype not in ("float64", "float32"):
+    if check in ("transforms", "cache_operations") and dtype not in ("float64", "float32"):
         return ()
     if check == "sharding" and dtype != "float32":
         return ()

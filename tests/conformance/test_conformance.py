@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.cache.capacity import _padded as padded
+from precondattn.cache.sequences import reorder
 from precondattn.spec import lucid, softmax
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import libraries
@@ -174,6 +176,38 @@ def test_a_fault_planted_in_a_state_is_detected_by_the_checks_of_states(faulty, 
     assert outcome("gated_delta", check).status == "passed"
     faulty.fault = (LinearFamily, method, change)
     assert (outcome("gated_delta", check).status == FAILED) == (check in caught_by)
+
+
+BROKEN_OPERATIONS = {
+    "crop leaves the cache as it is": ("cache.crop", "lucid", lambda cache, *_, **__: cache),
+    "grow puts unused rows first": (
+        "capacity._padded",
+        "lucid",
+        lambda buffer, kind, capacity: np.roll(
+            padded(buffer, kind, capacity), capacity - buffer.shape[1], axis=1
+        ),
+    ),
+    "rewritten rows are cropped": ("cache.fixed_buffers", "path", lambda cache: []),
+    "restore keeps the states": (
+        "cache.restore",
+        "gla",
+        lambda cache, earlier, *, donate: cache._replace(length=earlier.length),
+    ),
+    "reorder keeps the order": (
+        "sequences.reorder",
+        "gla",
+        lambda cache, indices, verb="": reorder(cache, sorted(indices), verb),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OPERATIONS)
+def test_a_broken_operation_on_caches_is_detected(monkeypatch, name):
+    place, expression, broken = BROKEN_OPERATIONS[name]
+    case = Case("cache_operations", expression, "numpy", "float64", Layout("plain"), "clustered")
+    assert run_case(case, "reference").status == "passed"
+    monkeypatch.setattr(f"precondattn.cache.{place}", broken)
+    assert run_case(case, "reference").status == FAILED
 
 
 def test_a_backend_that_returns_zeros_nan_or_the_wrong_sequence_fails(faulty, monkeypatch):

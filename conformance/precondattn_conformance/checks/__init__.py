@@ -5,6 +5,7 @@ from __future__ import annotations
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.autocast import Autocast
+from precondattn_conformance.checks.cache_operations import CacheOperations
 from precondattn_conformance.checks.caching import Alternation, Caching, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.determinism import Determinism
@@ -32,6 +33,7 @@ ALL: tuple[Check, ...] = (
     Caching(),
     Splits(),
     Alternation(),
+    CacheOperations(),
     States(),
     Packing(),
     Padding(),

@@ -50,7 +50,7 @@ FIRST_CHECK = {
 }
 """The check that is most likely to catch a fault of a method."""
 
-FIRST_OF_OPERATOR = {"zero times": "future"}
+FIRST_OF_OPERATOR = {"zero times": "future", "memory of a cache": "cache_operations"}
 """The same for a kind of fault, whatever the method."""
 
 

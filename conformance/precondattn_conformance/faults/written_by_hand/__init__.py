@@ -5,6 +5,7 @@ from precondattn_conformance.faults.written_by_hand import (
     attention,
     autograd,
     block_solve,
+    caches,
     chunks,
     half,
     lucid,
@@ -31,6 +32,7 @@ OF = (
     autograd,
     half,
     threads,
+    caches,
 )
 
 
