@@ -6,19 +6,17 @@ inside, it is part of the surrounding computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array
 from precondattn.backend import Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
+from precondattn.execution.jax_backend import JaxBackend
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable
 
 
-class Jax(Portable):
+class Jax(JaxBackend, Portable):
     """Blocked algorithms in loops, on any device."""
 
     name = "jax"
@@ -42,45 +40,7 @@ class Jax(Portable):
             return Support.no("runs the leaves of this group one by one")
         return super().supports(mechanism, request)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        return self._compiled("forward", mechanism, dict(inputs), frame)
-
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        return self._compiled("backward", mechanism, *arrays)
-
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        return self._compiled("step", mechanism, dict(past), dict(inputs), frame)
-
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        return self._compiled("step_backward", mechanism, *arrays)
-
-    def _compiled(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
         from precondattn_jax.compiled import compiled
 
         return compiled(verb, self, mechanism, *arrays)

@@ -13,20 +13,16 @@ import jax
 
 from precondattn.execution.sharding_jax import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
-from precondattn_portable.backend import Portable
-
-VERBS = ("forward", "backward", "step", "step_backward")
 
 
 def compiled(verb: str, backend: Any, mechanism: Any, *arrays: Any) -> Any:
-    """The method of `Portable` of that name."""
+    """The backend's method of that name."""
     return _call(verb, backend, mechanism, _sizes(), *arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call(verb: str, backend: Any, mechanism: Any, sizes: tuple[int, ...], *arrays: Any) -> Any:
-    methods = {name: partial(getattr(Portable, name), backend) for name in VERBS}
-    return on_shards(methods, verb, mechanism, *arrays)
+    return on_shards(backend.computing, verb, mechanism, *arrays)
 
 
 def _sizes() -> tuple[int, ...]:

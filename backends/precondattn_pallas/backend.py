@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -19,10 +19,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
-from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
-from precondattn.cache import Updates
-from precondattn.frame import Frame
+from precondattn.execution.jax_backend import JaxBackend
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -116,7 +114,7 @@ def _interpreted() -> str:
     return device
 
 
-class Pallas(KernelBackend):
+class Pallas(JaxBackend, KernelBackend):
     """LUCID, LASER, softmax and recurrences on a GPU, LUCID and recurrences on a TPU, for JAX."""
 
     name = "pallas"
@@ -155,48 +153,10 @@ class Pallas(KernelBackend):
     def kernels(self, mechanism: Any) -> Any:
         return kernels_of(mechanism, interpret=is_interpreting(), target=target())
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        return self._on_devices("forward", mechanism, dict(inputs), frame)
-
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        return self._on_devices("backward", mechanism, *arrays)
-
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        return self._on_devices("step", mechanism, dict(past), dict(inputs), frame)
-
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        return self._on_devices("step_backward", mechanism, *arrays)
-
-    def _on_devices(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
         if is_interpreting() and target() == TPU:
             # JAX's interpreter of TPU kernels has effects, which can not be divided.
-            return getattr(super(), verb)(mechanism, *arrays)
+            return self.computing(verb)(mechanism, *arrays)
         from precondattn_pallas.on_devices import on_devices
 
         return on_devices(self, verb, mechanism, *arrays)

@@ -8,25 +8,18 @@ from typing import Any
 import jax
 
 from precondattn.execution.sharding_jax import on_shards
-from precondattn.kernel_backend import KernelBackend
-
-VERBS = ("forward", "backward", "step", "step_backward")
 
 
 def on_devices(backend: Any, verb: str, mechanism: Any, *arrays: Any) -> Any:
-    """The method of the backend's base class, of that name."""
+    """The backend's method of that name."""
     leaves = jax.tree.leaves(arrays)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return on_shards(_methods(backend), verb, mechanism, *arrays)
+        return on_shards(backend.computing, verb, mechanism, *arrays)
     if any(len(leaf.devices()) > 1 for leaf in leaves):
         return _compiled(backend, verb, mechanism, *arrays)
-    return _methods(backend)[verb](mechanism, *arrays)
+    return backend.computing(verb)(mechanism, *arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _compiled(backend: Any, verb: str, mechanism: Any, *arrays: Any) -> Any:
-    return on_shards(_methods(backend), verb, mechanism, *arrays)
-
-
-def _methods(backend: Any) -> dict[str, Any]:
-    return {verb: partial(getattr(KernelBackend, verb), backend) for verb in VERBS}
+    return on_shards(backend.computing, verb, mechanism, *arrays)

@@ -11,7 +11,7 @@ Where JAX knows the shardings of arrays when it traces (mesh axes of type `Expli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,16 +37,16 @@ GRADIENTS = ("backward", "step_backward")
 
 
 def on_shards(
-    methods: Mapping[str, Callable[..., Any]], verb: str, mechanism: Any, *arrays: Any
+    method: Callable[[str], Callable[..., Any]], verb: str, mechanism: Any, *arrays: Any
 ) -> Any:
-    """`methods[verb](mechanism, *arrays)`, of which every device computes its part."""
+    """`method(verb)(mechanism, *arrays)`, of which every device computes its part."""
     leaves, tree = jax.tree.flatten(arrays)
 
     def function(*leaves: Any) -> Any:
-        return methods[verb](mechanism, *jax.tree.unflatten(tree, leaves))
+        return method(verb)(mechanism, *jax.tree.unflatten(tree, leaves))
 
     def axes() -> list[str]:
-        forward = partial(methods["forward"], mechanism)
+        forward = partial(method("forward"), mechanism)
         shapes = jax.tree.unflatten(tree, list(map(_shape, leaves)))
         texts: list[str] = jax.tree.leaves(axes_of(mechanism, verb, forward, shapes))
         return texts

@@ -8,13 +8,15 @@ backward, from the last to the first, with R = dy,
 
     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 
-Φ is symmetric, so one kernel, `update`, serves both. In products of 16 bits, y is divided by a
-power of two, that of the largest right side of its channel and super-block: since no entry of N is
-larger than 2, no quotient is larger than 4 S, far below float16's maximum.
+Φ is symmetric, so one kernel, `update`, serves both. In products of 16 bits, right sides are
+divided by a power of two for each channel and super-block of S tokens, so that the largest is at
+most 2¹² / S: since no entry of N is larger than 2, no y is larger than 2¹⁵, which float16
+represents, and right sides that are far smaller keep their digits.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -187,7 +189,7 @@ def _part(array: Any, start: Any, count: int) -> Any:
 
 
 def _powers_of_two(right: Any) -> Any:
-    """The power of two of the largest right side of every channel (m, 1, e)."""
+    """The powers of two by which right sides (m, S, e) are divided, one for a channel (m, 1, e)."""
     largest = jnp.max(jnp.abs(right), axis=1, keepdims=True)
     exponent = jnp.ceil(jnp.log2(jnp.where(largest > 0, largest, 1.0)))
-    return jnp.exp2(jnp.clip(exponent, -126.0, 127.0))
+    return jnp.exp2(jnp.clip(exponent - 12 + math.log2(right.shape[1]), -126.0, 126.0))

@@ -3,11 +3,17 @@
 Their inputs come in the call's dtype. What a leaf computes from them for the recurrence is computed
 in float32, by XLA, and rounded again for the products of the kernels; states, gates and β stay in
 float32. For bfloat16, factors in float32 are multiplied as tf32.
+
+The scale s of the linear family is not multiplied into q, which would round q again, but into the
+output. Gradients are linear in the cotangents of the output and of the final state,
+
+    backward(s do, dS) = s backward(do, dS / s).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +23,12 @@ import jax.numpy as jnp
 from precondattn.arrays import upcast_all
 from precondattn.execution.masks import zero_padding
 from precondattn.frame import Frame
-from precondattn.kernel_backend.stateful import StatefulKernels, decays
+from precondattn.kernel_backend.stateful import (
+    StatefulKernels,
+    decays,
+    is_plain,
+    scale_in_form,
+)
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
 from precondattn.spec.recurrence import Form
@@ -49,6 +60,12 @@ def _frame(masks: Masks) -> Frame:
     return Frame(None, None, q_valid, k_valid, None, k_segment)
 
 
+def _unscaled(leaf: Any, x: Mapping[str, Any]) -> tuple[Any, float]:
+    """The leaf without its scale, and the scale."""
+    scale = scale_in_form(leaf, x)
+    return (replace(leaf, scale=1.0) if is_plain(leaf) else leaf), scale
+
+
 def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
     """Inputs in float32, with zeros at padding and masked keys."""
     q_valid, k_valid, _ = masks
@@ -60,8 +77,10 @@ def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: 
     dtype = x["q"].dtype
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
-    out, final = leaf.run(state, x, _frame(masks), _form(form_of, leaf, dtype, masks, interpret))
-    return out.astype(dtype), final
+    form = _form(form_of, leaf, dtype, masks, interpret)
+    leaf, scale = _unscaled(leaf, x)
+    out, final = leaf.run(state, x, _frame(masks), form)
+    return (scale * out).astype(dtype), final
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -81,8 +100,11 @@ def _run_vjp(
     d_state = leaf.zero_state(x) if d_state is None else d_state
     form = _form(form_of, leaf, dtypes["q"], masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
+    leaf, scale = _unscaled(leaf, x)
+    d_state = {slot: each / scale for slot, each in d_state.items()}
     gradients, d_past = leaf.run_vjp(state, x, _frame(masks), cotangent, d_state, form)
-    return {name: gradients[name].astype(dtype) for name, dtype in dtypes.items()}, d_past
+    d_past = {slot: scale * each for slot, each in d_past.items()}
+    return {n: (scale * gradients[n]).astype(dtype) for n, dtype in dtypes.items()}, d_past
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
