@@ -35,12 +35,43 @@ def gradients_at(
     residuals: Residuals,
 ) -> Arrays:
     """The backend's gradients at a cotangent that may be wider than its output."""
+    c = _divisor(cotangent, out)
+    narrow = cast(_divided(cotangent, c), out.dtype)
+    return _multiplied(backend.backward(piece, inputs, frame, out, residuals, narrow), c)
+
+
+def step_gradients_at(
+    cotangent: Array,
+    d_buffers: Mapping[str, Array],
+    backend: Backend,
+    piece: Any,
+    past: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    frame: Frame,
+    like: Array,
+) -> tuple[Arrays, Arrays]:
+    """Those of a step, which is linear in both cotangents; `like` has the dtype of its output."""
+    c = _divisor(cotangent, like)
+    narrow = cast(_divided(cotangent, c), like.dtype)
+    d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_buffers.items()}
+    gradients, d_past = backend.step_backward(piece, past, inputs, frame, narrow, d_narrow)
+    return _multiplied(gradients, c), _multiplied(d_past, c)
+
+
+def _divisor(cotangent: Array, out: Array) -> Array | None:
+    """c; None where the cotangent is not divided."""
     if dtype_name(out) != "float16" or cotangent.dtype == out.dtype or 0 in cotangent.shape:
-        narrow = cast(cotangent, out.dtype)
-        return backend.backward(piece, inputs, frame, out, residuals, narrow)
+        return None
     xp = namespace(cotangent)
     sizes = xp.where(xp.isfinite(cotangent), xp.abs(cotangent), 0.0)
-    factor = xp.clip(xp.max(sizes) / LARGEST, min=1.0)
-    narrow = cast(cotangent / factor, out.dtype)
-    gradients = backend.backward(piece, inputs, frame, out, residuals, narrow)
-    return {name: upcast(gradient) * factor for name, gradient in gradients.items()}
+    return xp.clip(xp.max(sizes) / LARGEST, min=1.0)
+
+
+def _divided(cotangent: Array, c: Array | None) -> Array:
+    return cotangent if c is None else upcast(cotangent) / c
+
+
+def _multiplied(gradients: Arrays, c: Array | None) -> Arrays:
+    if c is None:
+        return gradients
+    return {name: upcast(gradient) * c for name, gradient in gradients.items()}

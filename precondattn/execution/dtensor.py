@@ -46,7 +46,7 @@ def call(
     """`run.call`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
     out = run.call(mechanism, (), sharding.parts(inputs), backend, **given)
-    return sharding.whole(out, sharding.placements(mechanism.program.output))
+    return _whole(mechanism, sharding, out)
 
 
 def vjp(
@@ -55,7 +55,7 @@ def vjp(
     """`run.vjp`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
     out, pull = run.vjp(mechanism, (), sharding.parts(inputs), backend, **given)
-    whole = sharding.whole(out, sharding.placements(mechanism.program.output))
+    whole = _whole(mechanism, sharding, out)
 
     def pullback(cotangent: DTensor) -> dict[str, DTensor]:
         _check_cotangent(mechanism, "the cotangent", cotangent, whole)
@@ -101,20 +101,12 @@ def extend(
     donate: bool,
 ) -> tuple[DTensor, Cache]:
     """`run.extend`."""
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
-    out, extended = run.extend(
-        mechanism,
-        _part_of_cache(sharding, cache),
-        (),
-        sharding.parts(inputs),
-        backend,
-        **given,
-        donate=donate,
-    )
+    part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
+    parts = sharding.parts(inputs)
+    out, extended = run.extend(mechanism, part, (), parts, backend, **given, donate=donate)
     if donate:
         cache.store.clear()
-    whole = sharding.whole(out, sharding.placements(mechanism.program.output))
-    return whole, sharding.whole_cache(mechanism, extended)
+    return _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
 
 
 def extend_vjp(
@@ -126,11 +118,10 @@ def extend_vjp(
     masks: Mapping[str, Any],
 ) -> tuple[DTensor, Cache, Any]:
     """`run.extend_vjp`."""
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
-    past, parts = _part_of_cache(sharding, cache), sharding.parts(inputs)
-    out, extended, pull = run.extend_vjp(mechanism, past, (), parts, backend, **given)
-    whole = sharding.whole(out, sharding.placements(mechanism.program.output))
-    whole_cache = sharding.whole_cache(mechanism, extended)
+    part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
+    parts = sharding.parts(inputs)
+    out, extended, pull = run.extend_vjp(mechanism, part, (), parts, backend, **given)
+    whole, whole_cache = _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
     buffers = dict(cache.store)
 
     def pullback(cotangent: DTensor, d_store: Any = None) -> tuple[Any, Any]:
@@ -147,6 +138,19 @@ def extend_vjp(
         )
 
     return whole, whole_cache, pullback
+
+
+def _extension(
+    mechanism: Mechanism, cache: Cache, arrays: Any, named: Arrays, masks: Mapping[str, Any]
+) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], Sharding]:
+    """This device's part of the cache, and `_bound`."""
+    inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
+    return _part_of_cache(sharding, cache), inputs, given, sharding
+
+
+def _whole(mechanism: Mechanism, sharding: Sharding, out: Tensor) -> DTensor:
+    """The output, of which this device has computed a part."""
+    return sharding.whole(out, sharding.placements(mechanism.program.output))
 
 
 def _bound(

@@ -24,7 +24,7 @@ from precondattn.arrays import (
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.dispatch.plan import Plan, PlannedCall
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.cotangents import gradients_at
+from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 
 
@@ -134,18 +134,20 @@ def extend_vjp(
         for planned, past, inputs, out, used in reversed(trace):
             keys = dict(planned.buffers)
             d_out = cotangents.get(planned.out)
-            gradients, d_buffers = planned.backend.step_backward(
-                planned.piece,
-                past,
-                inputs,
-                call.frame,
-                namespace(out).zeros_like(out) if d_out is None else cast(d_out, out.dtype),
+            gradients, d_buffers = step_gradients_at(
+                namespace(out).zeros_like(out) if d_out is None else d_out,
                 {
                     name: d_store[key]
                     if name in used
                     else namespace(past[name]).zeros_like(past[name])
                     for name, key in keys.items()
                 },
+                planned.backend,
+                planned.piece,
+                past,
+                inputs,
+                call.frame,
+                out,
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])

@@ -48,9 +48,9 @@ def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
 
 
-def values_dtype(inputs: dict[str, Tensor]) -> torch.dtype:
-    """The dtype of v, or of the first input."""
-    return (inputs["v"] if "v" in inputs else next(iter(inputs.values()))).dtype
+def values_of(inputs: dict[str, Tensor]) -> Tensor:
+    """v, or the first input: it has the dtype of the call's output."""
+    return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
 
 
 def output_dtype(
@@ -61,7 +61,7 @@ def output_dtype(
     So the next piece, and the cotangent of this one, are not rounded to half precision first. For
     its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
     """
-    dtype = values_dtype(inputs)
+    dtype = values_of(inputs).dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
     is_wide = is_half and discover().named(backend).wide_values
     return torch.float32 if is_wide or (has_gradient and dtype == torch.float16) else dtype
@@ -128,7 +128,7 @@ def backward(
     if runs is REFERENCE:
         out, residuals = runs.forward(mechanism, inputs, masks)
     if not runs.wide_values:
-        out = cast(out, values_dtype(inputs))
+        out = cast(out, values_of(inputs).dtype)
     gradients = gradients_at(cotangent, runs, mechanism, inputs, masks, out, residuals)
     in_order = [gradients[name].to(tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])

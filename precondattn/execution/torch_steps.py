@@ -18,10 +18,12 @@ from precondattn.algebra.names import piece_named
 from precondattn.arrays import cast
 from precondattn.cache import updated
 from precondattn.dispatch.discovery import discover
+from precondattn.execution.cotangents import step_gradients_at
 from precondattn.execution.torch_operators import (
     named_inputs,
     output_dtype,
     unaliased,
+    values_of,
     without_autocast,
 )
 from precondattn.frame import Frame
@@ -44,7 +46,7 @@ def step(
     mechanism, runs = piece_named(piece), discover().named(backend)
     states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
     out, updates = runs.step(mechanism, states, inputs, Frame(*frame))
-    out = cast(out, output_dtype(backend, inputs))
+    out = cast(out, output_dtype(backend, inputs, has_gradient=True))
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
     return unaliased([out, *new], [*past, *tensors, *frame])
@@ -64,8 +66,9 @@ def step_backward(
     mechanism, runs = piece_named(piece), discover().named(backend)
     states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
     d_out, d_states = cotangents[0], named_buffers(mechanism, cotangents[1:])
-    gradients, d_past = runs.step_backward(
-        mechanism, states, inputs, Frame(*frame), d_out, d_states
+    like = d_out if runs.wide_values else values_of(inputs)
+    gradients, d_past = step_gradients_at(
+        d_out, d_states, runs, mechanism, states, inputs, Frame(*frame), like
     )
     in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
     in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
@@ -97,20 +100,23 @@ def extension(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(piece: str, backend: str, tensors: Sequence[Tensor]) -> Tensor:
+def _output_like(
+    piece: str, backend: str, tensors: Sequence[Tensor], *, has_gradient: bool = False
+) -> Tensor:
     mechanism = piece_named(piece)
     inputs = named_inputs(mechanism, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
     sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
     shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
-    return tensors[0].new_empty(shape, dtype=output_dtype(backend, inputs))
+    dtype = output_dtype(backend, inputs, has_gradient=has_gradient)
+    return tensors[0].new_empty(shape, dtype=dtype)
 
 
 @step.register_fake
 def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Tensor]:
     contiguous = torch.contiguous_format
     new = [torch.empty_like(state, memory_format=contiguous) for state in past]
-    return [_output_like(piece, backend, tensors), *new]
+    return [_output_like(piece, backend, tensors, has_gradient=True), *new]
 
 
 @step_backward.register_fake

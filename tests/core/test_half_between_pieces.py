@@ -11,7 +11,7 @@ from precondattn_conformance.libraries import named
 
 
 class Kernels(pa.Backend):
-    """Softmax as a kernel for half precision computes it: all arrays are in the call's dtype."""
+    """Two leaves as kernels for half precision compute them: all arrays are in the call's dtype."""
 
     name = "kernels"
 
@@ -19,8 +19,9 @@ class Kernels(pa.Backend):
         self.reference = Reference()
 
     def supports(self, mechanism, request):
-        is_supported = isinstance(mechanism, pa.Softmax) and request.verb in ("forward", "vjp")
-        return pa.Support.yes() if is_supported else pa.Support.no("softmax only")
+        is_step = request.verb.startswith("extend")
+        is_supported = isinstance(mechanism, pa.Linear if is_step else pa.Softmax)
+        return pa.Support.yes() if is_supported else pa.Support.no("has no kernel")
 
     def forward(self, mechanism, inputs, frame):
         dtype = inputs["v"].dtype
@@ -32,6 +33,20 @@ class Kernels(pa.Backend):
         assert {array.dtype for array in (*inputs.values(), out, cotangent)} == {dtype}
         gradients = self.reference.backward(mechanism, inputs, frame, out, (), cotangent)
         return {name: cast(gradient, dtype) for name, gradient in gradients.items()}
+
+    def step(self, mechanism, past, inputs, frame):
+        dtype = inputs["v"].dtype
+        assert {array.dtype for array in inputs.values()} == {dtype}
+        out, updates = self.reference.step(mechanism, past, inputs, frame)
+        return cast(out, dtype), updates
+
+    def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
+        dtype = inputs["v"].dtype
+        assert {array.dtype for array in (*inputs.values(), cotangent)} == {dtype}
+        gradients, d_past = self.reference.step_backward(
+            mechanism, past, inputs, frame, cotangent, d_buffers
+        )
+        return {name: cast(gradient, dtype) for name, gradient in gradients.items()}, d_past
 
     def residual_shapes(self, mechanism, inputs, frame):
         return ()
@@ -80,3 +95,27 @@ def test_rows_of_zeros_have_finite_gradients_in_float16(expression, library, by,
     assert is_beyond.any()
     assert not np.isnan(found).any()
     np.testing.assert_array_equal(np.isinf(found), is_beyond)
+
+
+@pytest.mark.parametrize("by", ["vjp", "autograd"])
+def test_steps_of_rows_of_zeros_have_finite_gradients_in_float16(by, kernels):
+    library, m = named("torch"), pa.parse("row_normalized(linear)")
+    if not library.is_installed():
+        pytest.skip("torch is not installed")
+    x = with_zero_rows(m, library)
+    exact = {name: library.numpy(array) for name, array in x.items()}
+    backend = ("kernels", "reference")
+    empty, exact_empty = m.init_cache(**x), m.init_cache(**exact)
+    assert "kernels" in m.explain(**x, cache=empty, backend=backend, verb="vjp").backends
+    expected, _, pullback = m.extend_vjp(exact_empty, **exact, backend="reference")
+    cotangent = library.array(np.random.default_rng(1).normal(size=expected.shape), "float16")
+    expected, _ = pullback(library.numpy(cotangent))
+    if by == "vjp":
+        gradients, _ = m.extend_vjp(empty, **x, backend=backend)[2](cotangent)
+    else:
+        gradients = library.gradients(
+            lambda x: m.extend(empty, **x, backend=backend)[0], x, cotangent
+        )
+    for name in ("q", "k"):
+        size = np.abs(expected[name]).max()
+        assert np.abs(library.numpy(gradients[name]) - expected[name]).max() < 5e-3 * size, name
