@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any
 
 import precondattn as pa
@@ -57,6 +58,10 @@ KERNELS: KernelTable = {
     **{(pa.ConditionedQuery, backbone): _CONDITIONED_READ for backbone in SHARING},
     **{(pa.ConditionedQuery, pa.L2Norm, backbone): _CONDITIONED_READ for backbone in SHARING},
 }
+
+
+_interpreter = RLock()
+"""Triton's interpreter has one program for all threads."""
 
 
 def is_interpreting() -> bool:
@@ -132,12 +137,18 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
     """Kernels are launched on the device of the inputs, and nothing is recorded for autograd."""
     import torch
 
-    if is_interpreting():
-        # Triton's own interpreter computes differently from a GPU, and bfloat16 wrongly.
-        from precondattn_kernel_tools.triton_interpreter import patch_interpreter
-
-        patch_interpreter()
     first = next(iter(inputs.values()))
     device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
-    with torch.no_grad(), device:
+    with torch.no_grad(), device, _interpreted() if is_interpreting() else nullcontext():
+        yield
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Kernels are interpreted as a GPU runs them, and in one thread at a time."""
+    # Triton's own interpreter computes differently from a GPU, and bfloat16 wrongly.
+    from precondattn_kernel_tools.triton_interpreter import patch_interpreter
+
+    with _interpreter:
+        patch_interpreter()
         yield
