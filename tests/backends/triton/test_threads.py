@@ -1,4 +1,4 @@
-"""Triton's interpreter runs one program at a time; calls from several threads wait for each other."""
+"""Triton's interpreter runs one program at a time: calls from several threads wait."""
 
 from concurrent.futures import ThreadPoolExecutor
 
