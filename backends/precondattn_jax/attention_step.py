@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from precondattn.frame import Frame
-from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.soft_cap import capped
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product_with_transposed
 from precondattn_jax.past import Past, with_gradient_of_the_definition
-from precondattn_jax.read_log_mean_exp import LogMeanExpRead
-from precondattn_jax.read_mean import MeanRead
-from precondattn_jax.tiled_attention import TiledAttention
+from precondattn_jax.tiled_attention import TiledAttention, read_of
 from precondattn_portable.extension import new_tokens
 from precondattn_portable.layout import grouped_bias
 
@@ -36,7 +34,7 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
         bias, x = whole[..., :capacity], {**x, "bias": whole[..., capacity:]}
     new = TiledAttention(leaf, x, new_frame)
     blocks, n = new.blocks, new.n
-    read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
+    read = read_of(leaf, x)
     cached = Past(frame, capacity, new.b * n * new.r)
     if leaf.window is not None:
         cached.look_no_further_than(leaf.window)
@@ -47,6 +45,8 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
     def of_past(a: Array, rows: Array, state: Any) -> Any:
         def add(j: Array, state: Any) -> Any:
             tile = product_with_transposed(rows, cached.at(past["key"], j))
+            if leaf.softcap is not None:
+                tile = capped(tile, leaf.softcap)
             pairs = jnp.reshape(tile, (new.b, n, new.r, blocks.size, cached.size))
             if bias is not None:
                 columns = cached.start(j) + jnp.arange(cached.size)

@@ -2,9 +2,12 @@
 
     m' = max(m, max_J S),    l ← e^{m − m'} l + Σ_J e^{S − m'},    a ← e^{m − m'} a + e^{S − m'} v_J
 
-and finally o = a / l. With the residual λ = m + log l, the gradient is
+and finally o = a / l. A sink σ (`spec/sink.py`) is the state before the first tile: m = σ, l = 1.
+With the residual λ = m + log l, the gradient is
 
     A = e^{S − λ},    dv_J = Aᵀ do,    dS = A ∘ (do v_Jᵀ − rowsum(do ∘ o)).
+
+`MeanAndLogSumRead` writes λ to the last channel of the output, and adds its cotangent to dS / A.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from precondattn.spec.array_functions import finite_or_zero, row_sum
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn_jax.arithmetic import (
     full,
     product,
@@ -45,11 +49,20 @@ class Rows(NamedTuple):
 
 
 class MeanRead:
-    """Tiles of scores (b, n, rows, columns) with values (b, n, columns, e)."""
+    """Tiles of scores (b, n, rows, columns) with values (b, n, columns, e), and sinks (h,)."""
+
+    def __init__(self, sink: Array | None = None) -> None:
+        self.sink = sink
 
     def start(self, shape: tuple[int, ...], v: Array) -> MeanState:
         """The state before the first tile; `shape` is that of the output's rows."""
         column = (*shape[:-1], 1)
+        if self.sink is not None:
+            _, n, rows, _ = column
+            groups = jnp.reshape(self.sink, (1, n, -1, 1))
+            sink = jnp.repeat(groups, rows // groups.shape[2], axis=2)
+            nothing = zeros(column, v)
+            return MeanState(nothing + sink, nothing + 1, zeros(shape, v))
         return MeanState(full(column, -math.inf, v), zeros(column, v), zeros(shape, v))
 
     def add(self, state: MeanState, tile: Array, v: Array) -> MeanState:
@@ -67,6 +80,33 @@ class MeanRead:
 
     def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
         """dS, and its contribution to dv."""
-        weights = jnp.exp(tile - rows.log_total)
-        d_weights = product_with_transposed(rows.d_o, v) - row_sum(rows.d_o * rows.o)
-        return weights * d_weights, transposed_product(weights, rows.d_o)
+        return _pulled(tile, v, rows.log_total, rows.d_o, MEAN.d_log_total(rows.o, rows.d_o))
+
+
+class MeanAndLogSumRead(MeanRead):
+    """The same, with λ in the last channel of the output. That of the values is not read."""
+
+    def start(self, shape: tuple[int, ...], v: Array) -> MeanState:
+        return super().start((*shape[:-1], shape[-1] - 1), v)
+
+    def add(self, state: MeanState, tile: Array, v: Array) -> MeanState:
+        return super().add(state, tile, v[..., :-1])
+
+    def finish(self, state: MeanState) -> tuple[Array, Array]:
+        mean, log_total = super().finish(state)
+        last = jnp.where(state.total > 0, log_total, -math.inf)
+        return jnp.concatenate([mean, last], axis=-1), log_total
+
+    def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+        d_log_total = MEAN_AND_LOG_SUM.d_log_total(rows.o, rows.d_o)
+        d_mean = rows.d_o[..., :-1]
+        d_tile, d_v = _pulled(tile, v[..., :-1], rows.log_total, d_mean, d_log_total)
+        return d_tile, jnp.concatenate([d_v, jnp.zeros_like(d_v[..., :1])], axis=-1)
+
+
+def _pulled(
+    tile: Array, v: Array, log_total: Array, d_o: Array, d_log_total: Array
+) -> tuple[Array, Array]:
+    weights = jnp.exp(tile - log_total)
+    d_weights = product_with_transposed(d_o, v) + d_log_total
+    return weights * d_weights, transposed_product(weights, d_o)

@@ -1,11 +1,11 @@
 """Softmax attention, one tile of scores at a time, for every metric and read.
 
-    forward:   S = s ⟨q, k⟩ + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
+    forward:   S = s ⟨q, k⟩ (capped) + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
     backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Residuals: λ, the logarithm of each row's sum of weights. The outer loop iterates over blocks of
-queries, the inner loop over the tiles they attend to: forward from the nearest to the first,
-backward from the first to the nearest.
+Residuals: λ, the logarithm of each row's sum of weights, a sink's included. The outer loop iterates
+over blocks of queries, the inner loop over the tiles they attend to: forward from the nearest to
+the first, backward from the first to the nearest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from jax import Array, lax
 
 from precondattn.arrays import dtype_name
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import sum_to
+from precondattn.spec.array_functions import sum_to, swap_time_and_heads
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
+from precondattn.spec.read import MEAN_AND_LOG_SUM
+from precondattn.spec.sink import sink_vjp
 from precondattn_jax.arithmetic import zeros
+from precondattn_jax.capped_scores import CappedScores
 from precondattn_jax.dot_scores import DotScores, Sums
 from precondattn_jax.forget_gate import ForgetGate
 from precondattn_jax.layout import (
@@ -34,11 +37,19 @@ from precondattn_jax.layout import (
 )
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
-from precondattn_jax.read_mean import MeanRead, Rows
+from precondattn_jax.read_mean import MeanAndLogSumRead, MeanRead, Rows
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_portable.layout import grouped_bias, zero_padding
 
 Reads = MeanRead | LogMeanExpRead
+
+
+def read_of(leaf: Any, x: Mapping[str, Array]) -> Reads:
+    """The read of a leaf, with its sinks."""
+    if leaf.read == LOG_MEAN_EXP:
+        return LogMeanExpRead()
+    read = MeanAndLogSumRead if leaf.read == MEAN_AND_LOG_SUM else MeanRead
+    return read(x["sink"] if leaf.sink else None)
 
 
 class TiledAttention:
@@ -59,6 +70,8 @@ class TiledAttention:
         self.scores: DotScores
         if leaf.metric == DOT:
             self.scores = DotScores(blocks, q, k)
+            if leaf.softcap is not None:
+                self.scores = CappedScores(self.scores, leaf.softcap)
         else:
             self.scores = TransportedScores(blocks, q, k, self._of_keys("w"), self._of_keys("beta"))
         v = heads_first(x["v"])
@@ -140,7 +153,7 @@ class TiledAttention:
                 self.v,
             )
         else:
-            o, log_total = self.outputs(MeanRead(), self.v)
+            o, log_total = self.outputs(read_of(self.leaf, self.x), self.v)
         out = self.blocks.unstacked(o, self.r)
         return zero_padding(out, self.frame), self.blocks.unstacked(log_total, self.r)[..., 0]
 
@@ -227,7 +240,8 @@ class TiledAttention:
     def backward(self, out: Array, log_total: Array, cotangent: Array) -> dict[str, Array]:
         """The gradient of every input."""
         d_o = zero_padding(cotangent, self.frame)
-        is_empty = (log_total == 0)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
+        of_nothing = self.x["sink"] if self.leaf.sink else 0
+        is_empty = (log_total == of_nothing)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
         # A norm applied to a row without visible keys divides by almost 0.
         d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
         if self.frame.q_valid is not None:
@@ -248,8 +262,13 @@ class TiledAttention:
                 rows,
             )
         else:
-            result = self._pulled(MeanRead(), self.v, rows)
-        return self._gradients(result)
+            result = self._pulled(read_of(self.leaf, self.x), self.v, rows)
+        gradients = self._gradients(result)
+        if self.leaf.sink:
+            d_log_total = swap_time_and_heads(self.leaf.read.d_log_total(out, d_o))
+            log_total = swap_time_and_heads(log_total[..., None])
+            gradients["sink"] = sink_vjp(self.x["sink"], log_total, d_log_total)
+        return gradients
 
     def _pulled_exponentials(self, v: Array, rows: Rows) -> Sums:
         """Gradient through the mean A e^{v − ν} = e^{o − ν}, whose own gradient is g."""

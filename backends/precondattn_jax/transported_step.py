@@ -26,14 +26,12 @@ from precondattn.arrays import zero_where_not
 from precondattn.cache import Append, Replace, Rewrite, Updates, append
 from precondattn.frame import Frame
 from precondattn.spec import forget_gate
-from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
 from precondattn_jax.layout import grouped, heads_first
 from precondattn_jax.past import Past, with_gradient_of_the_definition
-from precondattn_jax.read_log_mean_exp import LogMeanExpRead
-from precondattn_jax.read_mean import MeanRead
 from precondattn_jax.since_flush import SinceFlush
+from precondattn_jax.tiled_attention import read_of
 from precondattn_jax.transported_scores import reflections
 from precondattn_portable.layout import grouped_bias
 
@@ -76,7 +74,7 @@ class TransportedStep:
         k, w = heads_first(self.k), heads_first(self.w)
         v = heads_first(since.of_cache(self.past["value"], self.x["v"]))
         score_bias = self._score_bias()
-        read = LogMeanExpRead() if leaf.read == LOG_MEAN_EXP else MeanRead()
+        read = read_of(leaf, self.x)
 
         def pairs(tile: Array) -> Array:
             return jnp.reshape(tile, (b, n, h // n, t, tile.shape[3]))

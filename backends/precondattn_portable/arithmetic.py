@@ -76,6 +76,10 @@ class Arithmetic:
         """eˣ, in x where the library can."""
         return namespace(x).exp(x)
 
+    def tanh(self, x: Array) -> Array:
+        """tanh x, in x where the library can."""
+        return namespace(x).tanh(x)
+
     def add(self, x: Array, y: Array | float) -> Array:
         """x + y, in x where the library can; y broadcasts to x."""
         return x + y
@@ -150,6 +154,9 @@ class InPlace(Arithmetic):
 
     def exp(self, x: Array) -> Array:
         return namespace(x).exp(x, out=x)
+
+    def tanh(self, x: Array) -> Array:
+        return namespace(x).tanh(x, out=x)
 
     def add(self, x: Array, y: Array | float) -> Array:
         x += y

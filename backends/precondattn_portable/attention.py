@@ -1,9 +1,9 @@
 """Softmax attention, one row block at a time (`layout.py`), for every metric and read.
 
-    forward:   S = s ⟨q, k⟩ + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
+    forward:   S = s ⟨q, k⟩ (capped) + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
     backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Residuals: λ, the logarithm of each row's sum of weights.
+Residuals: λ, the logarithm of each row's sum of weights, a sink's included.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame, has_lengths_only
-from precondattn.spec.array_functions import sum_to, transpose
+from precondattn.spec.array_functions import sum_to, swap_time_and_heads, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
-from precondattn.spec.read import MEAN
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
+from precondattn.spec.sink import sink_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.capped_scores import CappedScores, capped_in_place
 from precondattn_portable.extension import (
     bias_of_filled,
     few_tokens_at_a_time,
@@ -51,7 +53,7 @@ from precondattn_portable.layout import (
 from precondattn_portable.masks import Mask
 from precondattn_portable.one_query import attention_of_one, queries_by_key_head
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import MeanRead
+from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.transported_step import transported_step
@@ -72,6 +74,8 @@ class View(NamedTuple):
     """(b, n, s)"""
     g: Array | None
     """(b, n, r, s)"""
+    sink: Array | None
+    """(b, n, r)"""
     bias: Array | None
     """(b or 1, n or 1, r or 1, t, s)"""
 
@@ -123,6 +127,10 @@ class Group(NamedTuple):
         return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
+READS: dict[Any, Any] = {LOG_MEAN_EXP: LogMeanExpRead, MEAN_AND_LOG_SUM: MeanAndLogSumRead}
+"""By the leaf's read, where it is not the mean alone."""
+
+
 class Attention(Algorithm):
     """Algorithm of `Softmax` and `Path`."""
 
@@ -132,15 +140,17 @@ class Attention(Algorithm):
         xp = namespace(x["q"])
         q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
         k, v = ops.heads_first(x["k"]), ops.heads_first(x["v"])
-        w = beta = g = bias = None
+        w = beta = g = sink = bias = None
         if leaf.metric.inputs:
             w, beta = ops.heads_first(x["w"]), ops.heads_first(x["beta"])
         if leaf.forget != "none":
             b, s, _ = x["g"].shape
             g = xp.reshape(ops.heads_first(x["g"]), (b, n, h // n, s))
+        if leaf.sink:
+            sink = xp.broadcast_to(xp.reshape(x["sink"], (n, h // n)), (q.shape[0], n, h // n))
         if leaf.bias:
             bias = grouped_bias(x["bias"], n)
-        return View(q, k, v, w, beta, g, bias)
+        return View(q, k, v, w, beta, g, sink, bias)
 
     def _groups(
         self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
@@ -150,7 +160,7 @@ class Attention(Algorithm):
         is_transported = isinstance(leaf.metric, Transported)
         chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
         size = chunk * chunks if is_transported else block_size(t, r)
-        read = LogMeanExpRead if leaf.read == LOG_MEAN_EXP else MeanRead
+        read = READS.get(leaf.read, MeanRead)
         if not leaf.bias:
             # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
@@ -179,10 +189,12 @@ class Attention(Algorithm):
                 )
             else:
                 scores = DotScores(ops, part.q, part.k, gradient=gradient)
+            if leaf.softcap is not None:
+                scores = CappedScores(ops, scores, leaf.softcap, gradient=gradient)
             gate = None
             if part.g is not None:
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
-            values = read(ops, part.v, gradient=gradient)
+            values = read(ops, part.v, part.sink, gradient=gradient)
             group_mask = mask.of(where[0])
             yield Group(ops, where, part, group_mask, scores, values, gate, workspace, size)
 
@@ -239,7 +251,7 @@ class Attention(Algorithm):
                 (logs, math.inf),
             )
         )
-        cotangent = _without_overflow(cotangent, out, logs)
+        cotangent = _without_overflow(cotangent, out, logs, view.sink)
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         workspace: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
@@ -261,7 +273,12 @@ class Attention(Algorithm):
                 d.g[group.part] = group.gate.d_g
             if isinstance(group.scores, TransportedScores):
                 d.w[group.part], d.beta[group.part] = group.scores.extra_gradients()
-        return self._gradients(leaf, x, d, missing)
+        gradients = self._gradients(leaf, x, d, missing)
+        if leaf.sink:
+            d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))
+            logs, d_log_total = (swap_time_and_heads(a) for a in (ungrouped(logs), d_log_total))
+            gradients["sink"] = sink_vjp(x["sink"], logs, d_log_total)
+        return gradients
 
     def _pull_beside(
         self,
@@ -337,11 +354,13 @@ class Attention(Algorithm):
             for i0, i1 in blocks(t, size):
                 rows = block_of_rows(group.q, i0, i1)
                 row_block = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
+                if leaf.softcap is not None:
+                    row_block = capped_in_place(ops, row_block, leaf.softcap)
                 pairs = xp.reshape(row_block, (*group.q.shape[:3], i1 - i0, s))
                 if group.bias is not None:
                     pairs = pairs + group.bias[..., i0:i1, :]
                 row_block = xp.reshape(group_mask.apply(ops, pairs, i0, i1, 0, s), row_block.shape)
-                result = read_of_parts(ops, leaf, row_block, values)
+                result = read_of_parts(ops, leaf, row_block, values, group.sink)
                 where = rows_at(part, i0, i1)
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
@@ -381,13 +400,15 @@ def _without_padding(log_total: Array, frame: Frame) -> Array:
     return xp.where(frame.q_valid[:, :, None], log_total, math.inf)
 
 
-def _without_overflow(cotangent: Array, out: Array, log_total: Array) -> Array:
-    """The cotangent, 0 where it is infinite for rows without visible keys (output 0 and λ = 0).
+def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Array | None) -> Array:
+    """The cotangent, 0 where it is infinite for rows without visible keys.
 
-    A norm applied to such a row divides by almost 0, and the result overflows in half precision.
+    Their output is 0, and their λ is 0 or the sink. A norm applied to such a row divides by almost
+    0, and the result overflows in half precision.
     """
     xp = namespace(cotangent)
-    is_empty = (log_total == 0) & xp.all(out == 0, axis=-1, keepdims=True)
+    of_nothing = 0 if sink is None else sink[..., None, None]
+    is_empty = (log_total == of_nothing) & xp.all(out == 0, axis=-1, keepdims=True)
     return xp.where(is_empty & ~xp.isfinite(cotangent), 0.0, cotangent)
 
 

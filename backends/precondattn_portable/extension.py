@@ -14,11 +14,12 @@ from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame, UniformFrame
 from precondattn.held import held_part
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import blocks, time_first
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import exponentials
+from precondattn_portable.read_mean import MeanAndLogSumRead, exponentials, sink_of_rows
 
 TOKENS = 64
 """New tokens per call of a leaf's own step: its memory is their number times the cache."""
@@ -66,12 +67,24 @@ def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
     return bias_of_keys(bias, known.frame)
 
 
-def read_of_parts(ops: Arithmetic, leaf: Any, row_block: Array, values: tuple[Array, ...]) -> Array:
-    """The read of a masked row block, with values in several consecutive arrays."""
-    if leaf.read == LOG_MEAN_EXP:
+def read_of_parts(
+    ops: Arithmetic,
+    leaf: Any,
+    row_block: Array,
+    values: tuple[Array, ...],
+    sink: Array | None = None,
+) -> Array:
+    """The read of a masked row block, with values in several arrays, and sinks (b, n, r)."""
+    if leaf.read != MEAN:
         whole = namespace(row_block).concat(values, axis=2)
-        return LogMeanExpRead(ops, whole).forward(row_block, 0, whole.shape[2])[0]
-    row_block, total, _ = exponentials(ops, row_block)
+        read: LogMeanExpRead | MeanAndLogSumRead
+        if leaf.read == LOG_MEAN_EXP:
+            read = LogMeanExpRead(ops, whole)
+        else:
+            read = MeanAndLogSumRead(ops, whole, sink)
+        return read.forward(row_block, 0, whole.shape[2])[0]
+    sink = sink_of_rows(sink, row_block.shape[2])
+    row_block, total, _ = exponentials(ops, row_block, sink)
     start, result = 0, None
     for v in values:
         part = ops.product(row_block[..., start : start + v.shape[2]], v)

@@ -37,7 +37,9 @@ ELEMENTS = 16
 class LogMeanExpRead:
     """The read of a group of heads with values (b, n, s, e)."""
 
-    def __init__(self, ops: Arithmetic, v: Array, *, gradient: bool = False) -> None:
+    def __init__(
+        self, ops: Arithmetic, v: Array, sink: None = None, *, gradient: bool = False
+    ) -> None:
         self.ops, self.v = ops, v
         xp = namespace(v)
         self.range = RANGE[dtype_name(v)]

@@ -21,8 +21,11 @@ class Scores(Protocol):
     Row blocks have shape (b, n, r (i1 − i0), high − low).
     """
 
-    d_q: Array
-    d_k: Array
+    @property
+    def d_q(self) -> Array: ...
+
+    @property
+    def d_k(self) -> Array: ...
 
     def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
         """Scores of queries i0 … i1 − 1 with keys low … high − 1."""

@@ -57,6 +57,9 @@ class TorchArithmetic(Arithmetic):
     def exp(self, x: Tensor) -> Tensor:
         return x.exp_()
 
+    def tanh(self, x: Tensor) -> Tensor:
+        return x.tanh_()
+
     def add(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.add_(y)
 

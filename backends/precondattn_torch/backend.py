@@ -54,10 +54,12 @@ class Torch(Portable):
         """Whether it consists of PyTorch's own differentiable calls."""
         if type(leaf) in TOKEN_WISE:
             return True
-        if type(leaf) is not pa.Softmax or leaf.read != MEAN or request.mapped:
+        if type(leaf) is not pa.Softmax or request.mapped:
             return False
-        from precondattn_torch.scaled_dot_product import fits
+        from precondattn_torch.scaled_dot_product import fits, needs_sums
 
+        if needs_sums(leaf):
+            return False
         is_full = request.verb in ("forward", "vjp")
         return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
@@ -66,10 +68,10 @@ class Torch(Portable):
     ) -> tuple[Array, Residuals]:
         if type(mechanism) in TOKEN_WISE:
             return mechanism.forward(upcast_all(inputs), frame)
-        if type(mechanism) is pa.Softmax and mechanism.read == MEAN:
-            from precondattn_torch.scaled_dot_product import fused
+        if type(mechanism) is pa.Softmax:
+            from precondattn_torch.scaled_dot_product import fused, needs_sums
 
-            out = fused(mechanism, inputs, frame)
+            out = None if needs_sums(mechanism) else fused(mechanism, inputs, frame)
             if out is not None:
                 return out, ()
         return self.forward_with_residuals(mechanism, inputs, frame)

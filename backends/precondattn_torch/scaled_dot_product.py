@@ -6,8 +6,16 @@ a = A e^{v − ν},
 
     da = do / a,    (dq, dk, dw) by the kernel's own gradient with w = e^{v − ν},    dv = w ∘ dw.
 
-What the kernel does not support (windows, biases, gates, fewer queries than keys, most masks) is
-computed by the row blocks of `precondattn_portable/attention.py`.
+The kernel returns λ, the logarithms of the sums of weights. A sink σ is added to them afterwards,
+
+    λ' = log(e^λ + e^σ),    o' = e^{λ − λ'} o,
+
+and the kernel's own gradient with λ' and o' is that with the sink. Where λ is in the last channel
+of the output, the gradient is that of values which are 0 there, with −1 in place of the output:
+then do vᵀ − rowsum(do ∘ o) gains the cotangent of λ.
+
+What the kernel does not support (windows, biases, gates, soft caps, fewer queries than keys, most
+masks) is computed by the row blocks of `precondattn_portable/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +31,8 @@ from precondattn.arrays import Arrays, Residuals, is_traced, upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
+from precondattn.spec.sink import sink_vjp
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.layout import zero_padding
@@ -36,12 +46,23 @@ def fits(
 
     In a causal call, padding comes after all keys that a valid query attends to, and needs no mask.
     """
-    plain = leaf.metric == DOT and leaf.forget == "none" and not leaf.bias and leaf.window is None
+    plain = (
+        leaf.metric == DOT
+        and leaf.forget == "none"
+        and not leaf.bias
+        and leaf.window is None
+        and leaf.softcap is None
+    )
     if leaf.read == LOG_MEAN_EXP and device != "cpu":
         return False  # Elsewhere the kernel does not return the sums that its gradient needs.
     if not leaf.causal:
         return plain and not masks
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
+
+
+def needs_sums(leaf: Any) -> bool:
+    """Whether more is needed than the mean that the kernel returns."""
+    return leaf.read != MEAN or leaf.sink
 
 
 def masks_of(frame: Frame) -> frozenset[str]:
@@ -128,22 +149,47 @@ def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
     device = x["q"].device.type
     if device != "cpu" or not fits(leaf, _shapes(x), masks_of(frame), device):
         return False
-    return leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
+    if leaf.read == LOG_MEAN_EXP:
+        return _is_close_together(x["v"])
+    return x["k"].shape[1] > 0
 
 
 def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     d, e = x["q"].shape[3], x["v"].shape[3]
     mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], x["v"]))
-    return mean[..., :e].contiguous(), (log_total,)
+    o = mean[..., :e].contiguous()
+    if leaf.sink:
+        with_sink = torch.logaddexp(log_total, x["sink"].expand_as(log_total))
+        o = o.mul_((log_total - with_sink).exp_()[..., None])
+        log_total = with_sink
+    if leaf.read == MEAN_AND_LOG_SUM:
+        o[..., -1] = log_total
+    return o, (log_total,)
 
 
 def _mean_backward(
     leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
 ) -> Arrays:
-    kernel_inputs = _of_equal_width(x["q"], x["k"], x["v"])
-    d_q, d_k, d_v = _kernel_backward(leaf, x, kernel_inputs, o, residuals, cotangent)
+    v, mean = x["v"], o
+    if leaf.read == MEAN_AND_LOG_SUM:
+        v, mean = _with_last(v, 0.0), _with_last(o, -1.0)
+    kernel_inputs = _of_equal_width(x["q"], x["k"], v)
+    d_q, d_k, d_v = _kernel_backward(leaf, x, kernel_inputs, mean, residuals, cotangent)
     n, e = x["v"].shape[2:]
-    return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_v[..., :e], n)}
+    d_v = _sum_of_heads(d_v[..., :e], n)
+    if leaf.read == MEAN_AND_LOG_SUM:
+        d_v = _with_last(d_v, 0.0)
+    gradients = {"q": d_q, "k": d_k, "v": d_v}
+    if leaf.sink:
+        d_log_total = leaf.read.d_log_total(o, cotangent).transpose(1, 2)
+        log_total = residuals[0].transpose(1, 2)[..., None]
+        gradients["sink"] = sink_vjp(x["sink"], log_total, d_log_total)
+    return gradients
+
+
+def _with_last(x: Tensor, value: float) -> Tensor:
+    """A copy with `value` in the last channel."""
+    return functional.pad(x[..., :-1], (0, 1), value=value)
 
 
 def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:

@@ -55,6 +55,8 @@ class Offers(NamedTuple):
     decay: str | None = None
     """How the state decays: by a gate g per `"head"` or per key `"channel"`, or, for
     `"retention"`, by a fixed factor per query head. None without decay."""
+    sink: bool = False
+    """Whether a sink shortens every row of the output, by the weight that it takes."""
 
 
 class Mechanism(Verbs):

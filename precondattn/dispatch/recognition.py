@@ -27,6 +27,8 @@ def is_lucid(program: Program) -> bool:
         and softmax.read == MEAN
         and softmax.forget == "none"
         and not softmax.bias
+        and softmax.softcap is None
+        and not softmax.sink
     )
     first, second = (dict(call.arguments) for call in program.calls)
     is_wired_as_lucid = second["v"] == program.calls[0].out and first["k"] == second["k"]

@@ -59,7 +59,7 @@ class Differential(Preconditioner):
         # Weights may be negative and sum to 1 − λ, and there is no single score.
         second = tuple(f"{name}2" for name in self.paired)
         return self.base.offers._replace(
-            metric=None, read=None, key_steps=(), paired=second, unit_rows=False
+            metric=None, read=None, key_steps=(), paired=second, unit_rows=False, sink=False
         )
 
     def refuses(self) -> str | None:

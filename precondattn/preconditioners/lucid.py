@@ -19,8 +19,10 @@ class Lucid(Preconditioner):
 
     Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is computed with the base's own score function, from the
     keys that its metric reads, and has its causality, window, segments and lengths. Φ does not
-    depend on what the base does to queries alone (a temperature) or adds to its logits (a bias, a
-    forget gate). There is one solve per key/value head, for all query heads that read it.
+    depend on what the base does to queries alone (a temperature) or to its logits (a bias, a forget
+    gate, a soft cap), nor on a sink: with a cap, exp(c tanh(s x / c)) is not positive semidefinite,
+    and the bound below is lost. There is one solve per key/value head, for all query heads that
+    read it.
 
     With `normalize` "keys" or "queries_and_keys", no `beta` and no window, the inverse P of the
     matrix obeys |P_ij| ≤ 1 and cond ≤ N √(N + 1) for any keys, duplicate and zero ones included.

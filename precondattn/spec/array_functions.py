@@ -140,22 +140,32 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     return xp.where(is_positive, shift + xp.log(xp.where(is_positive, total, 1.0)), -math.inf)
 
 
-def log_softmax(x: Array) -> Array:
-    """x − log Σ eˣ along the last axis; −∞ where every x is −∞.
+def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
+    """x − λ and λ = log Σ eˣ along the last axis, which becomes an axis of size 1.
+
+    Both are −∞ where every x is −∞. `more` is one more entry of each row that λ includes.
 
     The maximum is subtracted first. The logarithm that is subtracted next is between 0 and log n,
-    so that logits of any size give weights that sum to 1. The result does not depend on the shift,
+    so that logits of any size give weights that sum to 1. The weights do not depend on the shift,
     which is therefore constant for the gradient.
     """
     xp = namespace(x)
-    shifted = x - stop_gradient(finite_or_zero(xp.max(x, axis=-1, keepdims=True)))
+    largest = xp.max(x, axis=-1, keepdims=True)
+    if more is not None:
+        largest = xp.maximum(largest, more)
+    shift = stop_gradient(finite_or_zero(largest))
+    shifted = x - shift
     total = row_sum(xp.exp(shifted))
-    return shifted - xp.log(xp.where(total > 0, total, 1.0))
+    if more is not None:
+        total = total + xp.exp(more - shift)
+    some = total > 0
+    log_total = xp.log(xp.where(some, total, 1.0))
+    return shifted - log_total, xp.where(some, shift + log_total, -math.inf)
 
 
 def softmax(x: Array) -> Array:
     """eˣ / Σ eˣ along the last axis; 0 where every x is −∞."""
-    return namespace(x).exp(log_softmax(x))
+    return namespace(x).exp(log_softmax(x)[0])
 
 
 def mask_scores(visible: Array, scores: Array) -> Array:

@@ -35,7 +35,7 @@ class LogMeanExp:
 
     name: ClassVar[str] = "log_mean_exp"
 
-    def forward(self, log_weights: Array, v: Array) -> Array:
+    def forward(self, log_weights: Array, log_total: Array, v: Array) -> Array:
         o = log_sum_exp(_each_channel(log_weights, v), axis=3)
         return finite_or_zero(o[:, :, :, 0, :])
 
@@ -43,8 +43,11 @@ class LogMeanExp:
         xp = namespace(v)
         posterior = xp.exp(_each_channel(log_weights, v) - o[:, :, :, None, :])
         weighted = d_o[:, :, :, None, :] * posterior
-        d_scores = xp.sum(weighted, axis=-1) - xp.exp(log_weights) * row_sum(d_o)
+        d_scores = xp.sum(weighted, axis=-1) + xp.exp(log_weights) * self.d_log_total(o, d_o)
         return d_scores, xp.sum(weighted, axis=2)
+
+    def d_log_total(self, o: Array, d_o: Array) -> Array:
+        return -row_sum(d_o)
 
 
 LOG_MEAN_EXP = LogMeanExp()

@@ -62,6 +62,8 @@ class Path(SoftmaxAttention):
     )
 
     causal: ClassVar[bool] = True  # type: ignore[misc]  # Keys are transported forward only.
+    softcap: ClassVar[None] = None  # type: ignore[misc]
+    sink: ClassVar[bool] = False  # type: ignore[misc]
     flush: int = count(1, highest=LONGEST)
 
     @property

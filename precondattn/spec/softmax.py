@@ -2,14 +2,15 @@
 
     S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
 
-with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) in S. Source:
-Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
+with s = d^{-1/2} unless given, and optionally a soft cap (`soft_cap.py`) of s ⟨q, k⟩, a forget gate
+(`forget_gate.py`) in S, and a sink (`sink.py`) in the softmax. Source: Vaswani et al. 2017; LUCID
+3.1, LASER Eq. 2.
 
 The weights are computed as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the unmasked keys.
 
 Gradient, with dS from the read (`read.py`, `laser.py`):
 
-    (dq, dk) = s · vjp of ⟨q, k⟩ at dS,    dbias = dS.
+    (dq, dk) = s · vjp of ⟨q, k⟩ at dS (times the slope of the cap),    dbias = dS.
 
 Cache: keys and values, and the decay of a forget gate.
 """
@@ -27,7 +28,7 @@ from precondattn.algebra.options import choice, flag, one_of, positive_or_none, 
 from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
-from precondattn.spec import forget_gate
+from precondattn.spec import forget_gate, soft_cap
 from precondattn.spec.array_functions import (
     log_softmax,
     mask_scores,
@@ -38,7 +39,8 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT, Metric, cached_keys
-from precondattn.spec.read import MEAN, Read
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
+from precondattn.spec.sink import column, sink_vjp
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class SoftmaxAttention(Leaf):
     window: int | None = window_or_none()
     bias: bool = flag(False)
     forget: str = choice("none", "unscaled", "scaled")
-    read: Read = one_of(MEAN, LOG_MEAN_EXP)
+    read: Read = one_of(MEAN, LOG_MEAN_EXP, MEAN_AND_LOG_SUM)
+    softcap: float | None = positive_or_none()
+    sink: bool = flag(False)
 
     output = "b t h e"
 
@@ -62,12 +66,19 @@ class SoftmaxAttention(Leaf):
                 f"{self.name}: a forget gate decays from the key to the query, forward in time, "
                 f"and needs causal=true; found forget={self.forget!r} and causal=false"
             )
+        if self.sink and self.read == LOG_MEAN_EXP:
+            raise ValueError(
+                f"{self.name}: read=log_mean_exp needs weights that sum to one, and with sink=true "
+                f"they sum to less"
+            )
 
     @property
     def inputs(self) -> Inputs:
         bias: dict[str, Any] = {"bias": "1|b 1|h t s"} if self.bias else {}
         gate: dict[str, Any] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
-        return Inputs(q="b t h d", k="b s n d", v="b s n e", **self.metric.inputs, **gate, **bias)
+        sink: dict[str, Any] = {"sink": "h"} if self.sink else {}
+        own = {**self.metric.inputs, **gate, **bias, **sink}
+        return Inputs(q="b t h d", k="b s n d", v="b s n e", **own)
 
     @property
     def offers(self) -> Offers:
@@ -76,8 +87,9 @@ class SoftmaxAttention(Leaf):
             scale=self.scale,
             causal=self.causal,
             window=self.window,
-            read=self.read.name,
+            read=None if self.sink else self.read.name,
             decay=None if self.forget == "none" else "head",
+            sink=self.sink,
         )
 
     def meaning(self, name: str) -> object:
@@ -111,20 +123,31 @@ class SoftmaxAttention(Leaf):
     def _visible(self, frame: Frame) -> Array:
         return frame.visible(causal=self.causal, window=self.window)
 
-    def _scores(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def _logits(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        """s ⟨q, k⟩."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
         scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
-        scores = self.scale_for(d) * scores
+        return self.scale_for(d) * scores
+
+    def _capped(self, logits: Array) -> Array:
+        return logits if self.softcap is None else soft_cap.capped(logits, self.softcap)
+
+    def _scores(self, x: Mapping[str, Array], frame: Frame) -> Array:
+        scores, d = self._capped(self._logits(x, frame)), x["q"].shape[3]
         if self.forget != "none":
-            scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], q.shape[2])
+            scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], x["q"].shape[1])
         if self.bias:
             scores = scores + x["bias"]
         return mask_scores(self._visible(frame), scores)
 
+    def _log_weights(self, x: Mapping[str, Array], scores: Array) -> tuple[Array, Array]:
+        """log A (b, h, t, s) and λ (b, h, t, 1) from masked scores."""
+        return log_softmax(scores, column(x["sink"]) if self.sink else None)
+
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
-        o = self.read.forward(log_softmax(self._scores(x, frame)), v)
+        o = self.read.forward(*self._log_weights(x, self._scores(x, frame)), v)
         return swap_time_and_heads(o), ()
 
     def backward(
@@ -137,14 +160,14 @@ class SoftmaxAttention(Leaf):
     ) -> Arrays:
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, d = q.shape[1], k.shape[1], q.shape[3]
-        d_scores, d_v = self.read.backward(
-            log_softmax(self._scores(x, frame)),
-            repeat_heads(v, h),
-            swap_time_and_heads(out),
-            swap_time_and_heads(cotangent),
-        )
+        o, d_o = swap_time_and_heads(out), swap_time_and_heads(cotangent)
+        log_weights, log_total = self._log_weights(x, self._scores(x, frame))
+        d_scores, d_v = self.read.backward(log_weights, repeat_heads(v, h), o, d_o)
+        d_logits = d_scores
+        if self.softcap is not None:
+            d_logits = d_scores * soft_cap.slope(self._logits(x, frame), self.softcap)
         d_q, d_k, d_extra = self.metric.vjp(
-            q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_scores
+            q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_logits
         )
         gradients = {
             "q": swap_time_and_heads(d_q),
@@ -157,6 +180,8 @@ class SoftmaxAttention(Leaf):
             gradients["g"] = forget_gate.decay_vjp(self._gate_scale(d) * d_scores)
         if self.bias:
             gradients["bias"] = sum_to(d_scores, x["bias"].shape)
+        if self.sink:
+            gradients["sink"] = sink_vjp(x["sink"], log_total, self.read.d_log_total(o, d_o))
         return gradients
 
     def slots(self) -> tuple[Slot, ...]:
@@ -175,6 +200,7 @@ class SoftmaxAttention(Leaf):
         scores = self.scale_for(d) * self.metric.extended_scores(
             q, repeated, repeat_heads(k, h), self._extra(x, h), frame
         )
+        scores = self._capped(scores)
         if self.forget != "none":
             decay, updates["decay"] = forget_gate.extended_decay(past["decay"], x["g"])
             scores = scores + self._gate_scale(d) * decay
@@ -182,7 +208,7 @@ class SoftmaxAttention(Leaf):
             scores = scores + bias_of_keys(x["bias"], frame)
         scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
-        o = self.read.forward(log_softmax(scores), repeat_heads(values, h))
+        o = self.read.forward(*self._log_weights(x, scores), repeat_heads(values, h))
         return swap_time_and_heads(o), {**updates, "value": Append(x["v"])}
 
 
@@ -219,8 +245,13 @@ class Softmax(SoftmaxAttention):
         Whether there is an input `g` (b, s, h) ≤ 0 and finite, the logarithm of a forget gate:
         the sum of g over the tokens after the key up to the query is added to the logits
         ("unscaled"), or to the scores before they are multiplied by s ("scaled"). Causal only.
-    read : Mean or LogMeanExp
-        The read of the values. `Laser` sets it.
+    read : Mean, LogMeanExp or MeanAndLogSum
+        The read of the values. `Laser` sets it, and `with_lse`.
+    softcap : float, optional
+        The cap c of soft-capped logits, c tanh(s q·k / c): before a decay or a bias is added.
+    sink : bool
+        Whether there is an input `sink` (h,), the logit of an attention sink for each query head:
+        one more column in the softmax's denominator, without a value.
 
     Source
     ------
@@ -244,5 +275,8 @@ class Softmax(SoftmaxAttention):
         "softmax[causal=false,window=3]",
         "softmax[bias=true]",
         "softmax[forget=unscaled]",
+        "softmax[softcap=2]",
+        "softmax[sink=true]",
+        "softmax[read=mean_and_log_sum]",
     )
     metric: ClassVar[Metric] = DOT

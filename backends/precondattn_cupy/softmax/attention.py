@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
 from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
@@ -108,9 +109,9 @@ def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
     """Why the kernels do not support a full call."""
     if leaf.metric != DOT:
         return f"has kernels for {algorithm} with scores ⟨q, k⟩ only, not of {leaf.name}"
-    for option, is_used in (("a bias", leaf.bias), ("a forget gate", leaf.forget != "none")):
-        if is_used:
-            return f"has no kernel for {algorithm} with {option}"
+    reason = declined_option(leaf, algorithm)
+    if reason is not None:
+        return reason
     shapes = dict(request.shapes)
     for name, kind in (("k", "keys"), ("v", "values")):
         if shapes[name][3] > WIDEST[name]:

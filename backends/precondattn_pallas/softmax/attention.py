@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import configuration
@@ -103,9 +104,9 @@ class Attention:
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if leaf.metric != DOT:
             return f"has kernels for attention with scores ⟨q, k⟩ only, not of {leaf.name}"
-        for option, is_used in (("a bias", leaf.bias), ("a forget gate", leaf.forget != "none")):
-            if is_used:
-                return f"has no kernel for attention with {option}"
+        reason = declined_option(leaf, "attention")
+        if reason is not None:
+            return reason
         shapes = dict(request.shapes)
         widest = WIDEST[request.dtype]
         for name, role in (("k", "keys"), ("v", "values")):

@@ -14,7 +14,8 @@ import torch
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.spec.read import MEAN
+from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_triton.path.backward import Inputs, path_backward
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.path.chunks import path_chunks
@@ -31,14 +32,11 @@ class Path:
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
-        if leaf.read != MEAN:
+        if leaf.read == LOG_MEAN_EXP:
             return "has kernels for PaTH with the mean as its read only, not for LASER around it"
-        for option, is_used in (
-            ("a bias", leaf.bias),
-            ("a forget gate", leaf.forget != "none"),
-        ):
-            if is_used:
-                return f"has no kernel for PaTH with {option}"
+        reason = declined_option(leaf, "PaTH")
+        if reason is not None:
+            return reason
         shapes = dict(request.shapes)
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
             return "its kernels for PaTH support no empty arrays"

@@ -16,9 +16,10 @@ import precondattn as pa
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.limits import KEPT
 from precondattn.spec.difference import Difference
-from precondattn.spec.read import MEAN
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_triton.softmax.differential_backward import differential_backward
 from precondattn_triton.softmax.differential_forward import Maps, differential_forward
 from precondattn_triton.softmax.score_tiles import row_products
@@ -70,13 +71,14 @@ class Differential:
         if request.verb not in ("forward", "vjp"):
             return "has no kernel for differential attention that extends a cache"
         for option, is_used in (
-            ("a bias", wires.softmax.bias),
-            ("a forget gate", wires.softmax.forget != "none"),
             ("a window", wires.softmax.window is not None),
-            ("LASER's read", wires.softmax.read != MEAN),
+            ("LASER's read", wires.softmax.read == LOG_MEAN_EXP),
         ):
             if is_used:
                 return f"has no kernel for differential attention with {option}"
+        reason = declined_option(wires.softmax, "differential attention")
+        if reason is not None:
+            return reason
         shapes = dict(request.shapes)
         q, k, v = (shapes[name] for name in (wires.q1, wires.k1, wires.v))
         if 0 in q + k + v:

@@ -13,6 +13,7 @@ import torch
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn_triton.softmax.laser_backward import laser_backward
 from precondattn_triton.softmax.laser_forward import Spread, laser_forward, spread
@@ -37,13 +38,11 @@ class Laser:
             return "has kernels for LASER in float16, bfloat16 and float32, not in float64"
         if leaf.metric != DOT:
             return f"has kernels for LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
-        for option, is_used in (
-            ("a bias", leaf.bias),
-            ("a forget gate", leaf.forget != "none"),
-            ("a window", leaf.window is not None),
-        ):
-            if is_used:
-                return f"has no kernel for LASER with {option}"
+        if leaf.window is not None:
+            return "has no kernel for LASER with a window"
+        reason = declined_option(leaf, "LASER")
+        if reason is not None:
+            return reason
         widths = limits(request.dtype, shapes["k"][3], shapes["v"][3])
         for name, width, widest in widths:
             if width > widest or width % STEP:

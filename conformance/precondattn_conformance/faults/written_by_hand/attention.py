@@ -106,10 +106,11 @@ def _of_softmax() -> list[Fault]:
     ]
 
 
-def _unshifted(x: Any) -> Any:
+def _unshifted(x: Any, more: Any = None) -> Any:
     xp = namespace(x)
-    total = row_sum(xp.exp(x))
-    return x - xp.log(xp.where(total > 0, total, 1.0))
+    total = row_sum(xp.exp(x)) + (0.0 if more is None else xp.exp(more))
+    log_total = xp.log(xp.where(total > 0, total, 1.0))
+    return x - log_total, log_total
 
 
 def _finite_mask(visible: Any, scores: Any) -> Any:

@@ -75,7 +75,9 @@ def _in_state(step: str) -> Callable[[str], Change]:
 
 
 def _in_logits(dtype: str) -> Change:
-    return inside(softmax, "log_softmax", lambda true: lambda x: true(_rounded(x, dtype)))
+    return inside(
+        softmax, "log_softmax", lambda true: lambda x, *more: true(_rounded(x, dtype), *more)
+    )
 
 
 def _before_shift(dtype: str) -> Change:

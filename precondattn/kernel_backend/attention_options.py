@@ -1,0 +1,24 @@
+"""What a softmax attention adds to plain attention, for kernels that decline it.
+
+Kernels compare every option, so that none is ignored. An option that is added later belongs here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.spec.read import MEAN_AND_LOG_SUM
+
+
+def declined_option(leaf: Any, kernels: str) -> str | None:
+    """Why kernels for plain scores and weights decline `leaf`, a `Softmax` or `Path`; or None."""
+    for option, is_used in (
+        ("a bias", leaf.bias),
+        ("a forget gate", leaf.forget != "none"),
+        ("a soft cap", leaf.softcap is not None),
+        ("a sink", leaf.sink),
+        ("the logarithms of its sums", leaf.read == MEAN_AND_LOG_SUM),
+    ):
+        if is_used:
+            return f"has no kernel for {kernels} with {option}"
+    return None
