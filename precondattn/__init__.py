@@ -38,6 +38,7 @@ from precondattn.dispatch.discovery import register_backend, unregister_backend,
 from precondattn.frame import Frame
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
+from precondattn.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners import (
     CCQ,
     Differential,
@@ -180,6 +181,7 @@ __all__ = [
     "mamba2",
     "mamba2_inputs",
     "mechanisms",
+    "merge",
     "namespace",
     "options",
     "pair_values",
@@ -199,4 +201,6 @@ __all__ = [
     "unregister_backend",
     "unregister_mechanism",
     "use_backend",
+    "with_lse",
+    "with_lse_vjp",
 ]

@@ -149,9 +149,7 @@ def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
     device = x["q"].device.type
     if device != "cpu" or not fits(leaf, _shapes(x), masks_of(frame), device):
         return False
-    if leaf.read == LOG_MEAN_EXP:
-        return _is_close_together(x["v"])
-    return x["k"].shape[1] > 0
+    return leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
 
 
 def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:

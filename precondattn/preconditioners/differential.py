@@ -65,6 +65,8 @@ class Differential(Preconditioner):
     def refuses(self) -> str | None:
         if self.base.offers.paired:
             return f"the base has two maps already, with {', '.join(self.base.offers.paired)}"
+        if self.base.offers.read == "mean_and_log_sum":
+            return "the difference of two logarithms of sums is not that of a difference"
         unknown = [name for name in self.paired if name not in self.base.inputs]
         if unknown:
             takes = ", ".join(self.base.inputs)

@@ -68,6 +68,8 @@ class RowNormalized(Preconditioner):
             return "the base's rows have length 1 already"
         if self._axis == "channel" and self.base.offers.causal:
             return "the norm of a channel runs over all tokens, and the base is causal"
+        if self.base.offers.read == "mean_and_log_sum":
+            return "the last channel of the base's output is a logarithm, not a part of the row"
         if self._axis == "token" and self.base.offers.sink:
             return "the base's sink scales every row of its output, and the norm divides that out"
         return None

@@ -87,7 +87,7 @@ class SoftmaxAttention(Leaf):
             scale=self.scale,
             causal=self.causal,
             window=self.window,
-            read=None if self.sink else self.read.name,
+            read=None if self.sink and self.read == MEAN else self.read.name,
             decay=None if self.forget == "none" else "head",
             sink=self.sink,
         )

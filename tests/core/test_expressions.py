@@ -172,7 +172,10 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
         ("softmax[causal=False]", "softmax: option causal must be true or false; found 'False'"),
         ("softmax[window=1.5]", "option window must be a whole number, 1 or above, or None; found"),
         ("softmax[window=0]", "option window must be a whole number, 1 or above, or None; found 0"),
-        ("softmax[read=max]", "option read must be one of mean, log_mean_exp; found 'max'"),
+        (
+            "softmax[read=max]",
+            "option read must be one of mean, log_mean_exp, mean_and_log_sum; found 'max'",
+        ),
         (
             "lucid[normalize=row]",
             "lucid: option normalize must be one of 'keys', 'queries_and_keys', 'rows', 'none'; "

@@ -1,0 +1,150 @@
+"""Log-sum-exps and merges of partial attention, in every library."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import precondattn as pa
+
+FULL = pa.Softmax(causal=False)
+
+
+def inputs(b=2, t=5, s=12, h=4, n=2, d=8, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        rng.normal(size=(b, t, h, d)),
+        rng.normal(size=(b, s, n, d)),
+        rng.normal(size=(b, s, n, d - 2)),
+    )
+
+
+def in_parts(q, k, v, bounds, **named):
+    parts = [pa.with_lse(FULL, q, k[:, i:j], v[:, i:j], **named) for i, j in pairwise(bounds)]
+    return pa.merge(*zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [(0, 12), (0, 5, 12), (0, 1, 2, 3, 12)])
+def test_the_merge_of_any_parts_is_the_whole(bounds):
+    q, k, v = inputs()
+    out, lse = in_parts(q, k, v, bounds)
+    np.testing.assert_allclose(out, FULL(q, k, v), atol=1e-13)
+    np.testing.assert_allclose(lse, pa.with_lse(FULL, q, k, v)[1], atol=1e-13)
+
+
+def test_parts_may_hide_keys_from_some_sequences_and_one_part_has_the_sink():
+    q, k, v = inputs()
+    keep = np.random.default_rng(3).random((2, 12)) > 0.5
+    keep[0, :6] = False  # The first part has no key for the first sequence.
+    sink = np.linspace(-1, 1, 4)
+    first = pa.with_lse(FULL, q, k[:, :6], v[:, :6], key_mask=keep[:, :6])
+    assert np.all(first[1][0] == -np.inf)
+    rest = pa.Softmax(causal=False, sink=True)
+    second = pa.with_lse(rest, q, k[:, 6:], v[:, 6:], key_mask=keep[:, 6:], sink=sink)
+    out, lse = pa.merge(*zip(first, second, strict=True))
+    whole = pa.with_lse(rest, q, k, v, key_mask=keep, sink=sink)
+    np.testing.assert_allclose(out, whole[0], atol=1e-13)
+    np.testing.assert_allclose(lse, whole[1], atol=1e-13)
+
+
+def test_a_causal_call_is_the_merge_of_its_own_tokens_and_those_before():
+    q, k, v = inputs(t=12)
+    before = pa.with_lse(FULL, q[:, 7:], k[:, :7], v[:, :7])
+    own = pa.with_lse(pa.Softmax(), q[:, 7:], k[:, 7:], v[:, 7:])
+    out, _ = pa.merge(*zip(before, own, strict=True))
+    np.testing.assert_allclose(out, pa.Softmax()(q, k, v)[:, 7:], atol=1e-13)
+
+
+def test_parts_without_any_key_merge_to_nothing_with_a_zero_gradient():
+    outs = [torch.zeros(1, 1, 2, 3, requires_grad=True) for _ in range(2)]
+    lses = [torch.full((1, 1, 2), -torch.inf, requires_grad=True) for _ in range(2)]
+    out, lse = pa.merge(outs, lses)
+    assert torch.all(out == 0)
+    assert torch.all(lse == -torch.inf)
+    out.sum().backward()
+    assert all(torch.all(part.grad == 0) for part in (*outs, *lses))
+
+
+def test_pytorch_differentiates_the_merge_as_the_whole():
+    arrays = [torch.tensor(x, requires_grad=True) for x in inputs()]
+    keep = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) > 0.4
+    keep[0, :6] = False
+    cotangent = torch.tensor(np.random.default_rng(5).normal(size=(2, 5, 4, 6)))
+    q, k, v = arrays
+    first = pa.with_lse(FULL, q, k[:, :6], v[:, :6], key_mask=keep[:, :6])
+    second = pa.with_lse(FULL, q, k[:, 6:], v[:, 6:], key_mask=keep[:, 6:])
+    out, lse = pa.merge(*zip(first, second, strict=True))
+    whole, whole_lse = pa.with_lse(FULL, q, k, v, key_mask=keep)
+    pairs = [(out, lse), (whole, whole_lse)]
+    merged, direct = (
+        torch.autograd.grad((o * cotangent).sum() + m.sin().sum(), arrays) for o, m in pairs
+    )
+    for a, b in zip(merged, direct, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_jax_differentiates_it_under_jit():
+    jax = pytest.importorskip("jax")
+    q, k, v = map(jax.numpy.asarray, inputs())
+
+    def loss(q, k, v):
+        out, lse = in_parts(q, k, v, (0, 5, 12))
+        return out.sum() + jax.numpy.sin(lse).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    (_, lse), pullback = pa.with_lse_vjp(FULL, *inputs())
+    expected = pullback(np.ones((2, 5, 4, 6)), np.cos(lse))
+    for gradient, name in zip(gradients, "qkv", strict=True):
+        np.testing.assert_allclose(gradient, expected[name], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_log_sum_exp_is_in_float32(dtype):
+    q, k, v = (torch.tensor(x).to(dtype) for x in inputs())
+    out, lse = pa.with_lse(FULL, q, k, v)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    _, exact = pa.with_lse(FULL, q.double(), k.double(), v.double())
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
+    (_, _), pullback = pa.with_lse_vjp(FULL, q, k, v)
+    assert all(g.dtype == dtype for g in pullback(out, lse).values())
+
+
+def test_autocast_does_not_round_the_log_sum_exp():
+    arrays = [torch.tensor(x, dtype=torch.float32) for x in inputs()]
+    expected = pa.with_lse(FULL, *arrays)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = pa.with_lse(FULL, *arrays)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_path_has_one_too():
+    q, k, v = inputs(t=12)
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=k.shape)
+    beta = np.zeros(k.shape[:3])  # Without reflections PaTH is softmax.
+    out, lse = pa.with_lse(pa.Path(), q, k, v, w=w, beta=beta)
+    expected = pa.with_lse(pa.Softmax(), q, k, v)
+    np.testing.assert_allclose(out, expected[0], atol=1e-12)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-12)
+
+
+def test_bad_input_is_named():
+    q, k, v = inputs()
+    for mechanism in (pa.Lucid(), pa.Softmax(read="log_mean_exp"), "softmax"):
+        with pytest.raises(TypeError, match="with_lse: the mechanism must be a Softmax or Path"):
+            pa.with_lse(mechanism, q, k, v)
+    with pytest.raises(ValueError, match=r"v is declared .*, found shape \(2, 12, 3, 6\)"):
+        pa.with_lse(FULL, q, k, np.ones((2, 12, 3, 6)))
+    with pytest.raises(TypeError, match="sinks"):
+        pa.with_lse(FULL, q, k, v, sinks=np.ones(4))
+    _, pullback = pa.with_lse_vjp(FULL, q, k, v)
+    with pytest.raises(ValueError, match=r"d_lse must have the shape \(2, 5, 4\)"):
+        pullback(np.ones((2, 5, 4, 6)), np.ones((2, 5, 1)))
+    out, lse = pa.with_lse(FULL, q, k, v)
+    with pytest.raises(ValueError, match="at least one; found 0 outs and 0 lses"):
+        pa.merge([], [])
+    with pytest.raises(ValueError, match="found 2 outs and 1 lses"):
+        pa.merge([out, out], [lse])
+    with pytest.raises(ValueError, match=r"lses\[1\] must have the shape \(2, 5, 4\)"):
+        pa.merge([out, out], [lse, lse[..., None]])

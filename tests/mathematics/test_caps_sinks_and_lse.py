@@ -1,0 +1,323 @@
+"""Soft caps, sinks and log-sum-exps against loops and against PyTorch's autograd of the formula.
+
+S = c tanh(s q·k / c) + bias,    λ = log(e^σ + Σ_j e^{S_j}),    o = Σ_j e^{S_j − λ} v_j
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import precondattn as pa
+
+BACKENDS = {"reference": np.asarray, "portable": np.asarray, "torch": torch.tensor}
+OPTIONS = (
+    {"softcap": 1.5},
+    {"sink": True},
+    {"softcap": 2.0, "sink": True, "bias": True},
+    {"softcap": 0.7, "sink": True, "window": 4},
+    {"softcap": 2.0, "sink": True, "causal": False},
+    {"softcap": 2.0, "sink": True, "forget": "unscaled"},
+    {"window": 3, "causal": False},
+    {},
+)
+MASKS = ("none", "lengths", "key_mask", "segment_ids")
+
+
+def keys_of(kind, rng, shape):
+    if kind == "clustered":
+        return rng.normal(size=(shape[0], 1, *shape[2:])) + 0.01 * rng.normal(size=shape)
+    if kind == "duplicate":
+        return np.broadcast_to(rng.normal(size=(shape[0], 1, *shape[2:])), shape).copy()
+    return np.zeros(shape) if kind == "zero" else rng.normal(size=shape)
+
+
+def problem(options, kind="random", b=2, t=9, s=9, h=4, n=2, d=4, e=3, seed=0):
+    """The inputs of a call, by name."""
+    rng = np.random.default_rng(seed)
+    x = {
+        "q": 2 * rng.normal(size=(b, t, h, d)),
+        "k": keys_of(kind, rng, (b, s, n, d)),
+        "v": rng.normal(size=(b, s, n, e)),
+    }
+    if options.get("sink"):
+        x["sink"] = rng.normal(size=h)
+    if options.get("bias"):
+        x["bias"] = rng.normal(size=(1, h, t, s))
+    if options.get("forget"):
+        x["g"] = -rng.random((b, s, h))
+    return x
+
+
+def masks_of(name, b, s):
+    if name == "lengths":
+        return {"lengths": np.asarray([s, s - 4])}
+    if name == "key_mask":
+        mask = np.random.default_rng(1).random((b, s)) > 0.4
+        mask[:, :2] = False  # The first queries of a causal call see nothing.
+        return {"key_mask": mask}
+    if name == "segment_ids":
+        return {"segment_ids": np.repeat([[3, 5, 9]], [2, 4, s - 6], axis=1).repeat(b, axis=0)}
+    return {}
+
+
+def visible(options, masks, b, t, s):
+    """Whether query i sees key j (b, t, s), and whether a query is not padding (b, t)."""
+    position = np.arange(t)[:, None] + (s - t if options.get("causal", True) else 0)
+    distance = position - np.arange(s)
+    seen = distance >= 0 if options.get("causal", True) else np.full((t, s), True)
+    if "window" in options:
+        seen = seen & (np.abs(distance) < options["window"])
+    seen, real = np.broadcast_to(seen, (b, t, s)), np.full((b, t), True)
+    if "lengths" in masks:
+        real = np.arange(t) < masks["lengths"][:, None]
+        seen = seen & (np.arange(s) < masks["lengths"][:, None])[:, None] & real[:, :, None]
+    if "key_mask" in masks:
+        seen = seen & masks["key_mask"][:, None]
+    if "segment_ids" in masks:
+        ids = masks["segment_ids"]
+        seen = seen & (ids[:, :, None] == ids[:, None])
+    return seen, real
+
+
+def by_loops(x, options, seen):
+    """The output and λ, one query after another, from the formula."""
+    (b, t, h, d), (_, s, n, e) = x["q"].shape, x["v"].shape
+    out, lse = np.zeros((b, t, h, e)), np.full((b, t, h), -np.inf)
+    for i, a, j in np.ndindex(b, h, t):
+        terms, values = [], []
+        for m in np.flatnonzero(seen[i, j]):
+            score = x["q"][i, j, a] @ x["k"][i, m, a * n // h] / np.sqrt(d)
+            if "softcap" in options:
+                score = options["softcap"] * np.tanh(score / options["softcap"])
+            if "bias" in x:
+                score += x["bias"][0, a, j, m]
+            if "g" in x:
+                score += x["g"][i, m + 1 : j + s - t + 1, a].sum()
+            terms.append(score)
+            values.append(x["v"][i, m, a * n // h])
+        if "sink" in x:
+            terms.append(x["sink"][a])
+            values.append(np.zeros(e))
+        if terms:
+            lse[i, j, a] = np.log(np.sum(np.exp(terms)))
+            out[i, j, a] = np.exp(terms - lse[i, j, a]) @ values
+    return out, lse
+
+
+def by_autograd(x, options, seen, d_out, d_lse):
+    """The gradients of ⟨o, dO⟩ + ⟨λ, dλ⟩, by PyTorch's autograd of the formula."""
+    x = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
+    h, n, d = x["q"].shape[2], x["k"].shape[2], x["q"].shape[3]
+    k, v = (x[name].repeat_interleave(h // n, dim=2) for name in "kv")
+    scores = torch.einsum("bthd,bshd->bhts", x["q"], k) / d**0.5
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    if "bias" in x:
+        scores = scores + x["bias"]
+    if "g" in x:
+        total = x["g"].cumsum(1).transpose(1, 2)
+        scores = scores + total[:, :, -scores.shape[2] :, None] - total[:, :, None]
+    seen = torch.tensor(seen)[:, None]
+    columns = scores.masked_fill(~seen, -1e4)
+    if "sink" in x:
+        column = x["sink"][None, :, None, None].expand(*scores.shape[:3], 1)
+        columns = torch.cat([columns, column], dim=-1)
+    some = seen.any(-1) | ("sink" in x)
+    lse = columns.logsumexp(-1)
+    weights = (columns[..., : scores.shape[3]] - lse[..., None]).exp() * some[..., None]
+    out = torch.einsum("bhts,bshe->bthe", weights, v)
+    lse = torch.where(some, lse, 0.0).transpose(1, 2)
+    loss = (out * torch.tensor(d_out)).sum() + (lse * torch.tensor(d_lse)).sum()
+    names = list(x)
+    gradients = torch.autograd.grad(loss, [x[name] for name in names], allow_unused=True)
+    return {
+        name: np.zeros(x[name].shape) if g is None else g.numpy()
+        for name, g in zip(names, gradients, strict=True)
+    }
+
+
+def check(options, masks, backend, kind="random", **sizes):
+    x = problem(options, kind, **sizes)
+    (b, t), s = x["q"].shape[:2], x["k"].shape[1]
+    there = masks.get("key_mask", np.full((b, s), True))[..., None]
+    if "g" in x:
+        x["g"] = x["g"] * there  # The gate of a masked key is open.
+    seen, real = visible(options, masks, b, t, s)
+    out, lse = by_loops(x, options, seen)
+    rng, real = np.random.default_rng(7), real[:, :, None]
+    d_out, d_lse = rng.normal(size=out.shape), rng.normal(size=lse.shape)
+    d_out, d_lse = d_out * real[..., None], np.where(real & np.isfinite(lse), d_lse, 0)
+    expected = by_autograd(x, options, seen, d_out, d_lse)
+    if "g" in x:
+        expected["g"] = expected["g"] * there
+    array = BACKENDS[backend]
+    given = {name: array(a) for name, a in x.items()}
+    call_masks = {name: array(a) for name, a in masks.items()}
+    (o, log_sum), pullback = pa.with_lse_vjp(
+        pa.Softmax(**options), **given, **call_masks, backend=backend
+    )
+    gradients = pullback(array(d_out), array(d_lse))
+    close = {"rtol": 1e-10, "atol": 1e-11}
+    np.testing.assert_allclose(o, np.where(real[..., None], out, 0), **close)
+    np.testing.assert_allclose(
+        np.where(real, log_sum, 0), np.where(real, lse, 0), err_msg="λ", **close
+    )
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected[name], err_msg=name, **close)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_output_lse_and_both_gradients_are_those_of_the_formula(options, mask, backend):
+    check(options, masks_of(mask, 2, 9), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["clustered", "duplicate", "zero"])
+def test_keys_that_are_alike_change_nothing(kind, backend):
+    check({"softcap": 1.0, "sink": True}, {}, backend, kind)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("t", "s", "h", "n"), [(65, 65, 2, 2), (63, 129, 3, 1), (1, 65, 2, 1)])
+def test_tokens_one_off_a_block_and_fewer_queries_than_keys(t, s, h, n, backend):
+    check({"softcap": 1.0, "sink": True}, {}, backend, t=t, s=s, h=h, n=n, b=1)
+
+
+def test_a_mask_of_every_key_leaves_the_sink_alone():
+    x = problem({"sink": True})
+    hidden = np.zeros((2, 9), dtype=bool)
+    for backend in ("reference", "portable"):
+        (out, lse), pullback = pa.with_lse_vjp(
+            pa.Softmax(sink=True), **x, key_mask=hidden, backend=backend
+        )
+        assert not out.any()
+        np.testing.assert_array_equal(lse, np.broadcast_to(x["sink"], lse.shape))
+        gradients = pullback(np.ones_like(out), np.ones_like(lse))
+        assert not any(gradients[name].any() for name in "qkv")
+        np.testing.assert_allclose(gradients["sink"], 2 * 9)
+
+
+def test_without_keys_and_sink_lse_is_minus_infinity_and_no_gradient_is_nan():
+    x = problem({})
+    hidden = np.zeros((2, 9), dtype=bool)
+    for backend in ("reference", "portable"):
+        (out, lse), pullback = pa.with_lse_vjp(pa.Softmax(), **x, key_mask=hidden, backend=backend)
+        assert not out.any()
+        assert np.all(lse == -np.inf)
+        for cotangent in (1.0, np.inf, np.nan):
+            gradients = pullback(np.zeros_like(out), np.full_like(lse, cotangent))
+            assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+@pytest.mark.parametrize("text", ["softmax[softcap=2,sink=true]", "softmax[sink=true,window=3]"])
+def test_a_cache_split_anywhere_gives_the_full_output(text, backend):
+    mechanism = pa.parse(text)
+    x = problem({"sink": True})
+    whole = mechanism(**x, backend="reference")
+    for split in range(1, 9):
+        cache, outs = mechanism.init_cache(**x, capacity=9), []
+        for part in (slice(0, split), slice(split, 9)):
+            tokens = {name: x[name][:, part] for name in "qkv"}
+            out, cache = mechanism.extend(cache, **tokens, sink=x["sink"], backend=backend)
+            outs.append(out)
+        np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-12)
+
+
+def test_a_huge_cap_and_a_very_low_sink_are_plain_softmax():
+    x = problem({})
+    out = pa.softmax(**x)
+    np.testing.assert_allclose(pa.softmax(**x, softcap=1e6), out, atol=1e-9)
+    np.testing.assert_allclose(pa.softmax(**x, sink=np.full(4, -1e3)), out, atol=1e-14)
+
+
+def test_a_sink_is_a_key_with_that_score_and_the_value_zero():
+    x = problem({}, n=4)
+    sink = np.linspace(-1, 2, 4)
+    wide = {name: np.concatenate([x[name], np.zeros((2, 9, 4, 1))], axis=-1) for name in "qk"}
+    wide["q"][..., -1] = 1.0
+    own = np.zeros((2, 1, 4, 5))
+    own[..., -1] = sink[:, None].T * 2  # The scale is 1/2.
+    keys = np.concatenate([own, wide["k"]], axis=1)
+    values = np.concatenate([np.zeros((2, 1, 4, 3)), x["v"]], axis=1)
+    seen = pa.Softmax(scale=0.5)(wide["q"], keys, values)
+    np.testing.assert_allclose(pa.softmax(**x, sink=sink, scale=0.5), seen, atol=1e-13)
+
+
+# What preconditioners make of them.
+
+
+def test_phi_with_a_cap_is_not_positive_semidefinite_and_loses_the_bound():
+    """Why LUCID's Φ has no cap: with one, an entry of the inverse can be far above 1."""
+    rng = np.random.default_rng(4)
+    k = rng.normal(size=(8, 16))[rng.integers(0, 8, 100)] + 0.05 * rng.normal(size=(100, 16))
+    k /= np.sqrt(np.mean(k**2, axis=1, keepdims=True))
+    scores = k @ k.T / 4
+
+    def largest_of_inverse(cap):
+        capped = scores if cap is None else cap * np.tanh(scores / cap)
+        phi = np.exp(capped - capped[0, 0])
+        inverse = np.linalg.inv(np.tril(phi, -1) + np.eye(100))
+        return np.linalg.eigvalsh(phi)[0], np.max(np.abs(inverse))
+
+    smallest, largest = largest_of_inverse(None)
+    assert smallest > 0
+    assert largest <= 1 + 1e-12
+    smallest, largest = largest_of_inverse(0.5)
+    assert smallest < -1
+    assert largest > 100
+
+
+@pytest.mark.parametrize("option", ["softcap=0.5", "sink=true"])
+def test_lucid_solves_the_same_system_with_a_cap_or_a_sink(option):
+    plain, other = pa.parse("lucid"), pa.parse(f"lucid(softmax[{option}])")
+    assert plain.program.leaves[0] == other.program.leaves[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("laser(softmax[sink=true])", "weights that sum to one"),
+        ("row_normalized(softmax[sink=true])", "sink scales every row of its output"),
+        ("row_normalized(lucid(softmax[sink=true]))", "sink scales every row of its output"),
+        ("laser(softmax[read=mean_and_log_sum])", "weights that sum to one"),
+        ("row_normalized(softmax[read=mean_and_log_sum])", "logarithm"),
+        ("differential(softmax[read=mean_and_log_sum])", "logarithm"),
+    ],
+)
+def test_a_preconditioner_that_can_not_use_them_refuses_with_the_reason(text, reason):
+    with pytest.raises(TypeError, match=reason):
+        pa.parse(text)
+
+
+def test_the_read_in_exponential_space_refuses_a_sink():
+    with pytest.raises(ValueError, match="weights that sum to one"):
+        pa.Softmax(read="log_mean_exp", sink=True)
+
+
+def test_a_sink_shortens_every_row_and_does_not_turn_it():
+    x = problem({})
+    plain, sunk = pa.softmax(**x), pa.softmax(**x, sink=np.zeros(4))
+    shares = np.linalg.vector_norm(sunk, axis=-1) / np.linalg.vector_norm(plain, axis=-1)
+    assert np.all(shares < 1)
+    np.testing.assert_allclose(sunk, shares[..., None] * plain, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lucid(softmax[softcap=2,sink=true])",
+        "laser(softmax[softcap=2])",
+        "ccq(softmax[softcap=2,sink=true])",
+        "differential(softmax[softcap=2,sink=true])",
+        "qk_norm(softmax[softcap=2,sink=true])",
+        "temperature(softmax[softcap=2,sink=true])",
+        "per_dim_scale(softmax[softcap=2,sink=true])",
+        "row_normalized(softmax[softcap=2])",
+        "row_normalized(differential(softmax[sink=true]))",
+    ],
+)
+def test_these_preconditioners_accept_them(text):
+    assert str(pa.parse(text)) == text
