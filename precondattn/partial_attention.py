@@ -19,8 +19,6 @@ from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.softmax import SoftmaxAttention
 
-MASKS = ("segment_ids", "lengths", "key_mask")
-
 
 def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Any) -> tuple[Array, Array]:
     """The output (b, t, h, e) and the log-sum-exp (b, t, h) of each query's scores.
@@ -110,10 +108,10 @@ class _Call:
                 f"with_lse: the mechanism must be a Softmax or Path that reads a mean of its "
                 f"values; found {mechanism}"
             )
-        from precondattn.execution.arguments import bind  # With the first call.
+        from precondattn.execution.arguments import CALL_OPTIONS, bind  # With the first call.
 
-        masks = {name: named[name] for name in MASKS if name in named}
-        self.others = {name: named[name] for name in (*MASKS, "backend") if name in named}
+        self.others = {name: named[name] for name in CALL_OPTIONS if name in named}
+        masks = {name: mask for name, mask in self.others.items() if name != "backend"}
         own = {name: array for name, array in named.items() if name not in self.others}
         self.like = next(iter((*arrays, *own.values())), None)
         with self.without_autocast():

@@ -335,7 +335,7 @@ class Attention(Algorithm):
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
         n, t = x["k"].shape[2], x["q"].shape[1]
-        if t == 1 and known.offset is not None and leaf.read == MEAN and not leaf.bias:
+        if t == 1 and known.offset is not None and _is_plain(leaf):
             return self._step_of_one_token(ops, leaf, past, x, known.offset)
         xp = namespace(x["q"])
         if leaf.bias:
@@ -387,6 +387,11 @@ class Attention(Algorithm):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether the output is the mean of values under the softmax of scaled scores alone."""
+    return leaf.read == MEAN and not leaf.bias and leaf.softcap is None and not leaf.sink
 
 
 def _without_padding(log_total: Array, frame: Frame) -> Array:
