@@ -75,6 +75,15 @@ def rescaled(only_the_reference):
     register_backend(Rescaled("wrong", 1.01))
 
 
+@pytest.mark.parametrize("name", ["packed_lucid_backward", "numpy_packed_laser_backward"])
+def test_a_packed_case_is_compared_with_its_batch(name, tmp_path):
+    code, printed = run_quick(name, save=tmp_path / "record.json")
+    (row,) = load(tmp_path / "record.json").rows
+    assert code == 0, printed
+    assert row.status == TIMED
+    assert list(row.ratios) == ["batch"]
+
+
 def test_a_quick_run_saves_and_plots_whatever_the_settings_of_pytest(tmp_path):
     (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")

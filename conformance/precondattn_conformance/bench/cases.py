@@ -37,11 +37,15 @@ class BenchCase:
     """The peers to measure beside; None is every one that fits."""
     multiples: tuple[int, ...] = (1, 2, 4)
     """The multiples of t at which the peak memory is measured."""
+    packed: bool = False
+    """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
+    batch."""
 
     def text(self) -> str:
         """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
-        return f"{self.mechanism} {self.work}, {sizes}, {self.library} {self.dtype}"
+        packed = ", packed" if self.packed else ""
+        return f"{self.mechanism} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> Layout:
@@ -50,6 +54,23 @@ def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int 
 
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
+
+_SHORT = layout(t=128)._replace(b=32)
+
+_PACKED = tuple(
+    BenchCase(
+        ("" if library == "torch" else f"{library}_") + f"packed_{name}{suffix}",
+        name,
+        work,
+        _SHORT,
+        library,
+        peers=("batch",),
+        packed=True,
+    )
+    for library in ("torch", "numpy", "jax")
+    for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
+    for work, suffix in (("forward", ""), ("forward_backward", "_backward"))
+)
 
 COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
@@ -102,6 +123,7 @@ COMPARED = (
         BenchCase(f"long_{name}", name, "memory", layout(t=65536, h=2), peers=(), multiples=(1,))
         for name in _MEMORY
     ),
+    *_PACKED,
 )  # fmt: skip
 
 

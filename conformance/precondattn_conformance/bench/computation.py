@@ -72,6 +72,37 @@ def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn"
     )
 
 
+def packed(of: Computation, library: Library) -> Computation:
+    """The computation of a batch (b, t, …) whose sequences are packed into one row (1, b t, …)."""
+    patterns = of.mechanism.inputs
+
+    def rows(x: Arrays) -> Arrays:
+        return {
+            name: array.reshape(1, -1, *array.shape[2:]) if patterns[name].time_axis else array
+            for name, array in x.items()
+        }
+
+    def segments(x: Arrays) -> Any:
+        b, t = x["q"].shape[:2]
+        return library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
+
+    def forward(**x: Any) -> Any:
+        out = of.forward(**rows(x), segment_ids=segments(x))
+        return out.reshape(*x["q"].shape[:2], *out.shape[2:])
+
+    def vjp(**x: Any) -> Any:
+        assert of.vjp is not None
+        out, pull = of.vjp(**rows(x), segment_ids=segments(x))
+
+        def pullback(cotangent: Any) -> Arrays:
+            gradients = pull(cotangent.reshape(out.shape))
+            return {name: gradients[name].reshape(array.shape) for name, array in x.items()}
+
+        return out.reshape(*x["q"].shape[:2], *out.shape[2:]), pullback
+
+    return Computation(of.name, of.mechanism, forward, vjp)
+
+
 class CacheDecoder:
     """Decoding with a mechanism's own cache, which is written in place."""
 

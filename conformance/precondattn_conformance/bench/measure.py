@@ -25,6 +25,7 @@ from precondattn_conformance.bench.computation import (
     decode_run,
     forward_run,
     ours,
+    packed,
 )
 from precondattn_conformance.bench.correct import (
     LARGEST,
@@ -153,6 +154,8 @@ def _measure(
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
     _plan(case, backend, options, row, layout)
     contender = ours(pa.parse(case.mechanism), backend)
+    if case.packed:
+        contender = packed(contender, library)
     run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
     peers = _correct_peers(case, backend, options, layout, row)

@@ -14,6 +14,7 @@ transformers   gated       the same mechanism                  PyTorch, with `tr
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
 base           any         the base alone, on our backend      everywhere
+batch          any         the same sequences as a batch       everywhere, for packed cases
 torch          any         the same mechanism in PyTorch       PyTorch, for cases of other libraries
 =============  ==========  ==================================  ==================================
 
@@ -73,7 +74,8 @@ def peers_of(case: BenchCase) -> list[Peer]:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"unknown peer {name!r}; known are {known}")
     wanted = [peer.name for peer in PEERS] if case.peers is None else case.peers
-    return [peer for peer in PEERS if peer.name in wanted and peer.fits(mechanism)]
+    fitting = [peer for peer in PEERS if peer.name in wanted and peer.fits(mechanism)]
+    return [peer for peer in fitting if case.packed or peer.name != "batch"]
 
 
 def _is_softmax_inside(m: pa.Mechanism) -> bool:
@@ -282,5 +284,6 @@ PEERS = (
     ),
     Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
     Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
+    Peer("batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")),
     Peer("torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")),
 )
