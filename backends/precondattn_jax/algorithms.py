@@ -43,7 +43,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
     pa.QueryWeightedQuery: QueryWeighted(),
-    **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise())),
+    **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }
 """By the leaf's exact class: a subclass may define other mathematics. The table is not derived from

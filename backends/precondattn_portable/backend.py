@@ -17,6 +17,7 @@ from precondattn.frame import Frame
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
+from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
 from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
 from precondattn_portable.query_weighted import QueryWeighted
@@ -31,7 +32,6 @@ STATEFUL = (
     pa.Delta,
     pa.GatedDelta,
     pa.GSA,
-    pa.ConditionedQuery,
 )
 
 TOKEN_WISE = (
@@ -52,6 +52,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolveBlocks(),
+    pa.ConditionedQuery: ConditionedQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),

@@ -11,14 +11,21 @@ from precondattn.frame import Frame
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import Chunkwise
+from precondattn_portable.few_tokens import FewTokens, is_few
 from precondattn_portable.one_token import OneToken
 
 
 class StatefulAlgorithm(Algorithm):
-    """Algorithm of every `Stateful` leaf; `in_chunks` builds its recurrences for an arithmetic."""
+    """Algorithm of every `Stateful` leaf; `in_chunks` builds its recurrences for an arithmetic.
 
-    def __init__(self, in_chunks: Callable[[Arithmetic], Any] = Chunkwise) -> None:
-        self.in_chunks = in_chunks
+    With `by_pairs`, full calls of few tokens are computed by pairs of tokens. A compiler has no
+    use for that: what it saves is the time between operations.
+    """
+
+    def __init__(
+        self, in_chunks: Callable[[Arithmetic], Any] = Chunkwise, *, by_pairs: bool = True
+    ) -> None:
+        self.in_chunks, self.by_pairs = in_chunks, by_pairs
 
     def _form(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> Any:
         if x["k"].shape[1] == 1:
@@ -29,6 +36,8 @@ class StatefulAlgorithm(Algorithm):
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         form = self._form(ops, leaf, x)
+        if self.by_pairs and is_few(x):
+            form = FewTokens(ops, decays=leaf.has_decay or frame.k_segment is not None)
         return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
 
     def backward(

@@ -125,7 +125,7 @@ class ConditionedQuery(Stateful):
         )
         return (*moments, Slot("count", f"count({{k}}{decay})", f"b {heads}", wide=True))
 
-    def _log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """(b, m, s, 1, 1), for the heads m that have statistics."""
         k = swap_time_and_heads(x["k"])
         xp = namespace(k)
@@ -151,7 +151,7 @@ class ConditionedQuery(Stateful):
         self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
     ) -> list[tuple[Stream, Array]]:
         """The recurrences of n C, n μ and n, each with its state."""
-        g = self._log_decay(x, frame)
+        g = self.log_decay(x, frame)
         m = g.shape[1]
         # Padded keys are 0 in the call, but not after a feature map.
         k = where_valid(repeat_heads(swap_time_and_heads(self._normalized(x["k"], form)), m), frame)
@@ -175,7 +175,7 @@ class ConditionedQuery(Stateful):
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q
         contraction = queries_of_states(x["contraction"][..., None], q.shape[1])
-        (out,), finals = form.read(streams, _contracted, q, contraction)
+        (out,), finals = form.read(streams, contracted, q, contraction)
         second, first, count = finals
         new_state = {"second": second, "first": first[:, :, 0, :], "count": count[:, :, 0, 0]}
         return rows_of_states(out), new_state
@@ -233,9 +233,7 @@ class ConditionedQuery(Stateful):
         return gradients, d_past
 
 
-def _contracted(
-    a: Array, total: Array, n: Array, q: Array, contraction: Array
-) -> tuple[Array, ...]:
+def contracted(a: Array, total: Array, n: Array, q: Array, contraction: Array) -> tuple[Array, ...]:
     """q̄ − λ c, from a, n μ, n, q̄ and λ."""
     n = _positive(n)
     return (q - contraction / n * (a - total * (row_sum(total * q) / n)),)

@@ -26,9 +26,12 @@ def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
     xp = namespace(x)
     high, low = (f(x, axis=-1, keepdims=True) for f in (xp.max, xp.min))
     size = stop_gradient(xp.clip(xp.maximum(high, -low), min=math.sqrt(eps)))
+    if eps >= 1e-60:  # √ε is not 0 in float32: the size is positive, and the square at least 1.
+        scaled = x / size
+        return scaled, xp.sqrt(row_sum(scaled * scaled) + (math.sqrt(eps) / size) ** 2), size
     size = xp.where(size > 0, size, 1.0)
     scaled = x / size
-    square = row_sum(scaled * scaled) + (math.sqrt(eps) / size) ** 2
+    square = row_sum(scaled * scaled)
     return scaled, xp.sqrt(xp.where(square > 0, square, 1.0)), size
 
 

@@ -8,14 +8,15 @@ the recurrence is passed in, so that a backend can supply a faster one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Leaf
-from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.cache import Replace, Updates, new_buffer
+from precondattn.arrays import Array, Arrays, Residuals, Shape
+from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
+from precondattn.limits import KEPT_PLANS
 from precondattn.spec.recurrence import RECURRENT, Form
 
 
@@ -66,13 +67,12 @@ class Stateful(Leaf):
 
     def zero_state(self, x: Mapping[str, Array]) -> Arrays:
         """The state before the first token."""
-        shapes = {name: tuple(array.shape) for name, array in x.items()}
-        sizes = self.inputs.sizes(str(self), shapes)
+        shapes = tuple((name, tuple(array.shape)) for name, array in x.items())
+        is_known = all(type(size) is int for _, shape in shapes for size in shape)
+        # Symbolic sizes have no hash.
+        slots = (_state_shapes if is_known else _state_shapes.__wrapped__)(self, shapes)
         like = next(iter(x.values()))
-        return {
-            slot.name: new_buffer(slot, Pattern.read(slot.pattern).shape(sizes), like)
-            for slot in self.slots()
-        }
+        return {slot.name: new_buffer(slot, shape, like) for slot, shape in slots}
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         return self.run(self.zero_state(x), x, frame)[0], ()
@@ -103,3 +103,12 @@ class Stateful(Leaf):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         return self.run_vjp(past, x, frame, cotangent, d_buffers)
+
+
+@lru_cache(maxsize=KEPT_PLANS)
+def _state_shapes(
+    leaf: Stateful, shapes: tuple[tuple[str, Shape], ...]
+) -> tuple[tuple[Slot, Shape], ...]:
+    """The slots of a leaf and their shapes, for inputs of these shapes."""
+    sizes = leaf.inputs.sizes(str(leaf), dict(shapes))
+    return tuple((slot, Pattern.read(slot.pattern).shape(sizes)) for slot in leaf.slots())

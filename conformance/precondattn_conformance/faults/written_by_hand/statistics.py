@@ -103,13 +103,13 @@ def _of_ccq() -> list[Fault]:
             CCQ,
             RUN,
             "the second moment in place of the covariance",
-            inside(conditioned_query, "_contracted", lambda _: _by_second_moment),
+            inside(conditioned_query, "contracted", lambda _: _by_second_moment),
         ),
         written(
             CCQ,
             RUN,
             "n − 1 in place of n",
-            inside(conditioned_query, "_contracted", lambda true: _unbiased(true)),
+            inside(conditioned_query, "contracted", lambda true: _unbiased(true)),
         ),
         written(
             CCQ,
@@ -139,7 +139,7 @@ def _of_ccq() -> list[Fault]:
             "conditioned_query[decay=channel]",
             RUN,
             "the decay of the first channel in place of the mean",
-            inside(ConditionedQuery, "_log_decay", lambda true: _of_first_channel(true)),
+            inside(ConditionedQuery, "log_decay", lambda true: _of_first_channel(true)),
         ),
         written(
             CCQ,
@@ -210,10 +210,10 @@ def _of_constant_mean(true: Any) -> Any:
 
 
 def _of_first_channel(true: Any) -> Any:
-    def _log_decay(self: Any, x: Any, frame: Any) -> Any:
+    def log_decay(self: Any, x: Any, frame: Any) -> Any:
         return true(self, {**x, "g": x["g"][..., :1]}, frame)
 
-    return _log_decay
+    return log_decay
 
 
 def _with_count_forgotten(truth: Any, call: Any) -> Any:

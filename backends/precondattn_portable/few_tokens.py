@@ -1,0 +1,116 @@
+"""The recurrence of few tokens from zero states, by all pairs of tokens.
+
+    o_i = Σ_{j≤i,c} q_ic D_ijc k_jc u_j,    D_ijc = e^{g_{j+1,c} + … + g_ic},
+    U = V  (additive),    (I + diag(β) stril(D ∘ K Kᵀ))⁻¹ β V  (delta rule)
+
+In a full call the first state is 0 and the last one is discarded, so neither is computed, and there
+are no chunks between which states are passed. Every exponent is the sum of its own gates, as in
+`head_decay.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import transpose
+from precondattn.spec.recurrence import ByTokens, Stream
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.head_decay import lower_triangle
+from precondattn_portable.triangular_inverse import solve_unit_lower
+
+TOKENS = 64
+"""Tokens of the longest such call."""
+
+ENTRIES = 2**16
+"""Entries of D for all channels, in the largest such call: 256 KiB in float32."""
+
+Known = dict[tuple[int, int, int], tuple[Array | None, Array]]
+"""D and the scores by the identities of q, k and g."""
+
+
+def is_few(x: Mapping[str, Array]) -> bool:
+    """Whether a call has so few tokens that chunks would cost more than pairs."""
+    b, s = x["k"].shape[:2]
+    heads = max(x[name].shape[2] for name in ("q", "k", "v") if name in x)
+    channels = x["g"].shape[3] if "g" in x and x["g"].ndim == 4 else 1
+    return s <= TOKENS and b * heads * s * s * channels <= ENTRIES
+
+
+def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
+    """D (b, m, s, s, channels), 1 above the diagonal, from log-decays (b, m, s, …)."""
+    xp = namespace(g)
+    b, m, s = g.shape[:3]
+    g = xp.reshape(g, (b, m, s, 1, -1))
+    # In the column of token j, the gates after j are summed.
+    after = xp.where(lower_triangle(s, g, -1)[:, :, None], g, 0.0)
+    return ops.exp(xp.cumulative_sum(after, axis=2))
+
+
+class FewTokens:
+    """A `Form` of full calls (`precondattn.spec.recurrence`), which returns states unchanged."""
+
+    def __init__(self, ops: Arithmetic, *, decays: bool) -> None:
+        self.ops, self.decays = ops, decays
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        return self._outputs(x, {}), state
+
+    def read(
+        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        known: Known = {}
+        outputs = [self._outputs(x, known) for x, _ in streams]
+        return function(*outputs, *arrays), [state for _, state in streams]
+
+    @staticmethod
+    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
+        return function(*arrays)
+
+    def _outputs(self, x: Stream, known: Known) -> Array:
+        """(b, m, t, r, e); `known` has the pairs of other streams, which this one may share."""
+        xp, ops = namespace(x.k), self.ops
+        (b, m, t, r, _), s = x.q.shape, x.k.shape[2]
+        key = id(x.q), id(x.k), id(x.g)
+        if key not in known:
+            known[key] = self._pairs(x)
+        decay, scores = known[key]
+        u = x.v if x.beta is None else self._corrected(x, decay)
+        if decay is None or x.g.shape[4] == 1:
+            o = ops.product(xp.reshape(scores, (b, m, r * t, s)), u)
+            return xp.permute_dims(xp.reshape(o, (b, m, r, t, o.shape[3])), (0, 1, 3, 2, 4))
+        scores = xp.permute_dims(scores, (0, 1, 3, 2, 4))
+        return xp.matmul(scores, decay[:, :, s - t :, ...] * u[:, :, None, ...])
+
+    def _pairs(self, x: Stream) -> tuple[Array | None, Array]:
+        """D (b, m, s, s, 1 or d or e), and the scores (b, m, r, t, s) up to each query."""
+        t, s = x.q.shape[2], x.k.shape[2]
+        decay = decay_of_pairs(self.ops, x.g) if self.decays else None
+        of_queries = None if decay is None else decay[:, :, s - t :, ...]
+        scores = self._scores(x.q, x.k, of_queries, x.g)
+        # Rows before tokens, such that the last two axes are those of the triangle.
+        scores = namespace(scores).permute_dims(scores, (0, 1, 3, 2, 4))
+        return decay, self.ops.lower(scores, s - t)
+
+    def _scores(self, rows: Array, k: Array, decay: Array | None, g: Array) -> Array:
+        """Σ_c rows_ic D_ijc k_jc (b, m, t, r, s), of rows (b, m, t, r, d).
+
+        Without D where each value channel has a gate.
+        """
+        xp, ops = namespace(k), self.ops
+        (b, m, t, r, d), s = rows.shape, k.shape[2]
+        if decay is not None and g.shape[3] > 1:
+            return xp.matmul(rows, transpose(decay * k[:, :, None, ...]))
+        scores = ops.product(xp.reshape(rows, (b, m, t * r, d)), transpose(k))
+        scores = xp.reshape(scores, (b, m, t, r, s))
+        if decay is None or g.shape[4] > 1:
+            return scores
+        return ops.multiply(scores, decay[:, :, :, None, :, 0])
+
+    def _corrected(self, x: Stream, decay: Array | None) -> Array:
+        """U of the delta rule."""
+        assert x.beta is not None
+        beta = x.beta[..., None]
+        among_keys = self._scores(x.k[:, :, :, None, :], x.k, decay, x.g)[:, :, :, 0, :]
+        strict = self.ops.multiply(self.ops.lower(among_keys, -1), beta)
+        return solve_unit_lower(self.ops, strict, beta * x.v)
