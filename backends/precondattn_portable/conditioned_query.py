@@ -99,10 +99,18 @@ def _rows(leaf: Any, x: Mapping[str, Array], frame: Frame, m: int) -> tuple[Arra
         a = xp.reshape(a, (b, t, m, h // m, *rest))
         return xp.permute_dims(a, (0, 2, 3, 1, 4))
 
-    k = xp.permute_dims(l2_norm(x["k"], leaf.eps), (0, 2, 1, 3))
-    k = repeat_heads(where_valid(k, frame), m)
-    q = rows(l2_norm(x["q"], leaf.eps))
-    return q, k[:, :, None, ...], rows(x["contraction"][..., None])
+    q, k = _units(leaf, x)
+    k = repeat_heads(where_valid(xp.permute_dims(k, (0, 2, 1, 3)), frame), m)
+    return rows(q), k[:, :, None, ...], rows(x["contraction"][..., None])
+
+
+def _units(leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array]:
+    """q̄ and k̄, where possible by one norm of both."""
+    q, k = x["q"], x["k"]
+    if q.shape[1] != k.shape[1]:
+        return l2_norm(q, leaf.eps), l2_norm(k, leaf.eps)
+    both = l2_norm(namespace(q).concat([q, k], axis=2), leaf.eps)
+    return both[:, :, : q.shape[2], :], both[:, :, q.shape[2] :, :]
 
 
 def _counted(k: Array, frame: Frame) -> Array:

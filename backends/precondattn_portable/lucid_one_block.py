@@ -27,7 +27,7 @@ def is_one_block(leaf: Any, x: Mapping[str, Array]) -> bool:
 
 def solve_one_block(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
     """y (b, s, n, e)."""
-    k, right = ops.heads_first(x["k"]), ops.heads_first(x["v"])
+    k, right = ops.heads_first(x["k"]), time_first(x["v"])
     unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
     scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
     phi = ops.product(unit * scale, transpose(unit))

@@ -24,8 +24,8 @@ def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
     underflows. The result does not depend on the divisor, which is constant for the gradient.
     """
     xp = namespace(x)
-    high, low = (f(x, axis=-1, keepdims=True) for f in (xp.max, xp.min))
-    size = stop_gradient(xp.clip(xp.maximum(high, -low), min=math.sqrt(eps)))
+    size = stop_gradient(xp.max(xp.abs(x), axis=-1, keepdims=True))
+    size = xp.clip(size, min=math.sqrt(eps))
     if eps >= 1e-60:  # √ε is not 0 in float32: the size is positive, and the square at least 1.
         scaled = x / size
         return scaled, xp.sqrt(row_sum(scaled * scaled) + (math.sqrt(eps) / size) ** 2), size

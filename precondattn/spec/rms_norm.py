@@ -21,6 +21,8 @@ def rms(x: Array, eps: float) -> Array:
     """√(mean(x²) + ε) along the last axis, which becomes an axis of size 1; 1 where it is 0."""
     xp = namespace(x)
     mean_square = row_sum(x * x) / x.shape[-1] + eps
+    if eps >= 1e-30:  # ε is not 0 in float32, so the mean is positive.
+        return xp.sqrt(mean_square)
     return xp.sqrt(xp.where(mean_square > 0, mean_square, 1.0))
 
 
