@@ -66,6 +66,7 @@ CHANGES: tuple[tuple[Any, str, str, Callable[[Any], Any], tuple[str, ...]], ...]
     (pa.ConditionedQuery, "eps", "ten times larger", lambda eps: 10 * eps, ALL),
     (pa.QueryWeightedQuery, "eps", "ten times larger", lambda eps: 10 * eps, BOTH),
     (pa.QueryWeightedQuery, "tau", "2 % too large", lambda tau: 1.02 * tau, BOTH),
+    (pa.Softmax, "softcap", "2 % too large", lambda cap: cap and 1.02 * cap, BOTH),
     (pa.ScaledDims, "normalize", "the ln 2 forgotten", lambda each: not each, ALL),
     (pa.HedgehogMap, "factor", "2 % too large", lambda factor: 1.02 * factor, ALL),
     # The output is the same either way; only the gradient differs.

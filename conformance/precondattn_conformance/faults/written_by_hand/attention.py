@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from precondattn.arrays import namespace
-from precondattn.spec import query_weighted, softmax
+from precondattn.spec import query_weighted, soft_cap, softmax
 from precondattn.spec.array_functions import (
     row_sum,
     sum_heads,
@@ -15,7 +15,7 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.l2_norm import l2_norm_vjp
 from precondattn.spec.laser import LogMeanExp
-from precondattn.spec.read import Mean
+from precondattn.spec.read import Mean, MeanAndLogSum
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -35,7 +35,7 @@ BOTH = (FORWARD, BACKWARD)
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    return [*_of_softmax(), *_of_reads(), *_of_query_weighted()]
+    return [*_of_softmax(), *_of_caps_and_sinks(), *_of_reads(), *_of_query_weighted()]
 
 
 def _of_softmax() -> list[Fault]:
@@ -104,6 +104,45 @@ def _of_softmax() -> list[Fault]:
             with_call(_without_new_keys),
         ),
     ]
+
+
+def _of_caps_and_sinks() -> list[Fault]:
+    return [
+        written(
+            "softmax[softcap=2]",
+            BACKWARD,
+            "the slope of the cap left out",
+            inside(soft_cap, "slope", lambda _: lambda scores, cap: 1.0),
+        ),
+        written(
+            "softmax[softcap=2]",
+            (FORWARD, STEP),
+            "no cap",
+            inside(soft_cap, "capped", lambda _: lambda scores, cap: scores),
+        ),
+        written(
+            "softmax[sink=true]",
+            (*BOTH, STEP),
+            "the sink of the head before",
+            inside(softmax, "column", lambda true: lambda sink: rolled(true(sink), 1, axis=0)),
+        ),
+        written(
+            "softmax[sink=true]",
+            BACKWARD,
+            "the gradient of the sink with the other sign",
+            inside(softmax, "sink_vjp", lambda true: lambda *a: -true(*a)),
+        ),
+        written(
+            "softmax[read=mean_and_log_sum]",
+            BACKWARD,
+            "the cotangent of the log-sum-exp left out",
+            inside(MeanAndLogSum, "d_log_total", lambda _: _of_mean_alone),
+        ),
+    ]
+
+
+def _of_mean_alone(self: Any, o: Any, d_o: Any) -> Any:
+    return -row_sum(o[..., :-1] * d_o[..., :-1])
 
 
 def _unshifted(x: Any, more: Any = None) -> Any:
