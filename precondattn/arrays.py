@@ -263,6 +263,9 @@ def host_array(array: Array) -> Any:
     if is_traced(array):
         return None
     if library == "torch":
+        functorch = sys.modules["torch"]._C._functorch
+        if functorch.peek_interpreter_stack() is not None:
+            return None  # While a transform is active, no tensor becomes a NumPy array.
         return array.detach().cpu().numpy()
     if library == "jax":
         return np.asarray(array)

@@ -112,6 +112,48 @@ def test_segments_of_similar_lengths_are_one_batch(batches):
     assert batches == [(4, 38)]
 
 
+def test_derivatives_and_transforms_of_pytorch():
+    x = [torch.randn(1, 12, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor([0, 2, 9, 12], dtype=torch.int32)
+
+    def call(*arrays):
+        return pa.lucid(*arrays, cu_seqlens=bounds)
+
+    assert torch.autograd.gradcheck(call, x)
+    assert torch.autograd.gradgradcheck(call, x)
+    (expected,) = torch.autograd.grad(call(*x).sum(), x[:1])
+    plain = [a.detach() for a in x]
+    found = torch.func.grad(lambda q: call(q, *plain[1:]).sum())(plain[0])
+    torch.testing.assert_close(found, expected)
+    mapped = torch.vmap(call)(*(a[None] for a in plain))
+    torch.testing.assert_close(mapped[0], call(*plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_autocast(dtype):
+    mechanism, x = inputs_of("lucid")
+    expected = mechanism(**x, segment_ids=IDS)
+    narrow = {n: torch.tensor(a).to(dtype).requires_grad_() for n, a in x.items()}
+    wide = {n: torch.tensor(a).float().requires_grad_() for n, a in x.items()}
+    ids = torch.from_numpy(IDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mechanism(**wide, segment_ids=ids)
+        gradients = torch.autograd.grad(out.sum(), list(wide.values()))
+    assert out.dtype == torch.bfloat16
+    assert {g.dtype for g in gradients} == {torch.float32}
+    for result in (out, mechanism(**narrow, segment_ids=ids)):
+        np.testing.assert_allclose(result.detach().float().numpy(), expected, atol=0.1)
+
+
+def test_a_bad_value_reaches_its_own_segment_only():
+    mechanism, x = inputs_of("laser")
+    x["v"][0, 50] = np.nan
+    out, gradients = by_torch(mechanism, x, segment_ids=IDS)
+    is_bad = np.isnan(out).any(axis=(0, 2, 3))
+    np.testing.assert_array_equal(is_bad, (IDS[0] == IDS[0, 50]) & (np.arange(T) >= 50))
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
+
+
 def test_an_explanation_names_the_batches():
     mechanism, x = inputs_of("softmax")
     for m in (mechanism, pa.Laser()):
