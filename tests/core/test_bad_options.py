@@ -80,7 +80,7 @@ NORMALIZE = (
         ),
         case(
             "read of no name",
-            "softmax: option read must be one of mean, log_mean_exp; found 'max'",
+            "softmax: option read must be one of mean, log_mean_exp, mean_and_log_sum; found 'max'",
             lambda: pa.Softmax(read="max"),
         ),
         *(
@@ -125,8 +125,8 @@ NORMALIZE = (
         case(
             "unknown option of a shorthand",
             "softmax: unknown keyword 'causl' (did you mean 'causal'?); options are causal, scale, "
-            "window, bias, forget, read, inputs q, k, v, and segment_ids, cu_seqlens, lengths, "
-            "key_mask, backend",
+            "window, bias, forget, read, softcap, sink, inputs q, k, v, and segment_ids, "
+            "cu_seqlens, lengths, key_mask, backend",
             lambda: pa.softmax(Q, K, V, causl=False),
             TypeError,
         ),
