@@ -171,6 +171,17 @@ def is_distributed(arrays: Iterable[Any], named: Mapping[str, Any], *others: Any
     return any(issubclass(each, module.DTensor) for each in types)
 
 
+def only_computes() -> bool:
+    """Whether PyTorch now only computes: nothing traces, transforms or counts what is called."""
+    torch = sys.modules["torch"]
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or is_compiling()
+    )
+
+
 def is_compiling() -> bool:
     """Whether `torch.compile` is tracing."""
     # While another thread imports PyTorch, the module does not have its names yet.

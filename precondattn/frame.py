@@ -179,6 +179,33 @@ class _TrimmedFrame(UniformFrame):
         return None
 
 
+class UnmaskedFrame(Frame):
+    """The frame of a full call of t queries and s keys, with nothing masked.
+
+    Its positions are computed when they are first read, which many algorithms never do.
+    """
+
+    def __init__(self, t: int, s: int, like: Array) -> None:
+        self.t, self.s, self._like = t, s, like
+        super().__init__(None, None)
+
+    @property
+    def q_position(self) -> Array:
+        if self._q_position is None:
+            self._q_position = self.k_position[:, self.s - self.t :]
+        return self._q_position
+
+    @property
+    def k_position(self) -> Array:
+        if self._k_position is None:
+            self._k_position = arange_like(self.s, self._like)[None, :]
+        return self._k_position
+
+    @property
+    def is_traced(self) -> bool:
+        return is_traced(self._like)
+
+
 def has_lengths_only(frame: Frame) -> bool:
     """Whether a full call masks only padding at the end, the same for queries and keys.
 
@@ -208,6 +235,8 @@ def full_frame(
 
     `lengths` is (b,); `key_mask` and `segment_ids` are (b, s).
     """
+    if lengths is None and key_mask is None and segment_ids is None:
+        return UnmaskedFrame(t, s, like)
     k_position = arange_like(s, like)[None, :]
     q_position = arange_like(t, like)[None, :] + (s - t)
     q_valid, k_valid = None, key_mask

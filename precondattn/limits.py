@@ -13,5 +13,8 @@ KEPT = 512
 KEPT_PLANS = 1024
 """Plans: a mechanism has one for each combination of shapes, dtypes and masks."""
 
+KEPT_SIGNATURES = 1024
+"""Calls that differ in more than the entries of arrays; each is checked and planned once."""
+
 KEPT_TEXTS = 4096
 """Patterns and leaf calls, which are small and belong to several mechanisms."""

@@ -15,10 +15,15 @@ import numpy as np
 from precondattn.arrays import Array, dtype_name, upcast
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at
-from precondattn.frame import Frame
+from precondattn.frame import Frame, UnmaskedFrame
 
 jax.tree_util.register_pytree_node(
     Frame, lambda frame: (frame.arrays, None), lambda _, arrays: Frame(*arrays)
+)
+jax.tree_util.register_pytree_node(
+    UnmaskedFrame,
+    lambda frame: ((), (frame.t, frame.s)),
+    lambda sizes, _: UnmaskedFrame(sizes[0], sizes[1], jax.numpy.zeros(())),
 )
 
 

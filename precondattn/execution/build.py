@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.options import Kind, fields_of
 from precondattn.arrays import Array
-from precondattn.execution.arguments import CALL_OPTIONS
+from precondattn.execution.input_names import CALL_OPTIONS
 from precondattn.spec.softmax import Softmax
 
 

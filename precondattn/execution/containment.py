@@ -114,9 +114,7 @@ class Spoiled(NamedTuple):
 
 def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
     """The call with its bad rows set to 0, and what they spoil."""
-    if call.sizes.get("c") is not None and call.sizes["t"] == 1:
-        return call  # In an extension by one token there is no later one.
-    patterns = examined(mechanism, is_packed=call.frame.k_segment is not None)
+    patterns = call.prepared.examined
     if all(_is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()):
         return call
     spoiled = _spoiled(mechanism, call, patterns)
@@ -172,7 +170,7 @@ def _is_finite(array: Array, pattern: Pattern) -> bool:
         return False
     if library_of(array) == "torch":
         # Ten times as fast. A sum of finite entries may overflow; then the entries are read.
-        total = array.detach().sum().item()
+        total = (array.detach() if array.requires_grad else array).sum().item()
         if math.isfinite(total) or (total < INF and pattern.low == -INF):
             return True
     good = namespace(array).all(_is_good(array, pattern))

@@ -18,12 +18,6 @@ from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import run
-from precondattn.execution.arguments import (
-    CALL_OPTIONS,
-    EXTEND_OPTIONS,
-    INIT_OPTIONS,
-    inputs_by_name,
-)
 from precondattn.execution.cache_checks import check_cache, check_cacheable
 from precondattn.execution.dtensor_sharding import (
     MASKS,
@@ -33,6 +27,12 @@ from precondattn.execution.dtensor_sharding import (
     sharding_of,
 )
 from precondattn.execution.empty_cache import empty_cache
+from precondattn.execution.input_names import (
+    CALL_OPTIONS,
+    EXTEND_OPTIONS,
+    INIT_OPTIONS,
+    inputs_by_name,
+)
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism

@@ -103,7 +103,8 @@ def extend(
     plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    run = partial(_bridged_step, length=cache.length, count=count)
+    bridged = partial(_bridged_step, length=cache.length, count=count)
+    run = _plain_step if call.prepared.is_direct else bridged
     out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
@@ -255,6 +256,8 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """The function that runs a call and registers its gradient with the framework's autograd."""
+    if call.prepared.is_direct:
+        return _plain
     is_differentiable = planned.support.differentiable
     if call.library == "torch" and (not is_differentiable or _is_counted(call)):
         from precondattn.execution.autograd_torch import apply
@@ -273,7 +276,13 @@ def _is_counted(call: BoundCall) -> bool:
 
 
 def _bridged_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any, *, length: Array, count: Any
+    planned: PlannedCall,
+    past: Arrays,
+    inputs: Arrays,
+    frame: Any,
+    *,
+    length: Array,
+    count: Any,
 ) -> tuple[Array, Any]:
     arrays = (*past.values(), *inputs.values())
     if library_of(arrays[0]) == "torch":

@@ -37,6 +37,7 @@ from precondattn.arrays import (
 from precondattn.dispatch.plan import Plan
 from precondattn.execution import autocast, evaluation
 from precondattn.execution.moved_rows import Rows, moved
+from precondattn.execution.preparation import prepared_part
 from precondattn.frame import full_frame
 from precondattn.limits import KEPT
 
@@ -75,9 +76,9 @@ class Split(NamedTuple):
     """From tokens (b s) to slots; None where both have the same order."""
 
 
-def divided(mechanism: Mechanism, plan: Plan, call: BoundCall) -> Divided | None:
+def divided(mechanism: Mechanism, call: BoundCall) -> Divided | None:
     """The batches of a call; None where it is computed as it is."""
-    segments = call.segments
+    segments, plan = call.segments, call.prepared.plan
     if segments is None or not _wants_batches(plan) or not _is_divisible(mechanism):
         return None
     t, s = call.sizes.get("t"), call.sizes.get("s")
@@ -218,11 +219,12 @@ class Divided:
             lengths = on_device_of(like, batch.lengths.astype(np.int32))
         frame = full_frame(t, t, like, lengths=lengths, key_mask=key_mask)
         named = {"lengths": lengths, "key_mask": key_mask}
+        sizes = {**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": count}
+        masks = frozenset(name for name, mask in named.items() if mask is not None)
         return self.call._replace(
+            prepared=prepared_part(self.mechanism, self.call.prepared, inputs, sizes, masks),
             inputs=inputs,
             frame=frame,
-            sizes={**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": count},
-            masks=frozenset(name for name, mask in named.items() if mask is not None),
             lengths=lengths,
             invalid=None,
             spoiled=None,

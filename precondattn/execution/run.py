@@ -9,33 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    device_of,
-    is_distributed,
-    is_traced,
-    namespace,
-    transforms_of,
-    wants_gradient,
-)
-from precondattn.backend import Request
+from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
-from precondattn.dispatch.discovery import allowed_backends, discover
 from precondattn.dispatch.explanation import Explanation
-from precondattn.dispatch.plan import Plan, make_plan
 from precondattn.execution import autocast, evaluation, packed
-from precondattn.execution.arguments import (
-    BoundCall,
-    bind,
-    bind_extension,
-    new_token_count,
-)
+from precondattn.execution.arguments import BoundCall, bind, bind_extension, new_token_count
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.containment import contained
 from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
+from precondattn.execution.preparation import prepared
+from precondattn.execution.signature import signature_of
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -59,32 +44,25 @@ def call(
         "lengths": lengths,
         "key_mask": key_mask,
     }
-    if is_distributed(arrays, named, *masks.values()):
+    signature = signature_of("forward", mechanism, arrays, named, masks, backend)
+    if signature is None and is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    bound = bind(mechanism, arrays, named, **masks)
-    bound = contained(mechanism, bound)
-    request = _request("forward", bound)
-    plan = _plan(mechanism, request, bound, backend)
-    refuse_parts(mechanism, plan, bound)
-    divided = packed.divided(mechanism, plan, bound)
-    if divided is None:
-        return _evaluated(plan, bound, request)
-
-    def evaluate(batch: BoundCall) -> Array:
-        request = _request("forward", batch)
-        return _evaluated(_plan(mechanism, request, batch, backend), batch, request)
-
-    return packed.forward(divided, evaluate)
+    ready = prepared(signature, "forward", mechanism, arrays, named, masks, backend)
+    bound = contained(mechanism, bind(mechanism, ready, arrays, named, **masks))
+    refuse_parts(mechanism, ready.plan, bound)
+    divided = packed.divided(mechanism, bound)
+    return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
 
-def _evaluated(plan: Plan, bound: BoundCall, request: Request) -> Array:
+def _evaluated(bound: BoundCall) -> Array:
+    ready = bound.prepared
     if bound.dtypes_before is not None:
         from precondattn.execution import autograd_autocast
 
-        return autograd_autocast.forward(plan, bound, request)
-    return evaluation.forward(plan, bound)
+        return autograd_autocast.forward(ready.plan, bound, ready.request)
+    return evaluation.forward(ready.plan, bound)
 
 
 def vjp(
@@ -105,23 +83,19 @@ def vjp(
         "lengths": lengths,
         "key_mask": key_mask,
     }
-    if is_distributed(arrays, named, *masks.values()):
+    signature = signature_of("vjp", mechanism, arrays, named, masks, backend)
+    if signature is None and is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
-    bound = bind(mechanism, arrays, named, **masks)
-    bound = contained(mechanism, bound)
-    plan = _plan(mechanism, _request("vjp", bound), bound, backend)
-    divided = packed.divided(mechanism, plan, bound)
-
-    def evaluate(batch: BoundCall) -> Any:
-        return evaluation.vjp(_plan(mechanism, _request("vjp", batch), batch, backend), batch)
-
+    ready = prepared(signature, "vjp", mechanism, arrays, named, masks, backend)
+    bound = contained(mechanism, bind(mechanism, ready, arrays, named, **masks))
+    divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
-            out, pull = evaluation.vjp(plan, bound)
+            out, pull = evaluation.vjp(ready.plan, bound)
         else:
-            out, pull = packed.vjp(divided, evaluate)
+            out, pull = packed.vjp(divided, lambda part: evaluation.vjp(part.prepared.plan, part))
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
@@ -148,16 +122,16 @@ def extend(
     """An extension of a cache."""
     refuse_parts(mechanism)
     _refuse_segments(mechanism, named)
-    if is_distributed(arrays, named, *_arrays_of(cache), lengths, key_mask):
+    masks = {"lengths": lengths, "key_mask": key_mask}
+    signature = signature_of("extend", mechanism, arrays, named, masks, backend, cache)
+    if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
         from precondattn.execution import dtensor
 
-        masks = {"lengths": lengths, "key_mask": key_mask}
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
-    bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    ready = prepared(signature, "extend", mechanism, arrays, named, masks, backend, cache)
+    bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
     bound = contained(mechanism, bound)
-    request = _request("extend", bound, tuple(cache.store.values()))
-    plan = _plan(mechanism, request, bound, backend)
-    if donate and bound.library == "torch" and request.differentiated:
+    if donate and ready.library == "torch" and ready.request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
             f"call it under torch.no_grad(), or without donate"
@@ -166,8 +140,10 @@ def extend(
     if bound.dtypes_before is not None:
         from precondattn.execution import autograd_autocast
 
-        return autograd_autocast.extend(plan, bound, request, cache, count, donate=donate)
-    return evaluation.extend(plan, bound, cache, count, donate=donate)
+        return autograd_autocast.extend(
+            ready.plan, bound, ready.request, cache, count, donate=donate
+        )
+    return evaluation.extend(ready.plan, bound, cache, count, donate=donate)
 
 
 def extend_vjp(
@@ -187,17 +163,18 @@ def extend_vjp(
             f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
         )
     check_has_states(mechanism)
-    if is_distributed(arrays, named, *_arrays_of(cache), lengths, key_mask):
+    masks = {"lengths": lengths, "key_mask": key_mask}
+    signature = signature_of("extend_vjp", mechanism, arrays, named, masks, backend, cache)
+    if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
         from precondattn.execution import dtensor
 
-        masks = {"lengths": lengths, "key_mask": key_mask}
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
-    bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
+    ready = prepared(signature, "extend_vjp", mechanism, arrays, named, masks, backend, cache)
+    bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
     bound = contained(mechanism, bound)
-    plan = _plan(mechanism, _request("extend_vjp", bound), bound, backend)
     count = new_token_count(bound, cache)
     with autocast.off(cache.length):
-        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
+        out, extended, pull = evaluation.extend_vjp(ready.plan, bound, cache, count)
     new_store, spoiled = dict(extended.store), bound.spoiled
 
     def pullback(
@@ -254,23 +231,22 @@ def explain(
         from precondattn.execution import dtensor
 
         return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
-    if cache is None:
-        bound = bind(mechanism, arrays, named, **masks)
-    else:
+    if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)
         verb = "extend_vjp" if verb == "vjp" else "extend"
-        bound = bind_extension(mechanism, cache, arrays, named, lengths=lengths, key_mask=key_mask)
-    request = _request(verb, bound)
-    plan = _plan(mechanism, request, bound, backend)
-    divided = packed.divided(mechanism, plan, bound)
-    if divided is None:
-        return Explanation(str(mechanism), mechanism.program, request, plan, discover())
-    batch = divided.largest
-    request = _request(verb, batch)
-    plan = _plan(mechanism, request, batch, backend)
-    explanation = Explanation(str(mechanism), mechanism.program, request, plan, discover())
-    return replace(explanation, batches=divided.sizes)
+        masks = {"lengths": lengths, "key_mask": key_mask}
+    ready = prepared(None, verb, mechanism, arrays, named, masks, backend, cache)
+    if cache is None:
+        bound = bind(mechanism, ready, arrays, named, **masks)
+    else:
+        bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
+    divided = packed.divided(mechanism, bound)
+    if divided is not None:
+        ready = divided.largest.prepared
+    text, program = str(mechanism), mechanism.program
+    explanation = Explanation(text, program, ready.request, ready.plan, ready.discovered)
+    return explanation if divided is None else replace(explanation, batches=divided.sizes)
 
 
 def _arrays_of(cache: Any) -> tuple[Array, ...]:
@@ -293,32 +269,3 @@ def _cotangents_of_buffers(owner: str, given: Any) -> Arrays:
             f"found {type(given).__name__}"
         )
     return dict(given or {})
-
-
-def _request(verb: str, bound: BoundCall, past: tuple[Array, ...] = ()) -> Request:
-    arrays = bound.inputs
-    first = next(iter(arrays.values()))
-    differentiated = wants_gradient(*arrays.values(), *past)
-    transforms = transforms_of(*arrays.values(), *past)
-    shapes = tuple((name, tuple(array.shape)) for name, array in arrays.items())
-    is_torch_traced = bound.library == "torch" and is_traced(first)
-    sizes = (size for _, shape in shapes for size in shape)
-    return Request(
-        verb="vjp" if verb == "forward" and differentiated else verb,
-        library=bound.library,
-        device=device_of(first),
-        dtype=bound.dtype,
-        shapes=shapes,
-        masks=bound.masks,
-        differentiated=differentiated,
-        transformed="grad" in transforms,
-        mapped="vmap" in transforms,
-        traced=is_torch_traced and not transforms,
-        is_symbolic=is_torch_traced
-        and not transforms
-        and any(not isinstance(size, int) for size in sizes),
-    )
-
-
-def _plan(mechanism: Mechanism, request: Request, bound: BoundCall, backend: BackendNames) -> Plan:
-    return make_plan(mechanism, request, bound.sizes.get("c"), allowed_backends(backend))

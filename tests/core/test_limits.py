@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.execution import arguments
-from precondattn.limits import KEPT, NESTED
+from precondattn.execution import preparation
+from precondattn.limits import NESTED
 from precondattn_conformance.inputs import Layout, make_inputs
 
 
@@ -105,7 +105,15 @@ def test_no_cache_of_mechanisms_grows_without_limit():
     for number in range(1, 9):
         use(number)
     assert unbounded() == before
-    assert arguments.MAX_SIGNATURES <= KEPT
+
+
+def test_no_more_signatures_are_kept_than_the_limit(monkeypatch):
+    monkeypatch.setattr(preparation, "KEPT_SIGNATURES", 4)
+    preparation._prepared.clear()
+    for t in range(1, 12):
+        x = np.ones((1, t, 1, 2))
+        pa.softmax(x, x, x)
+        assert len(preparation._prepared) <= 4
 
 
 @pytest.mark.parametrize(

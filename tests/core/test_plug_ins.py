@@ -212,18 +212,17 @@ while thread.is_alive():
 
 def test_threads_that_fill_the_table_of_signatures_do_not_take_entries_from_each_other(tmp_path):
     program = """
-from precondattn.execution import arguments
-arguments.MAX_SIGNATURES = 1
+from precondattn.execution import preparation
+preparation.KEPT_SIGNATURES = 1
 sys.setswitchinterval(1e-6)
 
 m, x = pa.Lucid(), np.ones((1, 1, 1, 2))
 caches = [m.init_cache(x, x, x, capacity=tokens) for tokens in range(1, 5)]
-inputs = {"q": x, "k": x, "v": x}
 
 def check():
-    for _ in range(500):
+    for _ in range(100):
         for cache in caches:
-            arguments._checked_once("", m, cache, inputs)
+            m.extend(cache, x, x, x)
 
 assert in_threads(4, check) == [None] * 4
 """

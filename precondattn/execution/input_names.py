@@ -1,0 +1,70 @@
+"""The names of inputs: which are declared, and which of them the arguments of a call are."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.arrays import Array
+from precondattn.limits import KEPT
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+@lru_cache(maxsize=KEPT)
+def declared_inputs(mechanism: Mechanism) -> Inputs:
+    return mechanism.inputs
+
+
+@lru_cache(maxsize=KEPT)
+def extending_inputs(mechanism: Mechanism) -> Inputs:
+    """The inputs of `extend`."""
+    return mechanism.inputs.extending()
+
+
+CALL_OPTIONS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "backend")
+"""Keywords of a call that are not inputs."""
+
+EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
+INIT_OPTIONS = ("capacity", "key_mask")
+
+
+def inputs_by_name(
+    owner: str,
+    declared: Inputs,
+    arrays: Sequence[Array],
+    named: Mapping[str, Array],
+    options: Sequence[str],
+    *,
+    complete: bool = True,
+) -> dict[str, Array]:
+    """The inputs in the declared order; those that are given, unless `complete`."""
+    takes = f"{owner} takes {', '.join(declared)}"
+    if len(arrays) > min(3, len(declared)):
+        raise TypeError(
+            f"{takes}: at most {min(3, len(declared))} by position, the others by name; "
+            f"found {len(arrays)} by position"
+        )
+    given = dict(zip(declared, arrays, strict=False))
+    for name, array in named.items():
+        if name in given:
+            raise TypeError(f"{owner}: {name} is given by position and by name")
+        if name not in declared:
+            near = difflib.get_close_matches(name, [*declared, *options], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(
+                f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
+            )
+        given[name] = array
+    missing = [name for name in declared if name not in given]
+    if missing and complete:
+        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
+    return {name: given[name] for name in declared if name in given}
+
+
+def shapes_of(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in inputs.items()}

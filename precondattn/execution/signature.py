@@ -1,0 +1,124 @@
+"""The signature of a call: everything on which its checks and its plan depend.
+
+That is the mechanism and the verb, the names of the arguments, what each array is (library, dtype,
+shape, device, whether it requires a gradient), the backends allowed, and the state of the library:
+PyTorch's grad mode and autocast. It is never the entries of arrays. Calls of one signature pass the
+same checks and have the same plan, so these are made once (`preparation.py`).
+
+A call has no signature where more than this matters: arrays that are traced, transformed by
+torch.func, distributed or of a subclass, and PyTorch's modes (as for counting FLOPs). Such a call
+is checked and planned every time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from precondattn.arrays import exact_device, library_of, only_computes
+from precondattn.cache import Cache
+from precondattn.dispatch.discovery import allowed_backends
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.verbs import BackendNames
+
+
+class Kind(NamedTuple):
+    """What can be read of the arguments of one type."""
+
+    describe: Callable[[Any], Hashable]
+    state: Callable[[Any], Hashable | None] = lambda array: True
+    """The state of the library for calls with this array; None where there is no signature."""
+
+
+def signature_of(
+    verb: str,
+    mechanism: Mechanism,
+    arrays: tuple[Any, ...],
+    named: Mapping[str, Any],
+    masks: Mapping[str, Any],
+    backend: BackendNames,
+    cache: Cache | None = None,
+) -> Hashable | None:
+    """The signature, or None for a call without one."""
+    arguments = (*arrays, *named.values(), *masks.values())
+    names: Any = (*named,)
+    if cache is not None:
+        if type(cache) is not Cache or type(cache.store) is not dict:
+            return None
+        arguments = (*arguments, cache.length, *cache.store.values())
+        names = (names, *cache.store)
+    described = []
+    state: Hashable | None = None
+    for argument in arguments:
+        kind = _kinds.get(type(argument)) or _learned(argument)
+        if kind is None:
+            return None
+        if state is None:  # That of the first argument; a call has arrays of one library.
+            state = kind.state(argument)
+            if state is None:
+                return None
+        described.append(kind.describe(argument))
+    return verb, mechanism, names, len(arrays), allowed_backends(backend), state, tuple(described)
+
+
+def _of_torch(tensor: Any) -> Hashable:
+    return tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
+
+
+def _state_of_torch(tensor: Any) -> Hashable | None:
+    if not only_computes():
+        return None
+    torch, device = sys.modules["torch"], tensor.device.type
+    try:
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    except RuntimeError:  # A device without autocast.
+        autocast = False
+    return torch.is_grad_enabled(), autocast
+
+
+def _of_numpy(array: Any) -> Hashable:
+    return array.dtype, array.shape
+
+
+def _of_jax(array: Any) -> Hashable:
+    return array.dtype, array.shape, array.sharding
+
+
+def _of_any(array: Any) -> Hashable:
+    return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
+
+
+def _of_sequence(numbers: Any) -> Hashable:
+    """Lengths on the host, which are checked in every call."""
+    return "numbers"
+
+
+_kinds: dict[type, Kind | None] = {
+    type(None): Kind(lambda none: None, lambda none: None),
+    list: Kind(_of_sequence),
+    tuple: Kind(_of_sequence),
+}
+
+
+def _learned(argument: Any) -> Kind | None:
+    """The kind of a type that is seen for the first time; None for calls without a signature."""
+    cls = type(argument)
+    if cls not in _kinds:
+        _kinds[cls] = _kind_of(argument)
+    return _kinds[cls]
+
+
+def _kind_of(argument: Any) -> Kind | None:
+    library, cls = library_of(argument), type(argument)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        is_plain = cls in (torch.Tensor, torch.nn.Parameter)
+        return Kind(_of_torch, _state_of_torch) if is_plain else None
+    if library == "jax":
+        return Kind(_of_jax) if cls.__name__ == "ArrayImpl" else None
+    if library == "numpy":
+        return Kind(_of_numpy)
+    return None if library is None else Kind(_of_any)
