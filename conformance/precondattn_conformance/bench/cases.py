@@ -35,6 +35,9 @@ class BenchCase:
     dtype: str = "float32"
     peers: tuple[str, ...] | None = None
     """The peers to measure beside; None is every one that fits."""
+    calls: int = 1
+    """The number of calls in a round, of whose time one call's is the mean. More than 1 for calls
+    that are short beside the clock."""
     multiples: tuple[int, ...] = (1, 2, 4)
     """The multiples of t at which the peak memory is measured."""
     packed: bool = False
@@ -52,6 +55,52 @@ def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int 
     """Sizes of one sequence: each query head has its own key/value head unless n is given."""
     return Layout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
 
+
+_SMALL = layout(t=8, h=2, d=16)
+CALLS = 100
+
+OVERHEAD = (
+    BenchCase("overhead_softmax", "softmax", "forward", _SMALL, peers=("sdpa",), calls=CALLS),
+    BenchCase("overhead_lucid", "lucid", "forward", _SMALL, peers=("naive_lucid",), calls=CALLS),
+    BenchCase("overhead_ccq_gla", "ccq(gla)", "forward", _SMALL, peers=("by_hand",), calls=CALLS),
+    BenchCase(
+        "overhead_gated_delta_decode",
+        "gated_delta",
+        "decode",
+        layout(t=64, d=128),
+        peers=("by_hand",),
+        calls=CALLS,
+    ),
+    BenchCase(
+        "overhead_softmax_decode",
+        "softmax",
+        "decode",
+        layout(t=1024),
+        peers=("sdpa",),
+        calls=CALLS,
+    ),
+    BenchCase(
+        "overhead_lucid_decode",
+        "lucid",
+        "decode",
+        layout(t=1024),
+        peers=("by_hand",),
+        calls=CALLS,
+    ),
+    BenchCase(
+        "overhead_numpy_softmax",
+        "softmax",
+        "forward",
+        _SMALL,
+        "numpy",
+        peers=("numpy_by_hand",),
+        calls=CALLS,
+    ),
+    BenchCase(
+        "overhead_jax_softmax", "softmax", "forward", _SMALL, "jax", peers=("xla",), calls=CALLS
+    ),
+)  # fmt: skip
+"""Calls so small that most of their time may pass outside of the arithmetic."""
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 
@@ -124,6 +173,7 @@ COMPARED = (
         for name in _MEMORY
     ),
     *_PACKED,
+    *OVERHEAD,
 )  # fmt: skip
 
 
@@ -186,7 +236,9 @@ def chosen(
             replace(case, layout=with_sizes(case.layout, text)) for case in cases for text in sizes
         ]
     if quick:
-        cases = [replace(case, layout=_small(case.layout)) for case in cases]
+        cases = [
+            replace(case, layout=_small(case.layout), calls=min(case.calls, 2)) for case in cases
+        ]
     if dtype:
         cases = [replace(case, dtype=dtype) for case in cases]
     if peers is not None:

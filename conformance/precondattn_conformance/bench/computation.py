@@ -35,7 +35,7 @@ class Decoder(Protocol):
         """Remove the token from the cache."""
 
     def step(self) -> Any:
-        """The output for the token."""
+        """The output for the token. Called under `no_gradient`."""
 
     def oracle_step(self) -> np.ndarray:
         """The oracle's output for the same token and the same cache, in float64."""
@@ -120,6 +120,7 @@ class CacheDecoder:
         self.token = {name: library.array(array, dtype) for name, array in new.items()}
         self.inputs, self.dtype, self.context = inputs, dtype, tokens - 1
         self.cache = mechanism.init_cache(**self.token, capacity=tokens)
+        self.filled: Any = None
         self.length: Any = None
 
     def explain(self) -> Any:
@@ -141,17 +142,17 @@ class CacheDecoder:
                 self.cache = self.mechanism.extend(
                     self.cache, **new, backend=self.backend, donate=True
                 )[1]
-        self.length = self.library.numpy(self.cache.length).astype(np.int32)
+        self.filled = self.cache.length  # No extension writes to it.
+        self.length = self.library.numpy(self.filled).astype(np.int32)
 
     def reset(self) -> None:
         """Restore the context's length. Each step overwrites the token's slot."""
-        self.cache = self.cache._replace(length=self.library.array(self.length))
+        self.cache = self.cache._replace(length=self.filled)
 
     def step(self) -> Any:
-        with no_gradient(self.library):
-            out, self.cache = self.mechanism.extend(
-                self.cache, **self.token, backend=self.backend, donate=True
-            )
+        out, self.cache = self.mechanism.extend(
+            self.cache, **self.token, backend=self.backend, donate=True
+        )
         return out
 
     def oracle_step(self) -> np.ndarray:
@@ -197,14 +198,22 @@ def compiled_backward(of: Computation) -> Any:
     return jax.jit(both)
 
 
-def forward_run(of: Computation, library: Library, inputs: Arrays) -> Run:
-    """The output, under `no_grad` where the library has one."""
+def forward_run(of: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
+    """The output, under `no_grad` where the library has one; the last of several calls'."""
     if library.name == "jax":
         compiled = compiled_forward(of)
-        return Run(lambda: finished(library, {"the output": compiled(inputs)}))
+
+        def compiled_call() -> Arrays:
+            for _ in range(calls - 1):
+                finished(library, {"the output": compiled(inputs)})
+            return finished(library, {"the output": compiled(inputs)})
+
+        return Run(compiled_call)
 
     def call() -> Arrays:
         with no_gradient(library):
+            for _ in range(calls - 1):
+                of.forward(**inputs)
             return finished(library, {"the output": of.forward(**inputs)})
 
     return Run(call)
@@ -242,9 +251,17 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
     return Run(by_vjp)
 
 
-def decode_run(library: Library, decoder: Decoder) -> Run:
-    """The output for one token, after a cache that is restored before every round."""
-    return Run(lambda: finished(library, {"the output": decoder.step()}), decoder.reset)
+def decode_run(library: Library, decoder: Decoder, calls: int = 1) -> Run:
+    """The output for one token, after a cache that is restored before every call."""
+
+    def call() -> Arrays:
+        with no_gradient(library):
+            for _ in range(calls - 1):
+                decoder.step()
+                decoder.reset()
+            return finished(library, {"the output": decoder.step()})
+
+    return Run(call, decoder.reset)
 
 
 def finished(library: Library, results: Arrays) -> Arrays:

@@ -169,9 +169,9 @@ def _measure(
     benchmark.group = f"{row.device} {case.name}"
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
     times = list(benchmark.stats.stats.data)
-    row.seconds = spread(times)._asdict()
+    row.seconds = spread(seconds / case.calls for seconds in times)._asdict()
     for name, ratio in turns.ratios(times).items():
-        own = spread(turns.times[name][-len(times) :]).median
+        own = spread(turns.times[name][-len(times) :]).median / case.calls
         row.ratios[name] |= {**ratio._asdict(), "seconds": own}
     _add_rates(case, options, layout, row)
     row.status = TIMED
@@ -195,16 +195,18 @@ def _checked_run(
         inputs = inputs_of(text, layout, case.dtype, library.name)
         decoder = of.decoder(library, case.dtype, inputs)
         decoder.fill()
-        run = decode_run(library, decoder)
+        run = decode_run(library, decoder, case.calls)
         run.reset()
-        first = timed(lambda: results.append(run.call()))
-        return run, check_decode(of, layout, library, case.dtype, decoder, run), first
+        once = decode_run(library, decoder)
+        first = timed(lambda: results.append(once.call()))
+        return run, check_decode(of, layout, library, case.dtype, decoder, once), first
     expected = oracle(text, layout, case.dtype, library.name)
     arrays = {name: library.array(a, case.dtype) for name, a in expected.inputs.items()}
     if case.work == "forward":
-        run = forward_run(of, library, arrays)
-        first = timed(lambda: results.append(run.call()))
+        once = forward_run(of, library, arrays)
+        first = timed(lambda: results.append(once.call()))
         checked = check_forward(of, expected, library, case.dtype, results.pop())
+        run = forward_run(of, library, arrays, case.calls) if case.calls > 1 else once
         return run, checked, first
     run = backward_run(of, library, arrays, library.array(expected.cotangent, case.dtype))
     first = timed(lambda: results.append(run.call()))

@@ -13,6 +13,8 @@ transformers   gated       the same mechanism                  PyTorch, with `tr
                delta
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
+by_hand,       some        the same mechanism, for small       PyTorch; NumPy
+numpy_by_hand              calls
 base           any         the base alone, on our backend      everywhere
 batch          any         the same sequences as a batch       everywhere, for packed cases
 torch          any         the same mechanism in PyTorch       PyTorch, for cases of other libraries
@@ -37,6 +39,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance import libraries
+from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
@@ -100,13 +103,17 @@ def lacks(peer: Peer, case: BenchCase, device: str) -> str:
 # PyTorch's own attention.
 
 
-def sdpa(q: Any, k: Any, v: Any) -> Any:
+def sdpa() -> Callable[..., Any]:
     """Causal softmax attention by `scaled_dot_product_attention`, from (batch, time, heads, …)."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return attention
 
 
 def _sdpa_by(kernel: str) -> Callable[..., Any]:
@@ -116,7 +123,7 @@ def _sdpa_by(kernel: str) -> Callable[..., Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(getattr(SDPBackend, kernel)):
-            return sdpa(q, k, v)
+            return sdpa()(q, k, v)
 
     return attention
 
@@ -133,6 +140,9 @@ class SdpaDecoder:
     """Decoding by SDPA on keys and values that are already stored, heads first."""
 
     def __init__(self, library: Library, dtype: str, inputs: Arrays) -> None:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        self.attention = scaled_dot_product_attention
         self.inputs, self.library, self.dtype = inputs, library, dtype
         self.context = token_count(SOFTMAX, inputs) - 1
         arrays = {name: library.array(array, dtype) for name, array in inputs.items()}
@@ -148,17 +158,12 @@ class SdpaDecoder:
         """Nothing to do: every step writes the same slot."""
 
     def step(self) -> Any:
-        import torch
-        from torch.nn.functional import scaled_dot_product_attention
-
-        with torch.no_grad():
-            end = self.context + 1
-            self.keys[:, :, self.context : end] = self.new["k"]
-            self.values[:, :, self.context : end] = self.new["v"]
-            k, v = self.keys[:, :, :end], self.values[:, :, :end]
-            grouped = self.new["q"].shape[1] != k.shape[1]
-            out = scaled_dot_product_attention(self.new["q"], k, v, enable_gqa=grouped)
-            return out.transpose(1, 2)
+        end = self.context + 1
+        self.keys[:, :, self.context : end] = self.new["k"]
+        self.values[:, :, self.context : end] = self.new["v"]
+        k, v = self.keys[:, :, :end], self.values[:, :, :end]
+        grouped = self.new["q"].shape[1] != k.shape[1]
+        return self.attention(self.new["q"], k, v, enable_gqa=grouped).transpose(1, 2)
 
     def oracle_step(self) -> np.ndarray:
         rounded = {n: self.library.numpy(self.library.array(a, self.dtype))
@@ -242,7 +247,7 @@ PEERS = (
         "torch",
         _is_softmax_inside,
         lambda case, device: "",
-        lambda m, backend: Computation("sdpa", SOFTMAX, sdpa, decoder=SdpaDecoder),
+        lambda m, backend: Computation("sdpa", SOFTMAX, sdpa(), decoder=SdpaDecoder),
     ),
     *(
         Peer(
@@ -283,6 +288,18 @@ PEERS = (
         lambda m, backend: Computation("transformers", m, transformers_gated_delta),
     ),
     Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
+    *(
+        Peer(
+            name,
+            library,
+            lambda m, library=library: is_written(m, library),  # type: ignore[misc]
+            lambda case, device, library=library: lack(case, library),  # type: ignore[misc]
+            lambda m, backend, library=library, name=name: by_hand(  # type: ignore[misc]
+                m, library, name
+            ),
+        )
+        for name, library in (("by_hand", "torch"), ("numpy_by_hand", "numpy"))
+    ),
     Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
     Peer("batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")),
     Peer("torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")),

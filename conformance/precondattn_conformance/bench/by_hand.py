@@ -1,0 +1,163 @@
+"""Small calls written by hand, as a user would write them who needs only one mechanism.
+
+They are what the `overhead_*` cases compare with. None of them checks its arguments, masks
+anything, or is fit for many tokens. Times are those of a call from Python, so they import nothing
+when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.computation import Computation, token_count
+from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.libraries import Library
+
+
+def ccq_gla() -> Callable[..., Any]:
+    """q^c = q̄ − λ Σ q̄ and o = s ((q^c e^G) (k e^{−G})ᵀ)_{j ≤ i} v, with G the sums of g."""
+    import torch
+
+    def forward(q: Any, k: Any, v: Any, g: Any, contraction: Any) -> Any:
+        q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g))
+        q, unit = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        count = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]
+        mean = unit.cumsum(2) / count
+        second = (q @ unit.mT).tril() @ unit / count
+        covariance = second - mean * (mean * q).sum(-1, keepdim=True)
+        q = q - contraction.transpose(1, 2)[..., None] * covariance
+        decay = g.cumsum(2)
+        scores = ((q * decay.exp()) @ (k * (-decay).exp()).mT).tril()
+        return (q.shape[3] ** -0.5 * scores @ v).transpose(1, 2)
+
+    return forward
+
+
+def numpy_softmax() -> Callable[..., Any]:
+    """o = softmax(s q kᵀ) v under the causal mask."""
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (np.swapaxes(x, 1, 2) for x in (q, k, v))
+        scores = q.shape[3] ** -0.5 * (q @ np.swapaxes(k, 2, 3))
+        scores = np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.swapaxes((weights / weights.sum(-1, keepdims=True)) @ v, 1, 2)
+
+    return forward
+
+
+class Decoder:
+    """One token after the others, whose keys and values (or state) are stored heads first."""
+
+    def __init__(
+        self, mechanism: pa.Mechanism, library: Library, dtype: str, inputs: Arrays
+    ) -> None:
+        self.mechanism, self.library = mechanism, library
+        self.context = token_count(mechanism, inputs) - 1
+        arrays = {name: library.array(array, dtype) for name, array in inputs.items()}
+        self.rounded = {name: library.numpy(array) for name, array in arrays.items()}
+        self.all = {name: array.transpose(1, 2).contiguous() for name, array in arrays.items()}
+        self.new = {name: array[:, :, self.context :] for name, array in self.all.items()}
+
+    def fill(self) -> None:
+        """Nothing to do: what the context leaves is made by the constructor."""
+
+    def reset(self) -> None:
+        """Nothing to do: every step writes the same slot, or returns a new state."""
+
+    def step(self) -> Any:
+        raise NotImplementedError
+
+    def oracle_step(self) -> np.ndarray:
+        return np.asarray(self.mechanism(**self.rounded, backend="reference"))[:, -1:]
+
+
+class GatedDeltaDecoder(Decoder):
+    """S = e^g S + k (β (v − e^g Sᵀ k))ᵀ and o = s Sᵀ q."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state = 0.0 * self.new["k"].mT @ self.new["v"]
+        for i in range(self.context):
+            x = {name: array[:, :, i : i + 1] for name, array in self.all.items()}
+            self.state, _ = self._after(self.state, **x)
+
+    @staticmethod
+    def _after(state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, Any]:
+        state = state * g.exp()[..., None]
+        state = state + k.mT @ (beta[..., None] * (v - k @ state))
+        return state, q.shape[3] ** -0.5 * q @ state
+
+    def step(self) -> Any:
+        return self._after(self.state, **self.new)[1].transpose(1, 2)
+
+
+class LucidDecoder(Decoder):
+    """y = v − Σ_j exp(s k̄·k̄_j − 1/s) y_j, then attention with the values y."""
+
+    def __init__(self, *arguments: Any) -> None:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        super().__init__(*arguments)
+        self.exp, self.attention = torch.exp, scaled_dot_product_attention
+        self.unit, self.y = self._unit(self.all["k"]), self.all["v"].clone()
+        self.scale = self.y.shape[3] ** -0.5
+        past = self.unit[:, :, : self.context]
+        system = torch.exp(self.scale * past @ past.mT - 1 / self.scale)
+        self.y[:, :, : self.context] = torch.linalg.solve_triangular(
+            system, self.y[:, :, : self.context], upper=False, unitriangular=True
+        )
+
+    @staticmethod
+    def _unit(k: Any) -> Any:
+        return k * (k.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def step(self) -> Any:
+        end, new = self.context, self.new
+        unit = self._unit(new["k"])
+        weights = self.exp(self.scale * unit @ self.unit[:, :, :end].mT - 1 / self.scale)
+        self.all["k"][:, :, end:], self.unit[:, :, end:] = new["k"], unit
+        self.y[:, :, end:] = new["v"] - weights @ self.y[:, :, :end]
+        return self.attention(new["q"], self.all["k"], self.y).transpose(1, 2)
+
+
+FORWARD = {("ccq(gla)", "torch"): ccq_gla, ("softmax", "numpy"): numpy_softmax}
+"""By mechanism and library: what makes the function."""
+
+DECODERS = {("gated_delta", "torch"): GatedDeltaDecoder, ("lucid", "torch"): LucidDecoder}
+
+
+def is_written(mechanism: pa.Mechanism, library: str) -> bool:
+    """Whether the mechanism is written by hand in this library, for some work."""
+    return (str(mechanism), library) in {**FORWARD, **DECODERS}
+
+
+def lack(case: BenchCase, library: str) -> str:
+    """Why nothing is written for a case; empty if something is."""
+    if case.calls == 1:
+        return "is for small calls"
+    known: Mapping[Any, Any] = {"forward": FORWARD, "decode": DECODERS}.get(case.work, {})
+    return "" if (case.mechanism, library) in known else f"is not written for {case.work}"
+
+
+def by_hand(mechanism: pa.Mechanism, library: str, name: str) -> Computation:
+    """The computation of a mechanism in a library."""
+    key = str(mechanism), library
+    make, decoder = FORWARD.get(key), DECODERS.get(key)
+
+    def missing(**inputs: Any) -> Any:
+        raise NotImplementedError(f"{mechanism} is not written by hand")
+
+    return Computation(
+        name,
+        mechanism,
+        forward=missing if make is None else make(),
+        decoder=None if decoder is None else partial(decoder, mechanism),
+    )
