@@ -35,6 +35,10 @@ machine reached in one large matrix product and one large copy.
 """
 
 
+EARLIER = MEASUREMENTS / "earlier"
+"""Saved runs of an earlier version, under the name of the run to compare them with."""
+
+
 def load_records() -> dict[str, Record]:
     """The saved runs by the names of their files, in order; those of GPUs last."""
     saved = {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
@@ -52,11 +56,14 @@ def page(records: dict[str, Record]) -> str:
 def section(name: str, record: Record) -> str:
     """One run: the machine, its times, its peaks, and what has no time."""
     parts = [f"## {name}\n", machine(record)]
+    earlier = EARLIER / f"{name}.json"
     timed = [row for row in record.rows if row.seconds]
     peaks = [row for row in record.rows if row.peak_bytes]
     refused = [row for row in record.rows if row.status != TIMED]
     if timed:
         parts.append(times(timed))
+    if timed and earlier.exists():
+        parts.append(before_and_after(load(earlier), timed))
     if any(row.ratios for row in timed):
         parts.append(f"![Ratios to peers](measurements/{name}_ratios.svg)\n")
     if peaks:
@@ -117,6 +124,28 @@ def times(rows: list[Row]) -> str:
             )
         )
     return table(headings, cells)
+
+
+def before_and_after(before: Record, rows: list[Row]) -> str:
+    """The times of an earlier version and of this one, each beside the peer's of the same run."""
+    headings = ("case", "peer", "time before", "ratio before", "time", "ratio", "times as fast")
+    old = {row.case: row for row in before.rows if row.seconds}
+    cells = []
+    for row in (row for row in rows if row.case in old):
+        was = old[row.case]
+        for name in (name for name in row.ratios if name in was.ratios):
+            cells.append(
+                (
+                    f"`{row.case}`",
+                    name,
+                    duration(was.seconds["median"]),
+                    f"{was.ratios[name]['median']:.2f}",
+                    duration(row.seconds["median"]),
+                    f"{row.ratios[name]['median']:.2f}",
+                    f"{was.seconds['median'] / row.seconds['median']:.1f}",
+                )
+            )
+    return f"Beside a run of {before.date}, before a change:\n\n{table(headings, cells)}"
 
 
 def share(of: float | None) -> str:

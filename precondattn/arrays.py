@@ -74,24 +74,27 @@ def _wait_for_imports() -> None:
 
 def namespace(*arrays: Array | None) -> Any:
     """The array-API namespace of the arrays; None is ignored."""
-    first = next(array for array in arrays if array is not None)
-    kind = type(first)
-    if kind not in _namespace_of_type:
-        _wait_for_imports()
-        xp = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
-        if library_of(first) is None:
-            return xp
-        _namespace_of_type[kind] = xp
-    return _namespace_of_type[kind]
+    first = arrays[0]
+    if first is None:
+        first = next(array for array in arrays if array is not None)
+    known = _namespace_of_type.get(type(first))
+    if known is not None:
+        return known
+    _wait_for_imports()
+    xp = array_api_compat.array_namespace(*(a for a in arrays if a is not None))
+    if library_of(first) is not None:
+        _namespace_of_type[type(first)] = xp
+    return xp
 
 
 def dtype_name(array: Array) -> str:
     """`"float32"` for every library's float32."""
     # The key includes the type, because dtypes of different libraries may not be comparable.
     key = type(array), array.dtype
-    if key not in _names:
-        _names[key] = str(array.dtype).rpartition(".")[2]
-    return _names[key]
+    name = _names.get(key)
+    if name is None:
+        name = _names[key] = str(array.dtype).rpartition(".")[2]
+    return name
 
 
 def upcast(array: Array) -> Array:
@@ -263,7 +266,10 @@ def host_integers(array: Array) -> list[int] | None:
     """The entries of an integer array (b,) if it is on the CPU and not traced, or else None."""
     if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
         return None
-    return None if is_traced(array) else [int(n) for n in array.tolist()]
+    if is_traced(array):
+        return None
+    integers: list[int] = array.tolist()
+    return integers
 
 
 def host_array(array: Array) -> Any:
