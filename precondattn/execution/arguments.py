@@ -41,6 +41,7 @@ from precondattn.execution.masks import (
     zero_padding,
 )
 from precondattn.execution.preparation import Prepared
+from precondattn.execution.signature import GivenCall
 from precondattn.frame import Frame, extending_frame, full_frame
 
 if TYPE_CHECKING:
@@ -88,19 +89,17 @@ EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new on
 
 
 def bind(
-    mechanism: Mechanism,
+    call: GivenCall,
     prepared: Prepared,
-    arrays: tuple[Array, ...],
-    named: Arrays,
     *,
-    segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
-    key_mask: Array | None = None,
+    segment_ids: Array | None,
+    cu_seqlens: Any,
+    lengths: Any,
+    key_mask: Array | None,
 ) -> BoundCall:
-    """The arguments of a full call."""
-    inputs, before = _inputs(mechanism, prepared, arrays, named)
-    owner, sizes = str(mechanism), prepared.sizes
+    """The arguments of a full call, with its masks."""
+    inputs, before = _inputs(call, prepared)
+    owner, sizes = str(call.mechanism), prepared.sizes
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
     like = next(iter(inputs.values()))
     if segment_ids is None and cu_seqlens is None and lengths is None and key_mask is None:
@@ -110,7 +109,7 @@ def bind(
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
     segment_ids, segments = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
-    inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, frame.k_valid)
+    inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, frame.k_valid)
     bound = BoundCall(prepared, inputs, frame, lengths, checks.invalid, before)
     return bound if segments is None else bound._replace(segments=segments)
 
@@ -140,17 +139,11 @@ def _segments(
 
 
 def bind_extension(
-    mechanism: Mechanism,
-    prepared: Prepared,
-    cache: Cache,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    *,
-    lengths: Any = None,
-    key_mask: Array | None = None,
+    call: GivenCall, prepared: Prepared, *, lengths: Any, key_mask: Array | None
 ) -> BoundCall:
-    """The arguments of `extend`."""
-    inputs, before = _inputs(mechanism, prepared, arrays, named)
+    """The arguments of `extend`, with its masks."""
+    inputs, before = _inputs(call, prepared)
+    mechanism, cache = call.mechanism, call.cache
     owner, sizes = str(mechanism), prepared.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
     like = next(iter(inputs.values()))
@@ -192,12 +185,14 @@ def bind_extension(
 
 
 def _inputs(
-    mechanism: Mechanism, prepared: Prepared, arrays: tuple[Array, ...], named: Arrays
+    call: GivenCall, prepared: Prepared
 ) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
     """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
-    given = (*arrays, *named.values())
+    given = (*call.arrays, *call.named.values())
     inputs = {name: given[i] for name, i in prepared.order}
-    return cast_inputs(declared_inputs(mechanism), inputs) if prepared.is_cast else (inputs, None)
+    if not prepared.is_cast:
+        return inputs, None
+    return cast_inputs(declared_inputs(call.mechanism), inputs)
 
 
 def bind_shapes(

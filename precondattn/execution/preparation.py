@@ -24,6 +24,7 @@ from precondattn.backend import Request
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.dispatch.discovery import Discovered, allowed_backends, discover
 from precondattn.dispatch.plan import Plan, make_plan
+from precondattn.execution import autocast
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.autocast import cast_inputs, hint
 from precondattn.execution.cache_checks import (
@@ -41,11 +42,11 @@ from precondattn.execution.input_names import (
     inputs_by_name,
     shapes_of,
 )
+from precondattn.execution.signature import GivenCall
 from precondattn.limits import KEPT_SIGNATURES
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.verbs import BackendNames
 
 
 class Prepared(NamedTuple):
@@ -70,24 +71,26 @@ class Prepared(NamedTuple):
     discovered: Discovered
 
 
-_prepared: dict[Hashable, Prepared] = {}
+_prepared: dict[Hashable | None, Prepared] = {}
+
+SAME_MASK = {"cu_seqlens": "segment_ids"}
+"""Masks that are another way to write one that backends know."""
 
 
-def prepared(
-    signature: Hashable | None,
-    verb: str,
-    mechanism: Mechanism,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    masks: Mapping[str, Any],
-    backend: BackendNames,
-    cache: Cache | None = None,
-) -> Prepared:
-    """The preparation of a call, found by its signature or made; it is made where that is None."""
+def prepared(call: GivenCall, signature: Hashable | None) -> Prepared:
+    """The preparation of a call, found by its signature or made; it is made where that is None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a bad argument, unless only the entries of an array are bad.
+    """
     known = _prepared.get(signature)  # Read once: another thread may clear the dict.
     if known is not None and known.discovered is discover():
         return known
-    known = _prepare(signature, verb, mechanism, arrays, named, masks, backend, cache)
+    is_full = call.verb in ("forward", "vjp")
+    checked = _checked_call(call) if is_full else _checked_extension(call)
+    known = _planned(call, checked, has_signature=signature is not None)
     if signature is not None:
         if len(_prepared) >= KEPT_SIGNATURES:
             _prepared.clear()
@@ -95,60 +98,78 @@ def prepared(
     return known
 
 
-def _prepare(
-    signature: Hashable | None,
-    verb: str,
-    mechanism: Mechanism,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    masks: Mapping[str, Any],
-    backend: BackendNames,
-    cache: Cache | None,
-) -> Prepared:
-    owner, is_full = str(mechanism), verb in ("forward", "vjp")
-    if not is_full and not isinstance(cache, Cache):
+class _Checked(NamedTuple):
+    """The inputs of a call in the declared order, as autocast casts them, and what they show."""
+
+    inputs: Arrays
+    library: str
+    sizes: Sizes
+    masks: set[str]
+    """The names of the masks that matter to backends."""
+    others: tuple[Array, ...]
+    """The cached arrays, which a derivative may be taken of too."""
+    examined: Mapping[str, Pattern]
+
+
+def _checked_call(call: GivenCall) -> _Checked:
+    """A full call."""
+    mechanism, owner = call.mechanism, str(call.mechanism)
+    declared = declared_inputs(mechanism)
+    inputs = inputs_by_name(owner, declared, call.arrays, call.named, CALL_OPTIONS)
+    inputs, _ = cast_inputs(declared, inputs)
+    library = check_arrays(owner, declared, inputs)
+    sizes = declared.sizes(owner, shapes_of(inputs))
+    _check_times(mechanism, sizes, call.masks)
+    masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
+    patterns = examined(mechanism, is_packed="segment_ids" in masks)
+    return _Checked(inputs, library, sizes, masks, (), patterns)
+
+
+def _checked_extension(call: GivenCall) -> _Checked:
+    """An extension of a cache."""
+    mechanism, owner, cache = call.mechanism, str(call.mechanism), call.cache
+    if not isinstance(cache, Cache):
         raise TypeError(
             f"{owner}: the first argument of extend must be a Cache from init_cache; "
             f"found {type(cache).__name__}"
         )
-    declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
-    options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
-    inputs = inputs_by_name(owner, declared, arrays, named, options)
-    numbers = {name: i for i, name in enumerate((*list(declared)[: len(arrays)], *named))}
-    inputs, before = cast_inputs(declared, inputs)
-    discovered = discover()
-    past: tuple[Array, ...] = ()
-    if is_full:
-        library = check_arrays(owner, declared, inputs)
-        sizes = declared.sizes(owner, shapes_of(inputs))
-        _check_times(mechanism, sizes, masks)
-        # `cu_seqlens` is another way to write `segment_ids`.
-        named_masks = {"cu_seqlens": "segment_ids"}
-        given = {named_masks.get(n, n) for n, mask in masks.items() if mask is not None}
-        patterns = examined(mechanism, is_packed="segment_ids" in given)
-    else:
-        library, sizes = _check_extension(mechanism, cache, inputs)
-        assert cache is not None
-        past = tuple(cache.store.values()) if verb == "extend" else ()
-        given = _masks_of_extension(mechanism, cache, masks)
-        # After one token there is no later one.
-        patterns = {} if sizes["t"] == 1 else examined(mechanism, is_packed=False)
-    others = (m for m in masks.values() if m is not None and library_of(m) == library)
-    request = _request(verb, library, inputs, given, (*past, *others))
-    allowed = allowed_backends(backend)
-    plan = make_plan(mechanism, request, sizes.get("c"), allowed)
+    declared = extending_inputs(mechanism)
+    inputs = inputs_by_name(owner, declared, call.arrays, call.named, EXTEND_OPTIONS)
+    inputs, _ = cast_inputs(declared, inputs)
+    check_cacheable(mechanism)
+    library = check_arrays(owner, declared, inputs)
+    capacity = check_cache(owner, mechanism, cache, inputs)
+    known = {"c": capacity, "b": cache.length.shape[0]}
+    sizes = declared.sizes(owner, shapes_of(inputs), known)
+    like = next(iter(inputs.values()))
+    check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
+    masks = _masks_of_extension(mechanism, cache, call.masks)
+    past = tuple(cache.store.values()) if call.verb == "extend" else ()
+    # After one token there is no later one, which its NaN could reach.
+    patterns = {} if sizes["t"] == 1 else examined(mechanism, is_packed=False)
+    return _Checked(inputs, library, sizes, masks, past, patterns)
+
+
+def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prepared:
+    mechanism, inputs, sizes = call.mechanism, checked.inputs, checked.sizes
+    masks = (mask for mask in call.masks.values() if mask is not None)
+    others = (*checked.others, *(m for m in masks if library_of(m) == checked.library))
+    request = _request(call.verb, checked.library, inputs, checked.masks, others)
+    allowed, discovered = allowed_backends(call.backend), discover()
+    positional = list(declared_inputs(mechanism))[: len(call.arrays)]
+    numbers = {name: i for i, name in enumerate((*positional, *call.named))}
     return Prepared(
-        tuple((name, numbers[name]) for name in inputs),
-        sizes,
-        library,
-        request.dtype,
-        before is not None,
-        patterns,
-        request,
-        plan,
-        signature is not None and not request.differentiated,
-        allowed,
-        discovered,
+        order=tuple((name, numbers[name]) for name in inputs),
+        sizes=sizes,
+        library=checked.library,
+        dtype=request.dtype,
+        is_cast=autocast.target(next(iter(inputs.values()))) is not None,
+        examined=checked.examined,
+        request=request,
+        plan=make_plan(mechanism, request, sizes.get("c"), allowed),
+        is_direct=has_signature and not request.differentiated,
+        allowed=allowed,
+        discovered=discovered,
     )
 
 
@@ -177,24 +198,6 @@ def _check_times(mechanism: Mechanism, sizes: Sizes, masks: Mapping[str, Any]) -
                     f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
                     f"found t = {t} and s = {s}; use key_mask"
                 )
-
-
-def _check_extension(
-    mechanism: Mechanism, cache: Any, inputs: Mapping[str, Array]
-) -> tuple[str, Sizes]:
-    """Check libraries, devices, dtypes and shapes of cache and inputs.
-
-    Returns the library, and the size of every letter.
-    """
-    owner, declared = str(mechanism), extending_inputs(mechanism)
-    check_cacheable(mechanism)
-    library = check_arrays(owner, declared, inputs)
-    capacity = check_cache(owner, mechanism, cache, inputs)
-    known = {"c": capacity, "b": cache.length.shape[0]}
-    sizes = declared.sizes(owner, shapes_of(inputs), known)
-    like = next(iter(inputs.values()))
-    check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
-    return library, sizes
 
 
 def _masks_of_extension(mechanism: Mechanism, cache: Cache, masks: Mapping[str, Any]) -> set[str]:

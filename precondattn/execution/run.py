@@ -20,7 +20,7 @@ from precondattn.execution.containment import contained
 from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.preparation import prepared
-from precondattn.execution.signature import signature_of
+from precondattn.execution.signature import GivenCall, signature_of
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -44,13 +44,14 @@ def call(
         "lengths": lengths,
         "key_mask": key_mask,
     }
-    signature = signature_of("forward", mechanism, arrays, named, masks, backend)
+    given = GivenCall("forward", mechanism, arrays, named, masks, backend)
+    signature = signature_of(given)
     if signature is None and is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    ready = prepared(signature, "forward", mechanism, arrays, named, masks, backend)
-    bound = contained(mechanism, bind(mechanism, ready, arrays, named, **masks))
+    ready = prepared(given, signature)
+    bound = contained(mechanism, bind(given, ready, **masks))
     refuse_parts(mechanism, ready.plan, bound)
     divided = packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
@@ -83,13 +84,14 @@ def vjp(
         "lengths": lengths,
         "key_mask": key_mask,
     }
-    signature = signature_of("vjp", mechanism, arrays, named, masks, backend)
+    given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
+    signature = signature_of(given)
     if signature is None and is_distributed(arrays, named, *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
-    ready = prepared(signature, "vjp", mechanism, arrays, named, masks, backend)
-    bound = contained(mechanism, bind(mechanism, ready, arrays, named, **masks))
+    ready = prepared(given, signature)
+    bound = contained(mechanism, bind(given, ready, **masks))
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
@@ -123,13 +125,14 @@ def extend(
     refuse_parts(mechanism)
     _refuse_segments(mechanism, named)
     masks = {"lengths": lengths, "key_mask": key_mask}
-    signature = signature_of("extend", mechanism, arrays, named, masks, backend, cache)
+    given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
+    signature = signature_of(given)
     if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
-    ready = prepared(signature, "extend", mechanism, arrays, named, masks, backend, cache)
-    bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
+    ready = prepared(given, signature)
+    bound = bind_extension(given, ready, **masks)
     bound = contained(mechanism, bound)
     if donate and ready.library == "torch" and ready.request.differentiated:
         raise ValueError(
@@ -164,13 +167,14 @@ def extend_vjp(
         )
     check_has_states(mechanism)
     masks = {"lengths": lengths, "key_mask": key_mask}
-    signature = signature_of("extend_vjp", mechanism, arrays, named, masks, backend, cache)
+    given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
+    signature = signature_of(given)
     if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
         from precondattn.execution import dtensor
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
-    ready = prepared(signature, "extend_vjp", mechanism, arrays, named, masks, backend, cache)
-    bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
+    ready = prepared(given, signature)
+    bound = bind_extension(given, ready, **masks)
     bound = contained(mechanism, bound)
     count = new_token_count(bound, cache)
     with autocast.off(cache.length):
@@ -236,11 +240,9 @@ def explain(
             check_has_states(mechanism)
         verb = "extend_vjp" if verb == "vjp" else "extend"
         masks = {"lengths": lengths, "key_mask": key_mask}
-    ready = prepared(None, verb, mechanism, arrays, named, masks, backend, cache)
-    if cache is None:
-        bound = bind(mechanism, ready, arrays, named, **masks)
-    else:
-        bound = bind_extension(mechanism, ready, cache, arrays, named, **masks)
+    given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
+    ready = prepared(given, None)
+    bound = bind(given, ready, **masks) if cache is None else bind_extension(given, ready, **masks)
     divided = packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared

@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from precondattn.algebra.verbs import BackendNames
 
 
+class GivenCall(NamedTuple):
+    """A call as it is given, nothing of which is checked yet."""
+
+    verb: str
+    mechanism: Mechanism
+    arrays: tuple[Any, ...]
+    """The arguments by position; `named` are the inputs by name, `masks` the masks."""
+    named: Mapping[str, Any]
+    masks: Mapping[str, Any]
+    """None for a mask that is not given."""
+    backend: BackendNames
+    cache: Any = None
+    """For extensions."""
+
+
 class Kind(NamedTuple):
     """What can be read of the arguments of one type."""
 
@@ -33,16 +48,9 @@ class Kind(NamedTuple):
     """The state of the library for calls with this array; None where there is no signature."""
 
 
-def signature_of(
-    verb: str,
-    mechanism: Mechanism,
-    arrays: tuple[Any, ...],
-    named: Mapping[str, Any],
-    masks: Mapping[str, Any],
-    backend: BackendNames,
-    cache: Cache | None = None,
-) -> Hashable | None:
+def signature_of(call: GivenCall) -> Hashable | None:
     """The signature, or None for a call without one."""
+    verb, mechanism, arrays, named, masks, backend, cache = call
     arguments = (*arrays, *named.values(), *masks.values())
     names: Any = (*named,)
     if cache is not None:

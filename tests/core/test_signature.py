@@ -27,13 +27,13 @@ def arrays_of(mechanism, library, layout=LAYOUT):
 
 def preparations(monkeypatch):
     """A list that gets the verb of every call that is prepared from now on."""
-    verbs, prepare = [], preparation._prepare
+    verbs, plan = [], preparation._planned
 
-    def counted(signature, verb, *rest):
-        verbs.append(verb)
-        return prepare(signature, verb, *rest)
+    def counted(call, *rest, **named):
+        verbs.append(call.verb)
+        return plan(call, *rest, **named)
 
-    monkeypatch.setattr(preparation, "_prepare", counted)
+    monkeypatch.setattr(preparation, "_planned", counted)
     preparation._prepared.clear()
     return verbs
 
