@@ -108,14 +108,14 @@ class _Call:
                 f"with_lse: the mechanism must be a Softmax or Path that reads a mean of its "
                 f"values; found {mechanism}"
             )
-        from precondattn.execution.arguments import CALL_OPTIONS, bind  # With the first call.
+        from precondattn.execution.arguments import check_call  # With the first call.
+        from precondattn.execution.input_names import CALL_OPTIONS
 
         self.others = {name: named[name] for name in CALL_OPTIONS if name in named}
-        masks = {name: mask for name, mask in self.others.items() if name != "backend"}
         own = {name: array for name, array in named.items() if name not in self.others}
         self.like = next(iter((*arrays, *own.values())), None)
         with self.without_autocast():
-            bind(mechanism, arrays, own, **masks)  # Raises for bad input, by its own shapes.
+            check_call(mechanism, arrays, own, self.others)  # By its own shapes.
         names = (*tuple(mechanism.inputs)[: len(arrays)], *own)
         given = dict(zip(names, (*arrays, *own.values()), strict=True))
         self.dtypes = {name: array.dtype for name, array in given.items()}

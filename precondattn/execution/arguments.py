@@ -26,6 +26,7 @@ from precondattn.execution.autocast import cast_inputs
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.input_names import (
+    CALL_OPTIONS,
     INIT_OPTIONS,
     declared_inputs,
     extending_inputs,
@@ -40,8 +41,8 @@ from precondattn.execution.masks import (
     is_contiguous,
     zero_padding,
 )
-from precondattn.execution.preparation import Prepared
-from precondattn.execution.signature import GivenCall
+from precondattn.execution.preparation import Prepared, prepared
+from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.frame import Frame, extending_frame, full_frame
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new on
 
 def bind(
     call: GivenCall,
-    prepared: Prepared,
+    ready: Prepared,
     *,
     segment_ids: Array | None,
     cu_seqlens: Any,
@@ -98,20 +99,29 @@ def bind(
     key_mask: Array | None,
 ) -> BoundCall:
     """The arguments of a full call, with its masks."""
-    inputs, before = _inputs(call, prepared)
-    owner, sizes = str(call.mechanism), prepared.sizes
+    inputs, before = _inputs(call, ready)
+    owner, sizes = str(call.mechanism), ready.sizes
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
     like = next(iter(inputs.values()))
     if segment_ids is None and cu_seqlens is None and lengths is None and key_mask is None:
-        return BoundCall(prepared, inputs, full_frame(t, s, like), dtypes_before=before)
+        return BoundCall(ready, inputs, full_frame(t, s, like), dtypes_before=before)
     b, checks = sizes["b"], ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, s, "s", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
     segment_ids, segments = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
     inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, frame.k_valid)
-    bound = BoundCall(prepared, inputs, frame, lengths, checks.invalid, before)
+    bound = BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
     return bound if segments is None else bound._replace(segments=segments)
+
+
+def check_call(
+    mechanism: Mechanism, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Any]
+) -> None:
+    """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
+    masks = {name: options.get(name) for name in CALL_OPTIONS if name != "backend"}
+    call = GivenCall("forward", mechanism, arrays, named, masks, options.get("backend"))
+    bind(call, prepared(call, signature_of(call)), **masks)
 
 
 def _segments(
@@ -139,12 +149,12 @@ def _segments(
 
 
 def bind_extension(
-    call: GivenCall, prepared: Prepared, *, lengths: Any, key_mask: Array | None
+    call: GivenCall, ready: Prepared, *, lengths: Any, key_mask: Array | None
 ) -> BoundCall:
     """The arguments of `extend`, with its masks."""
-    inputs, before = _inputs(call, prepared)
+    inputs, before = _inputs(call, ready)
     mechanism, cache = call.mechanism, call.cache
-    owner, sizes = str(mechanism), prepared.sizes
+    owner, sizes = str(mechanism), ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
     like = next(iter(inputs.values()))
     checks = ValueChecks(owner)
@@ -181,16 +191,14 @@ def bind_extension(
     if lengths is not None or key_mask is not None:
         new_valid = None if frame.k_valid is None else frame.k_valid[:, capacity:]
         inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, new_valid)
-    return BoundCall(prepared, inputs, frame, lengths, checks.invalid, before)
+    return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
 
 
-def _inputs(
-    call: GivenCall, prepared: Prepared
-) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
+def _inputs(call: GivenCall, ready: Prepared) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
     """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
     given = (*call.arrays, *call.named.values())
-    inputs = {name: given[i] for name, i in prepared.order}
-    if not prepared.is_cast:
+    inputs = {name: given[i] for name, i in ready.order}
+    if not ready.is_cast:
         return inputs, None
     return cast_inputs(declared_inputs(call.mechanism), inputs)
 
