@@ -63,9 +63,10 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
-    if frame.k_segment is None:
+    segment = None if frame.k_segment is None else frame.among_keys(g.shape[2]).q_segment
+    if segment is None:
         return g
-    xp, segment = namespace(g), frame.among_keys(g.shape[2]).q_segment
+    xp = namespace(g)
     same = segment[:, 1:] == segment[:, :-1]
     same = xp.concat([segment[:, :1] == segment[:, :1], same], axis=1)
     return xp.where(same[:, None, :, None, None], g, -math.inf)
