@@ -16,7 +16,6 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn.spec.recurrence import ByTokens, Stream
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.head_decay import lower_triangle
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
 TOKENS = 64
@@ -41,10 +40,11 @@ def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
     """D (b, m, s, s, channels), 1 above the diagonal, from log-decays (b, m, s, …)."""
     xp = namespace(g)
     b, m, s = g.shape[:3]
-    g = xp.reshape(g, (b, m, s, 1, -1))
+    rows = xp.permute_dims(xp.reshape(g, (b, m, s, -1)), (0, 1, 3, 2))[..., None]
     # In the column of token j, the gates after j are summed.
-    after = xp.where(lower_triangle(s, g, -1)[:, :, None], g, 0.0)
-    return ops.exp(xp.cumulative_sum(after, axis=2))
+    after = xp.tril(xp.broadcast_to(rows, (*rows.shape[:-1], s)), k=-1)
+    decay = ops.exp(xp.cumulative_sum(after, axis=-2))
+    return xp.permute_dims(decay, (0, 1, 3, 4, 2))
 
 
 class FewTokens:

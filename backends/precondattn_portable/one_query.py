@@ -9,7 +9,7 @@ written.
 from __future__ import annotations
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import transpose
+from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -24,7 +24,7 @@ def attention_of_one(
 ) -> Array:
     """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and k, v (b, n, 1, …)."""
     count = keys.shape[2]
-    own = ops.product(q, transpose(k))
+    own = row_sum(q * k)
     scores = namespace(q).concat([ops.product(q, transpose(keys)), own], axis=-1)
     weights = ops.softmax(scores)
     o = ops.product(weights[..., :count], values)

@@ -7,7 +7,7 @@ it fits, which is left to PyTorch's autograd.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import precondattn as pa
@@ -125,4 +125,4 @@ class Torch(Portable):
 def _not_recording() -> AbstractContextManager[Any]:
     import torch
 
-    return torch.no_grad()
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
