@@ -30,6 +30,7 @@ from precondattn_portable.layout import (
     block_size,
     time_first,
 )
+from precondattn_portable.lucid_one_token import lucid_of_one_token
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
 from precondattn_portable.masks import Mask
 
@@ -63,6 +64,9 @@ class LucidStep(Algorithm):
             }
 
         known = filled(frame, solve_past["key"].shape[1])
+        if t == 1 and known.offset is not None and softmax.window is None:
+            token = lucid_of_one_token(ops, solve, softmax, solve_past, x, known.offset)
+            return token.out, _updates(keys[0], x["k"], token.y, token.rms)
         xp, count = namespace(x["q"]), known.count
         system = PastSystem(ops, solve, solve_past, x, known)
         mask = Mask(known.frame, count + t, known.offset, window=softmax.window)
@@ -102,10 +106,14 @@ class LucidStep(Algorithm):
         if not mask.is_plain:
             total = xp.where(total > 0, total, 1.0)
         out = (read[reading] + ops.product(new_weights, ops.heads_first(y))) / total
-        updates = {keys[0]["key"]: Append(x["k"]), keys[0]["solved"]: Append(y)}
-        if system.new_rms is not None:
-            updates[keys[0]["rms"]] = Append(system.new_rms[..., 0])
+        new_rms = None if system.new_rms is None else system.new_rms[..., 0]
+        updates = _updates(keys[0], x["k"], y, new_rms)
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
+
+
+def _updates(keys: Mapping[str, str], k: Array, y: Array, new_rms: Array | None) -> Updates:
+    updates: Updates = {keys["key"]: Append(k), keys["solved"]: Append(y)}
+    return updates if new_rms is None else updates | {keys["rms"]: Append(new_rms)}
 
 
 def steps_together(program: Program, request: Request) -> bool:

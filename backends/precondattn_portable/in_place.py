@@ -29,6 +29,12 @@ def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> 
     return _stored(array, where, view, ops.subtract(view, x))
 
 
+def divide_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
+    """array[where] /= x; returns the new part."""
+    view = array[where]
+    return _stored(array, where, view, ops.divide(view, x))
+
+
 def add_kept_at(
     ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
 ) -> Array:
