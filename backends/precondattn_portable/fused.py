@@ -64,7 +64,8 @@ class LucidStep(Algorithm):
             }
 
         known = filled(frame, solve_past["key"].shape[1])
-        if t == 1 and known.offset is not None and softmax.window is None:
+        is_windowed = softmax.window is not None or solve.window is not None
+        if t == 1 and known.offset is not None and not is_windowed:
             token = lucid_of_one_token(ops, solve, softmax, solve_past, x, known.offset)
             return token.out, _updates(keys[0], x["k"], token.y, token.rms)
         xp, count = namespace(x["q"]), known.count

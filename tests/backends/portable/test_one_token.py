@@ -86,3 +86,33 @@ def test_no_step_of_one_token_is_computed_in_chunks(text, monkeypatch):
     for name, state in longer.store.items():
         assert torch.equal(state[1], cache.store[name][1]), "an empty sequence changed its state"
         assert not torch.equal(state[0], cache.store[name][0])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "softmax",
+        "softmax[window=3]",
+        "lucid",
+        "lucid[beta=true]",
+        "lucid[eps=0]",
+        "lucid[scale=9]",
+        "lucid[normalize=queries_and_keys]",
+        "lucid(softmax[window=3])",
+    ],
+)
+def test_one_token_after_unmasked_caches_is_that_after_caches_with_a_mask(text, library):
+    """A cache that stores a mask takes the general step; one without it, that of one token."""
+    mechanism, of_library = pa.parse(text), LIBRARIES[library]
+    prompt, token, last = (arguments(mechanism, of_library, t, np.float64) for t in (5, 1, 1))
+    caches = [
+        mechanism.init_cache(**prompt, capacity=9, key_mask=key_mask) for key_mask in (False, True)
+    ]
+    for x in (prompt, token, last):
+        (out, first), (expected, second) = (mechanism.extend(c, **x) for c in caches)
+        np.testing.assert_allclose(np.asarray(out), np.asarray(expected), rtol=1e-11, atol=1e-12)
+        for name, buffer in first.store.items():
+            other = np.asarray(second.store[name])
+            np.testing.assert_allclose(np.asarray(buffer), other, rtol=1e-11, atol=1e-12)
+        caches = [first, second]
