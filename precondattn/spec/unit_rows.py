@@ -36,7 +36,8 @@ class UnitRows(TokenWise):
     Parameters
     ----------
     eps : float
-        The lower bound of the divisor.
+        The lower bound of the divisor. Below the smallest normal number of the dtype it counts as
+        0, since 1/ε would be infinite.
     detach : bool
         Whether the norm is constant for the gradient.
     axis : {"token", "channel"}
@@ -83,21 +84,25 @@ class UnitRows(TokenWise):
         segments = zero_where_not(same_segment[:, :, :, None, None], x[:, None, :, :, :])
         return getattr(xp, reduce)(segments, axis=2)
 
+    def eps_for(self, o: Array) -> float:
+        """ε in the dtype of o, or 0."""
+        return self.eps if self.eps >= float(namespace(o).finfo(o.dtype).smallest_normal) else 0.0
+
     def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
         """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
 
         A row is divided by its largest entry before it is squared, so that no square overflows or
         underflows.
         """
-        xp = namespace(o)
+        xp, eps = namespace(o), self.eps_for(o)
         size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))
         is_nonzero = size > 0
         size = xp.where(is_nonzero, size, 1.0)
         square = self._along_rows((o / size) ** 2, frame, "sum")
         # At 0 the derivative of the root is infinite, and would give NaN even if multiplied by 0.
         root = xp.sqrt(xp.where(is_nonzero, square, 1.0))
-        is_longer = is_nonzero & (size > self.eps / root)
-        return xp.where(is_longer, size, self.eps or 1.0), xp.where(is_longer, root, 1.0), is_longer
+        is_longer = is_nonzero & (size > eps / root)
+        return xp.where(is_longer, size, eps or 1.0), xp.where(is_longer, root, 1.0), is_longer
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         size, root, _ = self._divisors(x["o"], frame)

@@ -227,6 +227,14 @@ def test_zero_rows_stay_zero_with_a_finite_gradient(eps, detach, axis):
         assert_close(gradient[zero], dy[zero] / eps)
 
 
+@pytest.mark.parametrize(("dtype", "eps"), [("float32", 1e-45), ("float64", 5e-324)])
+def test_an_eps_whose_reciprocal_is_infinite_counts_as_0(dtype, eps):
+    o = np.asarray([[3.0, 4.0], [0.0, 0.0]], dtype).reshape(1, 2, 1, 2)
+    y, pullback = pa.UnitRows(eps=eps).vjp(o)
+    np.testing.assert_array_equal(y[0, :, 0], np.asarray([[0.6, 0.8], [0.0, 0.0]], dtype))
+    np.testing.assert_array_equal(pullback(np.ones_like(o))["o"][0, 1, 0], [1.0, 1.0])
+
+
 def test_a_channel_is_a_row_over_all_tokens():
     o, dy = rows_of_values(2, 5), np.random.default_rng(0).normal(size=(2, 5, 2, 3))
     y, pullback = pa.UnitRows(axis="channel").vjp(o)
