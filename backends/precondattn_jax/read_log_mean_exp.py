@@ -75,7 +75,7 @@ class LogMeanExpRead:
 
     def finish(self, state: LogState) -> tuple[Array, Array]:
         """The outputs and λ, both 0 without visible keys."""
-        some = state.total > 0
+        some = state.total != 0
         total = jnp.where(some, state.total, 1.0)
         log_total = jnp.where(some, state.largest + jnp.log(total), 0.0)
         log_sum = finite_or_zero(state.shift) + jnp.log(jnp.where(some, state.sums, 1.0))

@@ -74,7 +74,7 @@ class MeanRead:
 
     def finish(self, state: MeanState) -> tuple[Array, Array]:
         """The outputs and λ, both 0 without visible keys."""
-        some = state.total > 0
+        some = state.total != 0
         total = jnp.where(some, state.total, 1.0)
         return state.sums / total, jnp.where(some, state.largest + jnp.log(total), 0.0)
 

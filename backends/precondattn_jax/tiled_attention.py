@@ -161,7 +161,7 @@ class TiledAttention:
         """ν + log of the mean of e^{v − ν}."""
         shift = jnp.max(v, axis=2, keepdims=True)
         mean, log_total = self.outputs(MeanRead(), jnp.exp(v - shift))
-        some = mean > 0
+        some = mean != 0
         return jnp.where(some, shift + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total
 
     # ----------------------------------------------------------------------------- backward

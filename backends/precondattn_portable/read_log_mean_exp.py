@@ -57,7 +57,7 @@ class LogMeanExpRead:
         xp = namespace(row_block)
         if not self.is_narrow:
             return self._merged(row_block, low, high)
-        some = xp.max(row_block, axis=-1, keepdims=True) > -xp.inf
+        some = xp.max(row_block, axis=-1, keepdims=True) != -xp.inf
         row_block, total, log_total = exponentials(self.ops, row_block)
         mean = self.ops.product(row_block, self.weights[:, :, low:high, :]) / total
         o = self.shift + xp.log(xp.where(some, mean, 1.0))
@@ -84,7 +84,7 @@ class LogMeanExpRead:
             base = finite_or_zero(merged)
             total = total * xp.exp(largest - base) + part * xp.exp(shift - base)
             largest = merged
-        some = largest > -xp.inf
+        some = largest != -xp.inf
         log_sum = finite_or_zero(largest) + xp.log(xp.where(some, total, 1.0))
         _, _, log_total = exponentials(self.ops, row_block)
         return xp.where(some, log_sum - log_total, 0.0), log_total

@@ -131,13 +131,13 @@ def finite_or_zero(x: Array) -> Array:
 def log_sum_exp(x: Array, axis: int) -> Array:
     """log Σ eˣ along an axis, which becomes an axis of size 1; −∞ where every x is −∞.
 
-    Neither the result nor its derivative is NaN there.
+    Neither the result nor its derivative is NaN there. It is NaN where an x is.
     """
     xp = namespace(x)
     shift = finite_or_zero(xp.max(x, axis=axis, keepdims=True))
     total = xp.sum(xp.exp(x - shift), axis=axis, keepdims=True)
-    is_positive = total > 0
-    return xp.where(is_positive, shift + xp.log(xp.where(is_positive, total, 1.0)), -math.inf)
+    is_some = total != 0
+    return xp.where(is_some, shift + xp.log(xp.where(is_some, total, 1.0)), -math.inf)
 
 
 def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:

@@ -59,6 +59,18 @@ def test_a_bad_key_reaches_no_earlier_output_and_every_later_one(library, expres
         assert np.isnan(out[0, BAD:, :2]).all()
 
 
+@in_libraries("softmax", "laser", "laser(softmax[causal=false])", of_jax=["laser"])
+def test_attention_with_a_bad_key_is_nan(library, expression):
+    """Also LASER: the logarithm of a sum that is NaN is not that of an empty sum."""
+    m = pa.parse(expression)
+    first = BAD if m.offers.causal else 0
+    for backend in ("reference", None):
+        out = library.numpy(m(**given(library, inputs_of(m, k=np.nan)), backend=backend))
+        assert np.isnan(out[0, first:, :2]).all()
+        assert np.isfinite(out[0, :first]).all()
+        assert np.isfinite(out[1]).all()
+
+
 @in_libraries(*MECHANISMS, "softmax", "softmax[causal=false]", "laser", of_jax=["softmax"])
 def test_nothing_reaches_other_segments_nor_their_gradients(library, expression):
     m = pa.parse(expression)
