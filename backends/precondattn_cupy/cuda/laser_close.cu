@@ -105,7 +105,7 @@ __global__ void outputs(const float* __restrict__ mean, const float* __restrict_
   const Row row(is_close, t, h, n, e);
   if (!row.is_there) return;
   const int token = blockIdx.x * (blockDim.x / 32) + warp();
-  const bool is_some = log_total[((long long)blockIdx.z * h + row.head) * t + token] < INFINITE;
+  const bool is_some = log_total[((long long)blockIdx.z * h + row.head) * t + token] != INFINITE;
   for (int c = lane(); c < e; c += 32) {
     const float x = mean[row.at + c];
     const float log_of = less[row.channels + c] > 0.0f ? log1pf(x) : logf(x);

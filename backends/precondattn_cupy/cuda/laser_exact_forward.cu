@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
   for (int r = 0; r < 16; ++r) {
     const int token = first + 16 * warp() + r, at = channel + lane();
     if (token >= t) continue;
-    const bool is_some = total[r] > 0.0f;
+    const bool is_some = total[r] != 0.0f;  // It is NaN where a key is.
     const float log_of = is_some ? largest[r] + log2f(total[r]) : INFINITE;
     if (part == 0 && lane() == 0) log_total[((long long)batch * h + head) * t + token] = log_of;
     if (at >= e) continue;

@@ -251,7 +251,7 @@ __global__ void lucid_finish(const T* __restrict__ q, const T* __restrict__ k,
       weight += sums[part + row] * kept;
     }
     const float y = answers ? factor * (wide(v[channel]) - read) : 0.0f;
-    const float o = weight > 0.0f ? (attended + added * y) / weight : 0.0f;
+    const float o = weight != 0.0f ? (attended + added * y) / weight : 0.0f;  // A NaN is kept.
     out[(head * group + row) * width + channel] = narrow<T>(asks ? o : 0.0f);
     if (row == 0) solved[head * width + channel] = narrow<T>(y);
   }

@@ -53,11 +53,12 @@ struct RunningSoftmax {
     total[1] = sum_of_four(total[1]);
   }
 
-  // λ in units of log 2, and what turns acc into the mean; `nothing` and 0 without visible keys.
+  // λ in units of log 2, and what turns acc into the mean; `nothing` and 0 without visible keys, and
+  // NaN where a key is.
   __device__ __forceinline__ float log_total(int i, float nothing) const {
-    return total[i] > 0.0f ? largest[i] + log2f(total[i]) : nothing;
+    return total[i] != 0.0f ? largest[i] + log2f(total[i]) : nothing;
   }
   __device__ __forceinline__ float one_by_total(int i) const {
-    return total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
+    return total[i] != 0.0f ? 1.0f / total[i] : 0.0f;
   }
 };

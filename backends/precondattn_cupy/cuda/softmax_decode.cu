@@ -143,27 +143,28 @@ __global__ void combine(const T* __restrict__ q, const T* __restrict__ k, const 
   float largest = score;
   for (int p = lane(); p < parts; p += 32) largest = fmaxf(largest, logs[p]);
   largest = max_of_warp(largest);
-  const bool is_some = largest > -INFINITE && (!q_valid || q_valid[batch]);
+  const float base = largest == -INFINITE ? 0.0f : largest;
   float total = 0.0f;
-  if (is_some)
-    for (int p = lane(); p < parts; p += 32) total += power_of_2(logs[p] - largest);
-  const float own = is_some ? power_of_2(score - largest) : 0.0f;
+  for (int p = lane(); p < parts; p += 32) total += power_of_2(logs[p] - base);
+  const float own = power_of_2(score - base);
   total = sum_of_warp(total) + own;
+  // It is NaN where a key is.
+  const bool is_some = total != 0.0f && (!q_valid || q_valid[batch]);
   for (int c = threadIdx.x; c < e; c += blockDim.x) {
     float found = 0.0f;
     // Invalid values are not read.
-    const float value = own > 0.0f || (IS_LASER && score > -INFINITE) ? wide(v[kv * e + c]) : 0.0f;
+    const float value = own != 0.0f || (IS_LASER && score > -INFINITE) ? wide(v[kv * e + c]) : 0.0f;
     if (is_some && IS_LASER) {
       const float new_one = score + value * 1.44269504f;
       float high = new_one;
       for (int p = 0; p < parts; ++p) high = fmaxf(high, outs[(long long)p * e + c]);
       found = power_of_2(new_one - high);
       for (int p = 0; p < parts; ++p) found += power_of_2(outs[(long long)p * e + c] - high);
-      found = (high + log2f(found) - largest - log2f(total)) / 1.44269504f;
+      found = (high + log2f(found) - base - log2f(total)) / 1.44269504f;
     } else if (is_some) {
       found = own * value;
       for (int p = 0; p < parts; ++p)
-        found += power_of_2(logs[p] - largest) * outs[(long long)p * e + c];
+        found += power_of_2(logs[p] - base) * outs[(long long)p * e + c];
       found /= total;
     }
     out[row * e + c] = narrow<T>(found);
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(32 * DECODING_WARPS, 1)
         float sum = power_of_2(found[r][x] - base);
         for (int j = 0; j < COLUMNS; ++j)
           sum += power_of_2(scores[r * COLUMNS + j] + wide(value[j]) * 1.44269504f - base);
-        found[r][x] = sum > 0.0f ? base + log2f(sum) : -INFINITE;
+        found[r][x] = sum != 0.0f ? base + log2f(sum) : -INFINITE;
       }
     }
     running.weigh<T, false>(p, unused, 1.0f);

@@ -253,7 +253,7 @@ def _close(
             largest = higher
 
     total = row_sums(total)
-    has_keys = is_row & (total > 0)
+    has_keys = is_row & (total != 0)  # It is NaN where a key is.
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)
@@ -277,7 +277,7 @@ def _close(
 def _with_term(largest, total, term):
     """M' and the sum of e^{x − M'}, with one more x; −∞ adds nothing."""
     is_higher = term > largest
-    smaller = tl.where(term > float("-inf"), tl.exp(-tl.abs(largest - term)), 0.0)
+    smaller = tl.where(term == float("-inf"), 0.0, tl.exp(-tl.abs(largest - term)))
     total = tl.where(is_higher, total * smaller + 1.0, total + smaller)
     return tl.maximum(largest, term), total
 
@@ -340,7 +340,7 @@ def _exact(
         highest_score, total = _with_term(highest_score, total, score)
         highest, acc = _with_term(highest, acc, score + v_row)
 
-    has_keys = is_row[:, None] & (total > 0)
+    has_keys = is_row[:, None] & (total != 0)
     logs = tl.where(has_keys, highest_score + tl.log(tl.where(has_keys, total, 1.0)), float("inf"))
     o = tl.where(has_keys, highest + tl.log(tl.where(has_keys, acc, 1.0)) - logs, 0.0)
     is_stored = (rows < t)[:, None]

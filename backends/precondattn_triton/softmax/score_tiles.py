@@ -62,8 +62,8 @@ def with_tile(
 
 @triton.jit
 def mean_and_log(largest, total, acc, is_row):
-    """o and λ of rows; 0 and ∞ for rows that are not valid or have no key."""
-    has_keys = is_row & (total > 0)
+    """o and λ of rows; 0 and ∞ for rows that are not valid or have no key; NaN where a key is."""
+    has_keys = is_row & (total != 0)
     divisor = tl.where(has_keys, total, 1.0)
     o = tl.where(has_keys[:, None], acc / divisor[:, None], 0.0)
     logs = tl.where(has_keys, largest / LOG2_E + tl.log(divisor), float("inf"))

@@ -79,6 +79,16 @@ def test_padding_may_contain_nan(dtype, spread, leaf):
 
 
 @needs_simulator
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(spread):
+    x, d_out = problem(20, h=1, spread=spread)
+    x["k"][:, 7, 0, 3] = np.nan
+    out = run_kernels(x, d_out, leaf=laser())["out"]
+    assert np.isnan(out[:, 7:]).all()
+    assert np.isfinite(out[:, :7]).all()
+
+
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 def test_segments_and_masked_keys(spread, leaf):

@@ -345,3 +345,13 @@ def test_decoding_with_masked_keys():
     is_masked = ~np.concatenate(masks, axis=1)
     x["k"][is_masked] = x["v"][is_masked] = x["lucid_beta"][is_masked] = np.nan
     check_a_step(pa.Lucid(beta=True), x, 20, key_mask=masks)
+
+
+def test_a_nan_in_a_key_reaches_the_next_steps():
+    x, m = sequences(4, 4, 1, 12, 20), pa.Lucid()
+    x["k"][:, 1, 0, 3] = np.nan
+    cache = m.init_cache(**x, capacity=8)
+    for t in range(4):
+        with forced(**SMALL), checked(t):
+            out, cache = m.extend(cache, **at(x, t, t + 1), backend="cupy")
+        assert np.isnan(out).all() == np.isnan(out).any() == (t >= 1)

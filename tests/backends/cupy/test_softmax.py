@@ -87,6 +87,15 @@ def test_padding_may_contain_nan(dtype, leaf):
 
 
 @needs_simulator
+def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones():
+    x, d_out = problem(20, h=1)
+    x["k"][:, 7, 0, 3] = np.nan
+    out = run_kernels(x, d_out)["out"]
+    assert np.isnan(out[:, 7:]).all()
+    assert np.isfinite(out[:, :7]).all()
+
+
+@needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(leaf):
     x, d_out = problem(33, h=1)

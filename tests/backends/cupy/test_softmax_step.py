@@ -132,6 +132,16 @@ def test_masked_keys_may_contain_nan(name):
     assert (out[2] == 0).all()
 
 
+@needs_simulator
+@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_nan_in_a_key_of_the_cache_or_the_new_one_reaches_the_output(name, at):
+    x = inputs(6)
+    x["k"][:, at, 0, 3] = np.nan
+    out, _ = last_output(MECHANISMS[name], x, 5, MINE)
+    assert np.isnan(out).all()
+
+
 def refusal(leaf, *, t=1, h=2, d=64, e=64):
     shapes = (("q", (1, t, h, d)), ("k", (1, t, 1, d)), ("v", (1, t, 1, e)))
     request = Request("extend", "numpy", "cpu", "float16", shapes, frozenset())

@@ -132,6 +132,14 @@ def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key():
     assert (gradients["q"][1] == 0).all()
 
 
+def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones():
+    x, d_out = problem("differential", 20)
+    x["k"][:, 7, 0, 3] = torch.nan
+    out, _ = run_kernels("differential", x, d_out)
+    assert torch.isnan(out[:, 7:]).all()
+    assert torch.isfinite(out[:, :7]).all()
+
+
 def test_queries_attend_to_their_own_segment_only():
     x, d_out = problem("differential", 35)
     check("differential", x, d_out, segment_ids=torch.tensor([[5] * 10 + [1] * 8 + [9] * 17]))

@@ -160,6 +160,15 @@ def test_segments_of_fewer_queries_than_keys():
     check(x, d_out, segment_ids=ids)
 
 
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(spread):
+    x, d_out = problem(20, spread=spread)
+    x["k"][:, 7, 0, 3] = torch.nan
+    out = KernelRun(x, d_out).out
+    assert torch.isnan(out[:, 7:]).all()
+    assert torch.isfinite(out[:, :7]).all()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(causal):
     x, d_out = problem(33, h=1)

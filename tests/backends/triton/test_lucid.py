@@ -231,3 +231,15 @@ def test_a_step_ignores_masked_keys_including_its_own(masked_token):
             outs.append(out)
         result[backend] = torch.cat(outs, dim=1)
     assert error(result["triton"], result["reference"]) < 2e-6
+
+
+def test_a_nan_in_a_key_reaches_the_next_steps():
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 4, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    x["k"][:, 1, 0, 3] = torch.nan
+    cache = pa.Lucid().init_cache(**x, capacity=8)
+    for t in range(4):
+        new = {name: array[:, t : t + 1] for name, array in x.items()}
+        with small_tiles():
+            out, cache = pa.Lucid().extend(cache, **new, backend="triton")
+        assert torch.isnan(out).all() == torch.isnan(out).any() == (t >= 1)
