@@ -94,7 +94,7 @@ class MeanAndLogSumRead(MeanRead):
 
     def finish(self, state: MeanState) -> tuple[Array, Array]:
         mean, log_total = super().finish(state)
-        last = jnp.where(state.total > 0, log_total, -math.inf)
+        last = jnp.where(state.total != 0, log_total, -math.inf)
         return jnp.concatenate([mean, last], axis=-1), log_total
 
     def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
