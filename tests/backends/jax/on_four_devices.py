@@ -4,7 +4,6 @@
 """
 
 import re
-import warnings
 from functools import partial
 
 import jax
@@ -15,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
-from precondattn.execution import independent_axes, mesh_axes, sharding_jax
-from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import Layout, make_inputs
-from precondattn_conformance.runner import run_case
+from tests.backends.jax.four_devices import told
+
+__all__ = ["told"]
 
 if jax.device_count() < 4:
     pytest.skip("needs four devices", allow_module_level=True)
@@ -71,73 +70,6 @@ def check(function, x, sharded, expected=frozenset()):
     ):
         np.testing.assert_allclose(array, alone, rtol=1e-4, atol=1e-4)
     return result
-
-
-def checked(expression, backend):
-    """The outcome of the suite's check."""
-    (case,) = cases(
-        "full",
-        only_libraries=("jax",),
-        only_mechanisms=(expression,),
-        only_checks=("sharding",),
-    )
-    return run_case(case, backend)
-
-
-@pytest.mark.parametrize(
-    ("expression", "backend"),
-    [
-        *((name, "jax") for name in ("laser", "lucid(path)", "ssd", "ccq(gated_delta)")),
-        ("lucid", "reference"),
-        ("gla", "pallas"),
-    ],
-)
-def test_the_check_of_the_suite_passes(expression, backend):
-    outcome = checked(expression, backend)
-    assert outcome.status == "passed", outcome.text
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """The warnings of one test, as if none had been given before."""
-    monkeypatch.setattr(mesh_axes, "_warned", set())
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        yield records
-
-
-@pytest.fixture
-def faulty(monkeypatch):
-    """Compiled functions are forgotten before and after a fault is planted."""
-    jax.clear_caches()
-    yield monkeypatch
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
-def test_the_check_finds_a_rule_without_heads(faulty, told):
-    faulty.setattr(independent_axes, "INDEPENDENT", "b")
-    outcome = checked("linear", "jax")
-    assert outcome.status == "failed"
-    assert "all-gather" in outcome.reason
-
-
-def test_the_check_finds_a_rule_that_divides_time(faulty):
-    """The tokens of two devices do not attend to each other."""
-    letter = independent_axes._Declared._letter
-    faulty.setattr(
-        independent_axes._Declared,
-        "_letter",
-        lambda self, name, size: "b" if name in "ts" else letter(self, name, size),
-    )
-    assert checked("linear", "jax").status == "failed"
-
-
-def test_the_check_finds_a_gradient_that_is_not_summed_over_devices(faulty):
-    faulty.setattr(sharding_jax, "GRADIENTS", ())
-    outcome = checked("differential", "jax")
-    assert outcome.status == "failed"
-    assert "lam" in outcome.reason
 
 
 def messages(told):

@@ -1,0 +1,37 @@
+"""Tests in a process of their own, which has four devices."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from precondattn.execution import mesh_axes
+
+# JAX's locations of operations hold the Python stack, which is deep in pytest, and XLA then takes
+# minutes to simplify loops.
+ENVIRONMENT = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+
+def assert_pass_on_four_devices(name):
+    """The tests of a file of this folder."""
+    tests = Path(__file__).with_name(name)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", tests],
+        env={**os.environ, **ENVIRONMENT, "XLA_FLAGS": FLAGS},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The warnings of one test, as if none had been given before."""
+    monkeypatch.setattr(mesh_axes, "_warned", set())
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        yield records
