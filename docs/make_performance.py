@@ -145,7 +145,7 @@ def before_and_after(before: Record, rows: list[Row]) -> str:
                     f"{was.seconds['median'] / row.seconds['median']:.1f}",
                 )
             )
-    return f"Beside a run of {before.date}, before a change:\n\n{table(headings, cells)}"
+    return f"Beside an earlier version, measured {before.date}:\n\n{table(headings, cells)}"
 
 
 def share(of: float | None) -> str:
