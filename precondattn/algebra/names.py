@@ -5,23 +5,33 @@ can be saved and loaded in another process. Any other piece gets its text and a 
 class that is not registered, such as a subclass without a `name` of its own, or its text was the
 name of another piece before its class was defined again. Such a name is valid in this process only.
 A name never changes its meaning.
+
+Pieces of this package are read back from their text, and those used last are kept. All other pieces
+are kept for the life of the process, about 1 KB each: a text does not give back a class without a
+name, and a class with one may be defined again while a graph has the name of its pieces.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of
+from precondattn.limits import KEPT
 
 _pieces: dict[str, Any] = {}
+"""Those that are not of this package, by name."""
 
 
 def name_of(piece: Any) -> str:
     """The name of a mechanism or group, from which `piece_named` returns an equal one."""
     text = str(piece)
+    if _is_ours(piece) and parses_back(piece):
+        return text
     if (text in _pieces or parses_back(piece)) and _owns(text, piece):
         return text
     return next(name for name in (f"{text} #{n}" for n in count(1)) if _owns(name, piece))
@@ -31,6 +41,21 @@ def _owns(name: str, piece: Any) -> bool:
     """Whether the name is this piece's, which it becomes if it is nobody's."""
     owner = _pieces.setdefault(name, piece)
     return owner is piece or bool(owner == piece)
+
+
+def _is_ours(piece: Any) -> bool:
+    """Whether all its classes are of this package."""
+    return all(cls.__module__.startswith("precondattn.") for cls in _classes(piece))
+
+
+def _classes(piece: Any) -> Iterator[type]:
+    calls, base = getattr(piece, "calls", None), getattr(piece, "base", None)
+    if calls is None:
+        yield type(piece)
+    for part in () if calls is None else calls.leaves:
+        yield from _classes(part)
+    if base is not None:
+        yield from _classes(base)
 
 
 def parses_back(piece: Any) -> bool:
@@ -54,14 +79,20 @@ def piece_named(name: str) -> Any:
     ValueError
         for a name that another process gave to a class which its text does not determine.
     """
-    if name not in _pieces:
-        text, mark, _ = name.partition(" #")
-        if mark:
-            raise ValueError(
-                f"{text}: this graph was saved by another process, with a class that is not "
-                f"registered there by a name of its own; give the class a `name`, and save again"
-            )
-        from precondattn.algebra.group import read_mechanism
+    if name in _pieces:
+        return _pieces[name]
+    text, mark, _ = name.partition(" #")
+    if mark:
+        raise ValueError(
+            f"{text}: this graph was saved by another process, with a class that is not "
+            f"registered there by a name of its own; give the class a `name`, and save again"
+        )
+    piece = _read(name)
+    return piece if _is_ours(piece) else _pieces.setdefault(name, piece)
 
-        _pieces.setdefault(name, read_mechanism(name))
-    return _pieces[name]
+
+@lru_cache(KEPT)
+def _read(name: str) -> Any:
+    from precondattn.algebra.group import read_mechanism
+
+    return read_mechanism(name)

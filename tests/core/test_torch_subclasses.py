@@ -77,6 +77,14 @@ def test_a_subclass_computes_its_own_mathematics_in_an_operator(x):
         pa.unregister_backend("any_class")
 
 
+def test_pieces_of_the_package_are_not_kept_by_name():
+    kept = dict(names._pieces)
+    for n in range(1, 20):
+        m = pa.Lucid(pa.Laser(pa.Softmax(scale=0.1 * n)))
+        assert names.piece_named(names.name_of(m)) == m
+    assert names._pieces == kept
+
+
 def test_programs_with_the_same_text_and_other_classes_differ():
     assert str(pa.Lucid(Twice()).program) == str(pa.Lucid().program)
     assert pa.Lucid(Twice()).program != pa.Lucid().program
