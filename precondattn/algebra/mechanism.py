@@ -202,6 +202,14 @@ class Leaf(Mechanism):
         """The buffers it keeps in a cache."""
         return ()
 
+    @property
+    def reach(self) -> int | None:
+        """How many of the last cached tokens a new token reads; None for all of them.
+
+        Such a leaf may be given the last tokens only, at positions counted from the first of them.
+        """
+        return None
+
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:

@@ -77,6 +77,17 @@ class Program:
         return slots
 
     @cached_property
+    def reach(self) -> int | None:
+        """How many of the last cached tokens a new token reads; None for all of them."""
+        reaches = [
+            call.leaf.reach
+            for call in self.calls
+            if any(slot.kind.has_tokens for slot in call.leaf.slots())
+        ]
+        known = [reach for reach in reaches if reach is not None]
+        return max(known) if known and len(known) == len(reaches) else None
+
+    @cached_property
     def readers(self) -> dict[str, frozenset[int]]:
         """The calls that read each value."""
         readers: dict[str, set[int]] = {}

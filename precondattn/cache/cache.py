@@ -19,6 +19,7 @@ from precondattn.cache.crop import crop, fixed_buffers
 from precondattn.cache.kinds import Kinds, capacity_of
 from precondattn.cache.saved import from_state_dict, state_dict
 from precondattn.cache.snapshots import Snapshot, restore, snapshot
+from precondattn.cache.windows import reach_of
 
 
 class Cache(NamedTuple):
@@ -48,13 +49,16 @@ class Cache(NamedTuple):
 
     @property
     def capacity(self) -> int | None:
-        """The number of tokens that fit in a sequence; None for a state, which has no limit."""
+        """The number of tokens that fit in a sequence; None for a state and for a window."""
         return capacity_of(self)
 
     @property
     def can_crop(self) -> bool:
-        """Whether `crop` works; otherwise take a `snapshot` first, and `restore` it."""
-        return not fixed_buffers(self)
+        """Whether `crop` works for any length; otherwise take a `snapshot`, and `restore` it.
+
+        The cache of a window can be cropped by an eighth of the window only.
+        """
+        return not fixed_buffers(self) and reach_of(self) is None
 
     def crop(self, lengths: Any, *, donate: bool = False) -> Cache:
         """The cache of the first `lengths` tokens of each sequence.
@@ -72,7 +76,8 @@ class Cache(NamedTuple):
         Raises
         ------
         ValueError
-            if a buffer is a state or has rewritten rows, and for a length out of range; a traced
+            if a buffer is a state or has rewritten rows, for a length out of range, and for one
+            before the tokens that the cache of a window still holds; a traced
             length out of range makes the later outputs of its sequence NaN.
         """
         return crop(self, lengths, donate=donate)
@@ -80,7 +85,7 @@ class Cache(NamedTuple):
     def snapshot(self) -> Snapshot:
         """What `restore` needs to go back to the tokens of now.
 
-        It has copies of states and rewritten rows; other buffers are not copied.
+        It has copies of states and rewritten rows, and of a window; other buffers are not copied.
         """
         return snapshot(self)
 
@@ -126,7 +131,8 @@ class Cache(NamedTuple):
     def grow(self, capacity: int) -> Cache:
         """The same tokens with room for `capacity` tokens per sequence.
 
-        The cache itself, if it has this capacity, or if it is a state and has no limit.
+        The cache itself, if it has this capacity, or if it is a state or a window, which have no
+        limit.
 
         Raises
         ------

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def grow(cache: Cache, capacity: int) -> Cache:
     if not isinstance(capacity, int) or isinstance(capacity, bool):
         raise TypeError(f"grow: capacity must be a whole number; found {capacity!r}")
-    kinds, now = kinds_of(cache), capacity_of(cache)
+    now = capacity_of(cache)
     if now is None or capacity == now:
         return cache
     if capacity < now:
@@ -22,14 +22,21 @@ def grow(cache: Cache, capacity: int) -> Cache:
             f"grow: capacity must be {now} or above, as the cache holds up to {now} tokens; "
             f"found {capacity}"
         )
+    larger = grown(cache, capacity)
+    # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
+    is_within = cache.length <= now
+    length = namespace(cache.length).where(is_within, cache.length, capacity + 1)
+    return larger._replace(length=cast(length, cache.length.dtype))
+
+
+def grown(cache: Cache, capacity: int) -> Cache:
+    """The cache with a larger capacity, and the same lengths."""
+    kinds = kinds_of(cache)
     store = {
         name: _padded(buffer, kinds[name], capacity) if kinds[name].has_tokens else fresh(buffer)
         for name, buffer in cache.store.items()
     }
-    # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
-    is_within = cache.length <= now
-    length = namespace(cache.length).where(is_within, cache.length, capacity + 1)
-    return cache._replace(length=cast(length, cache.length.dtype), store=store)
+    return cache._replace(store=store)
 
 
 def _padded(buffer: Array, kind: Kind, capacity: int) -> Array:

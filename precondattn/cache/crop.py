@@ -23,7 +23,8 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache.integers import Integers, entries, integers
-from precondattn.cache.kinds import TOKENS, Kind, capacity_of, invalid_length, kinds_of
+from precondattn.cache.kinds import TOKENS, WINDOW, Kind, capacity_of, invalid_length, kinds_of
+from precondattn.cache.windows import FIRST, reach_of
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def fixed_buffers(cache: Cache) -> list[str]:
     """The names of the buffers that can not be cropped."""
-    return [name for name, kind in kinds_of(cache).items() if kind.rows != TOKENS]
+    return [n for n, kind in kinds_of(cache).items() if kind.rows not in (TOKENS, WINDOW)]
 
 
 def crop(cache: Cache, lengths: Any, *, donate: bool) -> Cache:
@@ -70,28 +71,27 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
             f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "
             f"torch.no_grad(), or without donate"
         )
-    old = None if is_traced(cache.length) else entries(cache.length)
-    removed, length = None, new.array
     capacity, invalid = capacity_of(cache), invalid_length(cache)
-    if old is None or new.known is None:
+    first, reach = cache.store.get(FIRST), reach_of(cache) or 0
+    removed, length, row = None, new.array, new.array
+    if is_traced(cache.length) or new.known is None:
         valid = (new.array >= 0) & (new.array <= cache.length)
         if capacity is not None:
             valid = valid & (cache.length <= capacity)
+        if first is not None:
+            valid = valid & ((first == 0) | (new.array >= first + reach))
+            row = new.array - first
         length = cast(xp.where(valid, new.array, invalid), cache.length.dtype)
     else:
-        removed = list(zip(new.known, old, strict=True))
-        for i, (after, before) in enumerate(removed):
-            if before == invalid:
-                raise ValueError(
-                    f"{verb}: sequence {i} of the batch has lost tokens and is invalid"
-                )
-            if not 0 <= after <= before:
-                raise ValueError(
-                    f"{verb}: lengths must lie between 0 and the {before} tokens held; found "
-                    f"{after} (sequence {i} of the batch)"
-                )
+        held = entries(cache.length)
+        starts = [0] * len(held) if first is None else entries(first)
+        _check_known(verb, new.known, held, [n and n + reach for n in starts], invalid)
+        removed = [
+            (after - start, before - start)
+            for after, before, start in zip(new.known, held, starts, strict=True)
+        ]
     store = {
-        name: _without_rows(buffer, kinds[name], new.array, removed, donate)
+        name: _without_rows(buffer, kinds[name], row, removed, donate)
         if kinds[name].rows == TOKENS
         else buffer
         for name, buffer in cache.store.items()
@@ -99,6 +99,25 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
     if donate:
         cache.store.clear()
     return cache._replace(length=length, store=store)
+
+
+def _check_known(
+    verb: str, new: list[int], held: list[int], lowest: list[int], invalid: int
+) -> None:
+    for i, (after, before, least) in enumerate(zip(new, held, lowest, strict=True)):
+        if before == invalid:
+            raise ValueError(f"{verb}: sequence {i} of the batch has lost tokens and is invalid")
+        if not 0 <= after <= before:
+            raise ValueError(
+                f"{verb}: lengths must lie between 0 and the {before} tokens held; found {after} "
+                f"(sequence {i} of the batch)"
+            )
+        if after < least:
+            raise ValueError(
+                f"{verb}: lengths must be {least} or above, because the cache holds a window of "
+                f"the last tokens only; found {after} (sequence {i} of the batch); take a "
+                f"snapshot() before the tokens, and restore() it"
+            )
 
 
 def _without_rows(

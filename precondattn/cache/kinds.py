@@ -20,6 +20,8 @@ REWRITTEN = "rewritten"
 """(b, c, …): a row for each token, which later tokens change."""
 STATE = "state"
 """Without a row for each token."""
+WINDOW = "window "
+"""(b,): the position of the first row, where the cache holds the last tokens only."""
 WIDE = "wide "
 
 Kinds = dict[str, dict[str, tuple[()]]]
@@ -30,24 +32,30 @@ class Kind(NamedTuple):
     """What the rows of a buffer are."""
 
     rows: str
-    """`"tokens"`, `"rewritten"` or `"state"`."""
+    """`"tokens"`, `"rewritten"`, `"state"` or `"window "`."""
     is_wide: bool = False
     """Whether it is in float32 when the inputs are in half precision."""
+    window: int = 0
+    """The window of `"window "`."""
 
     @classmethod
     def read(cls, text: str) -> Kind:
+        if text.startswith(WINDOW) and text.removeprefix(WINDOW).isdecimal():
+            return cls(WINDOW, window=int(text.removeprefix(WINDOW)))
         rows = text.removeprefix(WIDE)
         if rows not in (TOKENS, REWRITTEN, STATE):
             raise ValueError(f"{text!r} is no kind of a buffer")
         return cls(rows, rows != text)
 
     def __str__(self) -> str:
+        if self.rows == WINDOW:
+            return f"{WINDOW}{self.window}"
         return WIDE + self.rows if self.is_wide else self.rows
 
     @property
     def has_tokens(self) -> bool:
         """Whether axis 1 is that of the tokens."""
-        return self.rows != STATE
+        return self.rows in (TOKENS, REWRITTEN)
 
     def token_axis(self, rank: int) -> int:
         """The place of the token axis in memory.
@@ -91,8 +99,11 @@ def kinds_of(cache: Cache) -> dict[str, Kind]:
 
 
 def capacity_of(cache: Cache) -> int | None:
-    """The number of tokens that fit, or None where no buffer has a row for each token."""
-    for name, kind in kinds_of(cache).items():
+    """The number of tokens that fit; None for a state and for a window, which have no limit."""
+    kinds = kinds_of(cache)
+    if any(kind.rows == WINDOW for kind in kinds.values()):
+        return None
+    for name, kind in kinds.items():
         if kind.has_tokens:
             return int(cache.store[name].shape[1])
     return None

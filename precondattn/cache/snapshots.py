@@ -1,6 +1,7 @@
 """Snapshots: what has to be kept of a cache, so that it can go back to the tokens of now.
 
-Histories of tokens are cropped, so a snapshot has copies of states and of rewritten rows only.
+Histories of tokens are cropped, so a snapshot has copies of the other buffers only: states and
+rewritten rows. Of the cache of a window it has all buffers, because the first rows may be dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
+from precondattn.cache.windows import reach_of
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -23,8 +25,13 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(cache: Cache) -> Snapshot:
-    copies = {name: fresh(cache.store[name]) for name in fixed_buffers(cache)}
+    copies = {name: fresh(cache.store[name]) for name in _copied(cache)}
     return Snapshot(fresh(cache.length), copies)
+
+
+def _copied(cache: Cache) -> list[str]:
+    """The buffers that a snapshot copies: all of a window, whose first rows may be dropped."""
+    return fixed_buffers(cache) if reach_of(cache) is None else [*cache.store]
 
 
 def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
@@ -36,7 +43,7 @@ def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
         {"length": tuple(length.shape), **{name: tuple(store[name].shape) for name in store}}
         for length, store in (
             (earlier.length, earlier.store),
-            (cache.length, {name: cache.store[name] for name in fixed_buffers(cache)}),
+            (cache.length, {name: cache.store[name] for name in _copied(cache)}),
         )
     ]
     if shapes[0] != shapes[1]:
@@ -46,11 +53,16 @@ def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
         )
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
-    new = cropped(cache, Integers(earlier.length, known), "restore", donate)
+    if reach_of(cache) is None:
+        new = cropped(cache, Integers(earlier.length, known), "restore", donate)
+    else:
+        new = cache._replace(length=fresh(earlier.length), store={})
     for name, kept in earlier.store.items():
         if donate and writes_in_place(kept):
             buffers[name][...] = kept
             new.store[name] = buffers[name]
         else:
             new.store[name] = fresh(kept)
+    if donate:
+        cache.store.clear()
     return new

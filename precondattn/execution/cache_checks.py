@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.arrays import HALF, Array, dtype_name, exact_device, library_of
 from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.windows import FIRST
 from precondattn.execution.masks import INTEGERS
 from precondattn.limits import KEPT
 
@@ -45,7 +46,7 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
             f"{owner}: this cache was donated by extend(..., donate=True) and can not be used again"
         )
     missing = sorted(keys - set(cache.store))
-    surplus = sorted(set(cache.store) - keys - {KEY_MASK})
+    surplus = sorted(set(cache.store) - keys - {KEY_MASK, FIRST})
     if missing or surplus:
         raise ValueError(
             f"{owner}: the cache is of another mechanism: it has the buffers "

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from precondattn.algebra.declaration import LETTERS, Pattern
 from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.windows import FIRST
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -190,4 +191,4 @@ def _dimension(mesh: DeviceMesh, i: int) -> str:
 def patterns_of_cache(mechanism: Mechanism) -> Patterns:
     """The patterns of the arrays of a cache."""
     slots = {name: pattern for name, (_, pattern) in mechanism.program.slots.items()}
-    return {"length": ROW, KEY_MASK: MASKS[KEY_MASK], **slots}
+    return {"length": ROW, FIRST: ROW, KEY_MASK: MASKS[KEY_MASK], **slots}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement
 from precondattn.cache import KEY_MASK, Cache, new_buffer
-from precondattn.cache.kinds import TOKENS, Kinds
+from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
+from precondattn.cache.windows import FIRST, rows_of
 from precondattn.execution.arguments import bind_shapes
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 
@@ -45,6 +46,11 @@ def empty_cache(
         )
     like, sizes = bind_shapes(mechanism, arrays, named)
     sizes["c"] = capacity or 0
+    reach = mechanism.program.reach
+    if reach is not None and sizes["c"] <= rows_of(reach):
+        reach = None  # All tokens fit.
+    if reach is not None:
+        sizes["c"] = rows_of(reach)
     store: Arrays = {}
     kinds: Kinds = {}
     for name, (slot, pattern) in mechanism.program.slots.items():
@@ -61,4 +67,7 @@ def empty_cache(
     if key_mask and has_tokens:
         store[KEY_MASK] = xp.zeros((sizes["b"], sizes["c"]), dtype=xp.bool, **placement(like))
         kinds[KEY_MASK] = {TOKENS: ()}
+    if reach is not None:
+        store[FIRST] = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
+        kinds[FIRST] = {str(Kind(WINDOW, window=reach + 1)): ()}
     return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store, kinds)

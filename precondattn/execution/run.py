@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import autocast, evaluation, packed
+from precondattn.execution import autocast, evaluation, packed, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension, new_token_count
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
@@ -131,6 +131,15 @@ def extend(
         from precondattn.execution import dtensor
 
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
+    if windows.is_window(cache):
+        plain = windows.ordinary(mechanism, cache, arrays, named)
+
+        def of_ordinary(plain: Cache) -> tuple[Array, Cache]:
+            return extend(
+                mechanism, plain, arrays, named, backend, lengths, key_mask, donate=donate
+            )
+
+        return windows.extended(mechanism, cache, plain, of_ordinary, donate=donate)
     ready = prepared(given, signature)
     bound = bind_extension(given, ready, **masks)
     bound = contained(mechanism, bound)
@@ -239,6 +248,8 @@ def explain(
         if verb == "vjp":
             check_has_states(mechanism)
         verb = "extend_vjp" if verb == "vjp" else "extend"
+        if windows.is_window(cache):
+            cache = windows.ordinary(mechanism, cache, arrays, named)
         masks = {"lengths": lengths, "key_mask": key_mask}
     given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     ready = prepared(given, None)

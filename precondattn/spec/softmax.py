@@ -92,6 +92,12 @@ class SoftmaxAttention(Leaf):
             sink=self.sink,
         )
 
+    @property
+    def reach(self) -> int | None:
+        # A bias has a column for each position, and a transported key depends on all tokens.
+        is_free = self.causal and self.metric is DOT and not self.bias
+        return self.window - 1 if is_free and self.window is not None else None
+
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
 

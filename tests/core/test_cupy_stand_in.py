@@ -219,7 +219,8 @@ def test_extending_in_three_blocks_equals_numpys(
 ) -> None:
     if library.name == "cupy_stand_in":
         # The library writes in place into CuPy's arrays, which it knows by their name.
-        monkeypatch.setattr("precondattn.cache.updates.writes_in_place", lambda array: True)
+        for module in ("cache.updates", "execution.windows"):
+            monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda array: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = library.all_on_device(inputs)

@@ -10,6 +10,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.cache.windows import FIRST
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Check, Measured, Trial
@@ -143,8 +144,11 @@ def _extended(trial: Trial, shards: _Shards) -> np.ndarray:
     """The output of a prefill, and of one more token after it, without collectives."""
     m, layout = trial.mechanism, trial.case.layout
     slots = {name: pattern for name, (_, pattern) in m.program.slots.items()}
+    slots[FIRST] = Pattern.read("b")
     cache = m.init_cache(**trial.inputs, capacity=layout.t)
-    cache = pa.Cache(shards.put(Pattern.read("b"), cache.length), shards.placed(slots, cache.store))
+    cache = cache._replace(
+        length=shards.put(Pattern.read("b"), cache.length), store=shards.placed(slots, cache.store)
+    )
 
     def extend(cache: pa.Cache, x: Mapping[str, Any]) -> Any:
         return m.extend(cache, **x, backend=trial.backend)

@@ -1,0 +1,59 @@
+"""Windows: the cache of a softmax that reads the last tokens only.
+
+With a window w a new token reads `reach` = w − 1 cached tokens. The buffers have a few rows more:
+
+    rows = reach + 2 spare,    spare = ⌈w / 8⌉.
+
+Row 0 is the token at position `first_token` (b,), so that the rows are in the order of time, and
+such a cache is an ordinary one of length − first tokens. When new tokens no longer fit, the last
+reach + spare tokens move to the front. Rows are then moved once in w / 8 tokens, and the last
+w / 8 tokens can always be cropped. In a ring, where every token overwrites the oldest one, no rows
+would move, but every backend would have to read rows in another order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn.arrays import Array, arange_like, in_order, namespace, take_tokens, zero_where_not
+from precondattn.cache.kinds import Kind, kinds_of
+
+if TYPE_CHECKING:
+    from precondattn.cache.cache import Cache
+
+FIRST = "first_token"
+"""The buffer (b,) with the position of the token in row 0; only in the cache of a window."""
+
+
+def spare_of(reach: int) -> int:
+    """How many of the last tokens can always be cropped."""
+    return -(-(reach + 1) // 8)
+
+
+def rows_of(reach: int) -> int:
+    """The number of rows of the buffers."""
+    return reach + 2 * spare_of(reach)
+
+
+def reach_of(cache: Cache) -> int | None:
+    """The number of cached tokens that a new token reads; None for a cache without a window."""
+    kind = kinds_of(cache).get(FIRST)
+    return None if kind is None else kind.window - 1
+
+
+def dropped(length: Array, reach: int) -> Array:
+    """How many of the first rows have to go (b,), where the buffers would hold `length` (b,)."""
+    kept = reach + spare_of(reach)
+    return namespace(length).where(length > rows_of(reach), length - kept, length * 0)
+
+
+def moved_to_front(buffer: Array, kind: Kind, length: Array, drop: Array, rows: int) -> Array:
+    """The `rows` rows from row `drop` (b,) on, and 0 after row `length` (b,) of the old buffer."""
+    xp = namespace(buffer)
+    source = arange_like(rows, length)[None, :] + drop[:, None]
+    taken = take_tokens(buffer, xp.clip(source, 0, buffer.shape[1] - 1))
+    is_held = source < length[:, None]
+    is_held = xp.reshape(is_held, (*is_held.shape, *(1,) * (buffer.ndim - 2)))
+    if str(buffer.dtype).endswith("bool"):
+        return taken & is_held
+    return kind.from_memory_order(in_order(kind.in_memory_order(zero_where_not(is_held, taken))))

@@ -1,0 +1,113 @@
+"""Extending the cache of a window: as an ordinary cache with room for the new tokens.
+
+    ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
+
+The backends see an ordinary cache. Where the lengths can be read and the tokens fit, its buffers
+are those of the cache itself; otherwise it is a copy with more rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import Array, cast, is_traced, namespace, writes_in_place
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.capacity import grown
+from precondattn.cache.integers import entries
+from precondattn.cache.kinds import TOKENS, Kind
+from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+def is_window(cache: Any) -> bool:
+    return isinstance(cache, Cache) and FIRST in cache.store
+
+
+def ordinary(
+    mechanism: Mechanism, cache: Cache, arrays: tuple[Array, ...], named: Mapping[str, Array]
+) -> Cache:
+    """An ordinary cache of the tokens held, with room for the new ones.
+
+    Raises
+    ------
+    ValueError
+        for the cache of a mechanism with another window, or without one.
+    """
+    length, first = cache.length, cache.store[FIRST]
+    # An invalid sequence has a negative length, and stays invalid.
+    local = namespace(length).where(length < 0, length, length - cast(first, length.dtype))
+    store = {name: buffer for name, buffer in cache.store.items() if name != FIRST}
+    kinds = _kinds(mechanism)
+    if not set(mechanism.program.slots) <= set(store) <= set(kinds):
+        return Cache(length, store)  # Of another mechanism, which the extension refuses.
+    reach = mechanism.program.reach
+    held = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
+    if reach is None or held != rows_of(reach):
+        window = "no window" if reach is None else f"a window of {reach + 1}"
+        raise ValueError(
+            f"{mechanism}: the cache is of another mechanism: it holds the last tokens only, in "
+            f"{held} rows, and this mechanism has {window}"
+        )
+    plain = Cache(
+        cast(local, length.dtype), store, {name: {str(kinds[name]): ()} for name in store}
+    )
+    new = _token_count(mechanism, arrays, named)
+    fits = not is_traced(local) and max(entries(local)) + new <= held
+    return plain if fits else grown(plain, held + new)
+
+
+def _kinds(mechanism: Mechanism) -> dict[str, Kind]:
+    """The kinds of the buffers that its cache may have."""
+    slots = {name: slot.kind for name, (slot, _) in mechanism.program.slots.items()}
+    return {**slots, KEY_MASK: Kind(TOKENS)}
+
+
+def _token_count(
+    mechanism: Mechanism, arrays: tuple[Array, ...], named: Mapping[str, Array]
+) -> int:
+    """The number of new tokens; 0 if the inputs have none, which the extension then refuses."""
+    given = {**dict(zip(mechanism.inputs, arrays, strict=False)), **named}
+    for name, pattern in mechanism.inputs.items():
+        shape = getattr(given.get(name), "shape", ())
+        if pattern.time_axis is not None and len(shape) == len(pattern.axes):
+            count: int = shape[pattern.time_axis]
+            return count
+    return 0
+
+
+def extended(
+    mechanism: Mechanism,
+    cache: Cache,
+    plain: Cache,
+    extend: Callable[[Cache], tuple[Array, Cache]],
+    *,
+    donate: bool,
+) -> tuple[Array, Cache]:
+    """`extend` of a cache of a window, by that of the ordinary cache for it."""
+    reach, kinds = mechanism.program.reach, _kinds(mechanism)
+    buffers, first = dict(cache.store), cache.store[FIRST]
+    out, new = extend(plain)
+    assert reach is not None  # `ordinary` has checked it.
+    rows = rows_of(reach)
+    store, length = dict(new.store), new.length
+    store[FIRST] = first
+    capacity = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
+    xp = namespace(length)
+    is_invalid = (length < 0) | (length > capacity)
+    position = cast(xp.where(is_invalid, -1, length + cast(first, length.dtype)), length.dtype)
+    if capacity > rows:
+        drop = dropped(length, reach)
+        for name, buffer in new.store.items():
+            store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
+        store[FIRST] = first + cast(drop, first.dtype)
+        if donate and writes_in_place(length):
+            for name, buffer in store.items():
+                buffers[name][...] = buffer
+            store = buffers
+    if donate:
+        cache.store.clear()
+    store = {name: store[name] for name in buffers}
+    return out, cache._replace(length=position, store=store)

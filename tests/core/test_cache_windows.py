@@ -1,0 +1,192 @@
+"""Caches of windows: they hold the last tokens only, and obey the laws of every cache."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn_conformance import libraries
+from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+
+LENGTH, WINDOW = 60, 9
+ROWS, SPARE = 12, 2
+"""8 tokens that a query reads besides its own, and ⌈9 / 8⌉ more, twice."""
+MECHANISMS = [
+    f"softmax[window={WINDOW}]",
+    f"laser(softmax[window={WINDOW}])",
+    f"softmax[window={WINDOW},forget=unscaled]",
+    f"qk_norm(softmax[window={WINDOW}])",
+]
+PLAIN = pa.parse(MECHANISMS[0])
+
+
+def inputs_of(m, library="numpy", dtype="float64", b=3):
+    lib = libraries.named(library)
+    x = make_inputs(m, Layout("test", b=b, t=LENGTH, s=LENGTH), "random")
+    return {name: lib.array(array, dtype) for name, array in x.items()}
+
+
+def extended(m, cache, x, ends, start=0, **options):
+    """The output of extensions that end at these tokens, and the last cache."""
+    outs = []
+    for stop in ends:
+        out, cache = m.extend(cache, **slice_tokens(m, x, start, stop), **options)
+        outs.append(np.asarray(out))
+        start = stop
+    return np.concatenate(outs, axis=1), cache
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    "ends", [range(1, LENGTH + 1), range(5, LENGTH + 1, 5), [3, 40, 41, LENGTH], [LENGTH]]
+)
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_any_split_equals_the_full_call_in_buffers_of_few_rows(expression, ends, donate):
+    m = pa.parse(expression)
+    x = inputs_of(m)
+    cache = m.init_cache(**x, capacity=1000)
+    before = {name: (buffer.shape, buffer.strides) for name, buffer in cache.store.items()}
+    out, cache = extended(m, cache, x, ends, donate=donate)
+    np.testing.assert_allclose(out, m(**x), rtol=1e-10, atol=1e-12)
+    assert cache.length.tolist() == [LENGTH] * 3
+    assert cache.store["k" if "qk" not in expression else "v"].shape[1] == ROWS
+    assert before == {n: (buffer.shape, buffer.strides) for n, buffer in cache.store.items()}
+
+
+def test_ragged_and_masked_sequences_equal_each_alone():
+    x = inputs_of(PLAIN)
+    mask = np.arange(LENGTH)[None] % 5 != np.asarray([[0], [1], [2]])
+    counts = [(7, 2, 0), (12, 1, 30), (1, 1, 1), (0, 20, 3)]
+    cache, done = PLAIN.init_cache(**x, capacity=1000, key_mask=True), np.zeros(3, dtype=int)
+    expected = PLAIN(**x, key_mask=mask)
+    for count in counts:
+        block = max(count)
+        new = {name: np.full((3, block, *a.shape[2:]), np.nan) for name, a in x.items()}
+        new_mask = np.ones((3, block), dtype=bool)
+        for i, n in enumerate(count):
+            for name in new:
+                new[name][i, :n] = x[name][i, done[i] : done[i] + n]
+            new_mask[i, :n] = mask[i, done[i] : done[i] + n]
+        out, cache = PLAIN.extend(cache, **new, key_mask=new_mask, lengths=list(count))
+        for i, n in enumerate(count):
+            wanted = expected[i, done[i] : done[i] + n]
+            np.testing.assert_allclose(out[i, :n], wanted, rtol=1e-10, atol=1e-12)
+        done += count
+    assert cache.length.tolist() == done.tolist()
+
+
+def test_a_window_is_cropped_within_the_tokens_that_it_holds():
+    x = inputs_of(PLAIN)
+    expected = PLAIN(**x)
+    _, cache = extended(PLAIN, PLAIN.init_cache(**x, capacity=1000), x, range(1, 41))
+    assert not cache.can_crop
+    first = cache.store["first_token"]
+    for back in range(SPARE):
+        cropped = cache.crop(40 - back).crop(40 - SPARE)
+        out, again = extended(PLAIN, cropped, x, [45, LENGTH], 40 - SPARE)
+        np.testing.assert_allclose(out, expected[:, 40 - SPARE :], rtol=1e-10, atol=1e-12)
+        assert again.length.tolist() == [LENGTH] * 3
+    lowest = int(first[0]) + WINDOW - 1
+    cache.crop(lowest)
+    with pytest.raises(ValueError, match=rf"lengths must be {lowest} or above.* snapshot\(\)"):
+        cache.crop(lowest - 1)
+
+
+@pytest.mark.parametrize("expression", MECHANISMS[:3])
+def test_a_window_goes_back_to_a_snapshot(expression):
+    m = pa.parse(expression)
+    x = inputs_of(m)
+    _, cache = extended(m, m.init_cache(**x, capacity=1000), x, [20, 21])
+    before = cache.snapshot()
+    for donate in (True, False):
+        _, cache = extended(m, cache, x, [30, 50], 21, donate=True)
+        cache = cache.restore(before, donate=donate)
+        assert cache.length.tolist() == [21] * 3
+    out, _ = extended(m, cache, x, [23, LENGTH], 21)
+    np.testing.assert_allclose(out, m(**x)[:, 21:], rtol=1e-10, atol=1e-12)
+
+
+def test_operations_on_a_window():
+    x = inputs_of(PLAIN)
+    _, cache = extended(PLAIN, PLAIN.init_cache(**x, capacity=1000), x, [30, 40])
+    assert cache.capacity is None
+    assert cache.grow(5000) is cache
+    order = [2, 0, 0]
+    cache = pa.Cache.from_state_dict(cache.state_dict()).reorder(order)
+    cache = pa.Cache.concatenate([cache.select([0]), cache.select(slice(1, None))])
+    new = {name: array[order] for name, array in x.items()}
+    out, _ = extended(PLAIN, cache, new, [LENGTH], 40)
+    np.testing.assert_allclose(out, PLAIN(**x)[order, 40:], rtol=1e-10, atol=1e-12)
+
+
+def test_other_mechanisms_keep_all_tokens_or_refuse_the_cache_of_a_window():
+    x = inputs_of(PLAIN)
+    for expression in (
+        f"lucid(softmax[window={WINDOW}])",
+        f"path[window={WINDOW}]",
+        f"softmax[window={WINDOW},bias=true]",
+        "query_weighted_query",
+    ):
+        m = pa.parse(expression)
+        assert m.program.reach is None, expression
+    cache = PLAIN.init_cache(**x, capacity=1000)
+    new = slice_tokens(PLAIN, x, 0, 2)
+    for other in (pa.Softmax(), pa.Softmax(window=WINDOW - 1), pa.Softmax(window=WINDOW + 1)):
+        with pytest.raises(ValueError, match="of another mechanism: it holds the last tokens only"):
+            other.extend(cache, **new)
+    with pytest.raises(ValueError, match="of another mechanism: it has the buffers"):
+        pa.Lucid().extend(cache, **new)
+    small = PLAIN.init_cache(**x, capacity=ROWS)
+    assert "first_token" not in small.store
+    with pytest.raises(ValueError, match=f"at most {ROWS} tokens"):
+        PLAIN.extend(small, **x)
+
+
+def test_a_window_under_jit():
+    jax = pytest.importorskip("jax")
+    x = inputs_of(PLAIN, "jax", "float32", b=2)
+    expected = PLAIN(**inputs_of(PLAIN, b=2))
+    step = jax.jit(PLAIN.extend, donate_argnums=0)
+    cache = PLAIN.init_cache(**x, capacity=1000)
+    out, cache = step(cache, **slice_tokens(PLAIN, x, 0, 20))
+    outs = [out]
+    for token in range(20, 26):
+        out, cache = step(cache, **slice_tokens(PLAIN, x, token, token + 1))
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[:, :26], rtol=1e-4, atol=1e-5)
+    cropped = jax.jit(lambda c, n: c.crop(n))(cache, jax.numpy.asarray([25, 3]))
+    assert cropped.length.tolist() == [25, -1]
+
+
+def test_a_window_is_differentiated():
+    torch = pytest.importorskip("torch")
+    x = inputs_of(PLAIN, "torch")
+    for array in x.values():
+        array.requires_grad_()
+    cache = PLAIN.init_cache(**x, capacity=1000)
+    outs = []
+    for start, stop in ((0, 20), (20, 30), (30, 31), (31, LENGTH)):
+        out, cache = PLAIN.extend(cache, **slice_tokens(PLAIN, x, start, stop))
+        outs.append(out)
+    extended_out, full = torch.cat(outs, dim=1), PLAIN(**x)
+    cotangent = torch.randn_like(full)
+    for mine, wanted in zip(
+        torch.autograd.grad(extended_out, list(x.values()), cotangent),
+        torch.autograd.grad(full, list(x.values()), cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_a_window_is_compiled_by_torch():
+    torch = pytest.importorskip("torch")
+    x = inputs_of(PLAIN, "torch", b=1)
+    _, cache = extended(PLAIN, PLAIN.init_cache(**x, capacity=1000), x, [20])
+    torch.compiler.reset()
+    step = torch.compile(PLAIN.extend, backend="eager", fullgraph=True)
+    for stop in (23, 24):
+        new = slice_tokens(PLAIN, x, 20, stop)
+        out, compiled = step(cache, **new)
+        expected_out, expected = PLAIN.extend(cache, **new)
+        torch.testing.assert_close(out, expected_out)
+        assert compiled.length.tolist() == expected.length.tolist() == [stop]
+        torch.testing.assert_close(compiled.reorder([0]).store, expected.store)
