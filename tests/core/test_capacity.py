@@ -79,8 +79,9 @@ def test_a_donated_step_computes_with_no_array_that_grows_with_the_capacity(expr
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("lengths", [None, (HELD, HELD - 5)], ids=["equal", "ragged"])
-@pytest.mark.parametrize("expression", MECHANISMS)
+@pytest.mark.parametrize("expression", [m for m in MECHANISMS if m != "softmax[window=3]"])
 def test_the_cache_does_not_depend_on_the_capacity(expression, lengths, donate):
+    """The cache of a softmax with a window, which is not here, has no capacity."""
     mechanism = pa.parse(expression)
     x, prompt, token = prompt_and_token(mechanism, np.asarray)
     found = []
