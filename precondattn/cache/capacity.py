@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, cast, fresh, namespace, placement
-from precondattn.cache.kinds import Kind, capacity_of, kinds_of
+from precondattn.cache.kinds import Kind, capacity_of, kinds_of, refuse_distributed
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def grow(cache: Cache, capacity: int) -> Cache:
     if not isinstance(capacity, int) or isinstance(capacity, bool):
         raise TypeError(f"grow: capacity must be a whole number; found {capacity!r}")
+    refuse_distributed(cache, "grow")
     now = capacity_of(cache)
     if now is None or capacity == now:
         return cache

@@ -23,7 +23,15 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache.integers import Integers, entries, integers
-from precondattn.cache.kinds import TOKENS, WINDOW, Kind, capacity_of, invalid_length, kinds_of
+from precondattn.cache.kinds import (
+    TOKENS,
+    WINDOW,
+    Kind,
+    capacity_of,
+    invalid_length,
+    kinds_of,
+    refuse_distributed,
+)
 from precondattn.cache.windows import FIRST, reach_of
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
     """
     xp = namespace(cache.length)
     kinds = kinds_of(cache)
+    refuse_distributed(cache, verb)
     if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):
         raise ValueError(
             f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "

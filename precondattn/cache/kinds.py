@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, is_compiling, is_distributed, namespace
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -96,6 +96,15 @@ def kinds_of(cache: Cache) -> dict[str, Kind]:
             f"and replace buffers by `cache._replace(store=...)`"
         )
     return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
+
+
+def refuse_distributed(cache: Cache, verb: str) -> None:
+    """Raise a TypeError for a cache of DTensors."""
+    if not is_compiling() and is_distributed((cache.length,), {}):
+        raise TypeError(
+            f"{verb}: a cache of DTensors has no such operation; make one of each device's part "
+            f"by `to_local()` and `cache._replace(...)`"
+        )
 
 
 def capacity_of(cache: Cache) -> int | None:

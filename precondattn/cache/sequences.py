@@ -17,7 +17,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.capacity import grow
 from precondattn.cache.integers import entries, integers
-from precondattn.cache.kinds import capacity_of, invalid_length, kinds_of
+from precondattn.cache.kinds import capacity_of, invalid_length, kinds_of, refuse_distributed
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
     """Sequence i of the result is sequence `indices[i]`; traced ones out of range are invalid."""
     kinds = kinds_of(cache)
+    refuse_distributed(cache, verb)
     xp = namespace(cache.length)
     b = cache.length.shape[0]
     index, known = integers(f"{verb}: indices", indices, cache.length)
