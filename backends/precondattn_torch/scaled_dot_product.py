@@ -268,9 +268,13 @@ def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _of_width(x: Tensor, width: int) -> Tensor:
-    """x with zeros appended to its rows. (`pad` would copy rows of that width.)"""
+    """x with zeros appended to its rows, each in one piece of memory, as the kernel reads them.
+
+    (`pad` would copy rows of that width, and keeps the strides of others.)
+    """
     missing = width - x.shape[3]
-    return functional.pad(x, (0, missing)) if missing else x
+    x = functional.pad(x, (0, missing)) if missing else x
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
