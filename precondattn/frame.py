@@ -192,7 +192,11 @@ class UnmaskedFrame(Frame):
     @property
     def q_position(self) -> Array:
         if self._q_position is None:
-            self._q_position = self.k_position[:, self.s - self.t :]
+            shared = self.s - self.t
+            if shared >= 0:
+                self._q_position = self.k_position[:, shared:]
+            else:
+                self._q_position = arange_like(self.t, self._like)[None, :] + shared
         return self._q_position
 
     @property

@@ -146,9 +146,12 @@ def test_a_backend_without_support_gives_the_reason(rescaled):
 def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
     from precondattn_conformance.bench import peers
 
-    right = peers.sdpa
-    monkeypatch.setattr(peers, "sdpa", lambda q, k, v: 1.01 * right(q, k, v))
-    made = [p._replace(make=lambda m, b: peers.Computation("sdpa", peers.SOFTMAX, peers.sdpa))
+    right = peers.sdpa()
+
+    def wrong(q, k, v):
+        return 1.01 * right(q, k, v)
+
+    made = [p._replace(make=lambda m, b: peers.Computation("sdpa", peers.SOFTMAX, wrong))
             if p.name == "sdpa" else p for p in PEERS]  # fmt: skip
     monkeypatch.setattr(peers, "PEERS", tuple(made))
     saved = tmp_path / "run.json"

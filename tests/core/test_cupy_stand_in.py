@@ -550,7 +550,8 @@ def test_blocked_output_and_gradients_equal_numpys(
 def test_blocked_extensions_equal_numpys(
     blocked: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precondattn.cache.updates.writes_in_place", lambda array: True)
+    for module in ("cache.updates", "execution.windows"):
+        monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda array: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = blocked.all_on_device(inputs)

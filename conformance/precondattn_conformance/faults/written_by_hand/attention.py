@@ -240,7 +240,9 @@ def _of_reads() -> list[Fault]:
             (FORWARD, STEP),
             "the mean of values clipped to ±2",
             inside(
-                LogMeanExp, "forward", lambda true: lambda self, a, v: true(self, a, v.clip(-2, 2))
+                LogMeanExp,
+                "forward",
+                lambda true: lambda self, a, total, v: true(self, a, total, v.clip(-2, 2)),
             ),
             subject="softmax",
         ),
@@ -271,7 +273,7 @@ def _laser_of_prior(self: Any, log_weights: Any, v: Any, o: Any, d_o: Any) -> An
     return d_scores, transpose(xp.exp(log_weights)) @ d_o
 
 
-def _laser_of_one_shift(self: Any, log_weights: Any, v: Any) -> Any:
+def _laser_of_one_shift(self: Any, log_weights: Any, log_total: Any, v: Any) -> Any:
     xp = namespace(v)
     shift = xp.max(v, axis=2, keepdims=True)
     mean = xp.exp(log_weights) @ xp.exp(v - shift)

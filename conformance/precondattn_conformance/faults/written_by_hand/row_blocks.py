@@ -199,14 +199,14 @@ def _of_reads() -> list[Fault]:
 
 
 def _logarithm_of_shifted_sum(true: Any) -> Any:
-    def exponentials(ops: Any, row_block: Any) -> Any:
-        row_block, total, _ = true(ops, row_block)
+    def exponentials(ops: Any, row_block: Any, sink: Any = None) -> Any:
+        row_block, total, _ = true(ops, row_block, sink)
         return row_block, total, namespace(total).log(total)
 
     return exponentials
 
 
-def _shifted_by_first(ops: Any, row_block: Any) -> Any:
+def _shifted_by_first(ops: Any, row_block: Any, sink: Any = None) -> Any:
     xp = namespace(row_block)
     shift = finite_or_zero(xp.max(row_block[..., :2], axis=-1, keepdims=True))
     row_block = ops.exp(ops.add(row_block, -shift))
