@@ -17,6 +17,7 @@ from precondattn.algebra.expression import parse
 from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot
 from precondattn.frame import Frame
+from precondattn_conformance.faults.replacing import REPLACING
 
 FORWARD, BACKWARD, STEP, STEP_BACKWARD = "forward", "backward", "step", "step_backward"
 STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
@@ -130,13 +131,14 @@ def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:
     """The method, run while `owner.name` (of a class or a module) is replaced by `change` of it."""
 
     def planted(truth: Truth, call: Call) -> Result:
-        original = vars(owner)[name]
-        plain = original.__func__ if isinstance(original, staticmethod) else original
-        changed = change(plain)
-        setattr(owner, name, staticmethod(changed) if plain is not original else changed)
-        try:
-            return truth(call)
-        finally:
-            setattr(owner, name, original)
+        with REPLACING:
+            original = vars(owner)[name]
+            plain = original.__func__ if isinstance(original, staticmethod) else original
+            changed = change(plain)
+            setattr(owner, name, staticmethod(changed) if plain is not original else changed)
+            try:
+                return truth(call)
+            finally:
+                setattr(owner, name, original)
 
     return planted

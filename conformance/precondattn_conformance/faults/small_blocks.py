@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from precondattn_conformance.faults.replacing import REPLACING
 from precondattn_portable import (
     chunkwise,
     extension,
@@ -30,12 +31,13 @@ SMALL = (
 @contextmanager
 def small_blocks() -> Iterator[None]:
     """The blocked algorithms use blocks of a few tokens in this context."""
-    known = [(module, {name: getattr(module, name) for name in sizes}) for module, sizes in SMALL]
-    _set(SMALL)
-    try:
-        yield
-    finally:
-        _set(known)
+    with REPLACING:
+        known = [(module, {n: getattr(module, n) for n in sizes}) for module, sizes in SMALL]
+        _set(SMALL)
+        try:
+            yield
+        finally:
+            _set(known)
 
 
 def _set(sizes: Any) -> None:
