@@ -6,6 +6,9 @@ and nothing is measured in seconds.
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

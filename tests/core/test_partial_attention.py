@@ -4,6 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 import precondattn as pa
