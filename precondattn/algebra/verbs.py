@@ -86,7 +86,12 @@ class Verbs:
         TypeError, ValueError
             for bad input, naming it, before anything is computed.
         """
-        masks = (segment_ids, cu_seqlens, lengths, key_mask)
+        masks = {
+            "segment_ids": segment_ids,
+            "cu_seqlens": cu_seqlens,
+            "lengths": lengths,
+            "key_mask": key_mask,
+        }
         if is_compiling():
             from precondattn.execution.torch_compile import captured_call
 
@@ -95,7 +100,7 @@ class Verbs:
             return captured_call(self._name, backend, names, tensors, masks)
         from precondattn.execution import run
 
-        return run.call(self._mechanism, arrays, named, backend, *masks)
+        return run.call(self._mechanism, arrays, named, backend, masks)
 
     def vjp(
         self,
@@ -122,8 +127,13 @@ class Verbs:
         """
         from precondattn.execution import run
 
-        masks = (segment_ids, cu_seqlens, lengths, key_mask)
-        return run.vjp(self._mechanism, arrays, named, backend, *masks)
+        masks = {
+            "segment_ids": segment_ids,
+            "cu_seqlens": cu_seqlens,
+            "lengths": lengths,
+            "key_mask": key_mask,
+        }
+        return run.vjp(self._mechanism, arrays, named, backend, masks)
 
     def init_cache(
         self,
@@ -177,7 +187,7 @@ class Verbs:
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
-        masks = (lengths, key_mask)
+        masks = {"lengths": lengths, "key_mask": key_mask}
         if is_compiling():
             # A graph does not write in place; the compiler reuses memory that is free.
             from precondattn.execution.torch_compile import captured_extend
@@ -200,7 +210,7 @@ class Verbs:
         from precondattn.execution import run
 
         mechanism = self._mechanism
-        return run.extend(mechanism, cache, arrays, named, backend, *masks, donate=donate)
+        return run.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
 
     def extend_vjp(
         self,
@@ -232,7 +242,8 @@ class Verbs:
         """
         from precondattn.execution import run
 
-        return run.extend_vjp(self._mechanism, cache, arrays, named, backend, lengths, key_mask)
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        return run.extend_vjp(self._mechanism, cache, arrays, named, backend, masks)
 
     def explain(
         self,
@@ -257,8 +268,13 @@ class Verbs:
         """
         from precondattn.execution import run
 
-        masks = (segment_ids, cu_seqlens, lengths, key_mask)
-        return run.explain(self._mechanism, verb, cache, arrays, named, backend, *masks)
+        masks = {
+            "segment_ids": segment_ids,
+            "cu_seqlens": cu_seqlens,
+            "lengths": lengths,
+            "key_mask": key_mask,
+        }
+        return run.explain(self._mechanism, verb, cache, arrays, named, backend, masks)
 
     @property
     def _mechanism(self) -> Mechanism:

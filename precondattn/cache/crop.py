@@ -80,7 +80,8 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
             f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "
             f"torch.no_grad(), or without donate"
         )
-    capacity, invalid = capacity_of(cache), invalid_length(cache)
+    capacity = capacity_of(cache)
+    invalid = invalid_length(capacity)
     first, reach = cache.store.get(FIRST), reach_of(cache) or 0
     removed, length, row = None, new.array, new.array
     if is_traced(cache.length) or new.known is None:

@@ -38,7 +38,7 @@ def integers(name: str, given: Any, like: Array, count: int | None = None) -> In
     known: list[int] | None
     if isinstance(given, list | tuple | range):
         try:
-            known = [_whole_number(n) for n in given]
+            known = [whole_number(n) for n in given]
         except TypeError:
             raise TypeError(f"{name} must be whole numbers; found {given!r}") from None
         array = xp.asarray(known, dtype=xp.int32, **placement(like))
@@ -60,7 +60,8 @@ def entries(array: Array) -> list[int]:
     return [int(array[i]) for i in range(array.shape[0])]
 
 
-def _whole_number(value: Any) -> int:
+def whole_number(value: Any) -> int:
+    """An integer of any type; a boolean is none, nor is 1.0."""
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)

@@ -118,7 +118,6 @@ def capacity_of(cache: Cache) -> int | None:
     return None
 
 
-def invalid_length(cache: Cache) -> int:
-    """A length at which the outputs of a sequence are NaN."""
-    capacity = capacity_of(cache)
-    return -1 if capacity is None else capacity + 1
+def invalid_length(capacity: int | None) -> int:
+    """A length at which the outputs of a sequence are NaN; it stays invalid as it grows."""
+    return capacity + 1 if capacity else -1

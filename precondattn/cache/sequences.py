@@ -41,7 +41,9 @@ def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
     index = as_index(index)
     length = xp.take(cache.length, index, axis=0)
     if known is None:
-        length = cast(xp.where(valid, length, invalid_length(cache)), cache.length.dtype)
+        length = cast(
+            xp.where(valid, length, invalid_length(capacity_of(cache))), cache.length.dtype
+        )
     store = {}
     for name, buffer in cache.store.items():
         kind = kinds[name]

@@ -21,6 +21,7 @@ from precondattn.arrays import (
     namespace,
 )
 from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.kinds import invalid_length
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.autocast import cast_inputs
 from precondattn.execution.cache_checks import keeps_tokens
@@ -234,6 +235,4 @@ def new_token_count(bound: BoundCall, cache: Cache) -> Array:
         count = xp.full_like(cache.length, bound.sizes["t"])
     if bound.invalid is None:
         return count
-    capacity = bound.sizes["c"]
-    invalid_length = capacity + 1 if capacity else -1
-    return xp.where(bound.invalid, invalid_length - cache.length, count)
+    return xp.where(bound.invalid, invalid_length(bound.sizes["c"]) - cache.length, count)

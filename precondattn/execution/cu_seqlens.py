@@ -27,7 +27,8 @@ from precondattn.arrays import (
     namespace,
     on_device_of,
 )
-from precondattn.execution.masks import ValueChecks, whole_number
+from precondattn.cache.integers import whole_number
+from precondattn.execution.masks import ValueChecks
 
 NAME = "cu_seqlens"
 

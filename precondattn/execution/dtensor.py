@@ -37,15 +37,13 @@ from precondattn.execution.input_names import (
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
-NO_SEGMENTS = {"segment_ids": None, "cu_seqlens": None}
-
 
 def call(
     mechanism: Mechanism, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
 ) -> DTensor:
     """`run.call`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
-    out = run.call(mechanism, (), sharding.parts(inputs), backend, **given)
+    out = run.call(mechanism, (), sharding.parts(inputs), backend, given)
     return _whole(mechanism, sharding, out)
 
 
@@ -54,7 +52,7 @@ def vjp(
 ) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
     """`run.vjp`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
-    out, pull = run.vjp(mechanism, (), sharding.parts(inputs), backend, **given)
+    out, pull = run.vjp(mechanism, (), sharding.parts(inputs), backend, given)
     whole = _whole(mechanism, sharding, out)
 
     def pullback(cotangent: DTensor) -> dict[str, DTensor]:
@@ -78,7 +76,7 @@ def explain(
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, options, cache)
     part = None if cache is None else _part_of_cache(sharding, cache)
     parts = sharding.parts(inputs)
-    return run.explain(mechanism, verb, part, (), parts, backend, **{**NO_SEGMENTS, **given})
+    return run.explain(mechanism, verb, part, (), parts, backend, given)
 
 
 def init_cache(
@@ -103,7 +101,7 @@ def extend(
     """`run.extend`."""
     part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
     parts = sharding.parts(inputs)
-    out, extended = run.extend(mechanism, part, (), parts, backend, **given, donate=donate)
+    out, extended = run.extend(mechanism, part, (), parts, backend, given, donate=donate)
     if donate:
         cache.store.clear()
     return _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
@@ -120,7 +118,7 @@ def extend_vjp(
     """`run.extend_vjp`."""
     part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
     parts = sharding.parts(inputs)
-    out, extended, pull = run.extend_vjp(mechanism, part, (), parts, backend, **given)
+    out, extended, pull = run.extend_vjp(mechanism, part, (), parts, backend, given)
     whole, whole_cache = _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
     buffers = dict(cache.store)
 

@@ -7,7 +7,6 @@ invalid, and their output is NaN, so that it can not be mistaken for a result.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from precondattn.arrays import (
     placement,
     zero_where_not,
 )
+from precondattn.cache.integers import whole_number
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -78,12 +78,6 @@ def check_lengths(
     # Compared before the cast, which would wrap numbers beyond int32.
     checks.require((lengths >= 0) & (lengths <= longest), within)
     return cast(lengths, xp.int32)
-
-
-def whole_number(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
 
 
 def check_mask(

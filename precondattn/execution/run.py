@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,33 +26,26 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
     from precondattn.algebra.verbs import BackendNames, ExtendPullback
 
+Masks = Mapping[str, Any]
+"""The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
+
 
 def call(
     mechanism: Mechanism,
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
-    segment_ids: Array | None,
-    cu_seqlens: Any,
-    lengths: Any,
-    key_mask: Array | None,
+    masks: Masks,
 ) -> Array:
     """A full call."""
-    masks = {
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "lengths": lengths,
-        "key_mask": key_mask,
-    }
     given = GivenCall("forward", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
-    if signature is None and is_distributed(arrays, named, *masks.values()):
+    if signature is None and _is_distributed(given):
         from precondattn.execution import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    ready = prepared(given, signature)
-    bound = contained(mechanism, bind(given, ready, **masks))
-    refuse_parts(mechanism, ready.plan, bound)
+    bound = contained(mechanism, _bound(given, signature))
+    refuse_parts(mechanism, bound.prepared.plan, bound)
     divided = packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -71,31 +64,21 @@ def vjp(
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
-    segment_ids: Array | None,
-    cu_seqlens: Any,
-    lengths: Any,
-    key_mask: Array | None,
+    masks: Masks,
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """A full call and its pullback."""
     refuse_parts(mechanism)
-    masks = {
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "lengths": lengths,
-        "key_mask": key_mask,
-    }
     given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
-    if signature is None and is_distributed(arrays, named, *masks.values()):
+    if signature is None and _is_distributed(given):
         from precondattn.execution import dtensor
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
-    ready = prepared(given, signature)
-    bound = contained(mechanism, bind(given, ready, **masks))
+    bound = contained(mechanism, _bound(given, signature))
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
-            out, pull = evaluation.vjp(ready.plan, bound)
+            out, pull = evaluation.vjp(bound.prepared.plan, bound)
         else:
             out, pull = packed.vjp(divided, lambda part: evaluation.vjp(part.prepared.plan, part))
 
@@ -116,18 +99,16 @@ def extend(
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
-    lengths: Any,
-    key_mask: Array | None,
+    masks: Masks,
     *,
     donate: bool,
 ) -> tuple[Array, Cache]:
     """An extension of a cache."""
     refuse_parts(mechanism)
     _refuse_segments(mechanism, named)
-    masks = {"lengths": lengths, "key_mask": key_mask}
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
-    if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
+    if signature is None and _is_distributed(given):
         from precondattn.execution import dtensor
 
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
@@ -135,14 +116,11 @@ def extend(
         plain = windows.ordinary(mechanism, cache, arrays, named)
 
         def of_ordinary(plain: Cache) -> tuple[Array, Cache]:
-            return extend(
-                mechanism, plain, arrays, named, backend, lengths, key_mask, donate=donate
-            )
+            return extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
 
         return windows.extended(mechanism, cache, plain, of_ordinary, donate=donate)
-    ready = prepared(given, signature)
-    bound = bind_extension(given, ready, **masks)
-    bound = contained(mechanism, bound)
+    bound = contained(mechanism, _bound(given, signature))
+    ready = bound.prepared
     if donate and ready.library == "torch" and ready.request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
@@ -164,8 +142,7 @@ def extend_vjp(
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
-    lengths: Any,
-    key_mask: Array | None,
+    masks: Masks,
 ) -> tuple[Array, Cache, ExtendPullback]:
     """An extension of a cache of states, and its pullback."""
     refuse_parts(mechanism)
@@ -175,19 +152,16 @@ def extend_vjp(
             f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
         )
     check_has_states(mechanism)
-    masks = {"lengths": lengths, "key_mask": key_mask}
     given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
-    if signature is None and is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
+    if signature is None and _is_distributed(given):
         from precondattn.execution import dtensor
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
-    ready = prepared(given, signature)
-    bound = bind_extension(given, ready, **masks)
-    bound = contained(mechanism, bound)
+    bound = contained(mechanism, _bound(given, signature))
     count = new_token_count(bound, cache)
     with autocast.off(cache.length):
-        out, extended, pull = evaluation.extend_vjp(ready.plan, bound, cache, count)
+        out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
     new_store, spoiled = dict(extended.store), bound.spoiled
 
     def pullback(
@@ -220,10 +194,7 @@ def explain(
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
-    segment_ids: Array | None,
-    cu_seqlens: Any,
-    lengths: Any,
-    key_mask: Array | None,
+    masks: Masks,
 ) -> Explanation:
     """The plan of a call, from the same code that makes the plan when the call runs."""
     if verb not in ("forward", "vjp"):
@@ -231,16 +202,11 @@ def explain(
             f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, pass the cache); "
             f"found {verb!r}"
         )
-    masks = {
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "lengths": lengths,
-        "key_mask": key_mask,
-    }
     for name in ("segment_ids", "cu_seqlens"):
-        if cache is not None and masks[name] is not None:
+        if cache is not None and masks.get(name) is not None:
             raise ValueError(f"{mechanism}: a cache is for extend, which has no {name}")
-    if is_distributed(arrays, named, *_arrays_of(cache), *masks.values()):
+    given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
+    if _is_distributed(given):
         from precondattn.execution import dtensor
 
         return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
@@ -250,10 +216,10 @@ def explain(
         verb = "extend_vjp" if verb == "vjp" else "extend"
         if windows.is_window(cache):
             cache = windows.ordinary(mechanism, cache, arrays, named)
-        masks = {"lengths": lengths, "key_mask": key_mask}
-    given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
-    ready = prepared(given, None)
-    bound = bind(given, ready, **masks) if cache is None else bind_extension(given, ready, **masks)
+        masks = {name: masks[name] for name in ("lengths", "key_mask")}
+        given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
+    bound = _bound(given, None)
+    ready = bound.prepared
     divided = packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared
@@ -262,8 +228,16 @@ def explain(
     return explanation if divided is None else replace(explanation, batches=divided.sizes)
 
 
-def _arrays_of(cache: Any) -> tuple[Array, ...]:
-    return (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
+def _bound(given: GivenCall, signature: Hashable | None) -> BoundCall:
+    """The call with its arguments checked."""
+    bind_arguments = bind if given.cache is None else bind_extension
+    return bind_arguments(given, prepared(given, signature), **given.masks)
+
+
+def _is_distributed(given: GivenCall) -> bool:
+    cache = given.cache
+    buffers = (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
+    return is_distributed(given.arrays, given.named, *buffers, *given.masks.values())
 
 
 def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:

@@ -84,7 +84,7 @@ def captured_call(
 ) -> Tensor:
     """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
     out: Tensor = run.call(
-        piece_named(mechanism), (), dict(zip(names, tensors, strict=True)), backend, *masks
+        piece_named(mechanism), (), dict(zip(names, tensors, strict=True)), backend, masks
     )
     return out
 
@@ -107,7 +107,7 @@ def captured_extend(
         (),
         dict(zip(names, tensors, strict=True)),
         backend,
-        *masks,
+        masks,
         donate=False,
     )
     return (out, cache.length, *(cache.store[key] for key in keys))
