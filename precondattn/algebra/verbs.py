@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from precondattn.arrays import Array, is_compiling
 from precondattn.cache import Cache
+from precondattn.cache.kinds import holding
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -206,7 +207,7 @@ class Verbs:
             )
             if donate:
                 cache.store.clear()
-            return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
+            return out, holding(cache, length, dict(zip(keys, buffers, strict=True)))
         from precondattn.execution import run
 
         mechanism = self._mechanism

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, cast, fresh, namespace, placement
-from precondattn.cache.kinds import Kind, capacity_of, kinds_of, refuse_distributed
+from precondattn.cache.kinds import Kind, capacity_of, holding, kinds_of, refuse_distributed
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -27,7 +27,7 @@ def grow(cache: Cache, capacity: int) -> Cache:
     # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
     is_within = cache.length <= now
     length = namespace(cache.length).where(is_within, cache.length, capacity + 1)
-    return larger._replace(length=cast(length, cache.length.dtype))
+    return holding(larger, cast(length, cache.length.dtype), larger.store)
 
 
 def grown(cache: Cache, capacity: int) -> Cache:
@@ -37,7 +37,7 @@ def grown(cache: Cache, capacity: int) -> Cache:
         name: _padded(buffer, kinds[name], capacity) if kinds[name].has_tokens else fresh(buffer)
         for name, buffer in cache.store.items()
     }
-    return cache._replace(store=store)
+    return holding(cache, cache.length, store)
 
 
 def _padded(buffer: Array, kind: Kind, capacity: int) -> Array:

@@ -19,7 +19,7 @@ from precondattn.arrays import (
     library_of,
     namespace,
 )
-from precondattn.cache.kinds import kinds_of
+from precondattn.cache.kinds import holding, kinds_of
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -35,7 +35,7 @@ def to(cache: Cache, device: Any, dtype: Any) -> Cache:
         new = buffer if dtype is None else _in_dtype(dtype, buffer, kinds[name].is_wide)
         new = new if device is None else _on(device, new)
         store[name] = fresh(new) if new is buffer else new
-    return cache._replace(length=length, store=store)
+    return holding(cache, length, store)
 
 
 def _in_dtype(dtype: Any, buffer: Array, is_wide: bool) -> Array:

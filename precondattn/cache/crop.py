@@ -28,6 +28,7 @@ from precondattn.cache.kinds import (
     WINDOW,
     Kind,
     capacity_of,
+    holding,
     invalid_length,
     kinds_of,
     refuse_distributed,
@@ -51,7 +52,7 @@ def crop(cache: Cache, lengths: Any, *, donate: bool) -> Cache:
             f"rows depend on all tokens; take a snapshot() before the tokens, and restore() it"
         )
     b = cache.length.shape[0]
-    if not isinstance(lengths, list | tuple) and not hasattr(lengths, "shape"):
+    if not isinstance(lengths, (list, tuple)) and not hasattr(lengths, "shape"):
         lengths = [_length(lengths)] * b
     return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
 
@@ -108,7 +109,7 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
     }
     if donate:
         cache.store.clear()
-    return cache._replace(length=length, store=store)
+    return holding(cache, length, store)
 
 
 def _check_known(

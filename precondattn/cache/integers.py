@@ -36,7 +36,7 @@ def integers(name: str, given: Any, like: Array, count: int | None = None) -> In
     """
     xp = namespace(like)
     known: list[int] | None
-    if isinstance(given, list | tuple | range):
+    if isinstance(given, (list, tuple, range)):
         try:
             known = [whole_number(n) for n in given]
         except TypeError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, is_compiling, is_distributed, namespace
+from precondattn.arrays import Array, Arrays, is_compiling, is_distributed, namespace
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -96,6 +96,11 @@ def kinds_of(cache: Cache) -> dict[str, Kind]:
             f"and replace buffers by `cache._replace(store=...)`"
         )
     return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
+
+
+def holding(cache: Cache, length: Array, store: Arrays) -> Cache:
+    """The cache with other contents. PyTorch's compiler loses those of `_replace` up to 2.11."""
+    return type(cache)(length, store, cache.kinds)
 
 
 def refuse_distributed(cache: Cache, verb: str) -> None:

@@ -17,7 +17,13 @@ from precondattn.arrays import (
 )
 from precondattn.cache.capacity import grow
 from precondattn.cache.integers import entries, integers
-from precondattn.cache.kinds import capacity_of, invalid_length, kinds_of, refuse_distributed
+from precondattn.cache.kinds import (
+    capacity_of,
+    holding,
+    invalid_length,
+    kinds_of,
+    refuse_distributed,
+)
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -37,7 +43,7 @@ def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
         raise ValueError(f"{verb}: indices must lie between 0 and {b - 1}; found {outside[0]}")
     if known is None:
         valid = (index >= 0) & (index < b)
-        index = xp.clip(index, 0, b - 1)
+        index = xp.where(valid, index, 0)
     index = as_index(index)
     length = xp.take(cache.length, index, axis=0)
     if known is None:
@@ -49,7 +55,7 @@ def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
         kind = kinds[name]
         taken = xp.take(kind.in_memory_order(buffer), index, axis=0)
         store[name] = kind.from_memory_order(taken)
-    return cache._replace(length=length, store=store)
+    return holding(cache, length, store)
 
 
 def select(cache: Cache, rows: Any) -> Cache:
@@ -57,8 +63,9 @@ def select(cache: Cache, rows: Any) -> Cache:
     b = cache.length.shape[0]
     if isinstance(rows, slice):
         rows = list(range(b)[rows])
-    elif isinstance(rows, list | tuple) and rows and all(isinstance(r, bool) for r in rows):
-        rows = _marked(rows, b)
+    elif isinstance(rows, (list, tuple)):
+        if rows and all(isinstance(r, bool) for r in rows):
+            rows = _marked(rows, b)
     elif library_of(rows) is not None and dtype_name(rows) == "bool":
         if is_traced(rows):
             raise TypeError(
@@ -94,7 +101,7 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     for name, kind in kinds.items():
         joined = xp.concat([kind.in_memory_order(cache.store[name]) for cache in caches], axis=0)
         store[name] = kind.from_memory_order(joined)
-    return first._replace(length=xp.concat([c.length for c in caches], axis=0), store=store)
+    return holding(first, xp.concat([c.length for c in caches], axis=0), store)
 
 
 def _check_same(first: Cache, other: Cache, number: int) -> None:

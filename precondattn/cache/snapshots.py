@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
+from precondattn.cache.kinds import holding
 from precondattn.cache.windows import reach_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
     if reach_of(cache) is None:
         new = cropped(cache, Integers(earlier.length, known), "restore", donate)
     else:
-        new = cache._replace(length=fresh(earlier.length), store={})
+        new = holding(cache, fresh(earlier.length), {})
     for name, kept in earlier.store.items():
         if donate and writes_in_place(kept):
             buffers[name][...] = kept
