@@ -15,10 +15,15 @@ from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn_jax.attention_step import attention_step
 from precondattn_jax.definition import few_tokens_at_a_time, step_as_defined
+from precondattn_jax.grouped_attention import GroupedAttention, has_groups
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_jax.transported_step import transported_step
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
+
+
+def _full_call(leaf: Any, x: Mapping[str, Array], frame: Frame) -> TiledAttention:
+    return (GroupedAttention if has_groups(leaf, frame) else TiledAttention)(leaf, x, frame)
 
 
 class Attention(Algorithm):
@@ -27,7 +32,7 @@ class Attention(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        out, log_total = TiledAttention(leaf, x, frame).forward()
+        out, log_total = _full_call(leaf, x, frame).forward()
         return out, (log_total,)
 
     def backward(
@@ -40,7 +45,7 @@ class Attention(Algorithm):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        return TiledAttention(leaf, x, frame).backward(out, residuals[0], cotangent)
+        return _full_call(leaf, x, frame).backward(out, residuals[0], cotangent)
 
     def step(
         self,

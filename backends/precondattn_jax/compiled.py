@@ -32,6 +32,7 @@ def _sizes() -> tuple[int, ...]:
         layout.FEWEST,
         layout.REFLECTIONS,
         layout.TILE,
+        layout.GROUPED,
         triangular_inverse.LEAF,
         chunkwise.CHUNK,
         chunkwise.GROUP,

@@ -24,6 +24,10 @@ TILE = 2**20
 """Approximate number of elements in the tiles of all heads: 4 MiB in float32."""
 
 
+GROUPED = 2**17
+"""The same for a group of blocks of packed sequences, whose tiles then stay in a CPU's cache."""
+
+
 def block_size(tokens: int, heads: int, most: int | None = None, *, packed: bool = False) -> int:
     """Tokens of a block, such that blocks have about equal lengths."""
     is_large = heads * BLOCK * BLOCK <= TILE and not packed

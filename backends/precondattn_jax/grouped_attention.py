@@ -1,0 +1,220 @@
+"""Softmax attention on packed sequences: several blocks of queries at once.
+
+A block of queries in a short segment has one or two tiles, which are too few for a loop of its own.
+So G neighbouring blocks a … a + G − 1 form a group, and its tiles with the keys at one distance,
+
+    S = (S_{a, a+o}, S_{a+1, a+1+o}, …, S_{a+G−1, a+G−1+o}),
+
+are one product, of G times as many sequences. These keys are G neighbouring blocks too. The group's
+loop over the distances o ends where none of its blocks attends to more keys; what a block does not
+attend to is masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.frame import Frame
+from precondattn.spec.metric import DOT
+from precondattn.spec.soft_cap import capped, slope
+from precondattn_jax import layout
+from precondattn_jax.arithmetic import (
+    product,
+    product_with_transposed,
+    transposed_product,
+    zeros,
+)
+from precondattn_jax.dot_scores import Sums
+from precondattn_jax.read_mean import Rows
+from precondattn_jax.tiled_attention import Reads, TiledAttention
+
+
+def has_groups(leaf: Any, frame: Frame) -> bool:
+    """Whether a call is one of packed sequences with scores that depend on q and k alone."""
+    depends_on_more = leaf.metric != DOT or leaf.forget != "none" or leaf.bias
+    return frame.k_segment is not None and not depends_on_more
+
+
+class Group(NamedTuple):
+    """What belongs to a group of blocks, or, with one more axis in front, to each group."""
+
+    first: Array
+    """a, the first of its blocks"""
+    behind: Array
+    """The largest number of blocks before its own that one of them attends to."""
+    ahead: Array
+    """The same after its own."""
+    run: Array
+    """The segment (G b, C) of each query, by its number in the sequence."""
+    q: Array
+    """(G b, n, r C, d)"""
+
+
+class GroupedAttention(TiledAttention):
+    """A packed call of `Softmax`."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        super().__init__(leaf, x, frame)
+        blocks = self.blocks
+        tile = self.b * self.n * self.r * blocks.size**2
+        self.groups = -(-blocks.count // max(1, layout.GROUPED // tile))
+        """Number of groups."""
+        self.size = -(-blocks.count // self.groups)
+        """G"""
+        self.front = self.size - 1 - min(blocks.first, 0)
+        self.back = self.groups * self.size - blocks.count + self.size - 1
+        self.cap = leaf.softcap
+        self.k = self._keys(self.scores.k)
+        self.run = self._runs()
+        self.each = self._groups()
+
+    # ------------------------------------------------------------------------------- layout
+
+    def _rows(self, stack: Array, value: float = 0) -> Array:
+        """(blocks, b, …) as (groups, G b, …)."""
+        whole = layout.padded(stack, 0, self.groups * self.size - stack.shape[0], 0, value)
+        return jnp.reshape(whole, (self.groups, self.size * stack.shape[1], *stack.shape[2:]))
+
+    def _keys(self, x: Array) -> Array:
+        """(b, n, s, c) as blocks (blocks, b, n, C, c), with further ones before and after."""
+        b, n, _, c = x.shape
+        each = jnp.reshape(x, (b, n, self.blocks.keys, self.blocks.size, c))
+        return layout.padded(jnp.moveaxis(each, 2, 0), self.front, self.back, 0)
+
+    def _tokens(self, stack: Array) -> Array:
+        """Blocks of keys as (b, n, s, c)."""
+        own = jnp.moveaxis(stack[self.front : self.front + self.blocks.keys], 0, 2)
+        return jnp.reshape(own, (*own.shape[:2], -1, own.shape[4]))
+
+    def _at(self, stack: Array, j: Array) -> Array:
+        """Blocks j … j + G − 1 as (G b, …)."""
+        part = lax.dynamic_slice_in_dim(stack, j + self.front, self.size)
+        return jnp.reshape(part, (-1, *part.shape[2:]))
+
+    def _added(self, stack: Array, j: Array, part: Array) -> Array:
+        total = self._at(stack, j) + part
+        total = jnp.reshape(total, (self.size, *stack.shape[1:]))
+        return lax.dynamic_update_slice_in_dim(stack, total, j + self.front, 0)
+
+    def _runs(self) -> Array:
+        """The segment of each key by its number, as blocks (blocks, b, C); −1: a masked key."""
+        segment = self.frame.k_segment
+        number = self._numbers(segment)
+        if self.frame.k_valid is not None:
+            number = jnp.where(self.frame.k_valid, number, -1)
+        each = self.blocks.of_keys(number, axis=1, value=-1)
+        each = jnp.reshape(each, (self.b, self.blocks.keys, self.blocks.size))
+        return layout.padded(jnp.moveaxis(each, 1, 0), self.front, self.back, 0, -1)
+
+    @staticmethod
+    def _numbers(segment: Array) -> Array:
+        is_new = segment[:, 1:] != segment[:, :-1]
+        return jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
+
+    def _groups(self) -> Group:
+        """All groups."""
+        blocks, mask = self.blocks, self.mask
+        run = self._numbers(self.frame.k_segment)[:, blocks.s - blocks.t :]
+        run = blocks.of_queries(run, axis=1, value=-2)
+        run = jnp.moveaxis(jnp.reshape(run, (self.b, blocks.count, blocks.size)), 1, 0)
+
+        def most(distance: Array) -> Array:
+            each = layout.padded(distance, 0, self.groups * self.size - blocks.count, 0)
+            return jnp.max(jnp.reshape(each, (self.groups, self.size)), axis=1)
+
+        a = blocks.rows
+        return Group(
+            blocks.first + jnp.arange(self.groups) * self.size,
+            most(a - mask.first(a)),
+            most(mask.stop(a) - 1 - a),
+            self._rows(run, -2),
+            self._rows(self.scores.q),
+        )
+
+    # -------------------------------------------------------------------------------- tiles
+
+    def _tile(self, group: Group, o: Array | int, k: Array) -> Array:
+        """S at distance o, −∞ at masked pairs (G b, n, r C, C)."""
+        tile = product_with_transposed(group.q, k)
+        if self.cap is not None:
+            tile = capped(tile, self.cap)
+        size = self.blocks.size
+        visible = group.run[:, :, None] == self._at(self.run, group.first + o)[:, None, :]
+        token = jnp.arange(size)
+        distance = token[:, None] - token[None, :] - o * size
+        if self.leaf.causal and isinstance(o, int):  # Those that a loop counts are before 0.
+            visible &= distance >= 0
+        if self.leaf.window is not None:
+            visible &= jnp.abs(distance) < self.leaf.window
+        pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
+        return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
+
+    # ------------------------------------------------------------------------------ forward
+
+    def outputs(self, read: Reads, v: Array, before: Any = None) -> tuple[Array, Array]:
+        assert before is None, "packed calls have no keys outside of the call"
+        v = self._keys(v)
+
+        def of_group(group: Group) -> tuple[Array, Array]:
+            def add(state: Any, o: Array | int) -> Any:
+                j = group.first + o
+                tile = self._tile(group, o, self._at(self.k, j))
+                return read.add(state, tile, self._at(v, j))
+
+            state = read.start((*group.q.shape[:3], v.shape[4]), v)
+            if self.leaf.causal:
+                state = add(state, 0)
+                last = -1
+            else:
+                last = group.ahead
+            count = last + 1 + group.behind
+            state = lax.fori_loop(0, count, lambda i, state: add(state, last - i), state)
+            return read.finish(state)
+
+        o, log_total = lax.map(of_group, self.each)
+        return self._stack(o), self._stack(log_total)
+
+    def _stack(self, x: Array) -> Array:
+        """(groups, G b, …) as (blocks, b, …)."""
+        return jnp.reshape(x, (-1, self.b, *x.shape[2:]))[: self.blocks.count]
+
+    # ----------------------------------------------------------------------------- backward
+
+    def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
+        v = self._keys(v)
+        # Blocks after the last one have no weights.
+        of_groups = Rows(
+            self._rows(rows.log_total, math.inf), self._rows(rows.o), self._rows(rows.d_o)
+        )
+
+        def of_group(sums: tuple[Array, Array], x: tuple[Group, Rows]) -> Any:
+            group, own = x
+
+            def pull(carry: tuple[Array, Array, Array], o: Array | int) -> Any:
+                d_k, d_v, d_q = carry
+                j = group.first + o
+                k = self._at(self.k, j)
+                d_tile, d_values = read.pull(self._tile(group, o, k), self._at(v, j), own)
+                if self.cap is not None:
+                    d_tile = d_tile * slope(product_with_transposed(group.q, k), self.cap)
+                d_k = self._added(d_k, j, transposed_product(d_tile, group.q))
+                return d_k, self._added(d_v, j, d_values), d_q + product(d_tile, k)
+
+            carry = (*sums, zeros(group.q.shape, group.q))
+            if self.leaf.causal:
+                carry = pull(carry, 0)
+                last = -1
+            else:
+                last = group.ahead
+            count = last + 1 + group.behind
+            d_k, d_v, d_q = lax.fori_loop(0, count, lambda i, c: pull(c, last - i), carry)
+            return (d_k, d_v), d_q
+
+        sums = (zeros(self.k.shape, self.k), zeros(v.shape, v))
+        (d_k, d_v), d_q = lax.scan(of_group, sums, (self.each, of_groups))
+        return {"q": self._stack(d_q), "k": self._tokens(d_k), "v": self._tokens(d_v)}
