@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from precondattn.arrays import Array, library_of, namespace, placement
+from precondattn.spec.l2_norm import l2_norm
 
 
 class Scratch:
@@ -103,6 +104,10 @@ class Arithmetic:
     def divide(self, x: Array, y: Array) -> Array:
         """x / y, in x where the library can; y broadcasts to x."""
         return x / y
+
+    def unit_rows(self, x: Array, eps: float) -> Array:
+        """x / √(‖x‖² + eps) of every row, in a new array."""
+        return l2_norm(x, eps)
 
     def softmax(self, x: Array) -> Array:
         """eˣ / Σ eˣ along the last axis, of rows with at least one finite entry; in x where the

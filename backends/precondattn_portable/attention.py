@@ -30,6 +30,7 @@ from precondattn_portable.extension import (
     bias_of_filled,
     few_tokens_at_a_time,
     filled,
+    past_columns,
     past_heads,
     read_of_parts,
     step_as_defined,
@@ -333,11 +334,10 @@ class Attention(Algorithm):
         if leaf.metric != DOT:
             step = partial(transported_step, ops, leaf)
             return few_tokens_at_a_time(step, leaf, past, x, frame)
-        known = filled(frame, past["key"].shape[1])
         n, t = x["k"].shape[2], x["q"].shape[1]
-        if t == 1 and known.offset is not None and _is_plain(leaf):
-            return self._step_of_one_token(ops, leaf, past, x, known.offset)
-        xp = namespace(x["q"])
+        if t == 1 and frame.held is not None and _is_plain(leaf):
+            return self._step_of_one_token(ops, leaf, past, x, frame.held)
+        xp, known = namespace(x["q"]), filled(frame, past["key"].shape[1])
         if leaf.bias:
             x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
         view = self._view(ops, leaf, x)
@@ -376,9 +376,10 @@ class Attention(Algorithm):
         """A step of one token after `held` visible tokens in every sequence."""
         xp, (b, _, n, d) = namespace(x["k"]), x["k"].shape
         first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
-        keys, values = (past_heads(past[slot], held, first) for slot in ("key", "value"))
+        keys = past_columns(past["key"], held, first)
+        values = past_heads(past["value"], held, first)
         q = queries_by_key_head(x["q"], n) * leaf.scale_for(d)
-        k, v = (xp.reshape(x[name], (b, n, 1, -1)) for name in ("k", "v"))
+        k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
         o = attention_of_one(ops, q, k, v, keys, values)
         out = xp.reshape(o, (b, 1, -1, o.shape[3]))
         return out, {"key": Append(x["k"]), "value": Append(x["v"])}

@@ -19,11 +19,10 @@ from typing import Any
 from precondattn.arrays import Array, Residuals, namespace
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, transpose, where_valid
-from precondattn.spec.conditioned_query import contracted
-from precondattn.spec.l2_norm import l2_norm
+from precondattn.spec.array_functions import repeat_heads, row_sum, transpose, where_valid
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.few_tokens import decay_of_pairs, is_few
+from precondattn_portable.layout import time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
 
@@ -58,10 +57,11 @@ def _of_one_token(
     if leaf.has_decay:
         kept = xp.exp(leaf.log_decay(x, frame)[:, :, 0, ...])
         second, first, n = second * kept, first * kept, n * kept
-    q, k, contraction = (a[:, :, :, 0, :] for a in _rows(leaf, x, frame, second.shape[1]))
+    q, k, contraction = _rows(ops, leaf, x, frame, second.shape[1])
+    q, contraction = q[:, :, :, 0, :], contraction[:, :, :, 0, :]
     second = ops.plus_product(second, transpose(k), k)
     first, n = first + k, n + _counted(k, frame)
-    (out,) = contracted(ops.product(q, second), first, n, q, contraction)
+    out = _contracted(ops, ops.product(q, second), first, _positive(n, 1, frame), q, contraction)
     state = {"second": second, "first": first[:, :, 0, :], "count": n[:, :, 0, 0]}
     updates: Updates = {name: Replace(value) for name, value in state.items()}
     return xp.reshape(out, x["q"].shape), updates
@@ -72,47 +72,59 @@ def _of_few_tokens(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Fr
     decays = leaf.has_decay or frame.k_segment is not None
     g = leaf.log_decay(x, frame) if decays else None
     heads = x["k"].shape[2] if g is None else g.shape[1]
-    q, k, contraction = _rows(leaf, x, frame, heads)
-    k = k[:, :, 0, ...]
+    q, k, contraction = _rows(ops, leaf, x, frame, heads)
     b, m, r, _, d = q.shape
-    counted = _counted(k, frame)
     scores = ops.product(xp.reshape(q, (b, m, r * t, d)), transpose(k))
     scores = ops.lower(xp.reshape(scores, (b, m, r, t, s)), s - t)
     if g is None:
-        total = xp.cumulative_sum(k, axis=2)[:, :, s - t :, :]
-        n = xp.cumulative_sum(xp.broadcast_to(counted, (b, m, s, 1)), axis=2)[:, :, s - t :, :]
+        total = xp.cumulative_sum(k, axis=2)
+        n = xp.cumulative_sum(_counted(k, frame), axis=2)
+        if t < s:
+            total, n = total[:, :, s - t :, :], n[:, :, s - t :, :]
     else:
         weights = ops.lower(decay_of_pairs(ops, g)[:, :, s - t :, :, 0], s - t)
         scores = ops.multiply(scores, weights[:, :, None, ...])
-        total, n = ops.product(weights, k), xp.matmul(weights, counted)
+        total, n = ops.product(weights, k), xp.matmul(weights, _counted(k, frame))
     a = xp.reshape(ops.product(xp.reshape(scores, (b, m, r * t, s)), k), (b, m, r, t, d))
-    (out,) = contracted(a, total[:, :, None, ...], n[:, :, None, ...], q, contraction)
-    return xp.reshape(xp.permute_dims(out, (0, 3, 1, 2, 4)), x["q"].shape)
+    total, n = total[:, :, None, ...], _positive(n, s, frame)[:, :, None, ...]
+    out = _contracted(ops, a, total, n, q, contraction)
+    return time_first(xp.reshape(out, (b, m * r, t, d)))
 
 
-def _rows(leaf: Any, x: Mapping[str, Array], frame: Frame, m: int) -> tuple[Array, Array, Array]:
-    """q̄ (b, m, r, t, d), k̄ (b, m, 1, s, d), 0 where masked, and λ (b, m, r, t, 1)."""
-    xp = namespace(x["q"])
-
-    def rows(a: Array) -> Array:
-        b, t, h, *rest = a.shape
-        a = xp.reshape(a, (b, t, m, h // m, *rest))
-        return xp.permute_dims(a, (0, 2, 3, 1, 4))
-
-    q, k = _units(leaf, x)
-    k = repeat_heads(where_valid(xp.permute_dims(k, (0, 2, 1, 3)), frame), m)
-    return rows(q), k[:, :, None, ...], rows(x["contraction"][..., None])
+def _rows(
+    ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, m: int
+) -> tuple[Array, Array, Array]:
+    """q̄ (b, m, r, t, d), k̄ (b, m, s, d), 0 where masked, and λ (b, m, r, t, 1)."""
+    xp, (b, t, h, d) = namespace(x["q"]), x["q"].shape
+    q, k = _units(ops, leaf, x)
+    k = repeat_heads(where_valid(k, frame), m)
+    contraction = xp.reshape(time_first(x["contraction"]), (b, m, h // m, t, 1))
+    return xp.reshape(q, (b, m, h // m, t, d)), k, contraction
 
 
-def _units(leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array]:
-    """q̄ and k̄, where possible by one norm of both."""
-    q, k = x["q"], x["k"]
-    if q.shape[1] != k.shape[1]:
-        return l2_norm(q, leaf.eps), l2_norm(k, leaf.eps)
-    both = l2_norm(namespace(q).concat([q, k], axis=2), leaf.eps)
-    return both[:, :, : q.shape[2], :], both[:, :, q.shape[2] :, :]
+def _units(ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array]:
+    """q̄ (b, h, t, d) and k̄ (b, n, s, d), where possible by one norm of both."""
+    q, k = time_first(x["q"]), time_first(x["k"])
+    if q.shape[2] != k.shape[2]:
+        return ops.unit_rows(q, leaf.eps), ops.unit_rows(k, leaf.eps)
+    both = ops.unit_rows(namespace(q).concat([q, k], axis=1), leaf.eps)
+    return both[:, : q.shape[1], ...], both[:, q.shape[1] :, ...]
+
+
+def _contracted(
+    ops: Arithmetic, a: Array, total: Array, n: Array, q: Array, contraction: Array
+) -> Array:
+    """q̄ − λ/n (a − M (M·q̄)/n), of a = C q̄, which is overwritten."""
+    minus_n = -n
+    a = ops.add_multiple(a, total, row_sum(total * q) / minus_n)
+    return ops.plus_product(q, a, contraction / minus_n)
 
 
 def _counted(k: Array, frame: Frame) -> Array:
     """1 for every valid token (b, m, s, 1), 0 for others."""
     return where_valid(namespace(k).ones_like(k[..., :1]), frame)
+
+
+def _positive(n: Array, tokens: int, frame: Frame) -> Array:
+    """n, with 1 in place of 0 before the first valid one of the tokens."""
+    return n if frame.valid_keys(tokens) is None else namespace(n).where(n > 0, n, 1.0)

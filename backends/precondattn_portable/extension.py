@@ -60,6 +60,11 @@ def past_heads(buffer: Array, count: int, first: int = 0) -> Array:
     return time_first(upcast(buffer[:, first:count, ...]))
 
 
+def past_columns(buffer: Array, count: int, first: int = 0) -> Array:
+    """`past_heads`, transposed: (b, n, d, c), which is the order in memory."""
+    return namespace(buffer).permute_dims(upcast(buffer[:, first:count, ...]), (0, 2, 3, 1))
+
+
 def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
     """Columns of bias (b or 1, h or 1, t, capacity) at the filled slots and the new tokens."""
     if known.offset is not None:

@@ -54,11 +54,9 @@ class LucidStep(Algorithm):
         keys = [call.slot_keys() for call in leaf.program.calls]
         solve_past, softmax_past = ({s: past[key] for s, key in slots.items()} for slots in keys)
         is_windowed = softmax.window is not None or solve.window is not None
-        if t == 1 and not is_windowed and not frame.is_traced:
-            held = filled(frame, solve_past["key"].shape[1]).offset
-            if held is not None:
-                token = lucid_of_one_token(ops, solve, softmax, solve_past, x, held)
-                return token.out, _updates(keys[0], x["k"], token.y, token.rms)
+        if t == 1 and frame.held is not None and not is_windowed:
+            token = lucid_of_one_token(ops, solve, softmax, solve_past, x, frame.held)
+            return token.out, _updates(keys[0], x["k"], token.y, token.rms)
         is_many = t * x["q"].shape[2] // n > block_size(t)
         if is_many or frame.is_traced:
             y, updates = self.solve.step(ops, solve, solve_past, x, frame)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import row_sum
 from precondattn.spec.rms_norm import rms
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.extension import past_heads
+from precondattn_portable.extension import past_columns, past_heads
 from precondattn_portable.in_place import divide_at, subtract_at
 from precondattn_portable.layout import at
 from precondattn_portable.lucid_solve import FACTORED
@@ -45,13 +45,13 @@ def lucid_of_one_token(
     """The token after `held` others, by the leaves `lucid_solve` and `softmax`."""
     xp, (b, _, n, d), h = namespace(x["k"]), x["k"].shape, x["q"].shape[2]
     reading, solving = at(0, h // n), at(h // n, h // n + 1)
-    k, v = (xp.reshape(x[name], (b, n, 1, -1)) for name in ("k", "v"))
-    keys, solved = past_heads(past["key"], held), past_heads(past["solved"], held)
+    k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
+    keys, solved = past_columns(past["key"], held), past_heads(past["solved"], held)
     q, scale = queries_by_key_head(x["q"], n) * softmax.scale_for(d), solve.scale_for(d)
     r = rms(k, solve.eps) if solve.normalize == "keys" else None
     unit = k * scale if r is None else k * (scale / r)
 
-    weights = ops.product(xp.concat([q, unit], axis=2), transpose(keys))
+    weights = ops.product(xp.concat([q, unit], axis=2), keys)
     own = row_sum(q * k)
     largest = xp.maximum(own, xp.max(weights[reading], axis=-1, keepdims=True)) if held else own
     subtract_at(ops, weights, reading, largest)

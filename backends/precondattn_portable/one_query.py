@@ -9,7 +9,7 @@ written.
 from __future__ import annotations
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import row_sum
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -22,10 +22,13 @@ def queries_by_key_head(q: Array, n: int) -> Array:
 def attention_of_one(
     ops: Arithmetic, q: Array, k: Array, v: Array, keys: Array, values: Array
 ) -> Array:
-    """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and k, v (b, n, 1, …)."""
-    count = keys.shape[2]
+    """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and k, v (b, n, 1, …).
+
+    Cached keys are Kᵀ (b, n, d, count), and values (b, n, count, e).
+    """
+    count = keys.shape[3]
     own = row_sum(q * k)
-    scores = namespace(q).concat([ops.product(q, transpose(keys)), own], axis=-1)
+    scores = namespace(q).concat([ops.product(q, keys), own], axis=-1)
     weights = ops.softmax(scores)
     o = ops.product(weights[..., :count], values)
     return ops.add_multiple(o, weights[..., count:], v)

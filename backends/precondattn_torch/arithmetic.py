@@ -78,6 +78,14 @@ class TorchArithmetic(Arithmetic):
     def divide(self, x: Tensor, y: Tensor) -> Tensor:
         return x.div_(y)
 
+    def unit_rows(self, x: Tensor, eps: float) -> Tensor:
+        if x.dtype != torch.float32 or not x.is_cpu or not eps:
+            return super().unit_rows(x, eps)
+        # In float64, no square of a float32 overflows or underflows: no row has to be scaled first.
+        wide = x.double()
+        factor = (wide * wide).sum(-1, keepdim=True).add_(eps).rsqrt_()
+        return wide.mul_(factor).float()
+
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import precondattn as pa
@@ -29,6 +30,10 @@ class Torch(Portable):
     preference = 10
 
     def arithmetic(self, like: Array) -> Arithmetic:
+        return self._arithmetic
+
+    @cached_property
+    def _arithmetic(self) -> Arithmetic:
         from precondattn_torch.arithmetic import TORCH
 
         return TORCH

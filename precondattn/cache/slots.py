@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement
 from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
+from precondattn.limits import KEPT
 
 KEY_MASK = "key_mask"
 """The buffer (b, c) with the mask of cached keys; only in a cache created with `key_mask=True`."""
@@ -28,9 +30,14 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        if self.pattern.split()[1] != "c":
-            return Kind(STATE, self.wide)
-        return Kind(REWRITTEN if self.is_rewritten else TOKENS, self.wide)
+        return _kind_of(self)
+
+
+@lru_cache(maxsize=KEPT)
+def _kind_of(slot: Slot) -> Kind:
+    if slot.pattern.split()[1] != "c":
+        return Kind(STATE, slot.wide)
+    return Kind(REWRITTEN if slot.is_rewritten else TOKENS, slot.wide)
 
 
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:

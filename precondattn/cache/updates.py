@@ -99,7 +99,8 @@ def append(
             held = _common_length(length, count, tokens.shape[1])
         if held is not None:
             fitting = min(tokens.shape[1], target.shape[1] - held)
-            target[:, held : held + fitting] = tokens[:, :fitting]
+            fits = fitting == tokens.shape[1]
+            target[:, held : held + fitting] = tokens if fits else tokens[:, :fitting]
             return target
         return _append_in_place(target, tokens, length, count)
     xp = namespace(buffer, tokens)

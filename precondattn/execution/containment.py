@@ -37,7 +37,6 @@ from precondattn.arrays import (
     Arrays,
     arange_like,
     cast,
-    device_of,
     gathered,
     is_traced,
     library_of,
@@ -115,7 +114,10 @@ class Spoiled(NamedTuple):
 def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
     """The call with its bad rows set to 0, and what they spoil."""
     patterns = call.prepared.examined
-    if all(_is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()):
+    is_read = not patterns or call.prepared.request.device == "cpu"
+    if is_read and all(
+        _is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()
+    ):
         return call
     spoiled = _spoiled(mechanism, call, patterns)
     return call._replace(inputs=spoiled.cleaned(call.inputs), spoiled=spoiled)
@@ -165,8 +167,8 @@ def _relating_leaves(mechanism: Mechanism) -> list[Leaf]:
 
 
 def _is_finite(array: Array, pattern: Pattern) -> bool:
-    """Whether all entries are known to be good. False where reading them would wait."""
-    if is_traced(array) or device_of(array) != "cpu":
+    """Whether all entries, on the CPU, are known to be good."""
+    if is_traced(array):
         return False
     if library_of(array) == "torch":
         # Ten times as fast. A sum of finite entries may overflow; then the entries are read.

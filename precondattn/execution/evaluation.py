@@ -75,7 +75,7 @@ class ExecutedStep(NamedTuple):
     past: Arrays
     inputs: Arrays
     out: Array
-    used: frozenset[str]
+    used: list[str]
     """The buffers whose update by this call is used: if calls share a buffer, the first one's."""
 
 
@@ -91,11 +91,10 @@ def _steps(
         past = {name: cache.store[key] for name, key in planned.buffers}
         out, step_updates = run(planned, past, inputs, call.frame)
         values[planned.out] = out
-        first_updates = frozenset(name for name, key in planned.buffers if key not in updates)
-        updates |= {
-            key: step_updates[name] for name, key in planned.buffers if name in first_updates
-        }
-        trace.append(ExecutedStep(planned, past, inputs, out, first_updates))
+        used = [name for name, key in planned.buffers if key not in updates]
+        for name, key in planned.buffers:
+            updates.setdefault(key, step_updates[name])
+        trace.append(ExecutedStep(planned, past, inputs, out, used))
     return values[plan.out], updates, trace
 
 
@@ -103,14 +102,15 @@ def extend(
     plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    bridged = partial(_bridged_step, length=cache.length, count=count)
-    run = _plain_step if call.prepared.is_direct else bridged
+    run = _plain_step
+    if not call.prepared.is_direct:
+        run = partial(_bridged_step, length=cache.length, count=count)
     out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
         old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
-    extended = cache._replace(length=cache.length + count, store=store)
+    extended = Cache(cache.length + count, store, cache.kinds)
     if donate:
         cache.store.clear()
     return finished(out, call), extended

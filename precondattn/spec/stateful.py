@@ -67,10 +67,10 @@ class Stateful(Leaf):
 
     def zero_state(self, x: Mapping[str, Array]) -> Arrays:
         """The state before the first token."""
-        shapes = tuple((name, tuple(array.shape)) for name, array in x.items())
-        is_known = all(type(size) is int for _, shape in shapes for size in shape)
+        shapes = tuple([tuple(array.shape) for array in x.values()])
+        is_known = all(type(size) is int for shape in shapes for size in shape)
         # Symbolic sizes have no hash.
-        slots = (_state_shapes if is_known else _state_shapes.__wrapped__)(self, shapes)
+        slots = (_state_shapes if is_known else _state_shapes.__wrapped__)(self, tuple(x), shapes)
         like = next(iter(x.values()))
         return {slot.name: new_buffer(slot, shape, like) for slot, shape in slots}
 
@@ -107,8 +107,8 @@ class Stateful(Leaf):
 
 @lru_cache(maxsize=KEPT_PLANS)
 def _state_shapes(
-    leaf: Stateful, shapes: tuple[tuple[str, Shape], ...]
+    leaf: Stateful, names: tuple[str, ...], shapes: tuple[Shape, ...]
 ) -> tuple[tuple[Slot, Shape], ...]:
-    """The slots of a leaf and their shapes, for inputs of these shapes."""
-    sizes = leaf.inputs.sizes(str(leaf), dict(shapes))
+    """The slots of a leaf and their shapes, for inputs of these names and shapes."""
+    sizes = leaf.inputs.sizes(str(leaf), dict(zip(names, shapes, strict=True)))
     return tuple((slot, Pattern.read(slot.pattern).shape(sizes)) for slot in leaf.slots())

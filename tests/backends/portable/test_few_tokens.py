@@ -7,6 +7,7 @@ import torch
 
 import precondattn as pa
 from precondattn.arrays import library_of
+from precondattn.spec.l2_norm import l2_norm
 from precondattn.spec.recurrence import Stream, recurrent
 from precondattn_conformance.inputs import Layout, make_inputs
 from precondattn_portable import few_tokens
@@ -86,3 +87,14 @@ def test_calls_with_many_pairs_are_in_chunks():
     assert not few_tokens.is_few(x(64, 8, 8))
     assert few_tokens.is_few(x(16, 8, 8))
     assert not few_tokens.is_few(x(few_tokens.TOKENS + 1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6])
+def test_rows_of_any_size_are_normalized_in_torch_as_defined(dtype, eps):
+    sizes = np.asarray([1e-30, 1e-6, 1.0, 1e30])[:, None]
+    rows = sizes * np.random.default_rng(0).normal(size=(4, 8))
+    x = np.concatenate([rows, np.zeros((1, 8))]).astype(dtype)
+    unit = TORCH.unit_rows(torch.as_tensor(x), eps)
+    assert unit.dtype == getattr(torch, dtype)
+    np.testing.assert_allclose(unit, l2_norm(x, eps), rtol=4 * np.finfo(dtype).eps, atol=0)
