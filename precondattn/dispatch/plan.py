@@ -163,13 +163,13 @@ def query(backend: Backend, piece: Any, request: Request) -> Support:
         return Support.no("only the reference supports differentiation by torch.func")
     if request.verb == "extend" and request.differentiated and request.library == "torch":
         support = backend.supports(piece, request)
-        if not support.ok or support.differentiable or _has_step_backward(backend, piece, request):
+        if not support.ok or support.differentiable or has_step_backward(backend, piece, request):
             return support
         return Support.no("its extend has no gradient, which these inputs require")
     return backend.supports(piece, request)
 
 
-def _has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
+def has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
     """Whether the cache of the piece is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
     if not slots or any("c" in pattern.letters for _, pattern in slots):

@@ -1,4 +1,4 @@
-"""JAX: a backend's forward and backward as one `jax.custom_vjp` function.
+"""JAX: a backend's forward and backward as one `jax.custom_vjp` function, and so its step.
 
 Piece and backend are static. The arrays of the frame have no gradient. vmap, jit and grad compose
 as for any JAX function; forward-mode differentiation is refused by JAX itself.
@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from precondattn.arrays import Array, dtype_name, upcast
+from precondattn.arrays import Array, Arrays, dtype_name, upcast
+from precondattn.cache import Replace
 from precondattn.dispatch.plan import PlannedCall
-from precondattn.execution.cotangents import gradients_at
+from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.frame import Frame, UnmaskedFrame
 
 jax.tree_util.register_pytree_node(
@@ -62,3 +63,39 @@ def _no_cotangent(array: Array) -> Any:
 
 
 _apply.defvjp(_forward, _backward)
+
+
+def apply_step(
+    planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
+) -> tuple[Array, dict[str, Replace]]:
+    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
+    out, new = _step(planned, past, inputs, frame)
+    return out, {name: Replace(state) for name, state in new.items()}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(
+    planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
+) -> tuple[Array, Arrays]:
+    out, updates = planned.backend.step(planned.piece, past, inputs, frame)
+    replaced: dict[str, Any] = dict(updates)
+    return _wide(out), {name: update.value for name, update in replaced.items()}
+
+
+def _step_forward(planned: PlannedCall, past: Any, inputs: Any, frame: Frame) -> Any:
+    return _step(planned, past, inputs, frame), (past, inputs, frame)
+
+
+def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:
+    past, inputs, frame = saved
+    d_out, d_states = cotangents
+    like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
+    gradients, d_past = step_gradients_at(
+        d_out, d_states, planned.backend, planned.piece, past, inputs, frame, like
+    )
+    d_inputs = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
+    d_before = {name: d_past[name].astype(array.dtype) for name, array in past.items()}
+    return d_before, d_inputs, jax.tree.map(_no_cotangent, frame)
+
+
+_step.defvjp(_step_forward, _step_backward)

@@ -15,14 +15,13 @@ from precondattn.arrays import (
     cast,
     counts_flops,
     dtype_name,
-    library_of,
     namespace,
     transforms_of,
     wants_gradient,
     zero_where_not,
 )
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
-from precondattn.dispatch.plan import Plan, PlannedCall
+from precondattn.dispatch.plan import Plan, PlannedCall, has_step_backward, request_for
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
@@ -104,7 +103,7 @@ def extend(
     """The output for the new tokens, and the cache with them."""
     run = _plain_step
     if not call.prepared.is_direct:
-        run = partial(_bridged_step, length=cache.length, count=count)
+        run = partial(_bridged_step, call=call, length=cache.length, count=count)
     out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
@@ -281,11 +280,12 @@ def _bridged_step(
     inputs: Arrays,
     frame: Any,
     *,
+    call: BoundCall,
     length: Array,
     count: Any,
 ) -> tuple[Array, Any]:
     arrays = (*past.values(), *inputs.values())
-    if library_of(arrays[0]) == "torch":
+    if call.library == "torch":
         if wants_gradient(*arrays):
             if not planned.support.differentiable:
                 from precondattn.execution.autograd_torch import apply_step
@@ -295,7 +295,21 @@ def _bridged_step(
             from precondattn.execution.autograd_torch import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)
+    elif call.library == "jax" and _has_narrow_cotangents(planned, inputs, call):
+        from precondattn.execution import autograd_jax
+
+        return autograd_jax.apply_step(planned, past, inputs, frame)
     return _plain_step(planned, past, inputs, frame)
+
+
+def _has_narrow_cotangents(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> bool:
+    """Whether the gradient of a step would get cotangents in float16, which have to be divided."""
+    if call.dtype != "float16" or planned.backend.wide_values:
+        return False
+    names = {name: name for name in inputs}
+    shapes = {name: tuple(array.shape) for name, array in inputs.items()}
+    request = request_for(names, call.prepared.request, shapes)
+    return has_step_backward(planned.backend, planned.piece, request)
 
 
 def _plain_step(

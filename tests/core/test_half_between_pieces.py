@@ -98,10 +98,11 @@ def test_rows_of_zeros_have_finite_gradients_in_float16(expression, library, by,
 
 
 @pytest.mark.parametrize("by", ["vjp", "autograd"])
-def test_steps_of_rows_of_zeros_have_finite_gradients_in_float16(by, kernels):
-    library, m = named("torch"), pa.parse("row_normalized(linear)")
-    if not library.is_installed():
-        pytest.skip("torch is not installed")
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_steps_of_rows_of_zeros_have_finite_gradients_in_float16(library, by, kernels):
+    if not named(library).is_installed():
+        pytest.skip(f"{library} is not installed")
+    library, m = named(library), pa.parse("row_normalized(linear)")
     x = with_zero_rows(m, library)
     exact = {name: library.numpy(array) for name, array in x.items()}
     backend = ("kernels", "reference")
