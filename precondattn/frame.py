@@ -22,6 +22,9 @@ class Frame:
     the same number, no cached or new token is masked, and the number is known on the host without
     waiting for a device."""
 
+    may_overwrite: bool = False
+    """In `extend`: whether a step may compute new states in the memory of the old ones."""
+
     def __init__(
         self,
         q_position: Array,

@@ -14,19 +14,24 @@ from precondattn_portable.arithmetic import Arithmetic
 
 
 class OneToken:
-    """A `Form` of the recurrence (`precondattn.spec.recurrence`) for streams of one token."""
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`) for streams of one token.
 
-    def __init__(self, ops: Arithmetic, *, decays: bool) -> None:
-        self.ops, self.decays = ops, decays
+    With `in_place`, the new state is written to the memory of the old one where the library can.
+    """
+
+    def __init__(self, ops: Arithmetic, *, decays: bool, in_place: bool = False) -> None:
+        self.ops, self.decays, self.in_place = ops, decays, in_place
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
-        ops = self.ops
+        ops, in_place = self.ops, self.in_place
         if self.decays:
-            state = state * namespace(state).exp(x.g[:, :, 0, ...])
+            kept = namespace(state).exp(x.g[:, :, 0, ...])
+            state = ops.multiply(state, kept) if in_place else state * kept
         u = x.v
         if x.beta is not None:
             u = x.beta[..., None] * (u - ops.product(x.k, state))
-        state = ops.plus_product(state, transpose(x.k), u)
+        add = ops.add_multiple if in_place else ops.plus_product
+        state = add(state, transpose(x.k), u)
         return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state
 
     def read(

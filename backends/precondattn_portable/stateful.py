@@ -27,9 +27,11 @@ class StatefulAlgorithm(Algorithm):
     ) -> None:
         self.in_chunks, self.by_pairs = in_chunks, by_pairs
 
-    def _form(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> Any:
+    def _form(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], *, in_place: bool = False
+    ) -> Any:
         if x["k"].shape[1] == 1:
-            return OneToken(ops, decays=leaf.has_decay)
+            return OneToken(ops, decays=leaf.has_decay, in_place=in_place)
         return self.in_chunks(ops)
 
     def forward(
@@ -62,7 +64,8 @@ class StatefulAlgorithm(Algorithm):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        out, state = leaf.run(past, x, frame, self._form(ops, leaf, x))
+        form = self._form(ops, leaf, x, in_place=frame.may_overwrite)
+        out, state = leaf.run(past, x, frame, form)
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(

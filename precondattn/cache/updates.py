@@ -62,6 +62,8 @@ def updated(
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate, held=held)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
+    if new is buffer:  # A state that was computed in place.
+        return buffer
     rows = new.shape[1]
     is_part = rows < buffer.shape[1]
     in_place = writes_in_place(buffer) and (

@@ -102,7 +102,9 @@ def extend(
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
     run = _plain_step
-    if not call.prepared.is_direct:
+    if call.prepared.is_direct:
+        call.frame.may_overwrite = donate and not _shares_buffers(plan)
+    else:
         run = partial(_bridged_step, call=call, length=cache.length, count=count)
     out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
@@ -113,6 +115,12 @@ def extend(
     if donate:
         cache.store.clear()
     return finished(out, call), extended
+
+
+def _shares_buffers(plan: Plan) -> bool:
+    """Whether several calls read one buffer, which none of them may then overwrite."""
+    keys = [key for planned in plan.calls for _, key in planned.buffers]
+    return len(set(keys)) < len(keys)
 
 
 def extend_vjp(

@@ -8,6 +8,7 @@ import torch
 import precondattn as pa
 from precondattn.arrays import library_of
 from precondattn.spec.recurrence import Stream, recurrent
+from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.one_token import OneToken
@@ -114,3 +115,38 @@ def test_one_token_after_equally_long_caches_is_that_of_the_reference(text, libr
             other = np.asarray(second.store[name])
             np.testing.assert_allclose(np.asarray(buffer), other, rtol=1e-11, atol=1e-12)
         caches = [first, second]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_in_place_the_new_state_has_the_memory_of_the_old_one(library, is_delta, decay):
+    stream, state = some_stream(np.random.default_rng(0), decay, is_delta)
+    expected = recurrent(stream, state)
+    of_library = LIBRARIES[library]
+    x = Stream(*(None if a is None else of_library(a) for a in stream))
+    given = of_library(state.copy())
+    form = OneToken(ARITHMETIC[library], decays=decay != "none", in_place=True)
+    o, new = form.forward(x, given)
+    assert new is given
+    np.testing.assert_allclose(o, expected[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(new, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("expression", [*MECHANISMS, "gsa", "differential(gsa)"])
+def test_a_donated_state_gives_what_one_that_is_kept_gives(expression, library):
+    """In `differential(gsa)` two calls read one state, which the first must not overwrite."""
+    mechanism = pa.parse(expression)
+    x = make_inputs(mechanism, Layout("test", b=2, t=5, s=5), "random")
+    outs = {}
+    for donate in (False, True):
+        tokens = [
+            {n: LIBRARIES[library](a.copy()) for n, a in each.items()}
+            for each in (slice_tokens(mechanism, x, i, i + 1) for i in range(5))
+        ]
+        cache, outs[donate] = mechanism.init_cache(**tokens[0]), []
+        for token in tokens:
+            out, cache = mechanism.extend(cache, **token, donate=donate)
+            outs[donate].append(np.asarray(out))
+    np.testing.assert_allclose(outs[True], outs[False], rtol=1e-12, atol=1e-12)
