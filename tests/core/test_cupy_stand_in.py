@@ -281,6 +281,48 @@ def tokens(mechanism: Mechanism, inputs: Arrays, start: int, stop: int) -> Array
     return actual
 
 
+@pytest.mark.parametrize(
+    "expression", ["lucid", "softmax[window=3]", "path", "gated_delta", "lucid(path)"]
+)
+def test_cache_operations_equal_numpys(library: Library, expression: str) -> None:
+    """Tokens, a window, rows that later tokens rewrite, and states."""
+    mechanism = pa.parse(expression)
+    inputs = make_extension_inputs(mechanism)
+    given = library.all_on_device(inputs)
+    actual = dict(operations_on_a_cache(mechanism, given, library.on_device))
+    expected = dict(operations_on_a_cache(mechanism, inputs, np.asarray))
+    assert_equal_numpys(library, actual, expected)
+    assert_unchanged(given, make_extension_inputs(mechanism))
+
+
+def operations_on_a_cache(
+    mechanism: Mechanism, inputs: Arrays, on_device: Callable[[np.ndarray], Any]
+) -> Iterator[tuple[str, Any]]:
+    """The buffers after every operation, and the output of a token after all of them."""
+    empty = mechanism.init_cache(**inputs, capacity=CAPACITY)
+    _, cache = mechanism.extend(empty, **tokens(mechanism, inputs, 0, 3))
+    before = cache.snapshot()
+    _, cache = mechanism.extend(cache, **tokens(mechanism, inputs, 3, 5))
+    caches = {"restored": cache.restore(before)}
+    if cache.can_crop:
+        caches["cropped"] = cache.crop(on_device(np.asarray([2, 4])))
+        caches["cropped to a number"] = cache.crop(4)
+    else:
+        with pytest.raises(ValueError, match=r"snapshot\(\)"):
+            cache.crop(0)
+    caches["reordered"] = cache.reorder(on_device(np.asarray([1, 0])))
+    caches["selected by a mask"] = cache.select(on_device(np.asarray([False, True])))
+    caches["concatenated"] = Cache.concatenate([cache.select(slice(1, None)), cache.select([0])])
+    caches["read back"] = Cache.from_state_dict(cache.state_dict())
+    last = caches["read back"]
+    if cache.capacity is not None:
+        last = caches["grown"] = last.grow(CAPACITY + 2)
+    for name, each in caches.items():
+        yield from ((f"{name}: {key}", array) for key, array in each.store.items())
+        yield f"{name}: length", each.length
+    yield "out", mechanism.extend(last, **tokens(mechanism, inputs, 4, 5))[0]
+
+
 # ---- Comparing ------------------------------------------------------------------------------
 
 
