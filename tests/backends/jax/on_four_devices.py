@@ -116,10 +116,16 @@ def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
     assert len(messages(told)) == 1
 
 
-@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
-def test_masks_are_sharded_over_the_batch(mask):
+@pytest.mark.parametrize(
+    ("mask", "expression"),
+    [
+        *((m, "gated_delta") for m in ("lengths", "key_mask", "segment_ids")),
+        ("segment_ids", "softmax"),
+    ],
+)
+def test_masks_are_sharded_over_the_batch(mask, expression):
     layout = Layout("masked", b=4, t=9, s=9, mask=mask)
-    m, x, given = pa.GatedDelta(), inputs_of("gated_delta"), jnp.asarray(layout.masks()[mask])
+    m, x, given = pa.parse(expression), inputs_of(expression), jnp.asarray(layout.masks()[mask])
     specs = {n: P("data", None, "model") for n in x}
     sharded = (placed(x, BOTH, specs), jax.device_put(given, NamedSharding(BOTH, P("data"))))
 
@@ -146,6 +152,19 @@ def test_in_a_shard_map_a_call_is_that_of_one_device():
     spec = P("data", None, "model")
     mapped = jax.shard_map(jax.grad(partial(loss, m)), mesh=BOTH, in_specs=spec, out_specs=spec)
     check(mapped, x, placed(x, BOTH, spec))
+
+
+def test_in_a_shard_map_a_packed_call_is_that_of_one_device():
+    m, x, ids = pa.Softmax(), inputs_of("softmax"), Layout("", b=4, t=9, s=9, mask="segment_ids")
+    given = (x, jnp.asarray(ids.masks()["segment_ids"]))
+
+    def gradient(x, ids):
+        return jax.grad(lambda x: loss(m, x, segment_ids=ids))(x)
+
+    spec = P("data", None, "model")
+    mapped = jax.shard_map(gradient, mesh=BOTH, in_specs=(spec, P("data")), out_specs=spec)
+    result = jax.jit(mapped)(*given)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), result, gradient(*given))
 
 
 def test_plain_calls_of_sharded_arrays_stay_sharded():
