@@ -36,7 +36,7 @@ class UnitRows:
     ) -> tuple[Array, tuple[Array, ...]]:
         o = in_one_piece(x["o"])
         y = namespace(o).empty_like(o)
-        _launch(f"unit_rows<{cpp_type(o)}>", o, (o, y), leaf.eps)
+        _launch(f"unit_rows<{cpp_type(o)}>", o, (o, y), leaf)
         return y, ()
 
     def backward(
@@ -51,7 +51,7 @@ class UnitRows:
         o, d_y = in_one_piece(x["o"]), in_one_piece(cotangent)
         d_o = namespace(o).empty_like(o)
         detach = str(bool(leaf.detach)).lower()
-        _launch(f"unit_rows_vjp<{cpp_type(o)}, {detach}>", o, (o, d_y, d_o), leaf.eps)
+        _launch(f"unit_rows_vjp<{cpp_type(o)}, {detach}>", o, (o, d_y, d_o), leaf)
         return {"o": d_o}
 
     def step(
@@ -64,9 +64,10 @@ class UnitRows:
         return ()
 
 
-def _launch(kernel: str, o: Array, arrays: tuple[Array, ...], eps: float) -> None:
+def _launch(kernel: str, o: Array, arrays: tuple[Array, ...], leaf: Any) -> None:
     width = o.shape[-1]
     rows = o.size // width
-    least = np.float64(eps) if o.dtype == np.float64 else np.float32(eps)
-    arguments = (*arrays, rows, width, least)
+    computed = np.float64 if o.dtype == np.float64 else np.float32
+    eps = computed(leaf.eps_above(float(np.finfo(computed).smallest_normal)))
+    arguments = (*arrays, rows, width, eps)
     launch("unit_rows", kernel, (-(-rows // WARPS),), 32 * WARPS, arguments)

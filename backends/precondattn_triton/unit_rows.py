@@ -24,6 +24,8 @@ from precondattn.kernel_backend.limits import padded_width, refuses_eps
 from precondattn_triton.configurations import configuration
 
 WIDEST = 512
+SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+"""Rows are computed in float32."""
 
 
 @triton.jit
@@ -109,7 +111,8 @@ class UnitRows:
         o = x["o"]
         y = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
-        unit_rows[grid](o, y, *sizes, leaf.eps, *o.stride(), **constants)
+        eps = leaf.eps_above(SMALLEST_NORMAL)
+        unit_rows[grid](o, y, *sizes, eps, *o.stride(), **constants)
         return y, ()
 
     def backward(
@@ -124,8 +127,9 @@ class UnitRows:
         o = x["o"]
         d_o = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
+        eps = leaf.eps_above(SMALLEST_NORMAL)
         unit_rows_vjp[grid](
-            o, cotangent, d_o, *sizes, leaf.eps, *o.stride(), *cotangent.stride(),
+            o, cotangent, d_o, *sizes, eps, *o.stride(), *cotangent.stride(),
             DETACH=leaf.detach, **constants,
         )  # fmt: skip
         return {"o": d_o}

@@ -84,9 +84,9 @@ class UnitRows(TokenWise):
         segments = zero_where_not(same_segment[:, :, :, None, None], x[:, None, :, :, :])
         return getattr(xp, reduce)(segments, axis=2)
 
-    def eps_for(self, o: Array) -> float:
-        """ε in the dtype of o, or 0."""
-        return self.eps if self.eps >= float(namespace(o).finfo(o.dtype).smallest_normal) else 0.0
+    def eps_above(self, smallest_normal: float) -> float:
+        """ε, or 0 if it is below the smallest normal number of the dtype of the computation."""
+        return self.eps if self.eps >= smallest_normal else 0.0
 
     def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
         """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
@@ -94,7 +94,8 @@ class UnitRows(TokenWise):
         A row is divided by its largest entry before it is squared, so that no square overflows or
         underflows.
         """
-        xp, eps = namespace(o), self.eps_for(o)
+        xp = namespace(o)
+        eps = self.eps_above(float(xp.finfo(o.dtype).smallest_normal))
         size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))
         is_nonzero = size > 0
         size = xp.where(is_nonzero, size, 1.0)

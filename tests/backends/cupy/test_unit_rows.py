@@ -46,6 +46,23 @@ def test_rows_whose_squares_overflow_or_vanish(size):
 
 
 @needs_simulator
+@pytest.mark.parametrize(("dtype", "eps"), [("float32", 1e-45), ("float64", 5e-324)])
+@pytest.mark.parametrize("detach", [True, False])
+def test_an_eps_whose_reciprocal_is_infinite_counts_as_zero(detach, dtype, eps):
+    o = rows(2, 4, 1, 8, dtype=DTYPES[dtype])
+    d_y = np.ones_like(o)
+    (y, gradient), expected = (
+        (y, pullback(d_y)["o"])
+        for y, pullback in (
+            pa.UnitRows(detach=detach, eps=least).vjp(o, backend=BACKEND) for least in (eps, 0.0)
+        )
+    )
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(y, expected[0])
+    np.testing.assert_array_equal(gradient, expected[1])
+
+
+@needs_simulator
 def test_any_strides_give_the_same_rows():
     o = rows(2, 6, 3, 16, dtype=np.float32)
     turned = np.ascontiguousarray(o.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
