@@ -45,16 +45,53 @@ def is_token(valid, batch, tokens, count):
 
 
 @triton.jit
-def may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, CAUSAL: tl.constexpr):
+def may_attend(row, column, is_key, batch, t, s, segment, CAUSAL: tl.constexpr):
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
     mask = is_key
+    position = row + (s - t)
     if CAUSAL:
-        mask = mask & (column <= row + (s - t))
-    if q_segment is not None:
-        of_query = tl.load(q_segment + batch * t + row, mask=row < t, other=0)
-        of_key = tl.load(k_segment + batch * s + column, mask=column < s, other=0)
+        mask = mask & (column <= position)
+    if segment is not None:
+        begins = segment + batch * 2 * s
+        is_present = (position >= 0) & (position < s)
+        of_query = tl.load(begins + position, mask=is_present, other=-1)
+        of_key = tl.load(begins + column, mask=column < s, other=0)
         mask = mask & (of_query == of_key)
     return mask
+
+
+@triton.jit
+def segments_met(segment, batch, s, first, count):
+    """The first token of the segment of token `first`, and the end of that of `count` − 1 later."""
+    begins = segment + batch * 2 * s
+    last = tl.minimum(tl.maximum(first + count, 1), s) - 1
+    first = tl.minimum(tl.maximum(first, 0), s - 1)
+    return tl.load(begins + first), tl.load(begins + s + last)
+
+
+@triton.jit
+def keys_met(first, count, batch, t, s, segment, CAUSAL: tl.constexpr):
+    """The first key that any of `count` queries from `first` on may attend to, and the last + 1."""
+    low, high = 0, s
+    if CAUSAL:
+        high = tl.maximum(tl.minimum(s, first + count + (s - t)), 0)
+    if segment is not None:
+        low, end = segments_met(segment, batch, s, first + (s - t), count)
+        high = tl.minimum(high, end)
+    return low, high
+
+
+@triton.jit
+def queries_met(first, count, batch, t, s, segment, CAUSAL: tl.constexpr):
+    """The first query that may attend to any of `count` keys from `first` on, and the last + 1."""
+    low, high = 0, t
+    if CAUSAL:
+        low = tl.maximum(first - (s - t), 0)
+    if segment is not None:
+        begin, end = segments_met(segment, batch, s, first, count)
+        low = tl.maximum(low, begin - (s - t))
+        high = tl.minimum(high, end - (s - t))
+    return low, high
 
 
 @triton.jit
@@ -124,25 +161,31 @@ class Masks(NamedTuple):
     """(b, t), bytes"""
     k_valid: torch.Tensor | None
     """(b, s), bytes"""
-    q_segment: torch.Tensor | None
-    """(b, t), the index of the run of equal ids that a query belongs to, 32 bits"""
-    k_segment: torch.Tensor | None
-    """(b, s), 32 bits"""
+    segment: torch.Tensor | None
+    """(b, 2, s), 32 bits: the first token of the segment of each token, and the last one plus 1"""
 
 
-def masks_of(frame: Frame, b: int, t: int) -> Masks:
-    """The masks of a full call, whose t queries have the positions of the last t keys."""
+def masks_of(frame: Frame, b: int) -> Masks:
+    """The masks of a full call, whose queries have the positions of the last keys."""
 
     def bytes_of(valid: torch.Tensor | None) -> torch.Tensor | None:
         return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)
 
-    q_segment, k_segment = None, frame.k_segment
-    if k_segment is not None:
-        # Indices of runs, since ids may have 64 bits; tokens with equal ids are adjacent.
-        is_new = (k_segment[:, 1:] != k_segment[:, :-1]).to(torch.int32)
-        k_segment = torch.nn.functional.pad(is_new, (1, 0)).cumsum(1, dtype=torch.int32)
-        q_segment = k_segment[:, k_segment.shape[1] - t :].contiguous()
-    return Masks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), q_segment, k_segment)
+    segment = None if frame.k_segment is None else segments_of(frame.k_segment)
+    return Masks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), segment)
+
+
+def segments_of(ids: torch.Tensor) -> torch.Tensor:
+    """Where the segment of each token begins and ends (b, 2, s), from ids (b, s).
+
+    Equal ids are adjacent. A segment is identified by its first token.
+    """
+    is_new = (ids[:, 1:] != ids[:, :-1]).to(torch.int32)
+    run = torch.nn.functional.pad(is_new, (1, 0)).cumsum(1, dtype=torch.int32)
+    begin, end = (
+        torch.searchsorted(run, run, right=right, out_int32=True) for right in (False, True)
+    )
+    return torch.stack((begin, end), 1)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:

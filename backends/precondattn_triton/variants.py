@@ -60,6 +60,15 @@ CALLS: Shipped = (
 )
 """Full calls, with their gradients."""
 
+PACKED: Shipped = tuple(
+    (name, (torch.bfloat16,), ((128, 128),))
+    for name in (
+        *("lucid_solve[beta=true]", "lucid_solve[metric=transported]"),
+        *("laser", "differential", "path"),
+    )
+)
+"""The same of packed sequences: only the kernels that read their segments."""
+
 STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
@@ -75,26 +84,39 @@ DISTINGUISHING = (
 WIDE_SPILLS = 10400
 """Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
 at 256 spill most, on compute capability 8.0."""
+BORDER_SPILLS = 8
+"""The same of `at_border` in packed sequences, on compute capability 8.0."""
 
 
 def variants(target: str) -> Iterator[Variant]:
     """Every kernel in every configuration: at its widest, and at the widest of 128."""
     yielded = set()
     is_amd = target.startswith("gfx")
-    shipped = [*((*call, False) for call in CALLS), *((*call, True) for call in STEPS)]
-    for mechanism, dtypes, widths, is_step in shipped:
+    shipped = [
+        (*call, options)
+        for calls, options in (
+            (CALLS, {}),
+            (PACKED, {"is_packed": True}),
+            (STEPS, {"is_step": True}),
+        )
+        for call in calls
+    ]
+    for mechanism, dtypes, widths, options in shipped:
         for dtype in dtypes:
             for d, e in widths:
                 if is_amd and max(d, e) > WIDEST_ON_AMD:
                     continue
                 with compiling_for(target):
-                    launched = launches(mechanism, dtype, d, e, is_step)
+                    launched = launches(mechanism, dtype, d, e, **options)
                 for launch in launched:
                     constants = tuple(launch.arguments.get(name) for name in DISTINGUISHING)
-                    options = tuple(sorted(launch.options.items()))
+                    tuned = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
                     function = launch.function.module, launch.function.__name__
-                    identity = (function, dtype, _first_dtype(launch), constants, options, is_wide)
+                    identity = (
+                        *(function, dtype, _first_dtype(launch), constants, tuned, is_wide),
+                        _is_packed(launch),
+                    )
                     if identity not in yielded:
                         yielded.add(identity)
                         yield _variant(launch, mechanism, dtype, d, e)
@@ -102,8 +124,11 @@ def variants(target: str) -> Iterator[Variant]:
 
 def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int) -> Variant:
     width = str(d) if d == e else f"{d}x{e}"
-    named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{_way(launch)}"
+    packed = " packed" if _is_packed(launch) else ""
+    named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{packed}{_way(launch)}"
     limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
+    if packed and launch.function.__name__ == "at_border":
+        limit = BORDER_SPILLS
     return launch.variant(named)._replace(spill_limit=limit)
 
 
@@ -111,6 +136,10 @@ def _first_dtype(launch: Launch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
     arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
     return next(arrays).dtype
+
+
+def _is_packed(launch: Launch) -> bool:
+    return any(launch.arguments.get(name) is not None for name in ("segment", "segments"))
 
 
 def _way(launch: Launch) -> str:
@@ -127,7 +156,12 @@ def _way(launch: Launch) -> str:
 
 
 def launches(
-    expression: str, dtype: torch.dtype, d: int, e: int, is_step: bool = False
+    expression: str,
+    dtype: torch.dtype,
+    d: int,
+    e: int,
+    is_step: bool = False,
+    is_packed: bool = False,
 ) -> list[Launch]:
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
@@ -149,7 +183,8 @@ def launches(
             backend.step(piece, past, x, Frame(new, slots, None, slots.bool()))
             return recorded_launches
         position = _empty((1, TOKENS), torch.int64)
-        frame = Frame(position, position)
+        ids = _empty((BATCH, TOKENS), torch.int64) if is_packed else None
+        frame = Frame(position, position, None, None, ids, ids)
         out, residuals = backend.forward(piece, x, frame)
         backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
         if isinstance(piece, Stateful):

@@ -3,8 +3,8 @@
 //     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 //
 // and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). A block owns a tile of keys and iterates
-// over all others, before and after it. No two blocks add to the same element, so the result is
-// deterministic.
+// over all others of the same segments, before and after it. No two blocks add to the same element, so
+// the result is deterministic.
 //
 // g is unbounded, unlike keys. Where keys are 16-bit operands, a row of Φ ∘ g is divided by a power of
 // two, and the previous sum is rescaled when that power grows.
@@ -44,12 +44,13 @@ __global__ void __launch_bounds__(2 * ROWS, 1) lucid_key_gradient(
   Product<KEY_WIDTH> total;
   total.clear();
   float size[2] = {0.0f, 0.0f};
+  const Span span = reach(segments, s, tokens, own, ROWS);
   // Tiles that cross the diagonal are visited twice, each time for one side of it.
   for (int side = 0; side < 2; ++side) {
     const bool is_before = side == 0;
     const T *of_own = is_before ? d_v : y, *of_other = is_before ? y : d_v;
-    const int begin = is_before ? 0 : own / COLUMNS * COLUMNS;
-    const int end = is_before ? min(own + ROWS, s) : s;
+    const int begin = (is_before ? span.low : own) / COLUMNS * COLUMNS;
+    const int end = min(is_before ? own + ROWS : span.high, s);
     for (int other = begin; other < end; other += COLUMNS) {
       Product<COLUMNS> g;
       g.clear();

@@ -77,6 +77,11 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
   factor += head * tokens;
   keys += head * tokens * KEY_WIDTH;
   inverse += (head * tokens + low) * super + high % super;
+  if (reach(segments, s, tokens, low, TILE).high <= high) {
+    for (int at = threadIdx.x; at < TILE * TILE; at += 2 * TILE)
+      inverse[at / TILE * super + at % TILE] = narrow<T>(0.0f);
+    return;
+  }
 
   T *low_keys = reinterpret_cast<T*>(memory), *high_keys = low_keys;
   Copies copies;
@@ -122,26 +127,33 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_systems(
     inverse[at / TILE * super + at % TILE] = narrow<T>(own[at / TILE * STEP + at % TILE]);
 }
 
-// −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of its columns. The grid is
-// (pairs · half / TILE, m); shared memory has (half + 2 TILE) rows of a tile.
+// −B⁻¹ C A⁻¹ of every pair of inverted blocks of `half` tokens, a tile of its columns. Rows of segments
+// that do not reach these columns are 0. The grid is (pairs · half / TILE, m); shared memory has
+// (half + 2 TILE) rows of a tile.
 template <class T, int TILE>
 __global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
-    T* __restrict__ inverse, int tokens, int super, int half) {
+    const int* __restrict__ segments, T* __restrict__ inverse, int s, int heads, int tokens,
+    int super, int half) {
   constexpr int STEP = step_of<T, TILE>();
   extern __shared__ __align__(16) unsigned char memory[];
   T *left = reinterpret_cast<T*>(memory), *right = left + TILE * STEP, *middle = right + TILE * STEP;
   const int tiles = half / TILE, own = blockIdx.x % tiles, row = 16 * warp();
   const int first = blockIdx.x / tiles * 2 * half, second = first + half;
   const int count = min(tiles, (tokens - second) / TILE);
+  if (segments != nullptr) segments += (long long)(blockIdx.y / heads) * s;
+  const int end = reach(segments, s, tokens, first + own * TILE, TILE).high;
   inverse += (long long)blockIdx.y * tokens * super;
   const T* upper = inverse + (long long)first * super + first % super;
   T* lower = inverse + (long long)second * super + first % super;
   Product<TILE> found;
   Copies copies;
 
-  for (int i = 0; i < count; ++i) {
+  // Tiles of rows that reach the columns.
+  const int reached = min(count, max(0, end - second + TILE - 1) / TILE);
+  for (int i = 0; i < reached; ++i) {
     found.clear();
-    for (int m = own; m < tiles; ++m) {
+    const int begin = reach(segments, s, tokens, second + i * TILE, TILE).low;
+    for (int m = max(own, (begin - first) / TILE); m < tiles && first + m * TILE < end; ++m) {
       const T* rows = upper + (long long)m * TILE * super;
       copy_tile<2 * TILE, TILE, TILE>(copies, left, rows + half + i * TILE, super);
       copy_tile<2 * TILE, TILE, TILE>(copies, right, rows + own * TILE, super);
@@ -155,7 +167,8 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_join(
   for (int i = 0; i < count; ++i) {
     T* rows = lower + (long long)i * TILE * super;
     found.clear();
-    for (int m = 0; m <= i; ++m) {
+    const int begin = reach(segments, s, tokens, second + i * TILE, TILE).low;
+    for (int m = max(0, begin - second) / TILE; m <= i && m < reached; ++m) {
       copy_tile<2 * TILE, TILE, TILE>(copies, left, rows + half + m * TILE, super);
       copies.wait();
       __syncthreads();

@@ -8,9 +8,10 @@
 //
 //     X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
 //
-// Φ is symmetric, so one kernel, `lucid_update`, serves both. In products of 16 bits, y is divided by a
-// power of two above the largest right side of its channel and super-block: since no entry of N is
-// larger than 2, no quotient is larger than 4 S, far below float16's maximum.
+// Φ is symmetric, so one kernel, `lucid_update`, serves both. In products of 16 bits, right sides are
+// divided by a power of two for each channel and super-block of S tokens, so that the largest is at most
+// 2¹² / S: since no entry of N or β is larger than 2, no quotient y is larger than 2¹⁴, which float16
+// represents, and right sides that are far smaller keep their digits.
 #include "held_products.cuh"
 #include "lucid_tiles.cuh"
 
@@ -27,7 +28,7 @@ __device__ __forceinline__ float4 four(const float* x) {
 template <class T, class OPERAND, int TILE, int WIDTH, bool BACKWARD>
 __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
     const OPERAND* __restrict__ inverse, const float* __restrict__ factor,
-    const unsigned char* __restrict__ valid, const float* __restrict__ right,
+    const int* __restrict__ segments, const unsigned char* __restrict__ valid, const float* __restrict__ right,
     OPERAND* __restrict__ solved, float* __restrict__ sizes, T* __restrict__ rho,
     T* __restrict__ out, float* __restrict__ d_factor, int s, int heads, int tokens, int super,
     int start, int width, int step) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
     for (int channel = threadIdx.x; channel < WIDTH; channel += blockDim.x) {
       float found = 0.0f;
       for (int i = 0; i < parts; ++i) found = fmaxf(found, largest[i * WIDTH + channel]);
-      size[channel] = power_above(found);
+      size[channel] = power_above(found * (super / 4096.0f));
       if (blockIdx.x == 0) sizes[head * step + first + channel] = size[channel];
     }
     __syncthreads();
@@ -73,7 +74,10 @@ __global__ void __launch_bounds__(2 * TILE, 1) lucid_apply(
   Copies copies;
   Product<WIDTH> total;
   total.clear();
-  const int low = BACKWARD ? own : start, high = BACKWARD ? end : own + TILE;
+  if (segments != nullptr) segments += b * s;
+  const Span span = reach(segments, s, tokens, own, TILE);
+  const int low = BACKWARD ? own : max(start, span.low / TILE * TILE);
+  const int high = BACKWARD ? min(end, span.high) : own + TILE;
   for (int other = low; other < high; other += TILE) {
     const int at_row = BACKWARD ? other : own, at_column = (BACKWARD ? own : other) - start;
     copy_tile<2 * TILE, TILE, TILE>(copies, block, inverse + (long long)at_row * super + at_column,
@@ -157,6 +161,10 @@ __global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(
   const long long head = blockIdx.y;
   const int first = blockIdx.z * WIDTH, own = first_row + blockIdx.x * ROWS, row = 16 * warp();
   if (segments != nullptr) segments += head / heads * s;
+  const Span span = reach(segments, s, tokens, own, ROWS);
+  const int end = min(start + super, tokens);
+  // Narrower bounds of the loop would cost registers, of which there are none left.
+  if (span.low >= end || span.high <= start) return;
   keys += (head * tokens + start) * KEY_WIDTH;
   solved += (head * tokens + start) * step + first;
 
@@ -174,7 +182,6 @@ __global__ void __launch_bounds__(2 * ROWS, 2) lucid_update(
   begin(0);
   Product<WIDTH> total;
   total.clear();
-  const int end = min(start + super, tokens);
   for (int other = start, buffer = 0; other < end; other += COLUMNS, buffer ^= 1) {
     copies.wait();
     __syncthreads();

@@ -4,10 +4,11 @@
 //
 // Scratch is (m, T, w), with m = b n the heads of all sequences, T the tokens padded to whole tiles, and
 // rows padded to 16 bytes. Invalid tokens and padding have k̂ = 0, v = 0 and β = 0, so that the kernels
-// need no mask.
+// need no mask. Tiles without a common segment are not multiplied.
 #pragma once
 
 #include "copies.cuh"
+#include "masks.cuh"
 #include "products.cuh"
 
 // Padding of the rows of a tile in shared memory.
@@ -49,6 +50,15 @@ struct Metric {
   int s;
   float scale, shift;  // s and s d, times log₂ e
 };
+
+// The tokens that share a segment with some of `count` tokens from `first` on: all of T without
+// segments. Padding belongs to the segment of the last token, s − 1.
+__device__ __forceinline__ Span reach(const int* segments, int s, int tokens, int first, int count) {
+  if (segments == nullptr) return {0, tokens};
+  const int low = segments[min(first, s - 1)], high = segments[min(first + count, s) - 1];
+  const int end = position_of_run(segments, s, high + 1);
+  return {position_of_run(segments, s, low), end < s ? end : tokens};
+}
 
 // Replaces ⟨k̂_i, k̂_j⟩ by Φ, for a warp's 16 rows, which begin at token `i_first`.
 template <int COLUMNS>

@@ -143,7 +143,7 @@ class System:
                 f"lucid_join<{operand}, {tile}>",
                 (-(-plan.tokens // (2 * half)) * (half // tile), plan.heads),
                 plan.inverse.threads,
-                (inverse, plan.tokens, super_block, half),
+                (self.segments, inverse, plan.s, plan.n, plan.tokens, super_block, half),
                 _bytes(half + 2 * tile, tile, plan.operand),
             )
             half *= 2
@@ -172,8 +172,9 @@ class System:
                 ((end - start) // tile, plan.heads, plan.chunks),
                 plan.inverse.threads,
                 (
-                    inverse, self.factor, self.valid, self.right, solved, sizes, rho, out, d_factor,
-                    plan.s, plan.n, plan.tokens, plan.super_block, start, plan.e, plan.step,
+                    inverse, self.factor, self.segments, self.valid, self.right, solved, sizes,
+                    rho, out, d_factor, plan.s, plan.n, plan.tokens, plan.super_block, start,
+                    plan.e, plan.step,
                 ),
                 apply_bytes,
             )  # fmt: skip

@@ -3,8 +3,8 @@
     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
 which is propagated through the norm by XLA. Every program owns a tile of keys and iterates over all
-others, before and after it. No two programs add to the same element, so the result is
-deterministic.
+others of the same segments, before and after it. No two programs add to the same element, so the
+result is deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
-from precondattn_pallas.lucid.tiles import Phi, of_tile
+from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
 
 
 def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int) -> None:
@@ -50,17 +50,22 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
 
     # Both loops visit the tiles that cross the diagonal, each for one side of it.
     total = jnp.zeros(out["d_keys"].shape, jnp.float32)
-    end = divide(a_start + rows + columns - 1, columns)
-    total = loop(0, end, side("d_v", "y", before=True), total)
+    first, last = jnp.int32(0), jnp.int32(whole(count, columns))
+    if "segments" in x:
+        begin, end = reach(x, a_start, rows)
+        first = divide(begin, columns)
+        last = jnp.minimum(last, divide(end + (columns - 1), columns))
+    end_before = divide(a_start + rows + columns - 1, columns)
+    total = loop(first, end_before, side("d_v", "y", before=True), total)
     diagonal_tile = divide(a_start, columns)
-    total = loop(diagonal_tile, whole(count, columns), side("y", "d_v", before=False), total)
+    total = loop(diagonal_tile, last, side("y", "d_v", before=False), total)
     out["d_keys"][...] = total
 
 
 def d_keys(
     phi: Phi,
     keys: Any,
-    segments: Any,
+    segments: Segments | None,
     y: Any,
     d_v: Any,
     configuration: Configuration,
@@ -82,7 +87,7 @@ def d_keys(
 
     inputs = {"keys": keys, "y": y, "d_v": d_v}
     if segments is not None:
-        inputs["segments"] = segments
+        inputs |= {"segments": segments.begin, "ends": segments.end}
     result = launch(
         key_gradient,
         (whole(tokens, configuration.rows), m),

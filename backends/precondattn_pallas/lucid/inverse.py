@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
-from precondattn_pallas.lucid.tiles import Phi, of_tile
+from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
 
 FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
@@ -78,9 +78,12 @@ def left_factors(
         own = x["inverse"][m, pl.ds(column, tile)]
         return total + phi.products.dot(system.astype(own.dtype), own)
 
-    total = loop(
-        divide(j_start, tile), divide(first + half, tile), add, jnp.zeros((tile, tile), jnp.float32)
-    )
+    low, high = j_start, first + half
+    if "segments" in x:
+        low = jnp.maximum(low, reach(x, i_start, tile)[0])
+        high = jnp.minimum(high, reach(x, j_start, tile)[1] + (tile - 1))
+    total = jnp.zeros((tile, tile), jnp.float32)
+    total = loop(divide(low, tile), divide(high, tile), add, total)
     out["left"][...] = total.astype(out["left"].dtype)
 
 
@@ -99,8 +102,13 @@ def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_blo
         left = x["left"][pl.ds(pair * half + index * tile, tile), :]
         return total + phi.products.dot(own, left)
 
-    count = divide(tile_index, tiles) + 1
-    total = loop(0, count, add, jnp.zeros((tile, tile), jnp.float32))
+    low, high = jnp.int32(0), divide(tile_index, tiles) + 1
+    if "segments" in x:
+        low = divide(jnp.maximum(reach(x, i_start, tile)[0] - second, 0), tile)
+        j_start = pair * (2 * half) + remainder(tile_index, tiles) * tile
+        end = jnp.maximum(reach(x, j_start, tile)[1] - second, 0)
+        high = jnp.minimum(high, divide(end + (tile - 1), tile))
+    total = loop(low, high, add, jnp.zeros((tile, tile), jnp.float32))
     out["inverse"][...] = (-total).astype(out["inverse"].dtype)
 
 
@@ -108,7 +116,7 @@ def inverses(
     phi: Phi,
     keys: Any,
     factor: Any,
-    segments: Any,
+    segments: Segments | None,
     configuration: Configuration,
     *,
     super_block: int,
@@ -116,7 +124,7 @@ def inverses(
 ) -> Any:
     """N of all super-blocks (m, T, S), in the dtype of the keys (m, T, d).
 
-    `factor` (m, T) is β, or 0 at padding; segments (b, T), or None.
+    `factor` (m, T) is β, or 0 at padding.
     """
     m, tokens, d = keys.shape
     interpret = phi.products.interpret
@@ -136,8 +144,10 @@ def inverses(
     half = min(FIRST_BLOCK, configuration.rows, super_block)
     row_inputs = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
     everything = {"keys": all_of(keys, d), "factor": all_of(factor)}
+    bounds = {}
     if segments is not None:
-        row_inputs["segments"], everything["segments"] = rows_of(segments, half), all_of(segments)
+        row_inputs["segments"] = rows_of(segments.begin, half)
+        bounds = {"segments": all_of(segments.begin), "ends": all_of(segments.end)}
     per_block = super_block // half
     diagonal = pl.BlockSpec((None, half, half), lambda i, h: (h, i, remainder(i, per_block)))
     inverse = jnp.zeros((m, tokens, super_block), keys.dtype)
@@ -159,7 +169,7 @@ def inverses(
         left = launch(
             left_factors,
             (pairs * tiles * tiles, m),
-            {**everything, "inverse": all_of(inverse, super_block)},
+            {**everything, **bounds, "inverse": all_of(inverse, super_block)},
             {"left": (shape_of((m, pairs * half, half), keys.dtype), _tile_of_left(tile, tiles))},
             configuration,
             by_row=backward,
@@ -172,6 +182,7 @@ def inverses(
             {
                 "inverse": all_of(inverse, super_block),
                 "left": (left, _column_of_left(pairs * half, tile, tiles)),
+                **bounds,
             },
             {"inverse": (shape, _tile_of_inverse(tile, tiles, super_block))},
             configuration,

@@ -37,8 +37,8 @@ from precondattn_pallas.lucid.arrays import (
     reciprocal_rms,
     rms_gradient,
 )
-from precondattn_pallas.lucid.tiles import Phi
-from precondattn_pallas.masks import runs_of, where_valid
+from precondattn_pallas.lucid.tiles import Phi, Segments, segments_of
+from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
 
 LOG2_E = math.log2(math.e)
@@ -119,22 +119,18 @@ class Scratch(NamedTuple):
     """1 / rms (b, s, n)"""
     factor: Any
     """β, and 0 at padding (m, T)"""
-    segments: Any
-    """(b, T), or None"""
+    segments: Segments | None
 
 
 def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch:
     keys = where_valid(valid, k).astype(jnp.float32)
     reciprocal = reciprocal_rms(keys, plan.eps)
     keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
-    segments = None
-    if segment is not None:
-        segments = jnp.pad(runs_of(segment), ((0, 0), (0, plan.tokens - plan.s)))
     return Scratch(
         by_heads(keys, plan.tokens, plan.key_width),
         reciprocal,
         by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
-        segments,
+        segments_of(segment, plan.tokens),
     )
 
 

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, shape_of
-from precondattn_pallas.lucid.tiles import Phi, of_tile
+from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
 
 
 class Solved(NamedTuple):
@@ -58,10 +58,15 @@ def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
     rows = x["i_keys"].shape[0]
     super_block = x["j_keys"].shape[0]
     i_start, start = pl.program_id(0) * rows, x["start"][0]
+    low, high = jnp.int32(0), jnp.int32(super_block // columns)
+    if "segments" in x:
+        begin, end = (jnp.clip(at - start, 0, super_block) for at in reach(x, 0, rows))
+        low, high = divide(begin, columns), divide(end + (columns - 1), columns)
+    is_other = i_start < start if backward else i_start >= start + super_block
 
-    @pl.when(i_start < start if backward else i_start >= start + super_block)
+    @pl.when(is_other & (low < high))
     def _() -> None:
-        own, i_segments = pl.ds(0, rows), of_tile(x, "i_segments", ...)
+        own, i_segments = pl.ds(0, rows), of_tile(x, "segments", ...)
 
         def add(index: Any, total: Any) -> Any:
             j = pl.ds(index * columns, columns)
@@ -70,9 +75,7 @@ def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
             values = x["operand"][j, :]
             return total + phi.products.dot(weights.astype(values.dtype), values)
 
-        total = loop(
-            0, super_block // columns, add, jnp.zeros((rows, out["right"].shape[1]), jnp.float32)
-        )
+        total = loop(low, high, add, jnp.zeros((rows, out["right"].shape[1]), jnp.float32))
         out["right"][...] = x["right"][...] - total * x["sizes"][...][None, :]
 
 
@@ -80,7 +83,7 @@ def substitute(
     phi: Phi,
     keys: Any,
     factor: Any,
-    segments: Any,
+    segments: Segments | None,
     inverse: Any,
     right: Any,
     cuts: tuple[Configuration, Configuration],
@@ -98,6 +101,14 @@ def substitute(
     blocks = -(-count // super_block)
     by_inverse, by_update = cuts
     start_spec = pl.BlockSpec((1,), lambda i, h, c: (0,))
+    per_sequence = 1 if segments is None else m // segments.begin.shape[0]
+
+    def bounds_of(rows: int) -> dict[str, Any]:
+        """The segments of a tile of rows."""
+        if segments is None:
+            return {}
+        spec = pl.BlockSpec((None, rows), lambda i, h, c: (divide(h, per_sequence), i))
+        return {"segments": (segments.begin, spec), "ends": (segments.end, spec)}
 
     def solve(start: Any, sides: Any) -> Any:
         tile = by_inverse.rows
@@ -142,16 +153,12 @@ def substitute(
             ),
             "sizes": (sizes[:, 0], pl.BlockSpec((None, chunk), lambda i, h, c: (h, c))),
             "right": (right, block),
+            **bounds_of(rows),
         }
         if segments is not None:
-            n = m // segments.shape[0]
-            inputs["i_segments"] = (
-                segments,
-                pl.BlockSpec((None, rows), lambda i, h, c: (divide(h, n), i)),
-            )
             inputs["j_segments"] = (
-                _part(segments, start, super_block),
-                pl.BlockSpec((None, super_block), lambda i, h, c: (divide(h, n), 0)),
+                _part(segments.begin, start, super_block),
+                pl.BlockSpec((None, super_block), lambda i, h, c: (divide(h, per_sequence), 0)),
             )
         return launch(
             update,

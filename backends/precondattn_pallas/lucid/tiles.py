@@ -4,17 +4,19 @@
 
 Scratch arrays are padded: (m, T, w), with m = b n the heads of all sequences, T the tokens padded
 to whole super-blocks, and w padded to whole tiles. Masked tokens and padding have k̂ = 0, v = 0 and
-β = 0, so that the kernels need no mask.
+β = 0, so that the kernels need no mask. Tiles without a common segment are not multiplied.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.launch import loop
+from precondattn_pallas.masks import runs_of
 
 
 class Phi(NamedTuple):
@@ -58,6 +60,33 @@ class Phi(NamedTuple):
         """Φ from ⟨k̂_i, k̂_j⟩ and from the equality of segments, None where all are equal."""
         result = jnp.exp2(scores * self.scale - self.shift)
         return result if are_equal is None else jnp.where(are_equal, result, jnp.float32(0))
+
+
+class Segments(NamedTuple):
+    """Where the segment of each token begins and ends; padding is a segment of its own."""
+
+    begin: Any
+    """(b, T): the first token of the segment, by which it is identified"""
+    end: Any
+    """(b, T): the last token plus one"""
+
+
+def segments_of(ids: Any, tokens: int) -> Segments | None:
+    """From ids (b, s), padded to T tokens; equal ids are adjacent."""
+    if ids is None:
+        return None
+    runs, padding = runs_of(ids), tokens - ids.shape[1]
+
+    def found(side: str) -> Any:
+        at = jax.vmap(lambda runs: jnp.searchsorted(runs, runs, side=side))(runs)
+        return jnp.pad(at.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=tokens)
+
+    return Segments(found("left"), found("right"))
+
+
+def reach(x: Any, start: Any, count: int) -> tuple[Any, Any]:
+    """Tokens that share a segment with any of `count` tokens: the first, and the last plus one."""
+    return x["segments"][start], x["ends"][start + count - 1]
 
 
 def _are_equal(i_segments: Any, j_segments: Any) -> Any:

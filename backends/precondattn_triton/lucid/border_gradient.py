@@ -8,8 +8,9 @@ tokens on the other side,
     at_border        dz_a = Σ_o dS_ao z_o    (o before a),    Σ_o dS_oa z_o    (o after a),
 
 and within a chunk `within` stores dS itself. Grid: one program per tile of tokens and head. It
-loops over all tokens on the other side, or in the chunk. No two programs add to the same element,
-so the result is deterministic. All levels together take 2 d + e products per pair of tokens, twice.
+loops over the tokens of the same segments on the other side, or over those of the chunk. No two
+programs add to the same element, so the result is deterministic. All levels together take 2 d + e
+products per pair of tokens, twice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.lucid.gradient import products, weighted_keys
-from precondattn_triton.lucid.tiles import weights
+from precondattn_triton.lucid.tiles import reach, weights
 from precondattn_triton.tiles import load_rows
 
 
@@ -35,6 +36,10 @@ def one_side(
     IS_HALF: tl.constexpr = (
         keys.dtype.element_ty == tl.float16 and left.dtype.element_ty == tl.bfloat16
     )
+    if HAS_SEGMENTS:
+        begin, end = reach(segments, tokens, a_start, TILE)
+        low = tl.maximum(low, begin // COLUMNS * COLUMNS)
+        high = tl.minimum(high, end)
     for b_start in range(low, high, COLUMNS):
         g = products(
             left, right, a_start, b_start, s, width, left_s, left_e, right_s, right_e,
@@ -59,7 +64,7 @@ def at_border(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
-        segments += b * tokens
+        segments += b * 2 * tokens
     y += b * y_b + n * y_n
     d_v += b * d_v_b + n * d_v_n
     a_start = tl.program_id(0) * TILE
@@ -94,7 +99,7 @@ def within(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
-        segments += b * tokens
+        segments += b * 2 * tokens
     y += b * y_b + n * y_n
     d_v += b * d_v_b + n * d_v_n
     a_start = tl.program_id(0) * TILE

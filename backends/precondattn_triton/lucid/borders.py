@@ -112,7 +112,7 @@ def borders_gradient(
     plan: Plan, borders: Borders, unit: Tensor, masks: Masks, segments: Tensor | None,
     y: Tensor, d_v: Tensor,
 ) -> Gradients:  # fmt: skip
-    """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, T)."""
+    """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, 2, T)."""
     d_rows = unit.new_zeros((2, *unit.shape), dtype=torch.float32)
     d_keys = torch.empty_like(d_rows[0])
     d_products = None

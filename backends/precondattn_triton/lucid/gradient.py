@@ -3,8 +3,8 @@
     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
 and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Grid: one program per tile of keys and
-head. It loops over all tiles before and after its own. No two programs add to the same element, so
-the result is deterministic.
+head. It loops over all tiles of the same segments, before and after its own. No two programs add to
+the same element, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid.tiles import phi
+from precondattn_triton.lucid.tiles import phi, reach
 from precondattn_triton.tiles import load_rows, load_tokens
 
 
@@ -95,7 +95,7 @@ def key_gradient(
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
-        segments += b * tokens
+        segments += b * 2 * tokens
     y += b * y_b + n * y_n
     d_v += b * d_v_b + n * d_v_n
     a_start = tl.program_id(0) * ROWS
@@ -107,8 +107,11 @@ def key_gradient(
         keys.dtype.element_ty == tl.float16 and y.dtype.element_ty == tl.bfloat16
     )
     # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
-    first_after = a_start // COLUMNS * COLUMNS
-    for b_start in range(0, a_start + ROWS, COLUMNS):
+    first, first_after, end = 0, a_start // COLUMNS * COLUMNS, s
+    if HAS_SEGMENTS:
+        begin, end_of_rows = reach(segments, tokens, a_start, ROWS)
+        first, end = begin // COLUMNS * COLUMNS, tl.minimum(s, end_of_rows)
+    for b_start in range(first, a_start + ROWS, COLUMNS):
         g = products(
             d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
@@ -118,7 +121,7 @@ def key_gradient(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
             scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
-    for b_start in range(first_after, s, COLUMNS):
+    for b_start in range(first_after, end, COLUMNS):
         g = products(
             y, d_v, a_start, b_start, s, width, y_s, y_e, d_v_s, d_v_e,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,

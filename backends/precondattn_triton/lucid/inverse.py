@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid.tiles import column_of, weights
+from precondattn_triton.lucid.tiles import column_of, reach, weights
 from precondattn_triton.tiles import load_rows
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
@@ -96,7 +96,7 @@ def invert_blocks(
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * TILE
     if HAS_SEGMENTS:
-        segments += head // heads * tokens
+        segments += head // heads * 2 * tokens
     system = system_tile(
         keys, chunk_scores, factor, segments, head, tokens, start, start,
         scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
@@ -131,7 +131,7 @@ def left_factors(
     """Write C A⁻¹ to the lower left of every pair of inverted blocks of `half` tokens."""
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
-        segments += head // heads * tokens
+        segments += head // heads * 2 * tokens
     tiles = half // TILE
     pair, tile = tl.program_id(0) // (tiles * tiles), tl.program_id(0) % (tiles * tiles)
     first = pair * 2 * half
@@ -140,7 +140,13 @@ def left_factors(
     column = column_of(j_start, TILE, SUPER)
     if i_start < tokens:
         total = tl.zeros((TILE, TILE), tl.float32)
-        for m_start in range(j_start, first + half, TILE):
+        low, high = j_start, first + half
+        if HAS_SEGMENTS:
+            begin, _ = reach(segments, tokens, i_start, TILE)
+            _, end = reach(segments, tokens, j_start, TILE)
+            low = tl.maximum(low, begin // TILE * TILE)
+            high = tl.minimum(high, end)
+        for m_start in range(low, high, TILE):
             system = system_tile(
                 keys, chunk_scores, factor, segments, head, tokens, i_start, m_start,
                 scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
@@ -155,10 +161,13 @@ def left_factors(
 @triton.jit
 def right_factors(
     inverse,
+    segments,
+    heads,
     tokens,
     half,
     TILE: tl.constexpr,
     SUPER: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Replace C A⁻¹ by −B⁻¹ (C A⁻¹) in place, last rows first, since each needs those above it."""
@@ -166,12 +175,22 @@ def right_factors(
     tiles = half // TILE
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     second = pair * 2 * half + half
-    column = column_of(pair * 2 * half + tile * TILE, TILE, SUPER)
+    j_start = pair * 2 * half + tile * TILE
+    column = column_of(j_start, TILE, SUPER)
     count = tl.minimum(tiles, (tokens - second) // TILE)
+    if HAS_SEGMENTS:
+        segments += head // heads * 2 * tokens
+        _, end = reach(segments, tokens, j_start, TILE)
+        # Rows of later segments are 0 already.
+        count = tl.minimum(count, tl.cdiv(tl.maximum(end - second, 0), TILE))
     for back in range(0, count):
         i_start = second + (count - 1 - back) * TILE
         total = tl.zeros((TILE, TILE), tl.float32)
-        for m_start in range(second, i_start + TILE, TILE):
+        low = second
+        if HAS_SEGMENTS:
+            begin, _ = reach(segments, tokens, i_start, TILE)
+            low = tl.maximum(low, begin // TILE * TILE)
+        for m_start in range(low, i_start + TILE, TILE):
             at = column_of(m_start, TILE, SUPER)
             inverted = load_rows(inverse, head, tokens, i_start, TILE, TILE, at, SUPER)
             left = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)

@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     factor: Tensor
     """β, and 0 for padding and invalid tokens (m, T)"""
     segments: Tensor | None
-    """(b, T)"""
+    """(b, 2, T): where the segment of each token begins and ends (`tiles.py`)"""
 
 
 class System:
@@ -60,7 +60,7 @@ class System:
     def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
         self.leaf, self.x, self.backward = leaf, x, backward
         self.plan = plan = plan_of(leaf, x["k"], x["v"])
-        self.masks = masks_of(frame.among_keys(plan.s), plan.b, plan.s)
+        self.masks = masks_of(frame.among_keys(plan.s), plan.b)
         self.prepared = self._prepare()
         self.borders: Borders | None = None
         if leaf.metric != DOT:
@@ -71,9 +71,10 @@ class System:
     def _prepare(self) -> Prepared:
         plan, k = self.plan, self.x["k"]
         beta = self.x.get("lucid_beta")
-        _, valid, _, segments = self.masks
+        _, valid, segments = self.masks
         if segments is not None:
-            segments = functional.pad(segments, (0, plan.tokens - plan.s))
+            padding = plan.tokens - plan.s
+            segments = functional.pad(segments, (0, padding), value=plan.tokens)
         keys = k.new_empty((plan.heads, plan.tokens, plan.key_width), dtype=plan.dtype)
         reciprocal, factor = (
             k.new_empty((plan.heads, plan.tokens), dtype=torch.float32) for _ in range(2)
@@ -147,8 +148,9 @@ class System:
                 half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
             )  # fmt: skip
             lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
-                inverse, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
-                PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+                inverse, segments, plan.n, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
+                HAS_SEGMENTS=segments is not None, PRECISION=plan.precision,
+                num_warps=warps, num_stages=stages,
             )  # fmt: skip
             half *= 2
         return inverse
@@ -167,10 +169,11 @@ class System:
             end = min(start + plan.super_block, plan.tokens)
             tiles = (end - start) // plan.inverse.rows
             lucid_substitution.apply_inverse[(tiles, plan.heads, plan.chunks)](
-                inverse, factor, right, largest, solved, sizes, rho, out, d_factor,
+                inverse, factor, segments, right, largest, solved, sizes, rho, out, d_factor,
                 plan.s, plan.n, plan.tokens, start, plan.e,
                 *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
-                BACKWARD=backward, HAS_BETA=rho is not None, SCALED=plan.half,
+                BACKWARD=backward, HAS_BETA=rho is not None, HAS_SEGMENTS=segments is not None,
+                SCALED=plan.half,
                 TILE=plan.inverse.rows, ROWS=plan.update.rows, SUPER=plan.super_block,
                 WIDTH=plan.chunk, STEP=plan.step, PRECISION=plan.precision,
                 num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,

@@ -10,10 +10,11 @@ backward, from the last to the first, with R = dy,
 
 Φ is symmetric, so that one kernel, `update`, serves both directions. In PaTH's metric its keys are
 the rows at the border between the two super-blocks (`borders.py`), and Φ is symmetric again. In
-products of 16 bits, y is divided by a power of two, that of the largest right-hand side of its
-channel and super-block. Since no entry of N exceeds 2, no quotient exceeds 8 S, far below the
-largest float16. Kernels that write R also write the largest magnitude of each of its tiles. Grids:
-one program per tile of rows of a super-block (`apply_inverse`) or of all later or earlier rows
+products of 16 bits, right-hand sides are divided by a power of two for each channel and super-block
+of S tokens, so that the largest is at most 2¹² / S: since no entry of N or β exceeds 2, no quotient
+y exceeds 2¹⁴, which float16 represents, and right-hand sides that are far smaller keep their
+digits. Kernels that write R also write the largest magnitude of each of its tiles. Grids: one
+program per tile of rows of a super-block (`apply_inverse`) or of all later or earlier rows
 (`update`), head and block of channels.
 """
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid.tiles import column_of, highest_difference, phi
+from precondattn_triton.lucid.tiles import column_of, highest_difference, phi, reach
 from precondattn_triton.tiles import load_rows
 
 
@@ -30,6 +31,7 @@ from precondattn_triton.tiles import load_rows
 def apply_inverse(
     inverse,
     factor,
+    segments,
     right,
     largest,
     solved,
@@ -52,6 +54,7 @@ def apply_inverse(
     rho_e,
     BACKWARD: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,7 +84,8 @@ def apply_inverse(
         at = largest + (head * (tokens // ROWS) + tile)[:, None] * STEP + channel[None, :]
         of_tiles = tl.load(at, mask=(tile < end // ROWS)[:, None], other=0.0)
         highest = tl.max(of_tiles, axis=0)
-        exponent = tl.ceil(tl.log2(tl.where(highest > 0, highest, 1.0)))
+        least = tl.where(highest > 0, highest, 1.0) * (SUPER / 4096)
+        exponent = tl.ceil(tl.log2(least))
         # The reciprocals of these powers are normal numbers too.
         size = tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 126.0))
         if i_start == start:
@@ -92,6 +96,11 @@ def apply_inverse(
     low, high = start, i_start + TILE
     if BACKWARD:
         low, high = i_start, end
+    if HAS_SEGMENTS:
+        segments += b * 2 * tokens
+        begin_of_rows, end_of_rows = reach(segments, tokens, i_start, TILE)
+        low = tl.maximum(low, begin_of_rows // TILE * TILE)
+        high = tl.minimum(high, end_of_rows)
     for j_start in range(low, high, TILE):
         if BACKWARD:
             column = column_of(i_start, TILE, SUPER)
@@ -158,14 +167,21 @@ def update(
     """
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
-        segments += head // heads * tokens
+        segments += head // heads * 2 * tokens
     first = tl.program_id(2) * WIDTH
     i_start = i_first + tl.program_id(0) * ROWS
+    low, high = start, tl.minimum(start + SUPER, tokens)
+    if HAS_SEGMENTS:
+        begin, end = reach(segments, tokens, i_start, ROWS)
+        low = tl.maximum(low, begin // COLUMNS * COLUMNS)
+        high = tl.minimum(high, end)
+        if low >= high:
+            return
     if HAS_BORDERS:
         keys += highest_difference(i_start // SUPER, start // SUPER) * keys_of_level
     i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for j_start in range(start, tl.minimum(start + SUPER, tokens), COLUMNS):
+    for j_start in range(low, high, COLUMNS):
         j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
         weights = phi(
             i_keys, j_keys, segments, i_start, j_start, scale, shift, HAS_SEGMENTS, PRECISION
@@ -179,7 +195,8 @@ def update(
     at = right + row[:, None] * STEP + channel[None, :]
     sides = tl.load(at) - total
     tl.store(at, sides)
-    # Right sides of the super-block that is solved next are complete.
+    # Right sides of the super-block that is solved next are complete. Rows that share no segment
+    # with this one share none with any solved before it: their magnitudes are as loaded.
     if SCALED and tl.abs(i_start // SUPER - start // SUPER) == 1:
         tile = head * (tokens // ROWS) + i_start // ROWS
         tl.store(largest + tile * STEP + channel, tl.max(tl.abs(sides), axis=0))

@@ -5,6 +5,9 @@
 Arrays of the workspace are contiguous and padded: (m, T, w), with m = b n the heads of all
 sequences, T the tokens padded to whole blocks and w a power of two. Invalid tokens and padding have
 k̂ = 0, v = 0 and β = 0, so that kernels need no mask.
+
+`segments` (b, 2, T) are the first token of each token's segment, by which it is identified, and the
+last plus one; padding is a segment of its own. Tiles without a common segment are not multiplied.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ def highest_difference(i, j):
     """The highest bit in which two unequal numbers differ, below 2²³."""
     # The 0.5 keeps the logarithm away from integers, so that its rounding does not matter.
     return tl.floor(tl.log2((i ^ j).to(tl.float32) + 0.5)).to(tl.int64)
+
+
+@triton.jit
+def reach(segments, tokens, start, COUNT: tl.constexpr):
+    """Tokens that share a segment with any of COUNT tokens: the first, and the last plus one."""
+    return tl.load(segments + start), tl.load(segments + tokens + start + COUNT - 1)
 
 
 @triton.jit

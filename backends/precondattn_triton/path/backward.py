@@ -91,7 +91,7 @@ def path_backward(
         group = start, end, rows, t, s, h, n
         tuned = configured("path_carry", q, v)
         path_carry.carry[(triton.cdiv(rows, tuned.rows) * b * h,)](
-            q, w, u, carried, masks.q_valid, *group, tokens, last, *q.stride(),
+            q, w, u, carried, masks.q_valid, masks.segment, *group, tokens, last, *q.stride(),
             D=d, PADDED_D=width, ROWS=tuned.rows, **common,
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
@@ -113,7 +113,7 @@ def path_backward(
         tuned = configured("path_reflections", q, q)
         part = min(width, REFLECTION_ELEMENTS // width)
         path_key_gradient.reflections[(last * width // part * b * n,)](
-            carried, query_gradients, d_whole, *group, count, last,
+            carried, query_gradients, d_whole, masks.segment, *group, count, last,
             PADDED_D=width, WIDTH=part, COLUMNS=tuned.columns, **common,
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip

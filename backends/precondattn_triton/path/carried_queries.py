@@ -3,8 +3,8 @@
 For a group of queries, let x_c be the query as it enters chunk c, which precedes the query's own
 chunk (`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x_{c−1}:
 
-    carry             X[c] = x_c                                          c = last … 0
-    query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = 0 … last
+    carry             X[c] = x_c                                          c = last … first
+    query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = first … last
 
 with dS = s A ∘ (do vᵀ − D). The last y is the gradient of the query as it leaves its own chunk
 (`within_chunk.py`). y needs the x in reverse order, and x cannot be recomputed backward, since
@@ -24,12 +24,19 @@ import triton.language as tl
 from precondattn_triton.path.chunks import rows_of
 from precondattn_triton.path.forward import path_may_attend
 from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
+from precondattn_triton.tiles import (
+    LOG2_E,
+    is_token,
+    keys_met,
+    load_tile,
+    store_tile,
+    tile_of_program,
+)
 
 
 @triton.jit
 def carry(
-    q, w, u, x_out, q_valid,
+    q, w, u, x_out, q_valid, segment,
     group_start, group_end, group_rows, t, s, h, n, tokens, chunks,
     q_batch, q_token, q_head, q_channel,
     D: tl.constexpr, PADDED_D: tl.constexpr,
@@ -48,7 +55,8 @@ def carry(
     position = rows + (s - t)
     first = group_start + tile * ROWS + (s - t)
     end = tl.cdiv(tl.minimum(first + ROWS, group_end + (s - t)), CHUNK)
-    for back in range(0, end):
+    begin, _ = keys_met(group_start + tile * ROWS, ROWS, batch, t, s, segment, True)
+    for back in range(0, end - begin // CHUNK):
         chunk = end - 1 - back
         start = chunk * CHUNK
         factor = x.to(FACTOR)
@@ -67,7 +75,7 @@ def carry(
 @triton.jit
 def query_gradient(
     x_in, v, w, keys, u, d_out, log_total, d_sum, y_out, chunk_y,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, window, group_start, group_end, group_rows, t, s, h, n, tokens, chunks,
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
     HAS_WINDOW: tl.constexpr, E: tl.constexpr,
@@ -91,12 +99,18 @@ def query_gradient(
 
     y = tl.zeros((ROWS, PADDED_D), tl.float32)
     position = rows + (s - t)
+    if segment is not None:
+        segment_begin = tl.load(segment + batch * 2 * s + position, mask=rows < t, other=s)
     last = tl.minimum(group_start + (tile + 1) * ROWS, group_end) - 1 + (s - t)
-    for chunk in range(0, last // CHUNK):
+    begin, _ = keys_met(group_start + tile * ROWS, ROWS, batch, t, s, segment, True)
+    for chunk in range(begin // CHUNK, last // CHUNK):
         start = chunk * CHUNK
         columns = start + tl.arange(0, CHUNK)
         is_key = is_token(k_valid, batch, columns, s)
         is_after = (position >= start + CHUNK) & (rows < group_end)
+        if segment is not None:
+            # X is stored for chunks that a query's segment reaches.
+            is_after = is_after & (segment_begin < start + CHUNK)
         offset = (base + chunk) * group_rows * PADDED_D
         factor = y.to(FACTOR)
         store_tile(y_out + offset, local, local < group_rows, PADDED_D, factor, PADDED_D)
@@ -112,10 +126,10 @@ def query_gradient(
         x = load_tile(x_in + offset, local, is_after, PADDED_D, 1, PADDED_D, PADDED_D)
         carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
         scores = tl.dot(x, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
-        if HAS_WINDOW or k_valid is not None or k_segment is not None:
+        if HAS_WINDOW or k_valid is not None or segment is not None:
             mask = path_may_attend(
                 rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                q_segment, k_segment, window, HAS_WINDOW,
+                segment, window, HAS_WINDOW,
             )  # fmt: skip
             scores = tl.where(mask, scores, float("-inf"))
         a = tl.exp2(scores - logs[:, None])

@@ -32,6 +32,7 @@ from precondattn_triton.tiles import (
     Masks,
     configured,
     is_token,
+    keys_met,
     load_tile,
     may_attend,
     store_tile,
@@ -60,11 +61,9 @@ def scores_within_chunk(x, k_tile, w_tile, zr, is_before, PRECISION: tl.constexp
 
 
 @triton.jit
-def path_may_attend(
-    row, column, is_key, batch, t, s, q_segment, k_segment, window, HAS_WINDOW: tl.constexpr
-):
+def path_may_attend(row, column, is_key, batch, t, s, segment, window, HAS_WINDOW: tl.constexpr):
     """The attention mask: query `row` of t may attend to key `column` of s."""
-    mask = may_attend(row, column, is_key, batch, t, s, q_segment, k_segment, True)
+    mask = may_attend(row, column, is_key, batch, t, s, segment, True)
     if HAS_WINDOW:
         mask = mask & (column > row + (s - t) - window)
     return mask
@@ -73,7 +72,7 @@ def path_may_attend(
 @triton.jit
 def _forward(
     q, k, v, w, keys, u, zr, out, full, log_total,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, window, t, s, h, n, tokens,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel,
@@ -98,6 +97,12 @@ def _forward(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     past = s - t
     first = tile * ROWS + past
+    # The first key that each query may attend to.
+    first_keys = tl.zeros((ROWS,), tl.int32)
+    if segment is not None:
+        first_keys = tl.load(segment + batch * 2 * s + past + rows, mask=rows < t, other=0)
+    if HAS_WINDOW:
+        first_keys = tl.maximum(first_keys, past + rows - window + 1)
     # Chunks that contain some of these queries; all earlier chunks precede every query.
     own_first = first // CHUNK
     own_end = tl.cdiv(tl.minimum(first + ROWS, s), CHUNK)
@@ -112,17 +117,15 @@ def _forward(
         scores, b = scores_within_chunk(x.to(FACTOR), k_tile, w_tile, zr_tile, is_before, PRECISION)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
-        mask = path_may_attend(
-            rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-            q_segment, k_segment, window, HAS_WINDOW,
-        )  # fmt: skip
+        mask = is_before & is_key[None, :] & (columns[None, :] >= first_keys[:, None])
         scores = tl.where(mask, scores * (scale * LOG2_E), float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
 
-    last = 0
+    begin, _ = keys_met(tile * ROWS, ROWS, batch, t, s, segment, True)
     if HAS_WINDOW:
-        last = tl.minimum(tl.maximum(first - window + 1, 0) // CHUNK, own_first)
+        begin = tl.maximum(begin, first - window + 1)
+    last = tl.minimum(begin // CHUNK, own_first)
     for back in range(0, own_first - last):
         start = (own_first - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
@@ -134,11 +137,8 @@ def _forward(
         b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION).to(FACTOR)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
-        if HAS_WINDOW or k_valid is not None or k_segment is not None:
-            mask = path_may_attend(
-                rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                q_segment, k_segment, window, HAS_WINDOW,
-            )  # fmt: skip
+        if HAS_WINDOW or k_valid is not None or segment is not None:
+            mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
             scores = tl.where(mask, scores, float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)

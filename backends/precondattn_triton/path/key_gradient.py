@@ -20,13 +20,20 @@ import triton.language as tl
 from precondattn_triton.path.chunks import rows_of, store_rows
 from precondattn_triton.path.forward import path_may_attend
 from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.tiles import LOG2_E, addresses, is_token, load_tile, tile_of_program
+from precondattn_triton.tiles import (
+    LOG2_E,
+    addresses,
+    is_token,
+    load_tile,
+    queries_met,
+    tile_of_program,
+)
 
 
 @triton.jit
 def key_value_gradient(
     x_in, v, keys, d_out, log_total, d_sum, d_keys, d_v,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, window, group_start, group_end, group_rows, t, s, h, n, tokens, chunks,
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -37,7 +44,9 @@ def key_value_gradient(
     kv_index = batch * n + kv
     chunk = tile * ROWS // CHUNK
     next_chunk = (chunk + 1) * CHUNK - (s - t)
-    if next_chunk >= group_end:
+    _, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, True)
+    end = tl.minimum(end, group_end)
+    if next_chunk >= end:
         return
     columns = tile * ROWS + tl.arange(0, ROWS)
     is_key = is_token(k_valid, batch, columns, s)
@@ -54,11 +63,11 @@ def key_value_gradient(
         g_start = d_out + batch * g_batch + head * g_head
         at = (batch * h + head) * t
         first = tl.maximum(next_chunk, group_start) - group_start
-        for start in range(first // COLUMNS * COLUMNS, group_end - group_start, COLUMNS):
+        for start in range(first // COLUMNS * COLUMNS, end - group_start, COLUMNS):
             local = start + tl.arange(0, COLUMNS)
             queries = group_start + local
             is_query = is_token(q_valid, batch, queries, t)
-            is_query = is_query & (queries < group_end) & (queries >= next_chunk)
+            is_query = is_query & (queries < end) & (queries >= next_chunk)
             logs = load_logs(log_total, at, queries, is_query)
             is_query = is_query & (logs < float("inf"))
             sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
@@ -66,10 +75,10 @@ def key_value_gradient(
             d_o = load_tile(g_start, queries, is_query, g_token, g_channel, E, PADDED_E).to(FACTOR)
             # All transposed: keys × queries.
             scores = tl.dot(carried, tl.trans(x), input_precision=PRECISION) * (scale * LOG2_E)
-            if HAS_WINDOW or k_valid is not None or k_segment is not None:
+            if HAS_WINDOW or k_valid is not None or segment is not None:
                 mask = path_may_attend(
                     queries[None, :], columns[:, None], is_key[:, None], batch, t, s,
-                    q_segment, k_segment, window, HAS_WINDOW,
+                    segment, window, HAS_WINDOW,
                 )  # fmt: skip
                 scores = tl.where(mask, scores, float("-inf"))
             a = tl.exp2(scores - logs[None, :])
@@ -83,7 +92,7 @@ def key_value_gradient(
 
 @triton.jit
 def reflections(
-    x_in, y_in, d_whole,
+    x_in, y_in, d_whole, segment,
     group_start, group_end, group_rows, t, s, h, n, all_chunks, chunks,
     PADDED_D: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,7 +101,9 @@ def reflections(
     chunk_and_part, batch, kv = tile_of_program(chunks * PARTS, n)
     chunk, part = chunk_and_part // PARTS, chunk_and_part % PARTS
     next_chunk = (chunk + 1) * CHUNK - (s - t)
-    if next_chunk >= group_end:
+    _, end = queries_met(chunk * CHUNK, CHUNK, batch, t, s, segment, True)
+    end = tl.minimum(end, group_end)
+    if next_chunk >= end:
         return
     channels = tl.arange(0, PADDED_D)
     columns = part * WIDTH + tl.arange(0, WIDTH)
@@ -103,10 +114,10 @@ def reflections(
         head = kv * (h // n) + member
         offset = ((batch * h + head) * chunks + chunk) * group_rows * PADDED_D
         first = tl.maximum(next_chunk, group_start) - group_start
-        for start in range(first // COLUMNS * COLUMNS, group_end - group_start, COLUMNS):
+        for start in range(first // COLUMNS * COLUMNS, end - group_start, COLUMNS):
             local = start + tl.arange(0, COLUMNS)
             queries = group_start + local
-            is_query = (queries < group_end) & (queries >= next_chunk)
+            is_query = (queries < end) & (queries >= next_chunk)
             x = load_tile(x_in + offset, local, is_query, PADDED_D, 1, PADDED_D, PADDED_D)
             at = addresses(y_in + offset, local, PADDED_D, columns, 1)
             y = tl.load(at, mask=is_query[:, None], other=0.0)

@@ -51,7 +51,7 @@ class Path:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         q, k, v, w, beta = _inputs(x)
-        masks = masks_of(frame, *q.shape[:2])
+        masks = masks_of(frame, q.shape[0])
         chunks = path_chunks(k, w, beta, masks, with_inverse=False)
         scale = leaf.scale_for(q.shape[3])
         read = path_forward(q, k, v, chunks, masks, scale=scale, window=leaf.window)
@@ -70,7 +70,7 @@ class Path:
         """The gradients of all inputs, in their dtypes."""
         inputs = _inputs(x)
         q, k, _, w, beta = inputs
-        masks = masks_of(frame, *q.shape[:2])
+        masks = masks_of(frame, q.shape[0])
         log_total, *full = residuals
         d = path_backward(
             inputs,

@@ -47,7 +47,7 @@ def part_of(
 @triton.jit
 def scores(
     q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a_out, d_s_out, b_out, d_b_out,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, window, t, s, h, n, tokens,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
@@ -94,7 +94,7 @@ def scores(
     logits -= tl.dot(left, zr_tile, input_precision=PRECISION)
     may_read = path_may_attend(
         tl.maximum(rows, 0)[:, None], columns[None, :], is_key[None, :], batch, t, s,
-        q_segment, k_segment, window, HAS_WINDOW,
+        segment, window, HAS_WINDOW,
     )  # fmt: skip
     logits = tl.where(may_read, logits * (scale * LOG2_E), float("-inf"))
     a = tl.exp2(logits - logs[:, None])

@@ -90,7 +90,7 @@ class Differential:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         wires, maps, v, lam = _inputs(group, x)
-        masks = masks_of(frame, *maps.q1.shape[:2])
+        masks = masks_of(frame, maps.q1.shape[0])
         scale, causal = wires.softmax.scale_for(maps.q1.shape[3]), wires.softmax.causal
         read = differential_forward(maps, v, lam, masks, scale=scale, causal=causal)
         residuals = read.logs, read.second
@@ -107,7 +107,7 @@ class Differential:
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
         wires, maps, v, lam = _inputs(group, x)
-        masks = masks_of(frame, *maps.q1.shape[:2])
+        masks = masks_of(frame, maps.q1.shape[0])
         logs, second, *full = residuals
         d_out = cotangent.to(v.dtype)
         of_out = row_products(d_out, full[0] if full else out.contiguous(), logs[0], masks.q_valid)

@@ -30,8 +30,10 @@ from precondattn_triton.tiles import (
     configured,
     factor_dtype,
     is_token,
+    keys_met,
     load_tile,
     may_attend,
+    queries_met,
     store_tile,
     tile_of_program,
 )
@@ -40,7 +42,7 @@ from precondattn_triton.tiles import (
 @triton.jit
 def _query_gradient(
     q1, k1, q2, k2, v, lam, d_out, logs, d_sums, d_q1, d_q2,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
@@ -76,10 +78,8 @@ def _query_gradient(
 
     acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
-    end = s
-    if CAUSAL:
-        end = tl.maximum(tl.minimum(s, (tile + 1) * ROWS + (s - t)), 0)
-    for start in range(0, end, COLUMNS):
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_key = is_token(k_valid, batch, columns, s)
         k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
@@ -87,7 +87,7 @@ def _query_gradient(
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         mask = may_attend(
             rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-            q_segment, k_segment, CAUSAL,
+            segment, CAUSAL,
         )  # fmt: skip
         d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
         s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
@@ -106,7 +106,7 @@ def _query_gradient(
 @triton.jit
 def _key_gradient(
     q1, k1, q2, k2, v, lam, d_out, logs, d_sums, d_k1, d_k2, d_v,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
@@ -129,14 +129,11 @@ def _key_gradient(
     acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
     value_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # The first query that may attend to a key of the tile, rounded down to a tile of queries.
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(tile * ROWS - (s - t), 0) // COLUMNS * COLUMNS
+    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
     for member in range(0, h // n):
         head = kv * (h // n) + member
         at = (batch * h + head) * t
-        for start in range(first, t, COLUMNS):
+        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
             queries = start + tl.arange(0, COLUMNS)
             is_query = is_token(q_valid, batch, queries, t)
             logs1 = load_logs(logs, at, queries, is_query)
@@ -160,7 +157,7 @@ def _key_gradient(
             # All transposed: keys × queries.
             mask = may_attend(
                 queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
-                q_segment, k_segment, CAUSAL,
+                segment, CAUSAL,
             )  # fmt: skip
             s1 = tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION) * (scale * LOG2_E)
             a1 = tl.exp2(tl.where(mask, s1 - logs1[None, :], float("-inf")))

@@ -28,6 +28,7 @@ from precondattn_triton.tiles import (
     configured,
     factor_dtype,
     is_token,
+    keys_met,
     load_tile,
     may_attend,
     store_tile,
@@ -71,7 +72,7 @@ def row_weights(lam, batch, head, rows, is_row, l_batch, l_token, l_head):
 @triton.jit
 def _forward(
     q1, k1, q2, k2, v, lam, out, full, second, logs,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
@@ -100,19 +101,17 @@ def _forward(
     total2 = tl.zeros((ROWS,), tl.float32)
     acc1 = tl.zeros((ROWS, PADDED_E), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
-    end = s
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    begin = begin // COLUMNS * COLUMNS
+    # Keys from `begin` to `open_end` are masked in no row.
     open_end = s // COLUMNS * COLUMNS
     if CAUSAL:
-        end = tl.maximum(tl.minimum(s, (tile + 1) * ROWS + (s - t)), 0)
         open_end = tl.maximum(tile * ROWS + (s - t) + 1, 0) // COLUMNS * COLUMNS
-    if k_valid is not None:
-        open_end = 0
-    if k_segment is not None:
-        open_end = 0
+    if k_valid is not None or segment is not None:
+        open_end = begin
     for phase in tl.static_range(2):
         if phase == 0:
-            low, high = 0, open_end
+            low, high = begin, open_end
         else:
             low, high = open_end, end
         for start in range(low, high, COLUMNS):
@@ -126,7 +125,7 @@ def _forward(
             if phase == 1:
                 mask = may_attend(
                     rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    q_segment, k_segment, CAUSAL,
+                    segment, CAUSAL,
                 )  # fmt: skip
                 s1 = tl.where(mask, s1, float("-inf"))
                 s2 = tl.where(mask, s2, float("-inf"))

@@ -57,7 +57,7 @@ class Laser:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         q, k, v = _inputs(x)
-        masks = masks_of(frame, *q.shape[:2])
+        masks = masks_of(frame, q.shape[0])
         value_range = spread(v, masks)
         scale = leaf.scale_for(q.shape[3])
         read = laser_forward(q, k, v, masks, value_range, scale=scale, causal=leaf.causal)
@@ -80,7 +80,7 @@ class Laser:
             q,
             k,
             v,
-            masks_of(frame, *q.shape[:2]),
+            masks_of(frame, q.shape[0]),
             Spread(shift, less, is_close),
             full[0] if full else out.contiguous(),
             log_total,

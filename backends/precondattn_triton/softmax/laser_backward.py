@@ -43,8 +43,10 @@ from precondattn_triton.tiles import (
     configured,
     factor_dtype,
     is_token,
+    keys_met,
     load_tile,
     may_attend,
+    queries_met,
     store_tile,
     tile_of_program,
 )
@@ -91,7 +93,7 @@ def _cotangent(
 @triton.jit
 def _query_gradient(
     q, k, w, less, is_close, g, d_sum, log_total, d_q,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -115,10 +117,8 @@ def _query_gradient(
     w += (batch * n + kv) * s * E
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    end = s
-    if CAUSAL:
-        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
-    for start in range(0, end, COLUMNS):
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_key = is_token(k_valid, batch, columns, s)
         k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
@@ -131,8 +131,7 @@ def _query_gradient(
             batch,
             t,
             s,
-            q_segment,
-            k_segment,
+            segment,
             CAUSAL,
         )
         a = tl.exp2(tl.where(mask, scores - logs[:, None], float("-inf")))
@@ -146,7 +145,7 @@ def _query_gradient(
 @triton.jit
 def _key_gradient(
     q, k, w, less, is_close, g, d_sum, log_total, d_k, d_v,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -166,16 +165,13 @@ def _key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # The first query that may attend to a key of the tile, rounded down to a tile of queries.
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(tile * ROWS - (s - t), 0) // COLUMNS * COLUMNS
+    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
     group = h // n
     for member in range(0, group):
         head = kv * group + member
         q_start = q + batch * q_batch + head * q_head
         g_start = g + (batch * t * h + head) * E
-        for start in range(first, t, COLUMNS):
+        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
             queries = start + tl.arange(0, COLUMNS)
             is_query = is_token(q_valid, batch, queries, t)
             q_tile = load_tile(q_start, queries, is_query, q_token, q_channel, D, PADDED_D)
@@ -192,8 +188,7 @@ def _key_gradient(
                 batch,
                 t,
                 s,
-                q_segment,
-                k_segment,
+                segment,
                 CAUSAL,
             )
             a = tl.exp2(tl.where(mask, scores - logs[None, :], float("-inf")))
@@ -222,7 +217,7 @@ def _key_gradient(
 @triton.jit
 def _exact_query_gradient(
     q, k, v, is_close, full, log_total, d_out, d_q,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel,
@@ -247,9 +242,7 @@ def _exact_query_gradient(
     d_out += batch * o_batch + head * o_head
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    end = s
-    if CAUSAL:
-        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
     # Each block of channels adds its part Σ_c do_ic (w_ijc − a_ij) of ds.
     for first in range(0, E, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
@@ -259,7 +252,7 @@ def _exact_query_gradient(
             addresses(d_out, rows, o_token, channels, o_channel), mask=is_element, other=0.0
         ).to(tl.float32)
         sums = tl.sum(d_o, 1, keep_dims=True)
-        for j in range(0, end):
+        for j in range(begin, end):
             column = j + tl.arange(0, 1)
             is_key = is_token(k_valid, batch, column, s)
             k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
@@ -276,8 +269,7 @@ def _exact_query_gradient(
                 batch,
                 t,
                 s,
-                q_segment,
-                k_segment,
+                segment,
                 CAUSAL,
             )
             log_a = tl.where(mask, score - logs, float("-inf"))
@@ -291,7 +283,7 @@ def _exact_query_gradient(
 @triton.jit
 def _exact_key_gradient(
     q, k, v, is_close, full, log_total, d_out, d_k, d_v,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel,
@@ -310,9 +302,7 @@ def _exact_key_gradient(
     v += batch * v_batch + kv * v_head
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    query = 0
-    if CAUSAL:
-        query = tl.maximum(tile * ROWS - (s - t), 0)
+    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
     group = h // n
     head_start = batch * s * n + kv
     for first in range(0, E, CHANNELS):
@@ -327,7 +317,7 @@ def _exact_key_gradient(
             q_start = q + batch * q_batch + head * q_head
             o_start = full + (batch * t * h + head) * E
             d_start = d_out + batch * o_batch + head * o_head
-            for i in range(query, t):
+            for i in range(begin, end):
                 row = i + tl.arange(0, 1)
                 is_row = is_token(q_valid, batch, row, t)
                 q_row = load_tile(q_start, row, is_row, q_token, q_channel, D, PADDED_D).to(
@@ -348,8 +338,7 @@ def _exact_key_gradient(
                     batch,
                     t,
                     s,
-                    q_segment,
-                    k_segment,
+                    segment,
                     CAUSAL,
                 )
                 log_a = tl.where(mask, score - logs, float("-inf"))

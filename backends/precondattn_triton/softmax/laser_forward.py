@@ -53,6 +53,7 @@ from precondattn_triton.tiles import (
     configured,
     factor_dtype,
     is_token,
+    keys_met,
     load_tile,
     may_attend,
     store_tile,
@@ -183,7 +184,7 @@ def _value_rows(e: int) -> int:
 @triton.jit
 def _close(
     q, k, w, shift, less, is_close, out, full, log_total,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -205,19 +206,17 @@ def _close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = no_sums(w, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    # Keys before `open_end` are masked in no row, keys from `end` on in all rows.
-    end = s
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    begin = begin // COLUMNS * COLUMNS
+    # Keys from `begin` to `open_end` are masked in no row.
     open_end = s // COLUMNS * COLUMNS
     if CAUSAL:
-        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
-        open_end = (tile * ROWS + (s - t) + 1) // COLUMNS * COLUMNS
-    if k_valid is not None:
-        open_end = 0
-    if k_segment is not None:
-        open_end = 0
+        open_end = tl.maximum(tile * ROWS + (s - t) + 1, 0) // COLUMNS * COLUMNS
+    if k_valid is not None or segment is not None:
+        open_end = begin
     for phase in tl.static_range(2):
         if phase == 0:
-            low, high = 0, open_end
+            low, high = begin, open_end
         else:
             low, high = open_end, end
         for start in range(low, high, COLUMNS):
@@ -237,8 +236,7 @@ def _close(
                     batch,
                     t,
                     s,
-                    q_segment,
-                    k_segment,
+                    segment,
                     CAUSAL,
                 )
                 scores = tl.where(mask, scores, float("-inf"))
@@ -285,7 +283,7 @@ def _with_term(largest, total, term):
 @triton.jit
 def _exact(
     q, k, v, is_close, out, full, log_total,
-    q_valid, k_valid, q_segment, k_segment,
+    q_valid, k_valid, segment,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel,
@@ -312,10 +310,8 @@ def _exact(
     total = tl.zeros((ROWS, 1), tl.float32)
     highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
-    end = s
-    if CAUSAL:
-        end = tl.minimum(s, (tile + 1) * ROWS + (s - t))
-    for j in range(0, end):
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    for j in range(begin, end):
         column = j + tl.arange(0, 1)
         is_key = is_token(k_valid, batch, column, s)
         k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
@@ -332,8 +328,7 @@ def _exact(
             batch,
             t,
             s,
-            q_segment,
-            k_segment,
+            segment,
             CAUSAL,
         )
         score = tl.where(mask, score, float("-inf"))

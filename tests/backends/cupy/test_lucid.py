@@ -149,6 +149,41 @@ def test_segments_are_independent():
     check(*problem(50, segments=True, beta=True))
 
 
+@pytest.mark.parametrize("lengths", [(64, 32, 32), (32, 64, 16)])
+def test_tiles_of_other_segments_are_not_multiplied(lengths):
+    """Else 0 · NaN would be NaN: the entries of Φ between segments are 0."""
+    leaf, x, d_y, frame = problem(sum(lengths), beta=True)
+    ids = np.repeat(np.arange(3), lengths)
+    position, segment = frame.q_position, np.stack([ids, ids])
+    frame = Frame(position, position, None, None, segment, segment)
+    x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
+    y, _, expected = run(leaf, x, d_y, frame)
+    expected["y"] = y
+    spoilt = {name: np.where(others(ids, a), a, np.float32(np.nan)) for name, a in x.items()}
+    y, _, result = run(leaf, spoilt, np.where(others(ids, d_y), d_y, np.float32(np.nan)), frame)
+    result["y"] = y
+    for name, array in expected.items():
+        np.testing.assert_array_equal(result[name][:, ids != 1], array[:, ids != 1], name)
+
+
+def others(ids, array):
+    """Whether a token is not of segment 1, in the shape of the array."""
+    return (ids != 1).reshape(1, -1, *[1] * (array.ndim - 2))
+
+
+def test_small_cotangents_beside_large_ones_keep_their_digits():
+    """dv of a token depends on its own cotangent and on later ones, which are small here."""
+    leaf, x, d_y, frame = problem(34, b=1)
+    d_y[:, :3] *= 4000
+    d_y[:, 3:] *= 0.002
+    x, d_y = {name: a.astype(np.float16) for name, a in x.items()}, d_y.astype(np.float16)
+    exact = {name: a.astype(np.float64) for name, a in x.items()}
+    y = leaf.forward(exact, frame)[0]
+    expected = leaf.backward(exact, frame, y, (), d_y.astype(np.float64))["v"][:, 3:]
+    found = run(leaf, x, d_y, frame)[2]["v"].astype(np.float64)[:, 3:]
+    assert np.abs(found - expected).max() < 5e-3 * np.abs(expected).max()
+
+
 def test_rows_that_are_no_multiples_of_16_bytes():
     check(*problem(35, d=5, e=3))
     check(*problem(35, d=5, e=3, b=1), "bfloat16")

@@ -58,6 +58,32 @@ def test_segments_are_independent():
     check(KERNELS, *problem(70), frame, "float32", 2e-5)
 
 
+@pytest.mark.parametrize("lengths", [(64, 64, 16), (128, 64, 64)])
+def test_tiles_of_other_segments_are_not_multiplied(lengths):
+    """Else 0 · NaN would be NaN: the entries of Φ between segments are 0."""
+    leaf, x, d_y = problem(sum(lengths), beta=True)
+    ids = np.repeat(np.arange(3), lengths)
+    frame = Frame(None, None, k_segment=jnp.asarray(np.stack([ids, ids])))
+
+    @quick
+    def run(x, d_y):
+        y, kept = KERNELS.forward(leaf, x, frame)
+        return KERNELS.backward(leaf, x, frame, y, kept, d_y) | {"y": y}
+
+    x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
+    with small_tiles():
+        expected = run(x, d_y)
+        spoilt = {name: without_segment_1(ids, a) for name, a in x.items()}
+        result = run(spoilt, without_segment_1(ids, d_y))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(result[name][:, ids != 1], array[:, ids != 1], name)
+
+
+def without_segment_1(ids, array):
+    is_other = (ids != 1).reshape(1, -1, *[1] * (array.ndim - 2))
+    return np.where(is_other, array, np.float32(np.nan))
+
+
 @pytest.mark.parametrize(("d", "e"), [(136, 8), (16, 136)])
 def test_widths_that_are_no_powers_of_two_and_more_than_a_chunk(d, e):
     given = problem(18, d=d, e=e, b=1, n=1)

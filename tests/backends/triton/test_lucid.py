@@ -93,6 +93,20 @@ def test_lengths_around_the_edges_of_blocks(t):
     check(*problem(t, b=1, n=1), 2e-5)
 
 
+def test_small_cotangents_beside_large_ones_keep_their_digits():
+    """dv of a token depends on its own cotangent and on later ones, which are small here."""
+    leaf, x, d_y, frame = problem(34, b=1, dtype=torch.float16)
+    d_y[:, :3] *= 4000
+    d_y[:, 3:] *= 0.002
+    wide = {name: array.double() for name, array in x.items()}
+    y = leaf.forward(wide, frame)[0]
+    expected = leaf.backward(wide, frame, y, (), d_y.double())["v"][:, 3:]
+    with small_tiles():
+        y, residuals = LucidSolve().forward(leaf, x, frame)
+        found = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)["v"][:, 3:].double()
+    assert (found - expected).abs().max() < 5e-3 * expected.abs().max()
+
+
 def test_for_one_token_y_is_its_value():
     leaf, x, d_y, frame = problem(1)
     with small_tiles():

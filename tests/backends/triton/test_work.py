@@ -1,16 +1,12 @@
 """The stated work of kernels equals what the interpreter counts, and roofs follow from it."""
 
-import sys
-from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from triton.runtime import interpreter
 
 import precondattn as pa
 from precondattn_kernel_tools.roof import H100, Work, filled, predicted, roof
@@ -18,6 +14,7 @@ from precondattn_triton import work
 from precondattn_triton.backend import Triton
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.work import Size
+from tests.backends.triton.counting import counted_products
 from tests.backends.triton.tiles import small_tiles
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -55,27 +52,8 @@ TWICE = {
 """Kernels that the gradient launches again."""
 
 
-def kernel_of_the_caller():
-    """The outermost function within a launch."""
-    frame, found = sys._getframe(), ""
-    while frame.f_code.co_name != "watched_launch":
-        if "precondattn_triton" in frame.f_globals["__name__"]:
-            found = frame.f_code.co_name
-        frame = frame.f_back
-    return found
-
-
 def products_of(mechanism):
     """FLOPs of all products of a call and its gradient in bfloat16, by kernel."""
-    counted: Counter[str] = Counter()
-    product = interpreter.InterpreterBuilder.create_dot
-
-    def counting(self, a, b, total, precision, imprecise):
-        rows, depth = a.data.shape
-        times = 3 if str(precision).lower().endswith("tf32x3") else 1
-        counted[kernel_of_the_caller()] += times * 2 * rows * depth * b.data.shape[1]
-        return product(self, a, b, total, precision, imprecise)
-
     torch.manual_seed(0)
     m = pa.parse(mechanism)
     _, t, d, e = SIZE
@@ -90,7 +68,7 @@ def products_of(mechanism):
         x["beta"] = x["beta"].sigmoid()
     x = {name: array.requires_grad_() for name, array in x.items()}
     tiles = dict.fromkeys(WIDER, WIDE)
-    with small_tiles(**tiles), patch.object(interpreter.InterpreterBuilder, "create_dot", counting):
+    with small_tiles(**tiles), counted_products() as counted:
         out = m(**x, backend=Triton.name)
         out.backward(torch.ones_like(out))
     return counted
