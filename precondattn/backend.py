@@ -130,6 +130,9 @@ class Backend(Protocol):
     """If several backends support a piece, the one with the highest preference runs it."""
     covers: frozenset[str] = frozenset()
     """Expressions that it promises to support; conformance fails if it claims no part of one."""
+    blocks: tuple[int, ...] = ()
+    """The numbers of tokens in a block of its kernels, such as `(64, 128)`; conformance places
+    lengths and masks at their edges. Empty: those of 16, 32, 64 and 128."""
     memory: str = ""
     """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`;
     conformance checks this. Empty for no promise."""

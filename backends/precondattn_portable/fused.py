@@ -10,6 +10,7 @@ the cost of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,9 @@ class LucidStep(Algorithm):
 
         def masked(scores: Array, low: int, high: int) -> Array:
             pairs = xp.reshape(scores, (b, n, h // n, t, high - low))
-            return xp.reshape(mask.apply(ops, pairs, 0, t, low, high), scores.shape)
+            # In a new array: `pairs` may be a view of `weights`, to which the result is assigned.
+            kept = xp.where(mask.visible(0, t, low, high), pairs, -math.inf)
+            return xp.reshape(kept, scores.shape)
 
         new_scores = ops.product(rows, transpose(ops.heads_first(x["k"])))
         if t > 1 or not mask.is_plain:
@@ -91,6 +94,8 @@ class LucidStep(Algorithm):
                 weights[reading] = cached = masked(cached, 0, count)
             largest = xp.maximum(largest, xp.max(cached, axis=-1, keepdims=True))
             scores = weights[solving]
+            if not system.mask.is_plain:
+                scores = xp.asarray(scores, copy=True)  # Its masked part may be a view of it.
             logs = system.logs(scores, ALL_HEADS, 0, t)
             if logs is not scores:
                 weights[solving] = logs

@@ -10,10 +10,12 @@ from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
 from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
+from precondattn_conformance.design.chosen import rows
+from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, LEVELS, data
 from precondattn_conformance.inputs import KINDS, Layout
-from precondattn_conformance.random_layouts import layout_named
+from precondattn_conformance.layout_names import layout_named
 
 HARMFUL = ("duplicate", "real", *EXTREMES)
 """Kinds of data for mechanisms whose result is bounded for any keys."""
@@ -26,11 +28,12 @@ def cases(
     only_mechanisms: tuple[str, ...] = (),
     only_checks: tuple[str, ...] = (),
     only_dtypes: tuple[str, ...] = (),
+    blocks: tuple[int, ...] = (),
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
     `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
-    each other, since they share the oracle's results.
+    each other, since they share the oracle's results. `blocks` are those that a backend declares.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
@@ -44,13 +47,13 @@ def cases(
                 raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
     mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
     chosen = only_libraries or tuple(libraries.installed())
-    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes)
+    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes, blocks)
 
 
-def known_cases() -> Iterator[Case]:
+def known_cases(blocks: tuple[int, ...] = ()) -> Iterator[Case]:
     """Every case of every library, installed or not: the last level contains all others."""
     every_library = tuple(cls.name for cls in libraries.ALL)
-    return _cases(LEVELS[-1], tuple(expressions()), every_library, CHECKS, ())
+    return _cases(LEVELS[-1], tuple(expressions()), every_library, CHECKS, (), blocks)
 
 
 def _cases(
@@ -59,9 +62,12 @@ def _cases(
     chosen: tuple[str, ...],
     checks: tuple[str, ...],
     only_dtypes: tuple[str, ...],
+    blocks: tuple[int, ...],
 ) -> Iterator[Case]:
     dtypes = {name: libraries.named(name).dtypes for name in chosen}
     is_alone = len(chosen) == 1
+    ids: set[str] = set()
+    """Of the design: a class's row with one option may be a row of its variant too."""
     for mechanism in mechanisms:
         for dtype in libraries.WIDE + libraries.HALF:
             if only_dtypes and dtype not in only_dtypes:
@@ -74,6 +80,24 @@ def _cases(
                         case = Case(check, mechanism, library, dtype, layout, kind)
                         if makes_sense(case):
                             yield case
+        for library in chosen:
+            for case in designed(level, mechanism, library, blocks):
+                is_wanted = not only_dtypes or case.dtype in only_dtypes
+                if is_wanted and case.check in checks and case.id not in ids:
+                    ids.add(case.id)
+                    yield case
+
+
+def designed(level: str, mechanism: str, library: str, blocks: tuple[int, ...] = ()) -> list[Case]:
+    """The cases of the design's rows at a level. Those of one expression follow each other."""
+    made = design(mechanism, library, blocks)
+    found: dict[str, Case] = {}
+    for row in rows(level, mechanism, library, blocks):
+        check, layout, kind, dtype, expression = made.entry(row)
+        case = Case(check, expression, library, dtype, layout, kind)
+        if makes_sense(case):
+            found[case.id] = case
+    return sorted(found.values(), key=lambda case: case.mechanism)
 
 
 def case_of(text: str) -> Case:
@@ -115,7 +139,8 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
     if layout.mask is not None and layout.t != layout.s:
         if not _has_keys(expression):
             return False  # Its mask applies to queries.
-        if layout.mask != "key_mask" and not mechanism_of(expression).offers.causal:
+        is_causal = mechanism_of(expression).offers.causal
+        if (layout.has("lengths") or layout.has("segment_ids")) and not is_causal:
             return False  # The positions of its queries are not defined.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
+from precondattn_conformance.design.coverage import Pairs, total
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.report.junit import write_junit
@@ -54,14 +55,18 @@ def conformance(
         filters=session.filters,
     )
     report, is_interrupted = Report(), False
+    looked_at: list[Pairs] = []
     try:
         with recording:
             _run(session, todo, expectations, recording, report, console)
+            looked_at = session.pairs(report.outcomes)
+            recording.looked_at(looked_at)
     except KeyboardInterrupt:
         is_interrupted = True
     matrix(report.outcomes, console)
     _print_failures(report, console)
     below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
+    _print_pairs(looked_at, console)
     _print_verdict(report, below, session, len(todo), console)
     if junit is not None:
         write_junit(recording.record, junit)
@@ -118,6 +123,21 @@ def _print_failures(report: Report, console: Console) -> None:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _print_pairs(looked_at: list[Pairs], console: Console) -> None:
+    """The share of the pairs of levels that were looked at; for few mechanisms, of each."""
+    shown = [total(looked_at)] if looked_at else []
+    if 1 < len(looked_at) <= SHOWN_FAILURES:
+        shown = [*looked_at, *shown]
+    for row in shown:
+        console.print(
+            f"{row.mechanism}: {row.looked_at} of {row.total} pairs of levels "
+            f"({100 * row.share:.0f} %)",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _print_verdict(

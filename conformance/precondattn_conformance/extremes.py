@@ -11,6 +11,9 @@ far_segments   values around 100 and around −100, three tokens each: as in seg
 zero_rows      the first values are 0, and so are the first outputs, whose norm divides by ε
 hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key; LASER's values
                are around 100
+long_keys      keys whose squares overflow float16, and queries as much shorter: a norm of keys
+far_below      every logit of a row is below −10⁹ (−10³⁰ in float32 and float64), and one is far
+               above the others: a finite number in place of masked logits is larger
 overwritten    a large value is written to a state and removed again, before anything is read
 =============  ==================================================================================
 
@@ -18,6 +21,8 @@ The result stays well conditioned: a correct computation is as accurate as on ha
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,6 +33,7 @@ SATURATED = ("huge_logits", "tied_logits")
 EXTREMES = (
     *SATURATED,
     *("tiny_logits", "extreme_gates", "far_values", "far_segments", "zero_rows", "hidden_by_bias"),
+    *("long_keys", "far_below"),
     "overwritten",
 )
 
@@ -43,6 +49,14 @@ HIGH = {"float64": 800.0}
 HIGH_ELSEWHERE = 100.0
 """Values whose exponentials overflow, by dtype."""
 LARGE = 256.0
+LONG = 512.0
+"""Squares of numbers above 256 overflow float16."""
+BELOW = {"float16": 2.0**14.5, "bfloat16": 2.0**15}
+BELOW_ELSEWHERE = 2.0**51
+"""The entries of queries and keys. The logits are their squares times √d."""
+FORWARD_ONLY = ("far_below",)
+"""Where a gradient that keeps only the logarithm of a row's sum can not be accurate: its last bit
+is larger than 1."""
 KEEP_A_SUM = ("linear", "delta", "gated_delta", "gla")
 """Mechanisms whose state is a sum, so that what was written can be subtracted again."""
 
@@ -59,12 +73,17 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
         return str(mechanism) in KEEP_A_SUM
     if kind in ("far_values", "far_segments"):
         return _reads_exponentials(mechanism)
+    if kind == "long_keys":
+        return {"q", "k"} <= inputs.keys() and not inputs["k"].unit and not _needs_short(leaves)
+    if kind == "far_below":
+        others = {"g", "bias", "contraction"} & inputs.keys()
+        return _attends(mechanism) and not others and not _needs_short(leaves)
     if kind == "zero_rows":
         # A state or a solve would mix the large cotangents of these rows with those of others.
         is_local = all(isinstance(leaf, pa.Softmax | pa.TokenWise) for leaf in leaves)
         has_rows = any(isinstance(leaf, pa.UnitRows) and leaf.axis == "token" for leaf in leaves)
         return is_local and has_rows and "v" in inputs and not _reads_exponentials(mechanism)
-    attends = any(isinstance(leaf, pa.Softmax) for leaf in leaves) and {"q", "k"} <= inputs.keys()
+    attends = _attends(mechanism)
     if kind == "tiny_logits":
         return attends and not any(_is_not_tiny(leaf) for leaf in leaves)
     return attends
@@ -94,6 +113,11 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
         arrays["bias"] = np.where(masked, -np.inf, arrays["bias"])
         if _reads_exponentials(mechanism):
             arrays["v"] = arrays["v"] + high
+    if kind in ("long_keys", "far_below"):
+        by = LONG if kind == "long_keys" else BELOW.get(dtype, BELOW_ELSEWHERE)
+        for q, k in (("q", "k"), ("q2", "k2")):
+            if k in arrays:
+                _lengthen(arrays, q, k, by, is_far=kind == "far_below")
     if kind == "overwritten":
         _write_twice(arrays)
     if kind == "far_values" and "v" in arrays:
@@ -137,6 +161,34 @@ def _write_twice(arrays: Arrays) -> None:
         arrays["beta"][:, [0, again]] = 1.0
     else:
         arrays["v"][:, again] = -arrays["v"][:, 0]
+
+
+def _lengthen(arrays: Arrays, q: str, k: str, by: float, *, is_far: bool) -> None:
+    """Keys longer by a factor, and queries shorter by it; or keys along one direction.
+
+    Then a key is the longer the later it is, and queries are opposite to keys, or along them: all
+    weight is on the first visible key, or on the last.
+    """
+    if not is_far:
+        arrays[k], arrays[q] = by * arrays[k], arrays[q] / by
+        return
+    signs = np.where(np.arange(arrays[k].shape[-1]) % 3 == 0, -1.0, 1.0)
+    queries, keys = (np.arange(arrays[n].shape[1])[:, None, None] for n in (q, k))
+    arrays[k] = np.broadcast_to(by * signs * (1 + keys / 64), arrays[k].shape).copy()
+    along = np.where(queries % 3 == 1, by, -by)
+    arrays[q] = np.broadcast_to(along * signs, arrays[q].shape).copy()
+
+
+def _attends(mechanism: pa.Mechanism) -> bool:
+    leaves = mechanism.program.leaves
+    is_softmax = any(isinstance(leaf, pa.Softmax) for leaf in leaves)
+    return is_softmax and {"q", "k"} <= mechanism.inputs.keys()
+
+
+def _needs_short(leaves: Sequence[pa.Mechanism]) -> bool:
+    """Whether long keys overflow in a feature map, or make a covariance ill-conditioned."""
+    kinds = pa.EluPlusOne | pa.HedgehogMap | pa.ConditionedQuery | pa.QueryWeightedQuery
+    return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def _is_not_tiny(leaf: pa.Mechanism) -> bool:

@@ -9,20 +9,17 @@ stress   full, plus random sizes, lengths around larger blocks, and memory
 
 from __future__ import annotations
 
-from functools import cache
-
 from precondattn_conformance.declared import derived
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
 from precondattn_conformance.libraries import HALF
-from precondattn_conformance.random_layouts import random_layouts
 
 LEVELS = ("smoke", "full", "stress")
 
 PLAIN = Layout("plain")
-RAGGED = Layout("ragged", mask="lengths", broadcast=True)
+RAGGED = Layout("ragged", mask="lengths", broadcast="bh")
 PACKED = Layout("packed", mask="segment_ids")
-MASKED = Layout("masked", mask="key_mask", broadcast=True)
+MASKED = Layout("masked", mask="key_mask", broadcast="bh")
 SINGLE = Layout("single_token", t=1, s=1)
 FEWER = Layout("fewer_queries", t=3, s=9)
 ONE_HEAD = Layout("one_kv_head", h=8, n=1)
@@ -39,6 +36,8 @@ FEWER_PACKED = Layout("fewer_packed", t=3, s=9, mask="segment_ids")
 FEWER_MASKED = Layout("fewer_masked", t=3, s=9, mask="key_mask")
 LONG_BLOCKS = Layout("long_blocks", b=1, t=261, s=261, h=2, n=1, d=16, e=8)
 WRITTEN_TWICE = Layout("written_twice", t=9, s=9, d=16)
+WRITTEN_FAR = Layout("written_far", b=1, t=161, s=161, h=2, n=1, d=16)
+TWO_OF_33 = Layout("two_of_33", t=33, s=33, h=2, n=1, d=16, e=24)
 LEAK = Layout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
 THREADS = Layout("threads", b=2, t=161, s=161, h=1, n=1, d=8, e=4)
 LONG = Layout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
@@ -48,6 +47,7 @@ LAYOUTS = {
     for layout in (
         *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, ONE_HEAD, OWN_HEADS, ODD_WIDTH, LESS_ONE),
         *(FEWER_RAGGED, FEWER_PACKED, FEWER_MASKED, LONG_BLOCKS, WRITTEN_TWICE),
+        *(WRITTEN_FAR, TWO_OF_33),
         *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, THREADS, LEAK, LONG),
     )
 }
@@ -90,9 +90,11 @@ SPECIAL: dict[str, Data] = {
         *((layout, kind) for kind in EXTREMES[:-1] for layout in (PLAIN, AND_ONE)),
         *((layout, "far_segments") for layout in (RAGGED, PACKED, FEWER, PACKED_BLOCKS)),
         (WRITTEN_TWICE, EXTREMES[-1]),
+        (WRITTEN_FAR, EXTREMES[-1]),
     ),
     "dtypes": ((PLAIN, "random"), (OWN_HEADS, "random")),
     "determinism": ((PLAIN, "clustered"), (AND_ONE, "clustered"), (RAGGED, "clustered")),
+    "order_of_calls": ((PLAIN, "clustered"), (TWO_OF_33, "clustered")),
     "purity": ((PLAIN, "clustered"),),
     "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
     "refusals": ((PLAIN, "random"),),
@@ -107,8 +109,6 @@ SPECIAL: dict[str, Data] = {
 """For checks that do not compare numbers at every size."""
 
 STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
-DRAWN = 12
-"""The number of random layouts, for each mechanism and check of numbers."""
 
 
 def data(
@@ -141,14 +141,7 @@ def data(
         return SPECIAL[check]
     if level == "full":
         return FULL
-    return STRESS + tuple((layout, kind) for layout, kind in _drawn(check))
-
-
-@cache
-def _drawn(check: str) -> Data:
-    kinds = ("clustered", "random", "duplicate", "zero")
-    layouts = random_layouts(DRAWN)
-    return tuple((layout, kinds[i % len(kinds)]) for i, layout in enumerate(layouts))
+    return STRESS
 
 
 def _smoke_of_jax(check: str, dtype: str, is_derived: bool) -> Data:
@@ -180,7 +173,9 @@ def _smoke(check: str, library: str, dtype: str, is_derived: bool) -> Data:
         if check == "transforms":
             return ()
         if check == "stability":
-            return tuple(e for e in SPECIAL[check] if e[0] not in (AND_ONE, PACKED_BLOCKS))
+            return tuple(
+                e for e in SPECIAL[check] if e[0] not in (AND_ONE, PACKED_BLOCKS, WRITTEN_FAR)
+            )
         return SPECIAL[check][:1]
     if library == "jax":
         return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()

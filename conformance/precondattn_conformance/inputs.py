@@ -21,6 +21,8 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn_conformance.masks import arguments, masks
+from precondattn_conformance.memory_order import constant, expanded_axes
 
 KINDS = ("random", "clustered", "duplicate", "zero", "real")
 
@@ -42,26 +44,26 @@ class Layout(NamedTuple):
     values_per_head: int = 2
     """Value heads per query head, for mechanisms that allow more value heads."""
     mask: str | None = None
-    """`"lengths"`, `"key_mask"` or `"segment_ids"`."""
-    broadcast: bool = False
-    """Whether axes that may have size 1 (those of an additive bias) have size 1."""
+    """A name in `masks.PATTERNS`, or two joined by +."""
+    broadcast: str = ""
+    """Which of the axes that may have size 1 (b and h of an additive bias) have size 1."""
+    block: int = 0
+    """The size of a block, at whose edges masks begin and the calls of a cache end."""
+    order: str = ""
+    """How arrays lie in memory (`memory_order.ORDERS`); empty: contiguous."""
 
     @property
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in "btshndem"}
         return {**sizes, "u": self.h * self.values_per_head}
 
+    def has(self, argument: str) -> bool:
+        """Whether the call has this mask: `"lengths"`, `"key_mask"` or `"segment_ids"`."""
+        return argument in arguments(self.mask)
+
     def masks(self) -> Arrays:
         """The masks of the call, by name."""
-        if self.mask == "lengths":
-            return {"lengths": np.asarray([max(self.s - 3 * i, 0) for i in range(self.b)])}
-        if self.mask == "key_mask":
-            index = np.arange(self.b)[:, None] + np.arange(self.s)
-            return {"key_mask": index % 4 != 1}
-        if self.mask == "segment_ids":
-            index = np.arange(self.b)[:, None] + np.arange(self.s)
-            return {"segment_ids": index // 3}
-        return {}
+        return masks(self.mask, self.b, self.s, self.block)
 
 
 def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 0) -> Arrays:
@@ -70,7 +72,7 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
     arrays: Arrays = {}
     for name, pattern in mechanism.inputs.items():
         shape = tuple(
-            1 if axis.broadcasts and layout.broadcast else size
+            1 if axis.broadcasts and axis.letter in layout.broadcast else size
             for axis, size in zip(pattern.axes, pattern.shape(layout.sizes), strict=True)
         )
         arrays[name] = numbers_in_range(rng, pattern, shape)
@@ -86,6 +88,8 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
     for name, array in arrays.items():
         if mechanism.inputs[name].unit:
             arrays[name] = _unit_or_zero(array)
+    for name, array in arrays.items():
+        arrays[name] = constant(array, expanded_axes(mechanism, name, layout.order))
     return arrays
 
 

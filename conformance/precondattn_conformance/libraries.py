@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,12 +72,12 @@ class Library:
         rank = array.ndim
         if rank == 0:
             return array
-        if order == "heads first":
+        if order == "heads_first":
             axes = (0, 2, 1, 3) if rank == 4 else tuple(reversed(range(rank)))
             inverse = tuple(sorted(range(rank), key=lambda axis: axes[axis]))
             shape = tuple(array.shape[axis] for axis in axes)
             view = self.permuted(self.empty(shape, array), inverse)
-        elif order == "every other element":
+        elif order == "every_other_element":
             larger = self.empty((*array.shape[:-1], 2 * array.shape[-1] + 1), array)
             view = larger[..., 1::2]
         else:
@@ -90,6 +90,12 @@ class Library:
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays | None:
         """The gradients by the library's own automatic differentiation; None if it has none."""
+        return None
+
+    def held_gradients(
+        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+    ) -> list[Arrays] | None:
+        """The gradients of several calls, all of which are made before the first gradient."""
         return None
 
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
@@ -192,11 +198,19 @@ class Torch(Library):
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays:
+        return self.held_gradients(function, [inputs], [cotangent])[0]
+
+    def held_gradients(
+        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+    ) -> list[Arrays]:
         import torch
 
-        leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
-        gradients = torch.autograd.grad(function(leaves), list(leaves.values()), cotangent)
-        return dict(zip(leaves, gradients, strict=True))
+        leaves = [{n: a.detach().requires_grad_() for n, a in given.items()} for given in inputs]
+        outs = [function(given) for given in leaves]
+        return [
+            dict(zip(given, torch.autograd.grad(out, list(given.values()), d), strict=True))
+            for given, out, d in zip(leaves, outs, cotangents, strict=True)
+        ]
 
 
 def _compiled(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
@@ -244,10 +258,15 @@ class Jax(Library):
     def gradients(
         self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
     ) -> Arrays:
+        return self.held_gradients(function, [inputs], [cotangent])[0]
+
+    def held_gradients(
+        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+    ) -> list[Arrays]:
         import jax
 
-        _, pullback = jax.vjp(function, inputs)
-        return pullback(cotangent)[0]
+        pullbacks = [jax.vjp(function, given)[1] for given in inputs]
+        return [pullback(d)[0] for pullback, d in zip(pullbacks, cotangents, strict=True)]
 
 
 def mapped_regions() -> int:

@@ -16,6 +16,7 @@ from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax, 
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
+from precondattn_conformance.memory_order import constant, cotangent_axes
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     masks = layout.masks()
     out, pullback = m.vjp(**inputs, **masks, backend="reference")
     cotangent = rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
+    cotangent = constant(cotangent, cotangent_axes(layout.order, cotangent.ndim))
     cotangent = np.where(np.isfinite(out), cotangent, 0.0)
     gradients = pullback(cotangent)
     can_differ = kind not in EXTREMES and is_smooth(m, kind) and dtype == "float64"
-    for name in inputs if can_differ else ():
+    for name in inputs if can_differ and is_certifying(layout) else ():
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(_finite(out) * cotangent)))
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
     terms = sizes_of_terms(m, inputs, gradients, out, cotangent, masks)
@@ -51,6 +53,15 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
     return Oracle(inputs, masks, out, cotangent, gradients, terms)
+
+
+def is_certifying(layout: Layout) -> bool:
+    """Whether the oracle's gradients are compared with central differences at this layout.
+
+    They are at the named layouts. Those of the design are wide and long: there the differences are
+    dear, and too inaccurate where a covariance of few tokens is inverted.
+    """
+    return not layout.block
 
 
 @lru_cache(maxsize=256)

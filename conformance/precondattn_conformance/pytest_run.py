@@ -110,6 +110,7 @@ class PytestRun:
         if _is_worker(config) or config.option.collectonly:
             return
         is_whole = len(self.outcomes) == len(self.todo)
+        self.recording.looked_at(self.session.pairs(self.outcomes))
         self.recording.close(complete=is_whole)
         if self.html is not None:
             write_page(self.recording.record, self.html)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
+from precondattn_conformance.declared import expressions
+from precondattn_conformance.design.coverage import Pairs, pairs
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.isolation import TIMEOUT, run_isolated
+from precondattn_conformance.libraries import installed
 from precondattn_conformance.runner import Outcome, run_case
+from precondattn_conformance.status import COMPARED
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Session:
     @property
     def under_test(self) -> str | None:
         return self.backend[0] if self.backend else None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The sizes of blocks that the backend under test declares."""
+        return tuple(discover().named(self.under_test).blocks) if self.under_test else ()
 
     @property
     def filters(self) -> dict[str, tuple[str, ...]]:
@@ -70,13 +80,27 @@ class Session:
             only_mechanisms=self.mechanisms,
             only_checks=self.checks,
             only_dtypes=self.dtypes,
+            blocks=self.blocks,
         )
         return list(chosen)
+
+    def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
+        """The pairs of levels of the design that were looked at; none for cases given by id."""
+        if self.ids:
+            return []
+        compared = {o.case.id for o in outcomes if o.status in COMPARED}
+        mechanisms = [str(pa.parse(text)) for text in self.mechanisms] or expressions()
+        libraries = [
+            name
+            for name in self.libraries or installed()
+            if any(name == o.case.library for o in outcomes)
+        ]
+        return pairs(self.level, mechanisms, libraries, compared, self.blocks)
 
     def expectations(self, todo: list[Case]) -> Expectations:
         """The expectations of both files. Raises an error if a line matches no case."""
         expectations = Expectations.read(self.xfail, self.skip)
-        expectations.require_true(_chained(todo, known_cases))
+        expectations.require_true(_chained(todo, lambda: known_cases(self.blocks)))
         return expectations
 
     def run(

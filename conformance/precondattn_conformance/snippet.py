@@ -10,6 +10,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks import CHECK, Backend
 from precondattn_conformance.declared import mechanism_of
+from precondattn_conformance.memory_order import laid_out
 from precondattn_conformance.oracle import inputs_of
 
 
@@ -20,7 +21,7 @@ def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[st
     mechanism = mechanism_of(case.mechanism)
     with library.precision(case.dtype):
         arrays = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
-        inputs = {name: library.array(array, case.dtype) for name, array in arrays.items()}
+        inputs = laid_out(library, mechanism, arrays, case.dtype, case.layout.order)
     masks = {name: library.array(array) for name, array in case.layout.masks().items()}
     return mechanism, inputs | masks
 

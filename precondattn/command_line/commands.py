@@ -135,6 +135,12 @@ def conformance(
     record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
     junit: Annotated[Path | None, typer.Option(help="write JUnit XML here")] = None,
+    design: Annotated[
+        bool,
+        typer.Option(
+            "--design", help="print factors and levels, and the rows of each --mechanism, and exit"
+        ),
+    ] = False,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
@@ -148,6 +154,13 @@ def conformance(
             from precondattn_conformance.faults.selftest import self_test as test
 
             raise typer.Exit(test(console))
+        if design:
+            from precondattn_conformance.design.table import print_design
+
+            blocks = Session(backend=tuple(backend or ())).blocks
+            chosen = library[0] if library else "numpy"
+            print_design(console, tuple(mechanism or ()), chosen, blocks)
+            return
         session = Session(
             backend=tuple(backend or ()),
             level=level,

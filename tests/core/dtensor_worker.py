@@ -26,7 +26,7 @@ WORLD = 2
 PLAIN = Layout("test", t=5, s=5)
 MECHANISMS = {
     "softmax": PLAIN,
-    "softmax[bias=true]": PLAIN._replace(broadcast=True),
+    "softmax[bias=true]": PLAIN._replace(broadcast="bh"),
     "lucid": PLAIN,
     "laser": PLAIN,
     "path": PLAIN,

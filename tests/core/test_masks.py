@@ -97,7 +97,7 @@ def test_grouped_queries_equal_repeated_key_value_heads(expression):
 @pytest.mark.parametrize("masks", [{"lengths": [4, 3]}, {"key_mask": np.eye(2, 6) < 1}])
 def test_the_gradient_of_a_shared_bias_has_the_shape_of_the_bias(masks):
     m = pa.Softmax(bias=True)
-    x = make_inputs(m, LAYOUT._replace(broadcast=True), "random")
+    x = make_inputs(m, LAYOUT._replace(broadcast="bh"), "random")
     assert x["bias"].shape == (1, 1, 6, 6)
     out, pullback = m.vjp(**x, **masks)
     result = pullback(np.ones_like(out) * out)["bias"]

@@ -15,6 +15,7 @@ from precondattn_conformance.checks.future import Future
 from precondattn_conformance.checks.gradients import Gradients
 from precondattn_conformance.checks.leaks import Leaks
 from precondattn_conformance.checks.memory import Memory
+from precondattn_conformance.checks.order_of_calls import OrderOfCalls
 from precondattn_conformance.checks.outputs import Outputs
 from precondattn_conformance.checks.packing import Packing
 from precondattn_conformance.checks.padding import Padding
@@ -41,6 +42,7 @@ ALL: tuple[Check, ...] = (
     Stability(),
     Dtypes(),
     Determinism(),
+    OrderOfCalls(),
     Purity(),
     Strides(),
     Refusals(),

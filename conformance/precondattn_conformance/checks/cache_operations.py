@@ -11,8 +11,8 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
+from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.inputs import slice_tokens
 
 OTHERS = 2
 """Tokens that are cached and removed again."""
@@ -32,35 +32,43 @@ out, cache = mechanism.extend(cache, **inputs, backend={backend})
 cache = cache.restore(before).reorder([1, 0]).grow(200)"""
 
     def run(self, trial: Trial) -> Measured:
-        b, time = trial.case.layout.b, trial.case.layout.t
+        layout, inputs = trial.case.layout, trial.numpy_inputs
+        b, time = layout.b, layout.t
         kept, capacity = max(time // 2, 1), time + 1
+        first_call, last_call = calls(layout, [kept, time])
         extension = _Extension(trial)
         same = list(range(b))
         cache = trial.mechanism.init_cache(
-            **trial.inputs, capacity=kept + OTHERS, key_mask=trial.case.layout.mask == "key_mask"
+            **trial.inputs, capacity=kept + OTHERS, key_mask=layout.has("key_mask")
         )
-        first, cache = extension(cache, trial.numpy_inputs, same, 0, kept)
+        first, cache = extension(cache, inputs, same, first_call)
         before = cache.snapshot()
-        others = trial.reversed_inputs
-        _, longer = extension(cache, others, same, kept, min(kept + OTHERS, time), donate=True)
+        others = _first_rows(last_call, OTHERS)
+        _, longer = extension(cache, trial.reversed_inputs, same, others, donate=True)
         _require_refusal(longer)
         operations = _rearranged
-        if trial.case.layout.mask is None:  # Traced where the library can; otherwise as they are.
+        if layout.mask is None:  # Traced where the library can; otherwise as they are.
             operations = trial.library.transforms().get("jit", lambda function: function)(
                 operations
             )
         order = [*range(1, b), 0, b - 1]
         cache = operations((longer, before)).grow(capacity)
-        last, cache = extension(cache, trial.numpy_inputs, order, kept, time)
+        last, cache = extension(cache, inputs, order, last_call)
         extension.require_used()
         trial.require_purity()
         expected = trial.expected.out
         return trial.agree(
             {
-                "the output of the first tokens": (first, expected[:, :kept]),
-                "the output after the operations": (last, expected[order, kept:]),
+                "the output of the first tokens": (first, rows_of(expected, first_call)),
+                "the output after the operations": (last, rows_of(expected, last_call)[order]),
             }
         )
+
+
+def _first_rows(call: Call, most: int) -> Call:
+    """At most this many of the new tokens of each sequence."""
+    stops = np.minimum(call.stops, call.starts + most)
+    return call._replace(stops=stops, width=min(call.width, most))
 
 
 def _rearranged(caches: tuple[pa.Cache, Any]) -> pa.Cache:
@@ -97,20 +105,20 @@ class _Extension:
         cache: pa.Cache,
         inputs: Mapping[str, np.ndarray],
         sequences: Sequence[int],
-        start: int,
-        stop: int,
+        call: Call,
         donate: bool = False,
     ) -> tuple[np.ndarray, pa.Cache]:
         trial = self.trial
         m, array, backend = trial.mechanism, trial.library.array, trial.backend
+        call = call._replace(starts=call.starts[sequences], stops=call.stops[sequences])
         chosen = {n: self._of(n, a, sequences, cache.capacity) for n, a in inputs.items()}
-        new = trial.arrays(slice_tokens(m, chosen, start, stop))
+        new = trial.arrays(new_tokens(m, chosen, call))
         masks = {n: mask[sequences] for n, mask in trial.case.layout.masks().items()}
         options: dict[str, Any] = {}
-        if "lengths" in masks:
-            options["lengths"] = array(np.clip(masks["lengths"] - start, 0, stop - start))
+        if call.is_ragged:
+            options["lengths"] = array(call.counts)
         if "key_mask" in masks:
-            options["key_mask"] = array(masks["key_mask"][:, start:stop])
+            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         self.explained.append(m.explain(**new, **options, cache=cache, backend=backend))
         out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
         return trial.numpy(out), cache

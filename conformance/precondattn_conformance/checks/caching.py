@@ -12,9 +12,10 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.checks.ragged import calls, new_tokens, rows_of
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.inputs import slice_tokens
+from precondattn_conformance.inputs import Layout
 
 EXTENDING = """cache = mechanism.init_cache(**inputs, capacity={tokens})
 out, cache = mechanism.extend(cache, **inputs, backend={backend})"""
@@ -31,14 +32,13 @@ class Caching(Check):
     snippet = EXTENDING
 
     def applies(self, case: Case) -> bool:
-        is_one_sequence = case.layout.mask != "segment_ids" and case.layout.t == case.layout.s
+        is_one_sequence = not case.layout.has("segment_ids") and case.layout.t == case.layout.s
         return mechanism_of(case.mechanism).offers.causal and is_one_sequence
 
     def run(self, trial: Trial) -> Measured:
-        time = trial.case.layout.t
-        out = extended(trial, _ends(time), [trial.backend])
+        pair = extended(trial, _ends(trial.case.layout), [trial.backend])
         trial.require_purity()
-        return trial.agree({"the extended output": (out, trial.expected.out)})
+        return trial.agree({"the extended output": pair})
 
 
 class Splits(Caching):
@@ -55,13 +55,13 @@ class Splits(Caching):
         errors: list[float] = []
         for plan in plans:
             try:
-                out = extended(trial, plan, [trial.backend], donates=False)
+                pair = extended(trial, plan, [trial.backend], donates=False)
             except pa.UnsupportedError:
                 if plan is plans[-1] and not errors:
                     raise
                 continue
             what = f"the output extended to {', '.join(map(str, plan))} tokens"
-            errors.append(trial.agree({what: (out, trial.expected.out)}).error)
+            errors.append(trial.agree({what: pair}).error)
         return Measured(max(errors), trial.bound)
 
 
@@ -74,12 +74,13 @@ class Alternation(Caching):
     name = "alternation"
 
     def run(self, trial: Trial) -> Measured:
-        time = trial.case.layout.t
+        ends = _ends(trial.case.layout)
         pairs = {}
         for first, second in ((trial.backend, "reference"), ("reference", trial.backend)):
-            out = extended(trial, _ends(time), cycle([first, second]), donates=False)
             order = "the reference first" if first == "reference" else "the reference second"
-            pairs[f"the output extended with {order}"] = (out, trial.expected.out)
+            pairs[f"the output extended with {order}"] = extended(
+                trial, ends, cycle([first, second]), donates=False
+            )
         return trial.agree(pairs)
 
 
@@ -90,47 +91,56 @@ def extended(
     *,
     donates: bool = True,
     order: str | None = None,
-) -> np.ndarray:
-    """The outputs of successive `extend` calls, which end at these tokens, by backends in turn.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The outputs of successive `extend` calls by backends in turn, and what is expected.
 
+    The calls end at these tokens of the longest sequence; the others get fewer in each (`ragged`).
     With an `order`, new tokens are views (`Library.view`). They may not be written to. Raises an
     UnsupportedError if the backend under test runs no part of any call.
     """
     m, layout = trial.mechanism, trial.case.layout
-    library, inputs, masks = trial.library, trial.numpy_inputs, layout.masks()
-    capacity = layout.t if layout.mask == "key_mask" else layout.t + 3
-    arrays = {name: _with_capacity(m, name, array, capacity) for name, array in inputs.items()}
-    has_key_mask = layout.mask == "key_mask"
+    library, masks = trial.library, layout.masks()
+    has_key_mask = "key_mask" in masks
+    capacity = layout.t if has_key_mask else layout.t + 3
+    inputs = {n: _with_capacity(m, n, array, capacity) for n, array in trial.numpy_inputs.items()}
     cache = m.init_cache(**trial.inputs, capacity=capacity, key_mask=has_key_mask)
-    outs, start = [], 0
+    outs, expected = [], []
     explained: list[Explanation] = []
-    for call, (stop, backend) in enumerate(zip(ends, cycle(backends), strict=False)):
+    plan = zip(calls(layout, list(ends)), cycle(backends), strict=False)
+    for number, (call, backend) in enumerate(plan):
         options: dict[str, Any] = {}
-        if layout.mask == "lengths":
-            valid = np.clip(masks["lengths"] - start, 0, stop - start)
-            options["lengths"] = library.array(valid)
+        if call.is_ragged:
+            options["lengths"] = library.array(call.counts)
         if has_key_mask:
-            options["key_mask"] = library.array(masks["key_mask"][:, start:stop])
-        tokens = slice_tokens(m, arrays, start, stop)
-        new = trial.arrays(tokens)
+            options["key_mask"] = library.array(
+                np.take_along_axis(masks["key_mask"], call.tokens, 1)
+            )
+        tokens = new_tokens(m, inputs, call)
+        new = trial.laid_out(tokens)
         if order is not None:
             new = {name: library.view(array, order) for name, array in new.items()}
         if backend == trial.backend:
             explained.append(m.explain(**new, **options, cache=cache, backend=backend))
-        donate = donates and call > 1
+        donate = donates and number > 1
         out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
         for name, array in new.items():
             if not np.array_equal(trial.numpy(array), tokens[name]):
                 raise DisagreementError(f"the new tokens of {name} were written to")
         outs.append(trial.numpy(out))
-        start = stop
+        expected.append(rows_of(trial.expected.out, call))
     if not any(map(trial.is_used, explained)):
         trial.require_used(explained[-1])
-    return np.concatenate(outs, axis=1)
+    return np.concatenate(outs, axis=1), np.concatenate(expected, axis=1)
 
 
-def _ends(time: int) -> list[int]:
-    """Where the calls end: a prefill and single tokens; short sequences also start with one."""
+def _ends(layout: Layout) -> list[int]:
+    """Where the calls end: a prefill and single tokens, over the edge of a block if there is one.
+
+    Short sequences also start with a single token.
+    """
+    time, block = layout.t, layout.block
+    if 0 < block < time:
+        return sorted({block - 1, block, block + 1, time})
     if time > 16:
         return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})

@@ -15,6 +15,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree
 from precondattn_conformance.libraries import Library
+from precondattn_conformance.memory_order import VIEWS, cotangent_axes, expanded, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.tolerance import bound
 
@@ -66,7 +67,8 @@ class Trial:
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        return self.arrays(self.numpy_inputs)
+        """The inputs in the layout's order in memory."""
+        return self.laid_out(self.numpy_inputs)
 
     @cached_property
     def masks(self) -> dict[str, Any]:
@@ -81,6 +83,19 @@ class Trial:
         """NumPy arrays as arrays of the case's library and dtype."""
         dtype = dtype or self.case.dtype
         return {name: self.library.array(array, dtype) for name, array in arrays.items()}
+
+    def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Inputs, or those of new tokens, in the library and in the layout's order in memory."""
+        case = self.case
+        return laid_out(self.library, self.mechanism, arrays, case.dtype, case.layout.order)
+
+    def cotangent(self) -> Any:
+        """The oracle's cotangent in the library, in the layout's order in memory."""
+        array = self.library.array(self.expected.cotangent, self.case.dtype)
+        order = self.case.layout.order
+        if order in VIEWS and self.case.library != "jax":
+            return self.library.view(array, order)
+        return expanded(array, self.expected.cotangent, cotangent_axes(order, array.ndim))
 
     def numpy(self, array: Any) -> np.ndarray:
         return self.library.numpy(array)
@@ -119,7 +134,7 @@ class Trial:
         out, pullback = self.mechanism.vjp(
             **(inputs or self.inputs), **self.masks, backend=self.backend
         )
-        cotangent = self.library.array(self.expected.cotangent, self.case.dtype)
+        cotangent = self.cotangent()
         if order is not None:
             cotangent = self.library.view(cotangent, order)
         gradients = pullback(cotangent)

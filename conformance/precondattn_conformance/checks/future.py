@@ -49,7 +49,7 @@ class Future(Check):
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")
         with np.errstate(all="ignore"):
-            if trial.case.layout.mask == "segment_ids":
+            if trial.case.layout.has("segment_ids"):
                 errors = [_other_segments(trial, bad) for bad in (np.nan, np.inf)]
             else:
                 errors = [_others(trial)]

@@ -30,7 +30,7 @@ gradients = pullback(out)"""
         out, explicit = trial.vjp()
         pairs = {"the output of vjp": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(explicit)
-        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        cotangent = trial.cotangent()
         automatic = trial.library.gradients(trial.call, trial.inputs, cotangent)
         pairs |= trial.pairs_of_gradients(automatic or {}, "autograd")
         if not np.array_equal(trial.numpy(cotangent), trial.expected.cotangent):

@@ -21,7 +21,7 @@ class Packing(Check):
     snippet = "out = mechanism(**inputs, backend={backend})  # inputs has segment_ids"
 
     def applies(self, case: Case) -> bool:
-        return case.layout.mask == "segment_ids"
+        return case.layout.has("segment_ids")
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")

@@ -20,7 +20,7 @@ class Padding(Check):
     snippet = "out = mechanism(**inputs, backend={backend})  # With NaN after inputs['lengths']."
 
     def applies(self, case: Case) -> bool:
-        return case.layout.mask == "lengths"
+        return case.layout.has("lengths")
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")

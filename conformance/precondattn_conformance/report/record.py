@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from precondattn_conformance.report.result import Result
 
 if TYPE_CHECKING:
     from precondattn_conformance.case import Case
+    from precondattn_conformance.design.coverage import Pairs
     from precondattn_conformance.runner import Outcome
 
 SCHEMA = "precondattn-conformance/1"
@@ -57,6 +58,9 @@ class Record:
     outcomes: list[Result] = field(default_factory=list)
     layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The sizes and masks of calls, by the name of the layout."""
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    """By mechanism: how many pairs of levels of the design were looked at, and how many go
+    together. Written when the run ends."""
     seconds: float = 0.0
     complete: bool = False
     running: str | None = None
@@ -86,6 +90,7 @@ class Record:
             "filters": self.filters,
             "environment": self.environment,
             "layouts": self.layouts,
+            "pairs": self.pairs,
         }
 
 
@@ -121,6 +126,7 @@ def load(path: Path | str) -> Record:
             **{name: content[name] for name in ("device", "filters", "environment", "seconds")},
             running=content.get("running"),
             layouts=content.get("layouts", {}),
+            pairs=list(content.get("pairs", [])),
             outcomes=[Result.from_json(entry) for entry in content["outcomes"]],
         )
     except KeyError as error:
@@ -216,6 +222,10 @@ class Recording:
         self.record.running = None
         if self._clock() >= self._due:
             self._write()
+
+    def looked_at(self, pairs: Iterable[Pairs]) -> None:
+        """Set how many pairs of levels the run looked at."""
+        self.record.pairs = [row.to_json() for row in pairs]
 
     def close(self, *, complete: bool) -> None:
         """Write the record for the last time."""

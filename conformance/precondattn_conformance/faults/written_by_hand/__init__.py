@@ -4,6 +4,7 @@ from precondattn_conformance.faults.fault import Fault
 from precondattn_conformance.faults.written_by_hand import (
     attention,
     autograd,
+    axes,
     block_solve,
     caches,
     chunks,
@@ -33,6 +34,7 @@ OF = (
     half,
     threads,
     caches,
+    axes,
 )
 
 

@@ -1,0 +1,105 @@
+"""Several calls of the same shapes: none may change what another one gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
+from precondattn_conformance.declared import mechanism_of
+from precondattn_conformance.design.options import at_block, options_of
+from precondattn_conformance.oracle import oracle
+
+BLOCK = 16
+"""For the window that is wider than a block."""
+
+
+class OrderOfCalls(Check):
+    """A pullback is held open across a forward of other values, and options are called in turn.
+
+    Two calls of the same shapes, then the two pullbacks, first the first, by `vjp` and by the
+    library's own differentiation. Then the mechanism with other options on the same inputs, and
+    without them again: nothing that is kept by shapes alone may be found again.
+    """
+
+    name = "order_of_calls"
+    snippet = """out, pullback = mechanism.vjp(**inputs, backend={backend})
+mechanism.vjp(**{{name: array[::-1] for name, array in inputs.items()}}, backend={backend})
+gradients = pullback(out)"""
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.mask is None and not case.layout.order
+
+    def run(self, trial: Trial) -> Measured:
+        trial.require_support("vjp")
+        worst = [trial.agree(_held(trial), _terms(trial)).error]
+        for expression in _with_the_same_inputs(trial.case.mechanism):
+            worst.append(_in_turn(trial, expression))
+        found = {"the output after other options": _output(trial, trial.mechanism, trial.expected)}
+        return Measured(max(*worst, trial.agree(found).error), trial.bound)
+
+
+def _held(trial: Trial) -> Pairs:
+    """The gradients of two calls whose pullbacks are called after both."""
+    arrays = trial.numpy_inputs
+    first, second = trial.inputs, trial.arrays(_turned(trial, arrays))
+    cotangents = [
+        trial.library.array(array, trial.case.dtype)
+        for array in (trial.expected.cotangent, trial.expected.cotangent[::-1].copy())
+    ]
+    pullbacks = [
+        trial.mechanism.vjp(**inputs, backend=trial.backend)[1] for inputs in (first, second)
+    ]
+    held = [pullback(cotangent) for pullback, cotangent in zip(pullbacks, cotangents, strict=True)]
+    expected = [trial.expected.gradients, _turned(trial, trial.expected.gradients)]
+    automatic = trial.library.held_gradients(trial.call, [first, second], cotangents)
+    return {
+        f"the {number} {by} of {name}": (trial.numpy(gradient), right[name])
+        for by, results in (("vjp", held), ("autograd", automatic or ()))
+        for number, given, right in zip(("first", "second"), results, expected, strict=False)
+        for name, gradient in given.items()
+    }
+
+
+def _terms(trial: Trial) -> dict[str, float]:
+    return {
+        f"the {number} {what}": size
+        for number in ("first", "second")
+        for what, size in trial.terms_of_gradients().items()
+    }
+
+
+def _turned(trial: Trial, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays with the sequences of the batch in reversed order."""
+    inputs = trial.mechanism.inputs
+    return {
+        name: array[::-1].copy() if inputs[name].letters[:1] == "b" else array
+        for name, array in arrays.items()
+    }
+
+
+def _with_the_same_inputs(expression: str) -> list[str]:
+    """The mechanism with one other option, whose inputs have the same names and shapes."""
+    plain = mechanism_of(expression)
+    options = [at_block(text, BLOCK) for text in options_of(expression)]
+    return [text for text in options if mechanism_of(text).inputs == plain.inputs]
+
+
+def _in_turn(trial: Trial, expression: str) -> float:
+    """The error of a call with another option, between two without it."""
+    case = trial.case
+    mechanism = mechanism_of(expression)
+    expected = oracle(expression, case.layout, case.kind, case.dtype)
+    try:
+        found = _output(trial, mechanism, expected)
+    except pa.UnsupportedError:
+        return 0.0  # A backend may have the mechanism without this option.
+    return trial.agree({f"the output of {expression} after others": found}).error
+
+
+def _output(trial: Trial, mechanism: Any, expected: Any) -> tuple[np.ndarray, np.ndarray]:
+    given = trial.arrays(expected.inputs)
+    return trial.numpy(mechanism(**given, backend=trial.backend)), expected.out

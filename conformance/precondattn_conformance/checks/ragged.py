@@ -1,0 +1,87 @@
+"""New tokens of ragged sequences: in one call each sequence gets a different number of them.
+
+    lengths 7 and 4, calls that end at 3, 4, 5 and 7 tokens
+      →  sequence 1 ends at 1, 2, 2 and 4: it gets 1, 1, 0 and 2 new tokens
+
+A sequence's new tokens are the first of its row, the others are padding. A sequence that is
+shorter than others goes on decoding, as in a batch of requests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn_conformance.inputs import Arrays, Layout, slice_tokens
+
+
+class Call(NamedTuple):
+    """The new tokens of one call, by sequence."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    is_ragged: bool
+    width: int
+    """The number of rows of the call, padding included."""
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The number of new tokens of each sequence: the `lengths` of the call."""
+        return self.stops - self.starts
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The index of the token in each row (b, width). In padding it is some other token's."""
+        last = np.maximum(self.stops - 1, 0)[:, None]
+        return np.asarray(np.minimum(self.starts[:, None] + np.arange(self.width), last))
+
+    @property
+    def is_token(self) -> np.ndarray:
+        """Which rows (b, width) are tokens, and not padding."""
+        return np.asarray(np.arange(self.width) < self.counts[:, None])
+
+
+def calls(layout: Layout, ends: list[int]) -> list[Call]:
+    """Calls that end at these tokens of the longest sequence, and as far within the others."""
+    lengths = layout.masks().get("lengths")
+    is_ragged = lengths is not None
+    total = np.full(layout.b, layout.t) if lengths is None else lengths
+    made = []
+    starts = np.zeros(layout.b, dtype=int)
+    for end in ends:
+        stops = total * end // layout.t
+        made.append(Call(starts, stops, is_ragged, max(int(np.max(stops - starts)), 1)))
+        starts = stops
+    return made
+
+
+def new_tokens(mechanism: pa.Mechanism, inputs: Arrays, call: Call) -> Arrays:
+    """The inputs of a call of `extend`; pairs keep all their key columns."""
+    if not call.is_ragged:
+        return slice_tokens(mechanism, inputs, int(call.starts[0]), int(call.stops[0]))
+    return {
+        name: _gathered(array, mechanism.inputs[name].time_axis, call.tokens)
+        for name, array in inputs.items()
+    }
+
+
+def _gathered(array: np.ndarray, axis: int | None, tokens: np.ndarray) -> np.ndarray:
+    """The rows of each sequence along an axis; the batch is the first axis."""
+    if axis is None:
+        return array
+    array = np.broadcast_to(array, (len(tokens), *array.shape[1:]))
+    index = tokens.reshape(tokens.shape[:1] + (1,) * (axis - 1) + tokens.shape[1:])
+    return np.take_along_axis(
+        array, index.reshape(index.shape + (1,) * (array.ndim - axis - 1)), axis
+    )
+
+
+def rows_of(array: np.ndarray, call: Call) -> np.ndarray:
+    """What a call gives of an array (b, tokens, …) of the full call; 0 in padding."""
+    rows = np.take_along_axis(
+        array, call.tokens.reshape(*call.tokens.shape, *(1,) * (array.ndim - 2)), 1
+    )
+    is_token = call.is_token.reshape(*call.is_token.shape, *(1,) * (array.ndim - 2))
+    return np.where(is_token, rows, 0.0)

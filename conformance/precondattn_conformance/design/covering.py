@@ -1,0 +1,152 @@
+"""Rows of levels that contain every pair of levels that go together, and triples of some factors.
+
+    rows = covering({"time": ("1", "17"), "mask": ("none", "lengths")}, goes_together)
+
+One level at a time is chosen, of any factor: the one with the most pairs that no row has yet, then
+the least used, then the first. So a beginning of the rows has as many pairs as it can have.
+Nothing is random, and no order of a hash matters: the rows are the same everywhere.
+
+A pair that no row can complete, since no level of another factor goes with both, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import combinations
+
+Level = tuple[str, str]
+"""A factor, and one of its levels."""
+
+Row = dict[str, str]
+GoesTogether = Callable[[Level, Level], bool]
+
+
+class Array:
+    """The rows of a design; bits of an integer stand for levels."""
+
+    def __init__(
+        self,
+        levels: Mapping[str, Sequence[str]],
+        goes_together: GoesTogether,
+        triples: Sequence[str] = (),
+    ) -> None:
+        self.names: list[Level] = [(f, level) for f, chosen in levels.items() for level in chosen]
+        numbers = {name: i for i, name in enumerate(self.names)}
+        self._factor = [list(levels).index(factor) for factor, _ in self.names]
+        self._of_factor = [0] * len(levels)
+        for i, factor in enumerate(self._factor):
+            self._of_factor[factor] |= 1 << i
+        self._together = [
+            sum(
+                1 << j
+                for j, other in enumerate(self.names)
+                if other[0] != name[0] and goes_together(name, other)
+            )
+            for name in self.names
+        ]
+        self._triples = [
+            tuple(numbers[factor, level] for level in levels[factor])
+            for factor in triples
+            if factor in levels
+        ]
+        self._used = [0] * len(self.names)
+        self._missing = list(self._together)
+        """By level, the levels with which it is in no row yet."""
+        self.pairs: list[Row] = []
+        """The rows that have every pair."""
+        self.pairs += self._rows_of_pairs()
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The same, and those of the triples."""
+        return [*self.pairs, *self._rows_of_triples()]
+
+    def _rows_of_pairs(self) -> Iterator[Row]:
+        while any(self._missing):
+            first = max(range(len(self.names)), key=lambda i: (self._missing[i].bit_count(), -i))
+            second = max(
+                _bits(self._missing[first]), key=lambda i: (self._missing[i].bit_count(), -i)
+            )
+            row = self._completed((first, second))
+            if row is None:
+                self._missing[first] &= ~(1 << second)
+                self._missing[second] &= ~(1 << first)
+            else:
+                yield self._taken(row)
+
+    def _rows_of_triples(self) -> Iterator[Row]:
+        had: set[tuple[int, ...]] = set()
+        for row in self.pairs:
+            had |= self._triples_in(map(self.names.index, row.items()))
+        for groups in combinations(self._triples, 3):
+            for a in groups[0]:
+                for b in groups[1]:
+                    for c in groups[2]:
+                        if tuple(sorted((a, b, c))) in had:
+                            continue
+                        completed = self._completed((a, b, c))
+                        if completed is not None:
+                            had |= self._triples_in(completed)
+                            yield self._taken(completed)
+
+    def _triples_in(self, row: Iterable[int]) -> set[tuple[int, ...]]:
+        inside = sorted(i for i in row if any(i in group for group in self._triples))
+        return set(combinations(inside, 3))
+
+    def _completed(self, given: Sequence[int]) -> list[int] | None:
+        """A row with these levels; None if there is none."""
+        allowed, chosen, left = (1 << len(self.names)) - 1, 0, set(range(len(self._of_factor)))
+        for i in given:
+            if not allowed >> i & 1:
+                return None
+            allowed &= self._together[i] | self._of_factor[self._factor[i]]
+            chosen |= 1 << i
+            left.discard(self._factor[i])
+        return self._searched(allowed, chosen, left, list(given))
+
+    def _searched(
+        self, allowed: int, chosen: int, left: set[int], row: list[int]
+    ) -> list[int] | None:
+        if not left:
+            return row
+        if any(not allowed & self._of_factor[factor] for factor in left):
+            return None
+        candidates = [i for factor in left for i in _bits(allowed & self._of_factor[factor])]
+        best = max(
+            candidates,
+            key=lambda i: ((self._missing[i] & chosen).bit_count(), -self._used[i], -i),
+        )
+        factor = self._factor[best]
+        others = sorted(
+            _bits(allowed & self._of_factor[factor]), key=lambda i: (i != best, self._used[i], i)
+        )
+        for i in others:
+            found = self._searched(
+                allowed & (self._together[i] | self._of_factor[factor]),
+                chosen | 1 << i,
+                left - {factor},
+                [*row, i],
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _taken(self, row: list[int]) -> Row:
+        bits = sum(1 << i for i in row)
+        for i in row:
+            self._missing[i] &= ~bits
+            self._used[i] += 1
+        return dict(self.names[i] for i in sorted(row))
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
+
+
+def pairs_of(row: Row) -> Iterator[tuple[Level, Level]]:
+    """The pairs of levels in a row."""
+    return combinations(row.items(), 2)

@@ -1,0 +1,116 @@
+"""Options of a mechanism in company: one that is not its default, and two at once.
+
+    softmax   →   softmax[window=3], softmax[bias=true], …      options_of
+                  softmax[window=3,bias=true], …                together
+
+The options are those of the class's `variants`, and of the variants of its base, inside it. Of a
+window there is a second one, that is wider than a block. Two that exclude each other, or that the
+mechanism refuses together, do not go together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import precondattn as pa
+from precondattn_conformance.declared import mechanism_of
+
+WIDE = 10**6
+"""Stands for a window wider than a block, until the block is known."""
+
+BEYOND = 6
+"""How many tokens wider."""
+
+
+@cache
+def options_of(expression: str) -> tuple[str, ...]:
+    """Expressions that differ from a mechanism in one option."""
+    plain = mechanism_of(expression)
+    found = [pa.parse(text) for text in type(plain).variants]
+    base = getattr(plain, "base", None)
+    if base is not None:
+        for text in type(base).variants:
+            changed = _replaced(plain, base=pa.parse(text))
+            if changed is not None:
+                found.append(changed)
+    found = [m for m in found if type(m) is type(plain) and _changes(m, plain) == 1]
+    wide = [m for m in map(_with_wide_window, found) if m is not None]
+    return tuple(dict.fromkeys(str(m) for m in (*found, *wide)))
+
+
+@cache
+def inner_eps_of(expression: str) -> tuple[str, ...]:
+    """For a composition: expressions with another eps of its inner piece."""
+    plain = mechanism_of(expression)
+    base: Any = getattr(plain, "base", None)
+    texts = () if base is None else type(base).variants
+    changed = [
+        _replaced(plain, base=pa.parse(text)) for text in texts if f"{base.name}[eps=" in text
+    ]
+    return tuple(str(m) for m in changed if m is not None)
+
+
+@cache
+def together(expression: str, one: str, other: str) -> str | None:
+    """The expression with the options of both; None if they do not go together."""
+    if one == other:
+        return None
+    plain, *given = map(mechanism_of, (expression, one, other))
+    merged = _merged(plain, *given)
+    return None if merged is None or str(merged) in (one, other) else str(merged)
+
+
+def at_block(expression: str, block: int) -> str:
+    """The expression with its wide window, if it has one, a few tokens wider than a block."""
+    return expression.replace(f"window={WIDE}", f"window={block + BEYOND}")
+
+
+def _fields(m: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(m)]
+
+
+def _changes(m: Any, plain: Any) -> int:
+    """The number of options in which they differ, inner ones included."""
+    if type(m) is not type(plain):
+        return 1
+    count = 0
+    for name in _fields(m):
+        value, default = getattr(m, name), getattr(plain, name)
+        if value != default:
+            count += _changes(value, default) if isinstance(value, pa.Mechanism) else 1
+    return count
+
+
+def _with_wide_window(m: Any) -> Any:
+    if getattr(m, "window", None) is not None:
+        return _replaced(m, window=WIDE)
+    base = getattr(m, "base", None)
+    wide = None if base is None else _with_wide_window(base)
+    return None if wide is None else _replaced(m, base=wide)
+
+
+def _replaced(m: Any, **changes: Any) -> Any:
+    """The mechanism with other options; None if it refuses them."""
+    try:
+        return dataclasses.replace(m, **changes)
+    except (TypeError, ValueError):
+        return None
+
+
+def _merged(plain: Any, one: Any, other: Any) -> Any:
+    changes = {}
+    for name in _fields(plain):
+        default, first, second = (getattr(m, name) for m in (plain, one, other))
+        if second in (default, first):
+            changes[name] = first
+        elif first == default:
+            changes[name] = second
+        elif isinstance(first, pa.Mechanism) and type(first) is type(second) is type(default):
+            changes[name] = _merged(default, first, second)
+            if changes[name] is None:
+                return None
+        else:
+            return None
+    return _replaced(plain, **changes)

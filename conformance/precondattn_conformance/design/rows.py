@@ -1,0 +1,284 @@
+"""The design of a mechanism: its factors, its rows, and the case of each row.
+
+    design("lucid", "torch").rows   →   (check, layout, kind, dtype, expression), …
+
+A mechanism has the factors of its declaration: one without values has no width of values, one
+without a state no `extend_vjp`. A class as it is declared has options, alone and in pairs, and
+every triple of `TRIPLES`. Its variants and compositions have every pair of levels without options,
+and with another eps of the inner piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.algebra import registry
+from precondattn.execution.cache_checks import keeps_tokens
+from precondattn_conformance.declared import (
+    derived,
+    is_bounded,
+    is_constant_in_one_token,
+    mechanism_of,
+)
+from precondattn_conformance.design.covering import Array, GoesTogether, Level, Row, pairs_of
+from precondattn_conformance.design.factors import (
+    APART,
+    BLOCKS,
+    CACHES,
+    FACTORS,
+    FEWER,
+    NONE,
+    TRIPLES,
+    VERBS,
+    Apart,
+    Apartness,
+)
+from precondattn_conformance.design.options import at_block, inner_eps_of, options_of, together
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.layout_names import named
+from precondattn_conformance.libraries import named as library_named
+from precondattn_conformance.memory_order import EXPANDED, VIEWS, is_expanded
+
+UNBOUNDED = ("random", "clustered", "zero")
+"""Kinds of keys for a preconditioner that is not bounded for all."""
+
+
+class Entry(NamedTuple):
+    """The case of a row, but for its library."""
+
+    check: str
+    layout: Layout
+    kind: str
+    dtype: str
+    expression: str
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the factors of a mechanism depend on. Mechanisms with equal traits share their rows."""
+
+    letters: frozenset[str]
+    is_causal: bool
+    has_states: bool
+    has_bias: bool
+    is_constant_in_one_token: bool
+    is_unbounded: bool
+    orders: tuple[str, ...]
+    options: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    blocks: tuple[int, ...]
+    company: str
+    """The expression that has options in pairs; empty for none."""
+
+
+class Design:
+    """The rows of one mechanism on one library."""
+
+    def __init__(self, expression: str, traits: Traits) -> None:
+        self.expression, self.traits = expression, traits
+
+    @cached_property
+    def array(self) -> Array:
+        return _array(self.traits)
+
+    @property
+    def levels(self) -> dict[str, tuple[str, ...]]:
+        """The levels of each factor that the mechanism has."""
+        return _levels(self.traits)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of every pair, and for a class as it is declared those of every triple."""
+        return self.array.rows if self.is_whole else self.array.pairs
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.traits.company)
+
+    @cached_property
+    def pairs(self) -> frozenset[tuple[Level, Level]]:
+        """Every pair of levels that goes together."""
+        return frozenset(pair for row in self.array.pairs for pair in pairs_of(row))
+
+    def entry(self, row: Row) -> Entry:
+        return entry(self.expression, row)
+
+    def drawn(self, count: int) -> list[Row]:
+        """Rows of levels drawn uniformly among those that go together, the same in every run."""
+        rng = np.random.default_rng([22, count])
+        levels, goes = _levels(self.traits), _goes_together(self.traits)
+        rows: list[Row] = []
+        while len(rows) < count:
+            row: Row = {}
+            for factor in levels:
+                allowed = [
+                    level
+                    for level in levels[factor]
+                    if all(goes((factor, level), chosen) for chosen in row.items())
+                ]
+                if not allowed:
+                    break
+                row[factor] = allowed[rng.integers(len(allowed))]
+            else:
+                rows.append(row)
+        return rows
+
+
+@cache
+def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Design:
+    """The design of a mechanism on a library, at the edges of these blocks, or of `BLOCKS`."""
+    m = mechanism_of(expression)
+    patterns = list(m.inputs.values())
+    letters = frozenset(axis.letter for pattern in patterns for axis in pattern.axes)
+    is_declared = str(m) in registry.registered()
+    options = options_of(expression) if is_declared else ()
+    if expression in derived():
+        options = inner_eps_of(expression)
+    company = expression if is_declared else ""
+    traits = Traits(
+        letters=letters,
+        is_causal=m.offers.causal,
+        has_states=bool(m.program.slots) and not keeps_tokens(m) and m.offers.causal,
+        has_bias=any(pattern.is_pairwise for pattern in patterns),
+        is_constant_in_one_token=any(
+            is_constant_in_one_token(mechanism_of(text)) for text in (expression, *options)
+        ),
+        is_unbounded=not is_bounded(m),
+        orders=_orders(m, library),
+        options=options,
+        dtypes=library_named(library).dtypes,
+        blocks=blocks or BLOCKS,
+        company=company,
+    )
+    return Design(expression, traits)
+
+
+def _orders(m: pa.Mechanism, library: str) -> tuple[str, ...]:
+    expanded = [o for o in EXPANDED if is_expanded(m, o)]
+    return ("contiguous", *(() if library == "jax" else VIEWS), *expanded)
+
+
+@cache
+def _array(traits: Traits) -> Array:
+    triples = TRIPLES if traits.company else ()
+    return Array(_levels(traits), _goes_together(traits), triples)
+
+
+def _levels(traits: Traits) -> dict[str, tuple[str, ...]]:
+    """The levels of each factor that the mechanism has."""
+    levels = {name: tuple(factor.levels) for name, factor in FACTORS.items()}
+    letters = traits.letters
+    verbs = {"forward": True, "vjp": True, "extend": traits.is_causal}
+    verbs["extend_vjp"] = traits.has_states
+    levels["verb"] = tuple(verb for verb in levels["verb"] if verbs[verb])
+    levels["block"] = tuple(map(str, traits.blocks))
+    levels["order"] = traits.orders
+    levels["dtype"] = tuple(d for d in levels["dtype"] if d in traits.dtypes)
+    levels["option"] = (NONE, *traits.options) if traits.options else ()
+    levels["second"] = levels["option"] if traits.company else ()
+    if "n" not in letters:
+        levels["heads"] = tuple(h for h in levels["heads"] if h[0] == h[2] or h == "4/2")
+    if traits.is_unbounded:
+        levels["data"] = UNBOUNDED
+    for factor, letter in (("d", "d"), ("e", "e"), ("values", "u")):
+        if letter not in letters:
+            levels[factor] = ()
+    if not {"t", "s"} <= letters:
+        levels["queries"] = ()
+    if not (traits.has_bias or any("bias=true" in option for option in traits.options)):
+        levels["bias"] = ()
+    return {factor: chosen for factor, chosen in levels.items() if chosen}
+
+
+def _goes_together(traits: Traits) -> GoesTogether:
+    lines = list(APART)
+    masks = FACTORS["mask"].levels
+    by_position = tuple(level for level in masks if "lengths" in level or "segment" in level)
+    why = "queries of a call that is not causal have no positions"
+    if not traits.is_causal:
+        lines.append(Apart("queries", FEWER, "mask", by_position, why))
+    if traits.is_constant_in_one_token:
+        lines.append(Apart("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
+    for option in traits.options:
+        m = mechanism_of(option)
+        if traits.is_causal and not m.offers.causal:
+            lines.append(Apart("option", (option,), "verb", CACHES, "it is not causal"))
+            lines.append(Apart("second", (option,), "verb", CACHES, "it is not causal"))
+            lines.append(Apart("option", (option,), "queries", FEWER, why))
+            lines.append(Apart("second", (option,), "queries", FEWER, why))
+        if not is_bounded(m):
+            harmful = tuple(set(FACTORS["data"].levels) - set(UNBOUNDED))
+            lines.append(Apart("option", (option,), "data", harmful, "it is not bounded"))
+            lines.append(Apart("second", (option,), "data", harmful, "it is not bounded"))
+    if not traits.has_bias:
+        without = tuple(o for o in (NONE, *traits.options) if "bias=true" not in o)
+        broadcast = tuple(level for level in FACTORS["bias"].levels if level != "no axis")
+        lines.append(Apart("option", without, "bias", broadcast, "there is no bias"))
+    apart = Apartness(tuple(lines))
+
+    def goes(one: Level, other: Level) -> bool:
+        if {one[0], other[0]} == {"option", "second"}:
+            return _options_go(traits.company, *sorted((one, other)))
+        return not apart(one, other)
+
+    return goes
+
+
+def _options_go(company: str, option: Level, second: Level) -> bool:
+    if second[1] == NONE:
+        return True
+    return option[1] != NONE and together(company, option[1], second[1]) is not None
+
+
+def entry(expression: str, row: Row) -> Entry:
+    """The case of a row."""
+    block = int(row["block"])
+    s = _tokens(row["time"], block)
+    t = {"all": s, "fewer": max(s - block // 2 - 1, 1), "single": 1}[row.get("queries", "all")]
+    h, n = map(int, row["heads"].split("/"))
+    level_of = {name: FACTORS[name].levels.get(row.get(name, ""), "") for name in FACTORS}
+    layout = Layout(
+        "",
+        b=int(row["batch"]),
+        t=t,
+        s=s,
+        h=h,
+        n=n,
+        d=int(row.get("d", "8")),
+        e=int(row.get("e", "6")),
+        values_per_head=int(row.get("values", "1")),
+        mask=level_of["mask"] or None,
+        broadcast=level_of["bias"],
+        block=block,
+        order=level_of["order"],
+    )
+    return Entry(
+        VERBS[row["verb"]], named(layout), row["data"], row["dtype"], _with_options(expression, row)
+    )
+
+
+def _tokens(level: str, block: int) -> int:
+    return {
+        "one": 1,
+        "less": block - 1,
+        "edge": block,
+        "more": block + 1,
+        "two": 2 * block + 1,
+        "three": 3 * block + 5,
+        "long": 1025,
+        "longest": 2049,
+    }[level]
+
+
+def _with_options(expression: str, row: Row) -> str:
+    option, second = row.get("option", NONE), row.get("second", NONE)
+    if option == NONE:
+        return expression
+    text = option if second == NONE else together(expression, option, second)
+    assert text is not None
+    return str(pa.parse(at_block(text, int(row["block"]))))

@@ -1,0 +1,122 @@
+"""Faults on the axes of the design: only certain lengths, masks, widths, views or orders show them.
+
+They are faults of kernels: an index that is right for one sequence, a stride for equal widths, a
+comparison at the edge of a block, a workspace or a compiled kernel that is found again by shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from precondattn.arrays import Array
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    Call,
+    Fault,
+    Result,
+    Truth,
+    with_call,
+)
+from precondattn_conformance.faults.written_by_hand.written import written
+
+BLOCK = 16
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    return [
+        written("softmax", STEP, "every sequence is as long as the first", with_call(_as_first)),
+        written(
+            "lucid_solve", STEP, "every sequence is as long as the first", with_call(_as_first)
+        ),
+        written("softmax", FORWARD, "only d columns of wider values", _only_d_columns),
+        written("gated_delta", FORWARD, "only d columns of wider values", _only_d_columns),
+        written("softmax", FORWARD, "no segment begins at a block's edge", with_call(_merged)),
+        written("gla", FORWARD, "no segment begins at a block's edge", with_call(_merged)),
+        written("softmax", FORWARD, "zeros after the first of an expanded axis", with_call(_dense)),
+        written("path", FORWARD, "zeros after the first of an expanded axis", with_call(_dense)),
+        written(
+            "softmax",
+            (FORWARD, BACKWARD),
+            "the output of the last forward of these shapes",
+            _Kept(),
+        ),
+        written("softmax", FORWARD, "the options of the first call of these shapes", _Compiled()),
+        written("linear", FORWARD, "the options of the first call of these shapes", _Compiled()),
+    ]
+
+
+def _as_first(call: Call) -> Call:
+    position = call.frame.q_position
+    first = np.broadcast_to(position[:1], position.shape)
+    return replace(call, frame=call.frame.replaced(q_position=first))
+
+
+def _only_d_columns(truth: Truth, call: Call) -> Result:
+    result = truth(call)
+    out = result.out.copy()
+    out[..., call.inputs["k"].shape[-1] :] = 0
+    return replace(result, out=out)
+
+
+def _merged(call: Call) -> Call:
+    """Tokens after a block's edge belong to the segment before it, if another begins there."""
+
+    def without_edges(segments: Array) -> Array:
+        if segments is None:
+            return None
+        begins = np.zeros(segments.shape, dtype=int)
+        begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        begins[:, ::BLOCK] = 0
+        return np.cumsum(begins, axis=1)
+
+    frame = call.frame
+    if frame.q_segment is None or frame.q_segment.shape != frame.k_segment.shape:
+        return call
+    changed = without_edges(frame.k_segment)
+    return replace(call, frame=frame.replaced(q_segment=changed, k_segment=changed))
+
+
+def _dense(call: Call) -> Call:
+    """What is read of an expanded array as if its entries followed each other in memory."""
+    inputs = dict(call.inputs)
+    for name, array in inputs.items():
+        for axis, (stride, size) in enumerate(zip(array.strides, array.shape, strict=True)):
+            if stride == 0 and size > 1:
+                kept = (np.arange(size) == 0).reshape(-1, *(1,) * (array.ndim - axis - 1))
+                inputs[name] = np.where(kept, array, 0).astype(array.dtype)
+    return replace(call, inputs=inputs)
+
+
+def _shapes(call: Call) -> tuple[Any, ...]:
+    return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
+
+
+class _Kept:
+    """A workspace with the output, one for all calls of the same shapes."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[tuple[Any, ...], Array] = {}
+
+    def __call__(self, truth: Truth, call: Call) -> Result:
+        if call.stage == FORWARD:
+            result = truth(call)
+            self.outputs[_shapes(call)] = result.out
+            return result
+        return truth(replace(call, out=self.outputs.get(_shapes(call), call.out)))
+
+
+class _Compiled:
+    """A compiled kernel, whose key has the shapes and not the options."""
+
+    def __init__(self) -> None:
+        self.mechanisms: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, truth: Truth, call: Call) -> Result:
+        first = self.mechanisms.setdefault(_shapes(call), call.mechanism)
+        return truth(replace(call, mechanism=first))

@@ -1,0 +1,93 @@
+"""The masks of a layout, by name. Two names joined by + are two masks at once.
+
+==============  ==============================================================================
+lengths         three tokens apart, the last sequence the longest
+lengths_apart   a block apart, the last sequence the longest
+lengths_edge    exactly a block, then the whole sequence, then nothing
+key_mask        every fourth key is masked
+key_blocks      more than a block of keys is masked, from the middle of a block
+key_start       the first keys are masked, more than a block in sequence 0: padding on the left
+segment_ids     segments of three tokens
+segments_edge   a segment begins exactly at each block's edge; in odd sequences at its middle
+segments_long   three tokens, one segment to five tokens before the end, then those
+==============  ==============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Mask = Callable[[int, int, int], np.ndarray]
+"""From the numbers of sequences and of keys, and the size of a block."""
+
+
+def _lengths(b: int, s: int, block: int) -> np.ndarray:
+    return _shorter(b, s, 3)
+
+
+def _lengths_apart(b: int, s: int, block: int) -> np.ndarray:
+    return _shorter(b, s, block) if b > 1 else np.asarray([max(s - block // 2, 1)])
+
+
+def _lengths_edge(b: int, s: int, block: int) -> np.ndarray:
+    return np.minimum(np.resize([block, s, 0], b), s)
+
+
+def _shorter(b: int, s: int, step: int) -> np.ndarray:
+    return np.asarray([max(s - step * (b - 1 - i), 0) for i in range(b)])
+
+
+def _key_mask(b: int, s: int, block: int) -> np.ndarray:
+    return np.asarray((np.arange(b)[:, None] + np.arange(s)) % 4 != 1)
+
+
+def _key_blocks(b: int, s: int, block: int) -> np.ndarray:
+    index = np.arange(s) - np.arange(b)[:, None]
+    first = max(block // 2, 1)
+    return np.asarray((index < first) | (index >= first + block + 3))
+
+
+def _key_start(b: int, s: int, block: int) -> np.ndarray:
+    masked = np.where(np.arange(b) % 2 == 0, min(block + 1, s // 2), 1)
+    return np.asarray(np.arange(s) >= masked[:, None])
+
+
+def _segment_ids(b: int, s: int, block: int) -> np.ndarray:
+    return np.asarray((np.arange(b)[:, None] + np.arange(s)) // 3)
+
+
+def _segments_edge(b: int, s: int, block: int) -> np.ndarray:
+    shift = np.arange(b)[:, None] % 2 * (block // 2)
+    return np.asarray((np.arange(s) + shift) // block)
+
+
+def _segments_long(b: int, s: int, block: int) -> np.ndarray:
+    index = np.broadcast_to(np.arange(s), (b, s))
+    return np.asarray((index >= min(3, s // 2)) + 0 + (index >= max(s - 5, s // 2)))
+
+
+PATTERNS: dict[str, tuple[str, Mask]] = {
+    "lengths": ("lengths", _lengths),
+    "lengths_apart": ("lengths", _lengths_apart),
+    "lengths_edge": ("lengths", _lengths_edge),
+    "key_mask": ("key_mask", _key_mask),
+    "key_blocks": ("key_mask", _key_blocks),
+    "key_start": ("key_mask", _key_start),
+    "segment_ids": ("segment_ids", _segment_ids),
+    "segments_edge": ("segment_ids", _segments_edge),
+    "segments_long": ("segment_ids", _segments_long),
+}
+"""By name: the argument of a call, and its entries."""
+
+
+def masks(names: str | None, b: int, s: int, block: int) -> dict[str, np.ndarray]:
+    """The masks of a call, by the names of its arguments."""
+    chosen = [PATTERNS[name] for name in names.split("+")] if names else []
+    return {argument: make(b, s, block) for argument, make in chosen}
+
+
+def arguments(names: str | None) -> frozenset[str]:
+    """The names of the arguments."""
+    return frozenset(PATTERNS[name][0] for name in names.split("+")) if names else frozenset()

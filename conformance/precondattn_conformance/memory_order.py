@@ -1,0 +1,90 @@
+"""How the arrays of a call lie in memory.
+
+===================  =========================================================================
+heads_first          the axis of heads before that of tokens
+every_other_element  of a larger array, with NaN between
+window               of a larger array, with NaN around it
+expanded_batch       k and all that belongs to a key, except v, once for all sequences (stride 0)
+expanded_heads       the same once for all heads
+expanded_tokens      gates, β and the like once for all sequences and tokens; and the cotangent
+===================  =========================================================================
+
+The cotangent has the order of the inputs. JAX has no views; its arrays only have equal entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from precondattn.arrays import namespace
+
+if TYPE_CHECKING:
+    import precondattn as pa
+    from precondattn_conformance.libraries import Library
+
+VIEWS = ("heads_first", "every_other_element", "window")
+EXPANDED = ("expanded_batch", "expanded_heads", "expanded_tokens")
+ORDERS = VIEWS + EXPANDED
+
+
+def expanded_axes(mechanism: pa.Mechanism, name: str, order: str) -> tuple[int, ...]:
+    """The axes of an input that have stride 0 in this order."""
+    pattern = mechanism.inputs[name]
+    if order not in EXPANDED or pattern.time_axis is None or pattern.is_pairwise:
+        return ()
+    if order == "expanded_tokens":
+        letters = "" if pattern.is_rows else "bts"
+    elif name == "v" or "s" not in pattern.letters:
+        letters = ""
+    else:
+        letters = "b" if order == "expanded_batch" else "hnu"
+    return tuple(i for i, letter in enumerate(pattern.letters) if letter in letters)
+
+
+def is_expanded(mechanism: pa.Mechanism, order: str) -> bool:
+    """Whether the order expands some input of the mechanism, or its cotangent."""
+    is_of_cotangent = order == "expanded_tokens"
+    return is_of_cotangent or any(expanded_axes(mechanism, n, order) for n in mechanism.inputs)
+
+
+def constant(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The array with its first entries along these axes at all places."""
+    return np.broadcast_to(_first(array, axes), array.shape).copy() if axes else array
+
+
+def laid_out(
+    library: Library,
+    mechanism: pa.Mechanism,
+    arrays: Mapping[str, np.ndarray],
+    dtype: str,
+    order: str,
+) -> dict[str, Any]:
+    """Arrays of a library in this order in memory."""
+    made: dict[str, Any] = {name: library.array(array, dtype) for name, array in arrays.items()}
+    if order in EXPANDED:
+        for name, array in arrays.items():
+            axes = expanded_axes(mechanism, name, order)
+            made[name] = expanded(made[name], array, axes)
+    elif order and library.name != "jax":
+        made = {name: library.view(array, order) for name, array in made.items()}
+    return made
+
+
+def expanded(array: Any, values: np.ndarray, axes: tuple[int, ...]) -> Any:
+    """The array with stride 0 along those of these axes along which its values are constant."""
+    axes = tuple(axis for axis in axes if np.array_equal(values, constant(values, (axis,))))
+    if not axes:
+        return array
+    return namespace(array).broadcast_to(_first(array, axes), tuple(array.shape))
+
+
+def _first(array: Any, axes: tuple[int, ...]) -> Any:
+    return array[tuple(slice(0, 1) if i in axes else slice(None) for i in range(array.ndim))]
+
+
+def cotangent_axes(order: str, rank: int) -> tuple[int, ...]:
+    """The axes along which the cotangent is constant, as that of a sum is."""
+    return tuple(range(rank - 1)) if order == "expanded_tokens" else ()

@@ -1,0 +1,134 @@
+"""The design: every pair of levels has a row, some rows run, and a run reports its pairs."""
+
+import itertools
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from precondattn_conformance.cases import case_of, cases, designed
+from precondattn_conformance.checks.ragged import calls, rows_of
+from precondattn_conformance.design.coverage import pairs, total
+from precondattn_conformance.design.covering import Array, pairs_of
+from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES, Apartness
+from precondattn_conformance.design.options import options_of, together
+from precondattn_conformance.design.rows import design
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.runner import run_case
+from precondattn_conformance.status import FAILED, PASSED
+
+
+def test_every_pair_and_every_triple_that_goes_together_is_in_a_row():
+    levels = {"a": "0123", "b": "012", "c": "01", "d": "01234"}
+
+    def goes(one, other):
+        return {one, other} != {("a", "0"), ("b", "1")}
+
+    made = Array({f: tuple(chosen) for f, chosen in levels.items()}, goes, ("a", "b", "c"))
+    wanted = {
+        ((f, x), (g, y))
+        for f, g in combinations(levels, 2)
+        for x in levels[f]
+        for y in levels[g]
+        if goes((f, x), (g, y))
+    }
+    assert {pair for row in made.pairs for pair in pairs_of(row)} == wanted
+    triples = {(row["a"], row["b"], row["c"]) for row in made.rows}
+    assert len(triples) == 4 * 3 * 2 - 2
+    assert len(made.pairs) <= 25
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lucid", "gated_delta", "lucid(path)"])
+def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
+    made = design(mechanism, "torch")
+    apart = Apartness(APART)
+    assert not [pair for row in made.rows for pair in pairs_of(row) if apart(*pair)]
+    present = {level for row in made.rows for level in row.items()}
+    for factor in ("time", "mask", "batch", "d", "e", "order", "dtype"):
+        assert {level for f, level in present if f == factor} == set(FACTORS[factor].levels)
+    if made.is_whole:
+        for factors in combinations(TRIPLES, 3):
+            found = {tuple((f, row[f]) for f in factors) for row in made.rows}
+            together = itertools.product(*([(f, x) for x in made.levels[f]] for f in factors))
+            missing = [
+                triple
+                for triple in together
+                if all(pair in made.pairs for pair in combinations(triple, 2))
+                and triple not in found
+            ]
+            # Three levels of which every two go together need not have a row with all three.
+            assert len(missing) < 0.02 * len(found), missing
+
+
+def test_a_tenth_of_the_rows_has_two_fifths_of_the_pairs():
+    made = design("lucid", "torch")
+    rows = made.array.pairs[: len(made.array.pairs) // 10]
+    assert len({pair for row in rows for pair in pairs_of(row)}) > 0.4 * len(made.pairs)
+
+
+def test_options_go_together_in_pairs_unless_the_mechanism_refuses_them():
+    options = options_of("softmax")
+    both = together("softmax", "softmax[bias=true]", "softmax[window=3]")
+    assert both == "softmax[window=3,bias=true]"
+    assert together("softmax", "softmax[window=3]", options[-1]) is None  # Two windows.
+    assert "lucid(softmax[softcap=2])" in options_of("lucid")
+
+
+def test_an_id_of_the_design_gives_the_case_back():
+    for case in designed("full", "lucid", "torch"):
+        assert case_of(case.id) == case
+
+
+def test_declared_blocks_place_the_levels():
+    made = {case.layout.t for case in designed("full", "softmax", "numpy", (48,))}
+    assert {47, 48, 49, 97, 149} <= made
+    assert not {63, 65, 129} & made
+
+
+def test_each_sequence_of_a_ragged_batch_gets_its_tokens_and_the_first_is_not_the_longest():
+    layout = Layout("x", b=3, t=9, s=9, mask="lengths")
+    lengths = layout.masks()["lengths"]
+    assert lengths.argmax() == 2
+    made = calls(layout, [3, 4, 5, 9])
+    np.testing.assert_array_equal(sum(call.counts for call in made), lengths)
+    assert any(0 < call.counts[0] != call.counts[2] for call in made[1:])
+    tokens = np.broadcast_to(np.arange(9.0)[None, :, None], (3, 9, 1))
+    seen = [rows_of(tokens, call)[0, : call.counts[0], 0] for call in made]
+    np.testing.assert_array_equal(np.concatenate(seen), np.arange(lengths[0]))
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable", "torch"])
+@pytest.mark.parametrize(
+    "mechanism", ["softmax", "lucid", "path", "gated_delta", "gla", "laser", "differential"]
+)
+def test_the_rows_of_smoke_pass(backend, mechanism):
+    library = "torch" if backend == "torch" else "numpy"
+    outcomes = [run_case(case, backend) for case in designed("smoke", mechanism, library)]
+    assert not [f"{o.case.id}: {o.reason}" for o in outcomes if o.status == FAILED]
+    assert any(o.status == PASSED for o in outcomes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # PyTorch refused to write a view of the scores to themselves.
+        "caching-torch-float32-b1t63s63h1n1d16e16block64.lengths_apart-random-lucid(softmax[window=70])",
+        # The same with a key mask.
+        "caching-torch-float64-b3t65s65h4n2d16e24block32.lengths_apart+key_blocks-random-lucid(softmax[window=38])",
+    ],
+)
+def test_rows_that_failed_before_pass(case):
+    outcome = run_case(case_of(case), "torch")
+    assert outcome.status == PASSED, outcome.text
+
+
+def test_a_run_reports_the_share_of_pairs_that_it_looked_at():
+    chosen = designed("smoke", "softmax", "numpy")
+    every = {case.id for case in chosen}
+    (whole,) = pairs("smoke", ["softmax"], ["numpy"], every, ())
+    (half,) = pairs("smoke", ["softmax"], ["numpy"], set(sorted(every)[::2]), ())
+    assert 0 < half.looked_at < whole.looked_at < whole.total
+    assert total([whole, half]).total == 2 * whole.total
+    full = {case.id for case in cases("full", only_mechanisms=("unit_rows",))}
+    (one,) = pairs("full", ["unit_rows"], ["numpy"], full, ())
+    assert one.looked_at == one.total
