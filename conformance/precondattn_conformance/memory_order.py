@@ -58,19 +58,19 @@ def constant(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 def laid_out(
     library: Library,
     mechanism: pa.Mechanism,
-    arrays: Mapping[str, np.ndarray],
-    dtype: str,
+    arrays: Mapping[str, Any],
+    values: Mapping[str, np.ndarray],
     order: str,
 ) -> dict[str, Any]:
-    """Arrays of a library in this order in memory."""
-    made: dict[str, Any] = {name: library.array(array, dtype) for name, array in arrays.items()}
+    """Arrays of a library, whose values are these, in this order in memory."""
     if order in EXPANDED:
-        for name, array in arrays.items():
-            axes = expanded_axes(mechanism, name, order)
-            made[name] = expanded(made[name], array, axes)
-    elif order and library.name != "jax":
-        made = {name: library.view(array, order) for name, array in made.items()}
-    return made
+        return {
+            name: expanded(array, values[name], expanded_axes(mechanism, name, order))
+            for name, array in arrays.items()
+        }
+    if not order or library.name == "jax":
+        return dict(arrays)
+    return {name: library.view(array, order) for name, array in arrays.items()}
 
 
 def expanded(array: Any, values: np.ndarray, axes: tuple[int, ...]) -> Any:

@@ -18,6 +18,9 @@ from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
+QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
+"""Inputs whose gradients are nearly 0 if one key has all the weight."""
+
 
 @dataclass(frozen=True)
 class Oracle:
@@ -50,6 +53,10 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     terms = sizes_of_terms(m, inputs, gradients, out, cotangent, masks)
     if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
+    elif layout.t == 1 and (is_softmax(m) or any(isinstance(x, pa.GSA) for x in m.program.leaves)):
+        # The only query may have all its weight on one key, or on one slot.
+        saturated = sizes_when_saturated(inputs, cotangent)
+        terms |= {name: saturated[name] for name in QUERIES_AND_KEYS if name in saturated}
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
     return Oracle(inputs, masks, out, cotangent, gradients, terms)

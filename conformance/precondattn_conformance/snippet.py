@@ -21,7 +21,8 @@ def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[st
     mechanism = mechanism_of(case.mechanism)
     with library.precision(case.dtype):
         arrays = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
-        inputs = laid_out(library, mechanism, arrays, case.dtype, case.layout.order)
+        inputs = {name: library.array(array, case.dtype) for name, array in arrays.items()}
+        inputs = laid_out(library, mechanism, inputs, arrays, case.layout.order)
     masks = {name: library.array(array) for name, array in case.layout.masks().items()}
     return mechanism, inputs | masks
 

@@ -86,8 +86,8 @@ class Trial:
 
     def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Inputs, or those of new tokens, in the library and in the layout's order in memory."""
-        case = self.case
-        return laid_out(self.library, self.mechanism, arrays, case.dtype, case.layout.order)
+        order = self.case.layout.order
+        return laid_out(self.library, self.mechanism, self.arrays(arrays), arrays, order)
 
     def cotangent(self) -> Any:
         """The oracle's cotangent in the library, in the layout's order in memory."""

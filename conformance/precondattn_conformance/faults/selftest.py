@@ -261,7 +261,9 @@ def _changed(carrier: Carrier, fault: Fault) -> int:
 
 
 def _cases(level: str, mechanism: str, library: str) -> list[Case]:
-    return [*cases(level, only_libraries=(library,), only_mechanisms=(mechanism,))]
+    """The cases of a mechanism as it is: with other options it may lack what a fault changes."""
+    chosen = cases(level, only_libraries=(library,), only_mechanisms=(mechanism,))
+    return [case for case in chosen if case.mechanism == mechanism]
 
 
 def _in_order(chosen: list[Case], fault: Fault) -> list[Case]:
