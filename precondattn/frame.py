@@ -23,7 +23,7 @@ class Frame:
     waiting for a device."""
 
     may_overwrite: bool = False
-    """In `extend`: whether a step may compute new states in the memory of the old ones."""
+    """In `extend`: whether a step may write new states and tokens into the cache's buffers."""
 
     def __init__(
         self,

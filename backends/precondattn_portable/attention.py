@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace, writes_in_place
 from precondattn.backend import ArraySpec
-from precondattn.cache import Append, Updates
+from precondattn.cache import Append, Replace, Updates
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.array_functions import sum_to, swap_time_and_heads, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -52,7 +52,11 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.masks import Mask
-from precondattn_portable.one_query import attention_of_one, queries_by_key_head
+from precondattn_portable.one_query import (
+    attention_of_one,
+    attention_to_held,
+    queries_by_key_head,
+)
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead
 from precondattn_portable.scores import DotScores, Scores, block_of_rows
@@ -336,7 +340,7 @@ class Attention(Algorithm):
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         n, t = x["k"].shape[2], x["q"].shape[1]
         if t == 1 and frame.held is not None and _is_plain(leaf):
-            return self._step_of_one_token(ops, leaf, past, x, frame.held)
+            return self._step_of_one_token(ops, leaf, past, x, frame)
         xp, known = namespace(x["q"]), filled(frame, past["key"].shape[1])
         if leaf.bias:
             x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
@@ -371,18 +375,26 @@ class Attention(Algorithm):
         leaf: Any,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
-        held: int,
+        frame: Frame,
     ) -> tuple[Array, Updates]:
         """A step of one token after `held` visible tokens in every sequence."""
-        xp, (b, _, n, d) = namespace(x["k"]), x["k"].shape
+        xp, (b, _, n, d), held = namespace(x["k"]), x["k"].shape, frame.held
+        assert held is not None
         first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
-        keys = past_columns(past["key"], held, first)
-        values = past_heads(past["value"], held, first)
         q = queries_by_key_head(x["q"], n) * leaf.scale_for(d)
-        k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
-        o = attention_of_one(ops, q, k, v, keys, values)
-        out = xp.reshape(o, (b, 1, -1, o.shape[3]))
-        return out, {"key": Append(x["k"]), "value": Append(x["v"])}
+        keys, values = past["key"], past["value"]
+        if frame.may_overwrite and writes_in_place(keys):
+            # First written behind those held, then one of them.
+            keys[:, held : held + 1], values[:, held : held + 1] = x["k"], x["v"]
+            held_keys = past_columns(keys, held + 1, first)
+            o = attention_to_held(ops, q, held_keys, past_heads(values, held + 1, first))
+            updates: Updates = {"key": Replace(keys), "value": Replace(values)}
+        else:
+            k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
+            held_keys = past_columns(keys, held, first)
+            o = attention_of_one(ops, q, k, v, held_keys, past_heads(values, held, first))
+            updates = {"key": Append(x["k"]), "value": Append(x["v"])}
+        return xp.reshape(o, (b, 1, -1, o.shape[3])), updates
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]

@@ -1,6 +1,6 @@
 """One query of each head, that attends to every cached token and to its own.
 
-    S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v]
+    S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v],    or softmax(S) V with k and v among the cached
 
 The cached keys and values are read where they are: nothing is masked, and nothing of their size is
 written.
@@ -22,7 +22,7 @@ def queries_by_key_head(q: Array, n: int) -> Array:
 def attention_of_one(
     ops: Arithmetic, q: Array, k: Array, v: Array, keys: Array, values: Array
 ) -> Array:
-    """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and k, v (b, n, 1, …).
+    """Outputs (b, n, r, e) of scaled queries (b, n, r, d) and their own k, v (b, n, 1, …).
 
     Cached keys are Kᵀ (b, n, d, count), and values (b, n, count, e).
     """
@@ -32,3 +32,8 @@ def attention_of_one(
     weights = ops.softmax(scores)
     o = ops.product(weights[..., :count], values)
     return ops.add_multiple(o, weights[..., count:], v)
+
+
+def attention_to_held(ops: Arithmetic, q: Array, keys: Array, values: Array) -> Array:
+    """The same, if the query's own key and value are among the cached ones."""
+    return ops.product(ops.softmax(ops.product(q, keys)), values)

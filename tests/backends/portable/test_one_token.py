@@ -89,6 +89,7 @@ def test_no_step_of_one_token_is_computed_in_chunks(text, monkeypatch):
         assert not torch.equal(state[0], cache.store[name][0])
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     "text",
@@ -103,12 +104,12 @@ def test_no_step_of_one_token_is_computed_in_chunks(text, monkeypatch):
         "lucid(softmax[window=3])",
     ],
 )
-def test_one_token_after_equally_long_caches_is_that_of_the_reference(text, library):
+def test_one_token_after_equally_long_caches_is_that_of_the_reference(text, library, donate):
     mechanism, of_library = pa.parse(text), LIBRARIES[library]
     prompt, token, last = (arguments(mechanism, of_library, t, np.float64) for t in (5, 1, 1))
-    caches = [mechanism.init_cache(**prompt, capacity=9)] * 2
+    caches = [mechanism.init_cache(**prompt, capacity=7) for _ in range(2)]
     for x in (prompt, token, last):
-        out, first = mechanism.extend(caches[0], **x)
+        out, first = mechanism.extend(caches[0], **x, donate=donate)
         expected, second = mechanism.extend(caches[1], **x, backend="reference")
         np.testing.assert_allclose(np.asarray(out), np.asarray(expected), rtol=1e-11, atol=1e-12)
         for name, buffer in first.store.items():
@@ -134,9 +135,12 @@ def test_in_place_the_new_state_has_the_memory_of_the_old_one(library, is_delta,
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("expression", [*MECHANISMS, "gsa", "differential(gsa)"])
-def test_a_donated_state_gives_what_one_that_is_kept_gives(expression, library):
-    """In `differential(gsa)` two calls read one state, which the first must not overwrite."""
+@pytest.mark.parametrize(
+    "expression",
+    [*MECHANISMS, "gsa", "softmax[window=3]", "differential", "differential(gsa)"],
+)
+def test_a_donated_cache_gives_what_one_that_is_kept_gives(expression, library):
+    """In `differential` two calls read one buffer, which the first must not overwrite."""
     mechanism = pa.parse(expression)
     x = make_inputs(mechanism, Layout("test", b=2, t=5, s=5), "random")
     outs = {}
@@ -145,7 +149,7 @@ def test_a_donated_state_gives_what_one_that_is_kept_gives(expression, library):
             {n: LIBRARIES[library](a.copy()) for n, a in each.items()}
             for each in (slice_tokens(mechanism, x, i, i + 1) for i in range(5))
         ]
-        cache, outs[donate] = mechanism.init_cache(**tokens[0]), []
+        cache, outs[donate] = mechanism.init_cache(**tokens[0], capacity=5), []
         for token in tokens:
             out, cache = mechanism.extend(cache, **token, donate=donate)
             outs[donate].append(np.asarray(out))
