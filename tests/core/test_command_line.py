@@ -51,7 +51,7 @@ def test_conformance_prints_a_table_and_succeeds():
         "conformance", "--library", "numpy", "--mechanism", "lucid", "--dtype", "float64"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "25 passed, 0 failed, 0 unsupported" in done.stdout
+    assert "33 passed, 0 failed, 0 unsupported" in done.stdout
 
 
 def test_conformance_of_a_backend_that_supports_nothing_is_a_failure():

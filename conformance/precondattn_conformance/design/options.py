@@ -91,7 +91,7 @@ def _with_wide_window(m: Any) -> Any:
     return None if wide is None else _replaced(m, base=wide)
 
 
-def _replaced(m: Any, **changes: Any) -> Any:
+def _replaced(m: Any, /, **changes: Any) -> Any:
     """The mechanism with other options; None if it refuses them."""
     try:
         return dataclasses.replace(m, **changes)
