@@ -13,7 +13,7 @@ attend to is masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from precondattn_jax.arithmetic import (
 from precondattn_jax.dot_scores import Sums
 from precondattn_jax.read_mean import Rows
 from precondattn_jax.tiled_attention import Reads, TiledAttention
+
+Step = Callable[[Any, Array | int], Any]
+"""Of a state and a distance, to the next state."""
 
 
 def has_groups(leaf: Any, frame: Frame) -> bool:
@@ -154,6 +157,15 @@ class GroupedAttention(TiledAttention):
         pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
         return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
 
+    def _at_each_distance(self, group: Group, step: Step, state: Any) -> Any:
+        """The state after a step at every distance o at which the group attends to keys."""
+        if self.leaf.causal:
+            state, last = step(state, 0), -1
+        else:
+            last = group.ahead
+        count = last + 1 + group.behind
+        return lax.fori_loop(0, count, lambda i, state: step(state, last - i), state)
+
     # ------------------------------------------------------------------------------ forward
 
     def outputs(self, read: Reads, v: Array, before: Any = None) -> tuple[Array, Array]:
@@ -167,14 +179,7 @@ class GroupedAttention(TiledAttention):
                 return read.add(state, tile, self._at(v, j))
 
             state = read.start((*group.q.shape[:3], v.shape[4]), v)
-            if self.leaf.causal:
-                state = add(state, 0)
-                last = -1
-            else:
-                last = group.ahead
-            count = last + 1 + group.behind
-            state = lax.fori_loop(0, count, lambda i, state: add(state, last - i), state)
-            return read.finish(state)
+            return read.finish(self._at_each_distance(group, add, state))
 
         o, log_total = lax.map(of_group, self.each)
         return self._stack(o), self._stack(log_total)
@@ -206,13 +211,7 @@ class GroupedAttention(TiledAttention):
                 return d_k, self._added(d_v, j, d_values), d_q + product(d_tile, k)
 
             carry = (*sums, zeros(group.q.shape, group.q))
-            if self.leaf.causal:
-                carry = pull(carry, 0)
-                last = -1
-            else:
-                last = group.ahead
-            count = last + 1 + group.behind
-            d_k, d_v, d_q = lax.fori_loop(0, count, lambda i, c: pull(c, last - i), carry)
+            d_k, d_v, d_q = self._at_each_distance(group, pull, carry)
             return (d_k, d_v), d_q
 
         sums = (zeros(self.k.shape, self.k), zeros(v.shape, v))

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, cast, fresh, namespace, placement
-from precondattn.cache.kinds import Kind, capacity_of, holding, kinds_of, refuse_distributed
+from precondattn.cache.kinds import (
+    Kind,
+    capacity_of,
+    holding,
+    invalid_length,
+    kinds_of,
+    refuse_distributed,
+)
 
 if TYPE_CHECKING:
     from precondattn.cache.cache import Cache
@@ -26,7 +33,7 @@ def grow(cache: Cache, capacity: int) -> Cache:
     larger = grown(cache, capacity)
     # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
     is_within = cache.length <= now
-    length = namespace(cache.length).where(is_within, cache.length, capacity + 1)
+    length = namespace(cache.length).where(is_within, cache.length, invalid_length(capacity))
     return holding(larger, cast(length, cache.length.dtype), larger.store)
 
 

@@ -21,6 +21,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
+from precondattn.cache.kinds import holding
 from precondattn.dispatch.plan import Plan, PlannedCall, has_step_backward, request_for
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
@@ -111,7 +112,7 @@ def extend(
     if KEY_MASK in cache.store:
         old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
-    extended = Cache(cache.length + count, store, cache.kinds)
+    extended = holding(cache, cache.length + count, store)
     if donate:
         cache.store.clear()
     return finished(out, call), extended
@@ -165,7 +166,7 @@ def extend_vjp(
         return _input_gradients(cotangents, call), d_old_store
 
     store = _updated_store(updates, call, cache, count, donate=False)
-    extended = cache._replace(length=cache.length + count, store=store)
+    extended = holding(cache, cache.length + count, store)
     return finished(output, call), extended, pullback
 
 
