@@ -7,7 +7,8 @@ The gradient of a temperature is one number for all tokens,
 and its terms cancel: on clustered keys the sum is up to 20 times smaller than the terms. A kernel
 that recomputes its weights for the gradient has an error of dq that is well within its bound, but
 large relative to dτ. So the error of dτ is measured against its terms. The same holds for λ of a
-difference, dλ = −Σ_t ⟨do_t, o₂_t⟩, where −o₂ is the change of the output when λ grows by 1.
+difference, dλ = −Σ_t ⟨do_t, o₂_t⟩. The terms are the gradient of a τ or λ that is given for each
+token and head: wherever in the mechanism it is, nothing has to be known of the rest.
 
 Where one key has all the weight, or is the only key, the gradients of queries and keys
 
@@ -18,32 +19,73 @@ are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.group import Group
+from precondattn.algebra.program import Program
+from precondattn.arrays import Array
+
+
+@dataclass(frozen=True)
+class TemperedByToken(pa.Tempered):
+    """q / τ, with a τ for each token and head."""
+
+    @property
+    def inputs(self) -> pa.Inputs:
+        return pa.Inputs(q="b t h d", tau="b t h in (0, inf)")
+
+    def _tau(self, x: Mapping[str, Array]) -> Array:
+        return np.where(x["tau"] == 0, 1.0, x["tau"])[..., None]  # It is 0 in padding.
+
+    def forward(self, x: Mapping[str, Array], frame: pa.Frame) -> tuple[Array, tuple[Array, ...]]:
+        return x["q"] / self._tau(x), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: pa.Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> dict[str, Array]:
+        d_tau = -np.sum(cotangent * out / self._tau(x), axis=3)
+        return {"q": cotangent / self._tau(x), "tau": d_tau}
+
+
+SUMMED = {pa.Tempered: "tau", pa.Difference: "lam"}
+"""The input of a leaf whose gradient is a sum over tokens."""
+BY_TOKEN = {pa.Tempered: TemperedByToken(), pa.Difference: pa.Difference(per="token")}
+"""The leaf without that sum."""
 
 
 def sizes_of_terms(
     mechanism: pa.Mechanism,
     inputs: dict[str, np.ndarray],
-    gradients: dict[str, np.ndarray],
-    out: np.ndarray,
     cotangent: np.ndarray,
     masks: dict[str, np.ndarray],
 ) -> dict[str, float]:
     """For each gradient that is such a sum: the size of its terms, the largest over all heads."""
-    sizes: dict[str, float] = {}
-    for call in mechanism.program.calls:
-        if isinstance(call.leaf, pa.Tempered) and dict(call.arguments)["q"] == "q":
-            terms = np.abs(np.sum(inputs["q"] * gradients["q"], axis=3))
-            by_head = np.sum(terms, axis=(0, 1) if call.leaf.per == "head" else None)
-            sizes["tau"] = float(np.max(by_head / inputs["tau"]))
-        if isinstance(call.leaf, pa.Difference) and call.leaf is mechanism.program.leaves[-1]:
-            at_larger_lam = {**inputs, "lam": inputs["lam"] + 1}
-            changed = mechanism(**at_larger_lam, **masks, backend="reference")
-            terms = np.abs(np.sum((changed - out) * cotangent, axis=3))
-            sizes["lam"] = float(np.max(np.sum(terms, axis=(0, 1) if inputs["lam"].ndim else None)))
-    return sizes
+    names = {
+        dict(call.arguments)[SUMMED[type(call.leaf)]]: call.leaf.per
+        for call in mechanism.program.calls
+        if type(call.leaf) in BY_TOKEN and call.leaf != BY_TOKEN[type(call.leaf)]
+    }
+    if not names:
+        return {}
+    calls = [c._replace(leaf=BY_TOKEN.get(type(c.leaf), c.leaf)) for c in mechanism.program.calls]
+    by_token = Group(Program(calls, mechanism.program.out))
+    tokens = cotangent.shape[:2]
+    each = {name: np.broadcast_to(inputs[name], (*tokens, inputs["q"].shape[2])) for name in names}
+    _, pullback = by_token.vjp(**{**inputs, **each}, **masks, backend="reference")
+    terms = pullback(cotangent)
+    return {
+        name: float(np.max(np.sum(np.abs(terms[name]), axis=(0, 1) if per == "head" else None)))
+        for name, per in names.items()
+    }
 
 
 def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -> dict[str, float]:

@@ -20,6 +20,8 @@ from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key has all the weight."""
+NEARLY_ZERO = 1e-8
+"""A gradient smaller than this part of its terms is what rounding in float32 leaves of them."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,18 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     for name in inputs if can_differ and is_certifying(layout) else ():
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(_finite(out) * cotangent)))
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
-    terms = sizes_of_terms(m, inputs, gradients, out, cotangent, masks)
+    terms = sizes_of_terms(m, inputs, cotangent, masks)
     if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
-    elif layout.t == 1 and (is_softmax(m) or any(isinstance(x, pa.GSA) for x in m.program.leaves)):
-        # The only query may have all its weight on one key, or on one slot.
+    elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
+        # A query may have all its weight on one key, or on one slot.
         saturated = sizes_when_saturated(inputs, cotangent)
-        terms |= {name: saturated[name] for name in QUERIES_AND_KEYS if name in saturated}
+        terms |= {
+            name: saturated[name]
+            for name in QUERIES_AND_KEYS
+            if name in saturated
+            and (layout.t == 1 or np.max(np.abs(gradients[name])) < NEARLY_ZERO * saturated[name])
+        }
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
     return Oracle(inputs, masks, out, cotangent, gradients, terms)

@@ -62,7 +62,7 @@ def check(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     # The terms of λ's gradient cancel.
     arrays = {name: wide(a) for name, a in x.items()}
     given = {name: mask.numpy() for name, mask in masks.items()}
-    terms = sizes_of_terms(mechanism, arrays, {}, wide(right), wide(d_out), given)
+    terms = sizes_of_terms(mechanism, arrays, wide(d_out), given)
     bound = BOUND[x["v"].dtype]
     assert out.dtype == x["v"].dtype
     assert error(wide(out), wide(right)) < bound

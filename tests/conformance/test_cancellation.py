@@ -1,0 +1,52 @@
+"""The sizes of terms that cancel, against which the error of their sum is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from precondattn_conformance.cancellation import sizes_of_terms
+from precondattn_conformance.declared import mechanism_of
+
+B, T, H = 2, 5, 2
+
+
+def inputs_of(mechanism):
+    rng = np.random.default_rng(0)
+    sizes = {"b": B, "t": T, "s": T, "h": H, "n": H, "d": 4, "e": 3}
+    x = {name: rng.normal(size=p.shape(sizes)) for name, p in mechanism.inputs.items()}
+    return {n: 0.1 + np.abs(a) if n in ("tau", "lam") else a for n, a in x.items()}
+
+
+@pytest.mark.parametrize("masks", [{}, {"lengths": np.asarray([3, 5])}])
+@pytest.mark.parametrize(
+    ("expression", "name"),
+    [
+        ("temperature", "tau"),
+        ("temperature[per=head]", "tau"),
+        ("qk_norm(temperature)", "tau"),
+        ("lucid(temperature)", "tau"),
+        ("differential", "lam"),
+        ("differential[per=head](lucid)", "lam"),
+        ("differential(temperature)", "tau"),
+    ],
+)
+def test_terms_are_the_gradient_of_each_row_alone(expression, name, masks):
+    # τ and λ of one token change only that row of the output.
+    mechanism = mechanism_of(expression)
+    x = inputs_of(mechanism)
+    out, pullback = mechanism.vjp(**x, **masks, backend="reference")
+    cotangent = np.where(np.isfinite(out), np.random.default_rng(1).normal(size=out.shape), 0.0)
+    terms = np.zeros(x[name].shape)
+    for b, t, h in np.ndindex(B, T, H):
+        row = np.zeros_like(cotangent)
+        row[b, t, h] = cotangent[b, t, h]
+        terms += np.abs(pullback(row)[name])
+    sizes = sizes_of_terms(mechanism, x, cotangent, masks)
+    np.testing.assert_allclose(sizes[name], np.max(terms), rtol=1e-12)
+    assert np.max(np.abs(pullback(cotangent)[name])) < np.max(terms)
+
+
+def test_no_terms_where_no_sum_over_tokens_is_taken():
+    mechanism = mechanism_of("differential[per=token]")
+    cotangent = np.ones((B, T, H, 3))
+    assert sizes_of_terms(mechanism, inputs_of(mechanism), cotangent, {}) == {}
