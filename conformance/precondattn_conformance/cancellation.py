@@ -10,11 +10,15 @@ large relative to dτ. So the error of dτ is measured against its terms. The sa
 difference, dλ = −Σ_t ⟨do_t, o₂_t⟩. The terms are the gradient of a τ or λ that is given for each
 token and head: wherever in the mechanism it is, nothing has to be known of the rest.
 
+The gradient of the values of a difference, dv = P₁ᵀ do − λ P₂ᵀ do, cancels where the two maps agree
+and λ is near 1. Autograd rounds both parts to the dtype of v before it adds them.
+
 Where one key has all the weight, or is the only key, the gradients of queries and keys
 
     dq_i = s Σ_j P_ij (⟨do_i, v_j⟩ − ⟨do_i, o_i⟩) k_j
 
-are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖.
+are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖. So are those of all else that is
+read through the scores only, such as a bias.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.group import Group
+from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
 
@@ -62,6 +67,10 @@ BY_TOKEN = {pa.Tempered: TemperedByToken(), pa.Difference: pa.Difference(per="to
 """The leaf without that sum."""
 
 
+def is_summed(leaf: pa.Mechanism) -> bool:
+    return type(leaf) in SUMMED and leaf != BY_TOKEN[type(leaf)]
+
+
 def sizes_of_terms(
     mechanism: pa.Mechanism,
     inputs: dict[str, np.ndarray],
@@ -69,23 +78,34 @@ def sizes_of_terms(
     masks: dict[str, np.ndarray],
 ) -> dict[str, float]:
     """For each gradient that is such a sum: the size of its terms, the largest over all heads."""
-    names = {
-        dict(call.arguments)[SUMMED[type(call.leaf)]]: call.leaf.per
-        for call in mechanism.program.calls
-        if type(call.leaf) in BY_TOKEN and call.leaf != BY_TOKEN[type(call.leaf)]
-    }
-    if not names:
+    calls = mechanism.program.calls
+    summed = {dict(c.arguments)[SUMMED[type(c.leaf)]]: c.leaf for c in calls if is_summed(c.leaf)}
+    parts = [f"v of call {i}" for i, c in enumerate(calls) if "v" in c.reads]
+    if not any(isinstance(call.leaf, pa.Difference) for call in calls):
+        parts = []
+    if not summed and not parts:
         return {}
-    calls = [c._replace(leaf=BY_TOKEN.get(type(c.leaf), c.leaf)) for c in mechanism.program.calls]
-    by_token = Group(Program(calls, mechanism.program.out))
-    tokens = cotangent.shape[:2]
-    each = {name: np.broadcast_to(inputs[name], (*tokens, inputs["q"].shape[2])) for name in names}
-    _, pullback = by_token.vjp(**{**inputs, **each}, **masks, backend="reference")
-    terms = pullback(cotangent)
-    return {
-        name: float(np.max(np.sum(np.abs(terms[name]), axis=(0, 1) if per == "head" else None)))
-        for name, per in names.items()
+    separate = [
+        LeafCall(
+            call.out,
+            BY_TOKEN[type(call.leaf)] if is_summed(call.leaf) else call.leaf,
+            tuple((a, f"v of call {i}" if parts and v == "v" else v) for a, v in call.arguments),
+        )
+        for i, call in enumerate(calls)
+    ]
+    by_token = (*cotangent.shape[:2], inputs["q"].shape[2])
+    given = inputs | {name: np.broadcast_to(inputs[name], by_token) for name in summed}
+    given |= dict.fromkeys(parts, inputs["v"])
+    group = Group(Program(separate, mechanism.program.out))
+    _, pullback = group.vjp(**{n: given[n] for n in group.inputs}, **masks, backend="reference")
+    terms = {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
+    sizes = {
+        name: np.max(np.sum(terms[name], axis=(0, 1) if leaf.per == "head" else None))
+        for name, leaf in summed.items()
     }
+    if parts:
+        sizes["v"] = max(np.max(terms[part]) for part in parts)
+    return {name: float(size) for name, size in sizes.items()}
 
 
 def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -> dict[str, float]:

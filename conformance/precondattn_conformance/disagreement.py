@@ -45,6 +45,7 @@ def agree(
     bound: float,
     *,
     terms: float = 0.0,
+    smallest: float = 0.0,
     axes: str = "",
 ) -> float:
     """The error of a result. Raises DisagreementError if it is above the bound.
@@ -55,15 +56,17 @@ def agree(
         The result's name in the message, such as "the output".
     terms
         The size of the terms that an element is the sum of, if they are larger than the result.
+    smallest
+        Elements below this are measured as if all were that large.
     axes
         The letters of its axes, such as "bthe", or empty if they are unknown.
     """
     if result.shape != expected.shape:
         raise DisagreementError(f"{what} has the shape {result.shape}, not {expected.shape}")
-    worst = error(result, expected, terms)
+    worst = error(result, expected, terms, smallest)
     if worst <= bound:
         return worst
-    size = max(float(np.max(np.abs(expected))), terms) or 1.0
+    size = max(float(np.max(np.abs(expected))), terms, smallest) or 1.0
     # The error in norm can exceed the bound while no element does: then show the worst element.
     share = np.nan_to_num(np.abs(result - expected) / (size * bound), nan=np.inf)
     share = share / min(1.0, float(np.max(share)))

@@ -57,13 +57,10 @@ def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
         terms |= sizes_when_saturated(inputs, cotangent)
     elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
         # A query may have all its weight on one key, or on one slot.
-        saturated = sizes_when_saturated(inputs, cotangent)
-        terms |= {
-            name: saturated[name]
-            for name in QUERIES_AND_KEYS
-            if name in saturated
-            and (layout.t == 1 or np.max(np.abs(gradients[name])) < NEARLY_ZERO * saturated[name])
-        }
+        for name, size in sizes_when_saturated(inputs, cotangent).items():
+            is_only_query = layout.t == 1 and name in QUERIES_AND_KEYS
+            if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
+                terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
     return Oracle(inputs, masks, out, cotangent, gradients, terms)

@@ -19,11 +19,14 @@ def bound(dtype: str, kind: str) -> float:
     return (BOUND if kind == "random" else CORRELATED_BOUND)[dtype]
 
 
-def error(result: np.ndarray, expected: np.ndarray, terms: float = 0.0) -> float:
+def error(
+    result: np.ndarray, expected: np.ndarray, terms: float = 0.0, smallest: float = 0.0
+) -> float:
     """The relative error in norm or of the worst element, whichever is larger; NaN if any is NaN.
 
     Where −∞ is expected (the sum of weights of a row without keys, as a logarithm), only −∞ is
     right. If an element is a sum whose terms cancel, `terms` is their size (`cancellation.py`).
+    Elements below `smallest` are measured as if all were that large.
     """
     if result.shape != expected.shape:
         raise AssertionError(f"shape {result.shape} found, {expected.shape} expected")
@@ -32,8 +35,8 @@ def error(result: np.ndarray, expected: np.ndarray, terms: float = 0.0) -> float
     difference = np.abs(result - expected)
     if not difference.size:
         return 0.0
-    size = max(float(np.max(np.abs(expected))), terms)
-    norm = max(float(np.sqrt(np.sum(expected**2))), terms)
+    size = max(float(np.max(np.abs(expected))), terms, smallest)
+    norm = max(float(np.sqrt(np.sum(expected**2))), terms, smallest * expected.size**0.5)
     if size == 0:
         return float(np.max(difference))
     return float(max(np.sqrt(np.sum(difference**2)) / norm, np.max(difference) / size))

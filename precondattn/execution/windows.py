@@ -101,7 +101,8 @@ def extended(
     if capacity > rows:
         drop = dropped(length, reach)
         for name, buffer in new.store.items():
-            store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
+            if kinds[name].has_tokens:  # A state beside them, such as CCQ's, has no rows.
+                store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
         store[FIRST] = first + cast(drop, first.dtype)
         if donate and writes_in_place(length):
             for name, buffer in store.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from precondattn_conformance.cancellation import sizes_of_terms
 from precondattn_conformance.declared import mechanism_of
 
@@ -46,7 +47,23 @@ def test_terms_are_the_gradient_of_each_row_alone(expression, name, masks):
     assert np.max(np.abs(pullback(cotangent)[name])) < np.max(terms)
 
 
-def test_no_terms_where_no_sum_over_tokens_is_taken():
-    mechanism = mechanism_of("differential[per=token]")
+@pytest.mark.parametrize("expression", ["softmax", "lucid(laser)", "differential[per=token]"])
+def test_no_terms_where_no_sum_over_tokens_is_taken(expression):
+    mechanism = mechanism_of(expression)
     cotangent = np.ones((B, T, H, 3))
-    assert sizes_of_terms(mechanism, inputs_of(mechanism), cotangent, {}) == {}
+    sizes = sizes_of_terms(mechanism, inputs_of(mechanism), cotangent, {})
+    assert not sizes.keys() & {"tau", "lam"}
+
+
+def test_the_parts_of_the_values_gradient_in_a_difference():
+    # With the same queries and keys in both maps, and λ near 1, the parts cancel.
+    mechanism = mechanism_of("differential")
+    x = inputs_of(mechanism)
+    x |= {"q2": x["q"], "k2": x["k"], "lam": np.asarray(0.999)}
+    cotangent = np.random.default_rng(1).normal(size=(B, T, H, 3))
+    _, pullback = mechanism.vjp(**x, backend="reference")
+    _, pullback_of_first = mechanism_of("softmax").vjp(x["q"], x["k"], x["v"], backend="reference")
+    size = sizes_of_terms(mechanism, x, cotangent, {})["v"]
+    first = pullback_of_first(cotangent)["v"]
+    np.testing.assert_allclose(size, np.max(np.abs(first)), rtol=1e-12)
+    assert np.max(np.abs(pullback(cotangent)["v"])) < 0.01 * size

@@ -20,6 +20,8 @@ from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.tolerance import bound
 
 FLOAT16_MAX = 65504.0
+FLOAT16_NORMAL = 2.0**-14
+"""The smallest normal number: below it the spacing does not shrink with the number."""
 Backend = str | tuple[str, ...] | None
 Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -154,11 +156,13 @@ class Trial:
         """The worst error among results and the oracle's, given by name as (result, expected)."""
         limit = self.bound
         worst = 0.0
+        smallest = FLOAT16_NORMAL if self.case.dtype == "float16" else 0.0
         for what, (result, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)
             axes = self._axes(what)
             result = _without_overflow(result, expected, self.case.dtype)
-            worst = max(worst, agree(what, result, expected, limit, terms=size, axes=axes))
+            found = agree(what, result, expected, limit, terms=size, smallest=smallest, axes=axes)
+            worst = max(worst, found)
         return Measured(worst, limit)
 
     def pairs_of_gradients(self, gradients: Mapping[str, Any], by: str = "vjp") -> Pairs:
