@@ -93,9 +93,11 @@ def sizes_of_terms(
         )
         for i, call in enumerate(calls)
     ]
-    by_token = (*cotangent.shape[:2], inputs["q"].shape[2])
-    given = inputs | {name: np.broadcast_to(inputs[name], by_token) for name in summed}
-    given |= dict.fromkeys(parts, inputs["v"])
+    given = dict(inputs)
+    for name, leaf in summed.items():
+        heads = inputs["q"] if isinstance(leaf, pa.Tempered) else cotangent
+        given[name] = np.broadcast_to(inputs[name], (*cotangent.shape[:2], heads.shape[2]))
+    given |= dict.fromkeys(parts, inputs.get("v"))
     group = Group(Program(separate, mechanism.program.out))
     _, pullback = group.vjp(**{n: given[n] for n in group.inputs}, **masks, backend="reference")
     terms = {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}

@@ -13,7 +13,7 @@ B, T, H = 2, 5, 2
 
 def inputs_of(mechanism):
     rng = np.random.default_rng(0)
-    sizes = {"b": B, "t": T, "s": T, "h": H, "n": H, "d": 4, "e": 3}
+    sizes = {"b": B, "t": T, "s": T, "h": H, "n": H, "u": H, "d": 4, "e": 3}
     x = {name: rng.normal(size=p.shape(sizes)) for name, p in mechanism.inputs.items()}
     return {n: 0.1 + np.abs(a) if n in ("tau", "lam") else a for n, a in x.items()}
 
@@ -29,6 +29,8 @@ def inputs_of(mechanism):
         ("differential", "lam"),
         ("differential[per=head](lucid)", "lam"),
         ("differential(temperature)", "tau"),
+        ("tempered", "tau"),
+        ("difference", "lam"),
     ],
 )
 def test_terms_are_the_gradient_of_each_row_alone(expression, name, masks):
@@ -45,6 +47,13 @@ def test_terms_are_the_gradient_of_each_row_alone(expression, name, masks):
     sizes = sizes_of_terms(mechanism, x, cotangent, masks)
     np.testing.assert_allclose(sizes[name], np.max(terms), rtol=1e-12)
     assert np.max(np.abs(pullback(cotangent)[name])) < np.max(terms)
+
+
+def test_a_difference_of_more_value_than_query_heads_has_terms():
+    mechanism = mechanism_of("differential(delta)")
+    sizes = {"b": B, "t": T, "s": T, "h": H, "n": H, "u": 2 * H, "d": 4, "e": 3}
+    x = {name: np.full(p.shape(sizes), 0.5) for name, p in mechanism.inputs.items()}
+    assert sizes_of_terms(mechanism, x, np.ones((B, T, 2 * H, 3)), {})["lam"] > 0
 
 
 @pytest.mark.parametrize("expression", ["softmax", "lucid(laser)", "differential[per=token]"])
