@@ -112,7 +112,7 @@ def _stacked(x: Tensor) -> Any:
         return x[None]
     try:
         return x.view(-1, *x.shape[-2:])
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # A ValueError while it is traced.
         return None
 
 

@@ -1,0 +1,71 @@
+"""One call of a layer, the same for both frameworks: x, its inputs, the mechanism, the output."""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array, arange_like, cast, namespace
+from precondattn.cache import Cache
+from precondattn.layers.functions import linear
+from precondattn.layers.histories import Histories, joined, split
+from precondattn.layers.padding import packing
+from precondattn.layers.parameters import Weights
+from precondattn.layers.plan import OUT, PROJECTION, Entry, Plan
+from precondattn.layers.recipe import Tokens
+
+
+def apply(
+    plan: Plan,
+    weights: Weights,
+    x: Array,
+    *,
+    mask: Array | None = None,
+    positions: Array | None = None,
+    cache: Cache | None = None,
+    donate: bool = False,
+) -> tuple[Array, Cache | None]:
+    """y (b, t, width), and the cache after these tokens."""
+    tokens = None if mask is None else packing(mask)
+    if positions is not None and positions.ndim == 1:
+        positions = positions[None, :]
+    if tokens is not None:
+        x = tokens.packed(x)
+        if positions is not None:
+            xp = namespace(positions)
+            positions = tokens.packed(xp.broadcast_to(positions, x.shape[:2]))
+    count = None if tokens is None else tokens.count
+    inner, rows = (None, None) if cache is None else split(cache)
+    histories = Histories(rows, count)
+    if positions is None:
+        positions = arange_like(x.shape[1], x)[None, :]
+        if cache is not None:
+            positions = positions + cache.length[:, None]
+    values: dict[str, Array] = {}
+    for entry in plan.entries[:-1]:
+        values[entry.name] = _made(entry, weights, x, positions, values, histories)
+    inputs = {name: values[name] for name in plan.inputs}
+    masks = {} if count is None else {"lengths": count}
+    if inner is None:
+        values[OUT] = plan.mechanism(**inputs, **masks)
+        after = None
+    else:
+        values[OUT], longer = plan.mechanism.extend(inner, **inputs, **masks, donate=donate)
+        after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
+        if donate:
+            cache.store.clear()  # type: ignore[union-attr]
+    out = _made(plan.entries[-1], weights, x, positions, values, histories)
+    y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
+    return (y if tokens is None else tokens.unpacked(y)), after
+
+
+def _made(
+    entry: Entry,
+    weights: Weights,
+    x: Array,
+    positions: Array,
+    values: dict[str, Array],
+    histories: Histories,
+) -> Array:
+    def preceded(rows: Array, number: int) -> Array:
+        return histories.preceded(entry.name, rows, number)
+
+    read = {own: values[value] for own, value in entry.reads}
+    return entry.recipe.make(Tokens(x, positions, read, preceded), weights[entry.name])

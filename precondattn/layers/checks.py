@@ -1,0 +1,64 @@
+"""Checks of the arguments of a layer's call, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import FLOATING, Array, dtype_name, library_of
+from precondattn.cache import Cache
+from precondattn.layers.histories import ROWS
+from precondattn.layers.plan import Plan
+
+OWN = ("key_mask", "first_token")
+"""Buffers that a mechanism's cache may have besides those of its leaves."""
+
+
+def check_call(
+    plan: Plan, weight: Array, x: Any, mask: Any, positions: Any, cache: Any, *, is_cast: bool
+) -> None:
+    """Raise an error for arguments that do not fit; `is_cast`: autocast chooses the dtype."""
+    library = library_of(weight)
+    if library_of(x) != library:
+        raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
+    if x.ndim != 3 or x.shape[2] != plan.width or 0 in x.shape:
+        raise ValueError(
+            f"x must have shape (b, t, {plan.width}), without empty axes; found {tuple(x.shape)}"
+        )
+    if dtype_name(x) not in FLOATING or (x.dtype != weight.dtype and not is_cast):
+        raise TypeError(f"x must be {dtype_name(weight)}, as the weights; found {dtype_name(x)}")
+    b, t = x.shape[:2]
+    if mask is not None:
+        if library_of(mask) != library or dtype_name(mask) != "bool":
+            found = dtype_name(mask) if library_of(mask) else type(mask).__name__
+            raise TypeError(f"mask must be a boolean array of {library}; found {found}")
+        if tuple(mask.shape) != (b, t):
+            raise ValueError(f"mask must have shape {(b, t)}; found {tuple(mask.shape)}")
+    if positions is not None:
+        if library_of(positions) != library:
+            raise TypeError(f"positions must be of {library}; found {type(positions).__name__}")
+        if tuple(positions.shape) not in ((t,), (1, t), (b, t)):
+            raise ValueError(
+                f"positions must have shape ({t},) or {(b, t)}; found {tuple(positions.shape)}"
+            )
+    if cache is not None:
+        _check_cache(plan, cache, b)
+
+
+def _check_cache(plan: Plan, cache: Any, b: int) -> None:
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be from init_cache; found {type(cache).__name__}")
+    if cache.kinds and not cache.store:
+        raise ValueError("cache: it was donated and can not be used again")
+    rows = {ROWS + name: (count, *shape) for name, count, shape in plan.histories}
+    needed = {*rows, *plan.buffers}
+    if {*cache.store} - {*OWN} != needed:
+        raise ValueError(
+            f"cache is of another layer: it has the buffers {sorted(cache.store)}, and "
+            f"{sorted(needed)} are needed"
+        )
+    if cache.length.shape[0] != b:
+        raise ValueError(f"cache has {cache.length.shape[0]} sequences, and x has {b}")
+    for name, shape in rows.items():
+        found = tuple(cache.store[name].shape)
+        if found != (b, *shape):
+            raise ValueError(f"cache: {name!r} must have shape {(b, *shape)}; found {found}")

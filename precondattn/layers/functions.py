@@ -1,0 +1,100 @@
+"""Functions of arrays that recipes are written with.
+
+Weights have the axis that is summed first: `linear(x, w)` of x (b, t, x) and w (x, h, d) is
+(b, t, h, d). Norms, exponentials and rotations of half precision are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from precondattn.arrays import Array, cast, library_of, namespace, placement, upcast
+
+
+def linear(x: Array, weight: Array, axes: int = 1) -> Array:
+    """Σ x w over the last `axes` axes of x, which are the first of the weight."""
+    # Not tensordot: under autocast it refuses x and w of two dtypes, which a product casts.
+    xp = namespace(x)
+    terms = math.prod(weight.shape[:axes])
+    y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
+    return y if weight.ndim == axes + 1 else xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+
+
+def sigmoid(x: Array) -> Array:
+    native = _native(x)
+    return (
+        namespace(x).reciprocal(1 + namespace(x).exp(-x)) if native is None else native.sigmoid(x)
+    )
+
+
+def silu(x: Array) -> Array:
+    """x σ(x)."""
+    native = _native(x)
+    return x * sigmoid(x) if native is None else native.silu(x)
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + eˣ)."""
+    native, xp = _native(x), namespace(x)
+    if native is not None:
+        return native.softplus(x)
+    return xp.maximum(x, 0 * x) + xp.log1p(xp.exp(-xp.abs(x)))
+
+
+def log_sigmoid(x: Array) -> Array:
+    """log σ(x)."""
+    return -softplus(-x)
+
+
+def _native(x: Array) -> Any:
+    """The module in which the library has these functions; None for a library without them."""
+    library = library_of(x)
+    if library == "torch":
+        return sys.modules["torch"].nn.functional
+    return sys.modules["jax"].nn if library == "jax" and "jax.nn" in sys.modules else None
+
+
+def unit_rows(x: Array, eps: float) -> Array:
+    """x / √(Σ x² + eps), row by row."""
+    xp, wide = namespace(x), upcast(x)
+    squares = xp.sum(wide * wide, axis=-1, keepdims=True)
+    return cast(wide / xp.sqrt(squares + eps), x.dtype)
+
+
+def rms_norm(x: Array, eps: float, axes: int = 1) -> Array:
+    """x / √(mean x² + eps), where the mean is over the last `axes` axes."""
+    xp, wide = namespace(x), upcast(x)
+    over = tuple(range(x.ndim - axes, x.ndim))
+    mean = xp.mean(wide * wide, axis=over, keepdims=True)
+    return cast(wide / xp.sqrt(mean + eps), x.dtype)
+
+
+def rotated(x: Array, positions: Array, theta: float, fraction: float) -> Array:
+    """RoPE: the pair (x_i, x_{i + r/2}) is rotated by the angle position · θ^{−2i/r}.
+
+    The first r = `fraction` · d of the d channels are rotated. x is (b, t, h, d), positions (b, t)
+    or (1, t).
+    """
+    xp, width = namespace(x), round(x.shape[-1] * fraction)
+    half = width // 2
+    index = xp.arange(half, dtype=xp.float32, **placement(x))
+    frequency = theta ** (-2 * index / width)
+    angle = (xp.astype(positions, xp.float32)[..., None] * frequency)[:, :, None, :]
+    cos, sin = xp.cos(angle), xp.sin(angle)
+    wide = upcast(x)
+    cos, sin = cast(cos, wide.dtype), cast(sin, wide.dtype)
+    first, second = wide[..., :half], wide[..., half:width]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return cast(xp.concat([*turned, wide[..., width:]], axis=-1), x.dtype)
+
+
+def causal_convolution(rows: Array, weight: Array, bias: Array | None) -> Array:
+    """y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows (b, c − 1 + t, …), w (c, …)."""
+    size = weight.shape[0]
+    t = rows.shape[1] - size + 1
+    y = rows[:, :t, ...] * weight[0, ...]
+    for i in range(1, size):
+        y = y + rows[:, i : i + t, ...] * weight[i, ...]
+    return y if bias is None else y + bias

@@ -1,0 +1,76 @@
+"""The cache of a layer: that of its mechanism, and the last rows before each short convolution.
+
+It is one `Cache`. The rows are states of it, under names such as `"convolution of k"`, so that all
+operations on caches apply. The position of a new token is the cache's length.
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    arange_like,
+    as_index,
+    cast,
+    in_order,
+    namespace,
+    placement,
+    take_tokens,
+)
+from precondattn.cache import Cache
+from precondattn.cache.kinds import STATE
+from precondattn.layers.plan import Plan
+
+ROWS = "convolution of "
+
+
+def with_rows(cache: Cache, plan: Plan, dtype: object) -> Cache:
+    """The empty cache of a mechanism, and rows of 0 for each convolution."""
+    store, kinds = dict(cache.store), dict(cache.kinds)
+    xp, b = namespace(cache.length), cache.length.shape[0]
+    for name, count, shape in plan.histories:
+        store[ROWS + name] = xp.zeros((b, count, *shape), dtype=dtype, **placement(cache.length))
+        kinds[ROWS + name] = {STATE: ()}
+    return Cache(cache.length, store, kinds)
+
+
+def split(cache: Cache) -> tuple[Cache, Arrays]:
+    """The cache of the mechanism, and the rows before each convolution."""
+    inner = {name: a for name, a in cache.store.items() if not name.startswith(ROWS)}
+    kinds = {name: kind for name, kind in cache.kinds.items() if not name.startswith(ROWS)}
+    rows = {name.removeprefix(ROWS): a for name, a in cache.store.items() if name.startswith(ROWS)}
+    return Cache(cache.length, inner, kinds), rows
+
+
+def joined(inner: Cache, rows: Arrays, kinds: object) -> Cache:
+    """The opposite of `split`; `kinds` are those of the whole cache."""
+    store = {**inner.store, **{ROWS + name: array for name, array in rows.items()}}
+    return Cache(inner.length, store, kinds)  # type: ignore[arg-type]
+
+
+class Histories:
+    """The rows before the new tokens of one call, and those to keep for the next call."""
+
+    def __init__(self, before: Arrays | None, count: Array | None) -> None:
+        self.before = before
+        """The rows that the cache keeps; None without a cache."""
+        self.count = count
+        """The number of valid new tokens of each sequence; None if all are."""
+        self.kept: Arrays = {}
+
+    def preceded(self, name: str, rows: Array, number: int) -> Array:
+        """`rows` (b, t, …) after the `number` rows before them."""
+        xp = namespace(rows)
+        if self.before is None:
+            shape = (rows.shape[0], number, *rows.shape[2:])
+            before = xp.zeros(shape, dtype=rows.dtype, **placement(rows))
+            return xp.concat([before, rows], axis=1)
+        before = self.before[name]
+        longer = xp.concat([cast(before, rows.dtype), rows], axis=1)
+        if self.count is None:
+            last = in_order(longer[:, longer.shape[1] - number :, ...])
+        else:
+            index = arange_like(number, self.count)[None, :] + self.count[:, None]
+            last = take_tokens(longer, as_index(index))
+        self.kept[name] = cast(last, before.dtype)
+        return longer

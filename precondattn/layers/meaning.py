@@ -1,0 +1,58 @@
+"""What an input of a mechanism means: the leaf that reads it, and the leaf's own name of it.
+
+The input k of `ccq(gated_delta)` is read by the norm of CCQ, and its result by the delta rule as
+k. So it means `gated_delta`'s k, and is made as a gated delta rule needs it. An input that does not
+reach a base, such as λ, means what the piece declares that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.program import Program
+
+
+class Meaning(NamedTuple):
+    """A leaf call, and its name of one of its inputs."""
+
+    call: LeafCall
+    formal: str
+
+
+def meanings(program: Program) -> dict[str, Meaning]:
+    """The meaning of every input of a program."""
+    known: dict[str, Meaning] = {}
+    for is_base in (True, False):
+        for call in program.calls:
+            if (call.leaf.role == "base") is is_base:
+                for formal, value in call.arguments:
+                    known.setdefault(origin(program, value), Meaning(call, formal))
+    return {name: known[name] for name in program.inputs}
+
+
+def origin(program: Program, value: str) -> str:
+    """The input from which pieces compute a value, row by row; the value itself without one."""
+    call = next((call for call in program.calls if call.out == value), None)
+    if call is None or call.leaf.role == "base":
+        return value
+    letters = Pattern.read(call.leaf.output).letters
+    for formal, argument in call.arguments:
+        if call.leaf.inputs[formal].letters == letters:
+            return origin(program, argument)
+    return value
+
+
+def output_call(program: Program, is_known: Callable[[LeafCall], bool]) -> LeafCall:
+    """The last call that `is_known`, among those that compute the output row by row; or a base."""
+    value = program.out
+    while True:
+        call = next(call for call in program.calls if call.out == value)
+        letters = Pattern.read(call.leaf.output).letters
+        rows = [v for formal, v in call.arguments if call.leaf.inputs[formal].letters == letters]
+        is_computed = bool(rows) and rows[0] not in program.inputs
+        if is_known(call) or call.leaf.role == "base" or not is_computed:
+            return call
+        value = rows[0]

@@ -1,0 +1,197 @@
+"""The plan of a layer: which recipe makes which input, in which order, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Shape
+from precondattn.layers.meaning import meanings, origin, output_call
+from precondattn.layers.parameters import FanIn, Parameter, Start
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes import Unchanged, recipes_for
+from precondattn.layers.sizes import Sizes, sizes_of
+
+OUT = "out"
+PROJECTION = "projection"
+"""The weight of the last linear map, among those of `out`."""
+
+
+class Weight(NamedTuple):
+    """One parameter of a layer."""
+
+    shape: Shape
+    start: Start
+    names: tuple[str | None, ...]
+    """The usual names of its axes, for sharding."""
+
+
+class Entry(NamedTuple):
+    """One value of a layer, and how it is made."""
+
+    name: str
+    """An input of the mechanism, a helper that other recipes read, or `out`."""
+    recipe: Recipe
+    pattern: Pattern
+    reads: tuple[tuple[str, str], ...]
+    """(the recipe's name of a value, its name in the layer)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a layer but its weights. Hashable; the same for both frameworks."""
+
+    mechanism: Mechanism
+    width: int
+    entries: tuple[Entry, ...]
+    """In the order in which they are made; `out` is the last."""
+    weights: tuple[tuple[str, tuple[tuple[str, Weight], ...]], ...]
+    """For each entry, its parameters by name."""
+    inputs: tuple[str, ...]
+    """Those of the mechanism, by name."""
+    shapes: tuple[tuple[str, Shape], ...]
+    """The shape of each entry without batch and time."""
+    histories: tuple[tuple[str, int, Shape], ...]
+    """The entries that read rows before the new tokens: their number, and the shape of one."""
+    buffers: tuple[str, ...]
+    """Those of the mechanism's cache, by name."""
+
+    def __str__(self) -> str:
+        """A table: each input, its recipe, and its number of parameters."""
+        counts = {
+            name: sum(prod(weight.shape) for _, weight in weights) for name, weights in self.weights
+        }
+        rows = [
+            (e.name, str(e.pattern), f"{counts[e.name]:,}", e.recipe.equation) for e in self.entries
+        ]
+        rows.append(("", "", f"{sum(counts.values()):,}", "parameters in all"))
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}" for a, b, c, d in rows
+        )
+
+
+def plan_for(
+    width: int,
+    heads: int,
+    mechanism: str | Mechanism,
+    *,
+    kv_heads: int | None,
+    value_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    slots: int | None,
+    depth: int,
+    recipes: Mapping[str, Recipe] | None,
+) -> Plan:
+    """The plan of a layer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for an unknown mechanism, sizes that do not fit, an input without a recipe, and a recipe
+        for an input that does not exist.
+    """
+    if isinstance(mechanism, str):
+        mechanism = parse(mechanism)
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
+    sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
+    entries = _in_order(_entries(mechanism, depth, dict(recipes or {})))
+    shapes = {entry.name: _shape(mechanism, entry, sizes) for entry in entries}
+    return Plan(
+        mechanism,
+        width,
+        entries,
+        tuple((entry.name, tuple(_weights(entry, sizes))) for entry in entries),
+        tuple(mechanism.inputs),
+        tuple(shapes.items()),
+        tuple((e.name, e.recipe.history(), shapes[e.name]) for e in entries if e.recipe.history()),
+        tuple(mechanism.program.slots),
+    )
+
+
+def _shape(mechanism: Mechanism, entry: Entry, sizes: Sizes) -> Shape:
+    axes = [axis for axis in entry.pattern.axes if axis.letter not in "bts"]
+    unknown = [axis.letter for axis in axes if axis.letter not in sizes.of]
+    if unknown:
+        raise TypeError(
+            f"mechanism: the input {entry.name} of {mechanism} has an axis {unknown[0]}, whose "
+            f"size no argument of the layer gives"
+        )
+    return tuple(axis.size(sizes.of) for axis in axes)
+
+
+def _entries(mechanism: Mechanism, depth: int, given: dict[str, Recipe]) -> list[Entry]:
+    program = mechanism.program
+    entries: dict[str, Entry] = {}
+    made = meanings(program)
+    for name, (call, formal) in made.items():
+        table = recipes_for(call.leaf, depth)
+        names = {own: origin(program, value) for own, value in call.arguments}
+        helpers = {key.partition("/")[0]: key.partition("/")[2] for key in table if "/" in key}
+        for helper, like in helpers.items():
+            if like == formal and helper not in entries:
+                recipe = given.pop(helper, table[f"{helper}/{like}"])
+                entries[helper] = _entry(helper, recipe, mechanism.inputs[name], names)
+        chosen = given.pop(name) if name in given else table.get(formal)
+        if chosen is None:
+            raise TypeError(
+                f"recipes: there is none for the input {name} of {mechanism}; pass "
+                f"recipes={{{name!r}: ...}}"
+            )
+        entries[name] = _entry(name, chosen, mechanism.inputs[name], names)
+    call = output_call(program, lambda call: OUT in recipes_for(call.leaf, depth))
+    names = {own: origin(program, value) for own, value in call.arguments}
+    recipe = given.pop(OUT, recipes_for(call.leaf, depth).get(OUT, Unchanged()))
+    entries[OUT] = _entry(OUT, recipe, program.output, names)
+    if given:
+        raise ValueError(
+            f"recipes: {mechanism} has no input {next(iter(given))!r}; it has {', '.join(entries)}"
+        )
+    known = {*entries}
+    for entry in entries.values():
+        missing = [value for _, value in entry.reads if value not in known]
+        if missing:
+            raise ValueError(
+                f"recipes: that of {entry.name} reads {missing[0]!r}, which {mechanism} has not"
+            )
+    return [*entries.values()]
+
+
+def _entry(name: str, recipe: Recipe, pattern: Pattern, names: Mapping[str, str]) -> Entry:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipes: that of {name} must be a Recipe; found {recipe!r}")
+    reads = tuple((own, names.get(own, own)) for own in recipe.reads)
+    return Entry(name, recipe, pattern, reads)
+
+
+def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Each entry after those that it reads; `out` is made by the mechanism, and is the last."""
+    waiting = {entry.name: entry for entry in entries}
+    out = waiting.pop(OUT)
+    ordered: list[Entry] = []
+    while waiting:
+        ready = [e for e in waiting.values() if not any(value in waiting for _, value in e.reads)]
+        if not ready:
+            raise ValueError(f"recipes: those of {', '.join(waiting)} read each other")
+        for entry in ready:
+            ordered.append(waiting.pop(entry.name))
+    return (*ordered, out)
+
+
+def _weights(entry: Entry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
+    declared = dict(entry.recipe.parameters())
+    if entry.name == OUT:
+        declared[PROJECTION] = Parameter("… x", FanIn(2))
+    for name, parameter in declared.items():
+        axes = parameter.axes(entry.pattern, sizes.roles)
+        shape = tuple(axis.size(sizes.of) for axis in axes)
+        yield name, Weight(shape, parameter.start, tuple(sizes.names.get(a.letter) for a in axes))

@@ -1,0 +1,65 @@
+"""A recipe: how one input of a mechanism is made from the hidden states x of a model.
+
+A recipe is a frozen dataclass. Its fields are options, its docstring is the equation and its
+source, `parameters()` declares its weights and `make` computes the input, with array functions of
+any library. What it may read of a call is a `Tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from precondattn.arrays import Array
+from precondattn.layers.parameters import Parameter
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the recipe of one input may read."""
+
+    x: Array
+    """Hidden states (b, t, x)."""
+    positions: Array
+    """The position of each token in its sequence, (b, t) or (1, t)."""
+    values: Mapping[str, Array]
+    """The values that the recipe `reads`, by its own names of them."""
+    preceded: Callable[[Array, int], Array]
+    """`preceded(rows, n)` is `rows` (b, t, …) after the n rows before them, which the cache keeps;
+    those before the first token are 0."""
+
+
+class Recipe:
+    """The base class of all recipes."""
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Values that have to be made before: inputs of the same leaf, or `helpers` of its table."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Its weights by name."""
+        return {}
+
+    def history(self) -> int:
+        """How many rows before the new tokens it reads."""
+        return 0
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        """The input, from the weights `p`."""
+        raise NotImplementedError
+
+    @property
+    def equation(self) -> str:
+        """The first paragraph of its docstring, with its options in place of their names."""
+        text = " ".join((self.__doc__ or "").strip().partition("\n\n")[0].split())
+        for field in fields(self):  # type: ignore[arg-type]
+            value: Any = getattr(self, field.name)
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            text = text.replace(f"`{field.name}`", shown)
+        return text if getattr(self, "bias", True) else text.replace(" + b", "")
+
+    @property
+    def source(self) -> str:
+        """Where the recipe is from: the last paragraph of its docstring."""
+        text = " ".join((self.__doc__ or "").strip().split("\n\n")[-1].split())
+        return text.removeprefix("Source: ") if text.startswith("Source: ") else ""

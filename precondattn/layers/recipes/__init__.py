@@ -1,0 +1,65 @@
+"""Recipes, and the published ones for each mechanism (`published.py`)."""
+
+from precondattn.layers.recipes.differential import (
+    DifferenceNorm,
+    LambdaOfToken,
+    LambdaOfVectors,
+)
+from precondattn.layers.recipes.gates import (
+    DecayOfStep,
+    DecayWithBias,
+    LogSigmoid,
+    LowRankLogSigmoid,
+    Sigmoid,
+    StepSize,
+    Written,
+)
+from precondattn.layers.recipes.learned import Learned, LearnedIdentity, Positive
+from precondattn.layers.recipes.outputs import (
+    Activated,
+    GatedGroupNorm,
+    GatedNorm,
+    Norm,
+    Unchanged,
+)
+from precondattn.layers.recipes.projections import (
+    Activation,
+    Contraction,
+    Convolution,
+    Direction,
+    Projection,
+    Rotary,
+    Stepped,
+    UnitConvolution,
+)
+from precondattn.layers.recipes.published import recipes_for
+
+__all__ = [
+    "Activated",
+    "Activation",
+    "Contraction",
+    "Convolution",
+    "DecayOfStep",
+    "DecayWithBias",
+    "DifferenceNorm",
+    "Direction",
+    "GatedGroupNorm",
+    "GatedNorm",
+    "LambdaOfToken",
+    "LambdaOfVectors",
+    "Learned",
+    "LearnedIdentity",
+    "LogSigmoid",
+    "LowRankLogSigmoid",
+    "Norm",
+    "Positive",
+    "Projection",
+    "Rotary",
+    "Sigmoid",
+    "StepSize",
+    "Stepped",
+    "Unchanged",
+    "UnitConvolution",
+    "Written",
+    "recipes_for",
+]

@@ -1,0 +1,65 @@
+"""λ and the norm of differential attention.
+
+In the layer with index `depth`, from 0,
+
+    λ_init = 0.8 − 0.6 e^{−0.3 depth}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precondattn.arrays import Array, namespace, upcast
+from precondattn.layers.parameters import Normal, Parameter
+from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipes.gates import Sigmoid
+from precondattn.layers.recipes.outputs import Norm
+
+
+def first_lambda(depth: int) -> float:
+    return 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+@dataclass(frozen=True)
+class LambdaOfVectors(Recipe):
+    """e^{a₁·b₁} − e^{a₂·b₂} + λ_init, λ_init = 0.8 − 0.6 e^{−0.3 l}, layer l = `depth`
+
+    The four vectors are N(0, 0.1²) at the start.
+
+    Source: Differential Transformer (arXiv 2410.05258), Eq. 2 and 3.
+    """
+
+    depth: int = 0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {name: Parameter("… d", Normal(0.1)) for name in ("q1", "k1", "q2", "k2")}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        first, second = (
+            namespace(p["q1"]).sum(upcast(p[f"q{i}"]) * upcast(p[f"k{i}"]), axis=-1) for i in (1, 2)
+        )
+        exp = namespace(first).exp
+        return exp(first) - exp(second) + first_lambda(self.depth)
+
+
+@dataclass(frozen=True)
+class LambdaOfToken(Sigmoid):
+    """σ(W x + b), for each token and head
+
+    Source: Differential Transformer V2, microsoft/unilm, Diff-Transformer/Diff-Transformer-V2.
+    """
+
+
+@dataclass(frozen=True)
+class DifferenceNorm(Norm):
+    """(1 − λ_init) γ RMSNorm(o), head by head, λ_init as of layer `depth`
+
+    Source: Differential Transformer (arXiv 2410.05258), Eq. 4.
+    """
+
+    depth: int = 0
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return (1 - first_lambda(self.depth)) * super().make(tokens, p)

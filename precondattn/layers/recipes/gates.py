@@ -1,0 +1,155 @@
+"""Gates and weights of tokens: β, log decays g, step sizes Δ. All are computed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, namespace, upcast
+from precondattn.layers.functions import linear, log_sigmoid, sigmoid, softplus
+from precondattn.layers.parameters import (
+    Constant,
+    FanIn,
+    InverseSoftplus,
+    LogUniform,
+    Parameter,
+)
+from precondattn.layers.recipe import Recipe, Tokens
+
+
+@dataclass(frozen=True)
+class Sigmoid(Recipe):
+    """f σ(W x + b), f = `factor`
+
+    Source: DeltaNet (arXiv 2406.06484), 2.2; the factor 2: arXiv 2411.12537, 3.
+    """
+
+    factor: float = 1.0
+    bias: bool = False
+
+    def parameters(self) -> dict[str, Parameter]:
+        weight = {"weight": Parameter("x …", FanIn())}
+        return {**weight, "bias": Parameter("…", Constant(0))} if self.bias else weight
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        score = upcast(linear(tokens.x, p["weight"]))
+        return self.factor * sigmoid(score + upcast(p["bias"]) if self.bias else score)
+
+
+@dataclass(frozen=True)
+class LogSigmoid(Recipe):
+    """log σ(W x + b) / c, c = `normalizer`
+
+    Source: forgetting transformer (arXiv 2503.02130), Eq. 5; GSA (arXiv 2409.07146), 3, without b.
+    """
+
+    normalizer: float = 1.0
+    bias: bool = True
+
+    def parameters(self) -> dict[str, Parameter]:
+        weight = {"weight": Parameter("x …", FanIn())}
+        return {**weight, "bias": Parameter("…", Constant(0))} if self.bias else weight
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        score = upcast(linear(tokens.x, p["weight"]))
+        return log_sigmoid(score + upcast(p["bias"]) if self.bias else score) / self.normalizer
+
+
+@dataclass(frozen=True)
+class LowRankLogSigmoid(Recipe):
+    """log σ(B A x + b) / c, c = `normalizer`, A x of rank `rank`
+
+    Source: GLA (arXiv 2312.06635), 4.4; flash-linear-attention, fla/layers/gla.py.
+    """
+
+    rank: int = 16
+    normalizer: float = 16.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "down": Parameter(f"x {self.rank}", FanIn()),
+            "up": Parameter(f"{self.rank} …", FanIn()),
+            "bias": Parameter("…", Constant(0)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        score = linear(linear(tokens.x, p["down"]), p["up"])
+        return log_sigmoid(upcast(score) + upcast(p["bias"])) / self.normalizer
+
+
+@dataclass(frozen=True)
+class StepSize(Recipe):
+    """Δ = softplus(W x + b), with Δ at x = 0 log-uniform in [`low`, `high`] at the start
+
+    Source: Mamba-2 (arXiv 2405.21060), 7; state-spaces/mamba, mamba_ssm/modules/mamba2.py.
+    """
+
+    low: float = 0.001
+    high: float = 0.1
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "weight": Parameter("x …", FanIn()),
+            "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
+
+
+@dataclass(frozen=True)
+class DecayOfStep(Recipe):
+    """−e^{A_log} Δ, with e^{A_log} uniform in [`low`, `high`] at the start
+
+    Source: Mamba-2 (arXiv 2405.21060), 7; state-spaces/mamba, mamba_ssm/modules/mamba2.py.
+    """
+
+    low: float = 1.0
+    high: float = 16.0
+    reads: ClassVar[tuple[str, ...]] = ("dt",)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"A_log": Parameter("…", LogUniform(self.low, self.high))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return -namespace(p["A_log"]).exp(upcast(p["A_log"])) * tokens.values["dt"]
+
+
+@dataclass(frozen=True)
+class DecayWithBias(Recipe):
+    """−e^{A_log} softplus(W x + b), A and b with the first values of Mamba-2
+
+    Source: Gated DeltaNet (arXiv 2412.06464), 3.4; flash-linear-attention,
+    fla/layers/gated_deltanet.py.
+    """
+
+    low: float = 0.001
+    high: float = 0.1
+    largest: float = 16.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "weight": Parameter("x …", FanIn()),
+            "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
+            # Away from 0, whose logarithm is −∞.
+            "A_log": Parameter("…", LogUniform(0.01, self.largest)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        step = softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
+        return -namespace(step).exp(upcast(p["A_log"])) * step
+
+
+@dataclass(frozen=True)
+class Written(Recipe):
+    """1 − e^g, the part of a slot that decay leaves free
+
+    Source: GSA (arXiv 2409.07146), 3.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("g",)
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        g = tokens.values["g"]
+        return -namespace(g).expm1(g)

@@ -1,0 +1,48 @@
+"""Inputs that are parameters themselves, the same for all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precondattn.arrays import Array, namespace, upcast
+from precondattn.layers.parameters import Constant, Identity, Parameter
+from precondattn.layers.recipe import Recipe, Tokens
+
+
+@dataclass(frozen=True)
+class Learned(Recipe):
+    """a parameter, `start` at the start"""
+
+    start: float = 0.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter("…", Constant(self.start))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return p["weight"]
+
+
+@dataclass(frozen=True)
+class LearnedIdentity(Learned):
+    """a parameter, the identity matrix at the start
+
+    Source: Hedgehog (arXiv 2402.04347), 4.2.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter("…", Identity())}
+
+
+@dataclass(frozen=True)
+class Positive(Recipe):
+    """e^p, 1 at the start
+
+    Source: LASER (arXiv 2411.03493), 4.1; the exponential keeps it positive.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"log": Parameter("…", Constant(0))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return namespace(p["log"]).exp(upcast(p["log"]))

@@ -1,0 +1,95 @@
+"""What happens to the output o of a mechanism before the last projection: norms and gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, cast, namespace, upcast
+from precondattn.layers.functions import linear, rms_norm, silu
+from precondattn.layers.parameters import Constant, FanIn, Parameter
+from precondattn.layers.recipe import Recipe, Tokens
+
+
+@dataclass(frozen=True)
+class Unchanged(Recipe):
+    """o"""
+
+    reads: ClassVar[tuple[str, ...]] = ("out",)
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return tokens.values["out"]
+
+
+@dataclass(frozen=True)
+class Norm(Recipe):
+    """γ RMSNorm(o), head by head
+
+    Source: DeltaNet (arXiv 2406.06484), 3.3; NormAttention (arXiv 2210.10340), Eq. 5.
+    """
+
+    eps: float = 1e-5
+    reads: ClassVar[tuple[str, ...]] = ("out",)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"gain": Parameter("e", Constant(1))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return p["gain"] * rms_norm(tokens.values["out"], self.eps)
+
+
+@dataclass(frozen=True)
+class GatedNorm(Norm):
+    """γ RMSNorm(o) SiLU(W x), head by head
+
+    Source: RetNet (arXiv 2307.08621), Eq. 8; GLA (arXiv 2312.06635), 4.4; Gated DeltaNet (arXiv
+    2412.06464), 3.4.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {**super().parameters(), "gate": Parameter("x …", FanIn())}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return super().make(tokens, p) * silu(linear(tokens.x, p["gate"]))
+
+
+@dataclass(frozen=True)
+class GatedGroupNorm(Recipe):
+    """γ RMSNorm((o + D x') SiLU(W x)), over all heads that share keys
+
+    Source: Mamba-2 (arXiv 2405.21060), 7; state-spaces/mamba, mamba_ssm/modules/mamba2.py.
+    """
+
+    eps: float = 1e-5
+    reads: ClassVar[tuple[str, ...]] = ("out", "x", "k")
+
+    def parameters(self) -> dict[str, Parameter]:
+        gain, gate = Parameter("…", Constant(1)), Parameter("x …", FanIn())
+        return {"gain": gain, "gate": gate, "D": Parameter("u", Constant(1))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        o, x, k = (tokens.values[name] for name in self.reads)
+        xp = namespace(o)
+        y = cast(upcast(o) + upcast(p["D"])[:, None] * upcast(x), o.dtype)
+        y = y * silu(linear(tokens.x, p["gate"]))
+        groups = (*y.shape[:2], k.shape[2], y.shape[2] // k.shape[2], y.shape[3])
+        normed = rms_norm(xp.reshape(y, groups), self.eps, axes=2)
+        return p["gain"] * xp.reshape(normed, y.shape)
+
+
+@dataclass(frozen=True)
+class Activated(Recipe):
+    """γ RMSNorm(SiLU(o)), over all heads together
+
+    Source: GSA (arXiv 2409.07146), 3; flash-linear-attention, fla/layers/gsa.py.
+    """
+
+    eps: float = 1e-5
+    reads: ClassVar[tuple[str, ...]] = ("out",)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"gain": Parameter("…", Constant(1))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return p["gain"] * rms_norm(silu(tokens.values["out"]), self.eps, axes=2)

@@ -1,0 +1,171 @@
+"""Queries, keys, values and other rows of tokens: linear maps of x, and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.arrays import Array, cast, namespace, upcast
+from precondattn.layers.functions import (
+    causal_convolution,
+    linear,
+    rotated,
+    sigmoid,
+    silu,
+    unit_rows,
+)
+from precondattn.layers.parameters import Constant, FanIn, Parameter, UniformFanIn
+from precondattn.layers.recipe import Recipe, Tokens
+
+
+@dataclass(frozen=True)
+class Projection(Recipe):
+    """W x + b
+
+    Source: Transformer (arXiv 1706.03762), 3.2.2.
+    """
+
+    bias: bool = False
+
+    def parameters(self) -> dict[str, Parameter]:
+        weight = Parameter("x …", FanIn())
+        return (
+            {"weight": weight, "bias": Parameter("…", Constant(0))} if self.bias else _one(weight)
+        )
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        y = linear(tokens.x, p["weight"])
+        return y + p["bias"] if self.bias else y
+
+
+@dataclass(frozen=True)
+class Rotary(Projection):
+    """RoPE(W x + b), with θ = `theta`, on `fraction` of the channels
+
+    Positions are those of the call, so that a caller can interpolate them.
+
+    Source: RoFormer (arXiv 2104.09864), Eq. 34; channels paired as in Llama.
+    """
+
+    theta: float = 10_000.0
+    fraction: float = 1.0
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return rotated(super().make(tokens, p), tokens.positions, self.theta, self.fraction)
+
+
+@dataclass(frozen=True)
+class Activation(Projection):
+    """SiLU(W x + b)
+
+    Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
+    """
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return silu(super().make(tokens, p))
+
+
+@dataclass(frozen=True)
+class Convolution(Recipe):
+    """SiLU(conv(W x) + b), conv causal and depthwise over `size` tokens
+
+    Source: Gated DeltaNet (arXiv 2412.06464), 3.4; Mamba-2 (arXiv 2405.21060), 7, with b.
+    """
+
+    size: int = 4
+    bias: bool = False
+
+    def parameters(self) -> dict[str, Parameter]:
+        weights = {
+            "weight": Parameter("x …", FanIn()),
+            "convolution": Parameter(f"{self.size} …", UniformFanIn()),
+        }
+        return {**weights, "bias": Parameter("…", Constant(0))} if self.bias else weights
+
+    def history(self) -> int:
+        return self.size - 1
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        rows = tokens.preceded(linear(tokens.x, p["weight"]), self.size - 1)
+        return silu(causal_convolution(rows, p["convolution"], p.get("bias")))
+
+
+@dataclass(frozen=True)
+class UnitConvolution(Convolution):
+    """L2(SiLU(conv(W x) + b)), conv causal and depthwise over `size` tokens
+
+    Source: Gated DeltaNet (arXiv 2412.06464), 3.4; flash-linear-attention, fla/layers/delta_net.py.
+    """
+
+    eps: float = 1e-6
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return unit_rows(super().make(tokens, p), self.eps)
+
+
+@dataclass(frozen=True)
+class Direction(Recipe):
+    """L2(SiLU(conv(B A x))), A x of rank `rank`, conv over `size` tokens
+
+    Source: PaTH (arXiv 2505.16381), 3; flash-linear-attention, fla/layers/path_attn.py.
+    """
+
+    rank: int = 32
+    size: int = 3
+    eps: float = 1e-6
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "down": Parameter(f"x {self.rank}", FanIn()),
+            "up": Parameter(f"{self.rank} …", FanIn()),
+            "convolution": Parameter(f"{self.size} …", UniformFanIn()),
+        }
+
+    def history(self) -> int:
+        return self.size - 1
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        w = linear(linear(tokens.x, p["down"]), p["up"])
+        rows = tokens.preceded(w, self.size - 1)
+        return unit_rows(silu(causal_convolution(rows, p["convolution"], None)), self.eps)
+
+
+@dataclass(frozen=True)
+class Stepped(Recipe):
+    """Δ x', where x' and the step size Δ have recipes of their own
+
+    Source: Mamba-2 (arXiv 2405.21060), 7.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("x", "dt")
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        rows = tokens.values["x"]
+        return cast(tokens.values["dt"][..., None] * upcast(rows), rows.dtype)
+
+
+@dataclass(frozen=True)
+class Contraction(Recipe):
+    """σ(w·q̄ + b) for each head, q̄ = L2(q), with b = log(0.1/0.9) at the start
+
+    Source: CCQ (arXiv 2606.01294), Eq. 9 and Algorithm 1.
+    """
+
+    eps: float = 1e-6
+    reads: ClassVar[tuple[str, ...]] = ("q",)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "weight": Parameter("… d", Constant(0)),
+            "bias": Parameter("…", Constant(-2.1972245773362196)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        unit = unit_rows(upcast(tokens.values["q"]), self.eps)
+        score = namespace(unit).sum(unit * upcast(p["weight"]), axis=-1)
+        return sigmoid(score + upcast(p["bias"]))
+
+
+def _one(weight: Parameter) -> dict[str, Parameter]:
+    return {"weight": weight}

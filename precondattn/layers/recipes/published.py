@@ -1,0 +1,119 @@
+"""The published recipes: for each leaf, by its own names of its inputs.
+
+`out` is the recipe of the output. A name that is no input of the leaf is a helper, a value that
+other recipes read; it has the shape of the input after the slash: `"dt/g"`. A leaf with options,
+such as `linear[normalize=true]`, is looked up by its whole text first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn.algebra.mechanism import Leaf
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes.differential import (
+    DifferenceNorm,
+    LambdaOfToken,
+    LambdaOfVectors,
+)
+from precondattn.layers.recipes.gates import (
+    DecayOfStep,
+    DecayWithBias,
+    LogSigmoid,
+    LowRankLogSigmoid,
+    Sigmoid,
+    StepSize,
+    Written,
+)
+from precondattn.layers.recipes.learned import Learned, LearnedIdentity, Positive
+from precondattn.layers.recipes.outputs import (
+    Activated,
+    GatedGroupNorm,
+    GatedNorm,
+    Norm,
+    Unchanged,
+)
+from precondattn.layers.recipes.projections import (
+    Activation,
+    Contraction,
+    Convolution,
+    Direction,
+    Projection,
+    Rotary,
+    Stepped,
+    UnitConvolution,
+)
+
+Recipes = dict[str, Recipe]
+
+ROWS: Recipes = {"q": Projection(), "k": Projection(), "v": Projection()}
+DELTA: Recipes = {
+    "q": UnitConvolution(),
+    "k": UnitConvolution(),
+    "v": Convolution(),
+    "beta": Sigmoid(),
+}
+
+
+@cache
+def published(depth: int) -> dict[str, Recipes]:
+    """The recipes of every leaf, for the layer with index `depth`."""
+    of_vectors = {"lam": LambdaOfVectors(depth), "out": DifferenceNorm(depth=depth)}
+    contraction: Recipes = {"contraction": Contraction()}
+    gain: Recipes = {"gain": Learned(1.0)}
+    return {
+        "softmax": {
+            "q": Rotary(),
+            "k": Rotary(),
+            "v": Projection(),
+            "g": LogSigmoid(),
+            "sink": Learned(),
+        },
+        "path": {
+            **ROWS,
+            "w": Direction(),
+            "beta": Sigmoid(2.0, bias=True),
+            "g": LogSigmoid(),
+            "sink": Learned(),
+        },
+        "linear": {**ROWS, "out": Norm()},
+        "linear[normalize=true]": ROWS,
+        "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
+        "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
+        "delta": {**DELTA, "out": Norm()},
+        "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
+        "ssd": {
+            "q": Convolution(bias=True),
+            "k": Convolution(bias=True),
+            "x/v": Convolution(bias=True),
+            "dt/g": StepSize(),
+            "v": Stepped(),
+            "g": DecayOfStep(),
+            "out": GatedGroupNorm(),
+        },
+        "gsa": {
+            "q": Activation(),
+            "k": Activation(),
+            "v": Activation(),
+            "g": LogSigmoid(8.0, bias=False),
+            "s": Written(),
+            "out": Activated(),
+        },
+        "lucid_solve": {"lucid_beta": Sigmoid(2.0)},
+        "conditioned_query": contraction,
+        "query_weighted_query": contraction,
+        "difference": of_vectors,
+        "difference[per=token]": {"lam": LambdaOfToken(), "out": Unchanged()},
+        "hedgehog_map": {"weight": LearnedIdentity(), "bias": Learned()},
+        "tempered": {"tau": Positive()},
+        "scaled_dims": {"per_dim": Learned()},
+        "rms_norm": gain,
+        "layer_norm": gain,
+        "l2_norm": gain,
+    }
+
+
+def recipes_for(leaf: Leaf, depth: int = 0) -> Recipes:
+    """The published recipes of a leaf, by its names of its inputs; empty for an unknown leaf."""
+    table = published(depth)
+    return table.get(str(leaf), table.get(leaf.name, {}))

@@ -1,0 +1,127 @@
+"""The sizes of a layer: from numbers of heads and widths to the letters of a mechanism.
+
+Which letters are heads and widths follows from the patterns of q, k and v:
+
+    q: b t h d      k: b s n d      v: b s n e  or  b s u e
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from precondattn.algebra.declaration import FIXED, Axis, Pattern
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.parameters import MODEL
+
+WIDTH = "embed"
+"""The letter of the width of the hidden states, which is no letter of a mechanism."""
+NAMES = {WIDTH: "embed", "m": "slots"}
+"""The usual names of axes that are no heads, by which parameters are sharded."""
+
+
+class Sizes(NamedTuple):
+    """The size of each letter of a mechanism, and the axes that recipes name by their role."""
+
+    of: dict[str, int]
+    roles: dict[str, Axis]
+    """x: the width of the hidden states; d, e: of keys and values; u: value heads."""
+    names: dict[str, str]
+    """The usual name of each letter, for sharding."""
+
+
+def sizes_of(
+    mechanism: Mechanism,
+    width: int,
+    heads: int,
+    kv_heads: int | None,
+    value_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    slots: int | None,
+) -> Sizes:
+    """The sizes of all letters.
+
+    Raises
+    ------
+    TypeError
+        for a number that is not whole, and a mechanism without q, k and v.
+    ValueError
+        for numbers below 1, heads that do not divide, and numbers that the mechanism has no axis
+        for.
+    """
+    given = {
+        "width": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "value_heads": value_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "slots": slots,
+    }
+    _check_numbers(given)
+    q, k, v = _rows(mechanism)
+    of_q, of_k, of_v = (pattern.axes[2].letter for pattern in (q, k, v))
+    letters = {axis.letter for pattern in mechanism.inputs.values() for axis in pattern.axes}
+    if kv_heads is not None and of_k == of_q and kv_heads != heads:
+        raise ValueError(
+            f"kv_heads: {mechanism} has as many key heads as query heads, {heads}; found {kv_heads}"
+        )
+    if value_heads is not None and of_v in (of_q, of_k):
+        raise ValueError(
+            f"value_heads: {mechanism} has no value heads of its own; found {value_heads}"
+        )
+    if slots is not None and "m" not in letters:
+        raise ValueError(f"slots: {mechanism} has none; found {slots}")
+    pairs = 2 if mechanism.offers.paired else 1
+    if head_dim is None:
+        if width % (heads * pairs):
+            raise ValueError(
+                f"heads: {heads * pairs} query heads must divide the width {width}, or head_dim be "
+                f"given; found heads={heads}"
+            )
+        head_dim = width // (heads * pairs)
+    kv_heads = kv_heads or heads
+    value_heads = value_heads or heads
+    _check_divides("kv_heads", kv_heads, "heads", heads)
+    _check_divides("heads", heads, "value_heads", value_heads)
+    sizes = {
+        k.axes[3].letter: head_dim,
+        v.axes[3].letter: value_dim or head_dim * pairs,
+        of_v: value_heads,
+        of_k: kv_heads,
+        of_q: heads,
+        WIDTH: width,
+        "m": slots or head_dim,
+        FIXED: 1,
+    }
+    # Where letters are equal, the last one counts: values have the heads of keys or of their own.
+    widths = {k.axes[3].letter: "head_dim", v.axes[3].letter: "head_dim"}
+    names = {**NAMES, **widths, of_v: "heads", of_k: "kv_heads", of_q: "heads"}
+    roles = {MODEL: Axis(WIDTH), "d": k.axes[3], "e": v.axes[3], "u": v.axes[2]}
+    return Sizes(sizes, roles, names)
+
+
+def _rows(mechanism: Mechanism) -> tuple[Pattern, Pattern, Pattern]:
+    missing = [name for name in "qkv" if name not in mechanism.inputs]
+    if missing:
+        raise TypeError(f"mechanism: {mechanism} has no input {missing[0]}, and no layer")
+    q, k, v = (mechanism.inputs[name] for name in "qkv")
+    return q, k, v
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    for name, number in given.items():
+        if number is None and name not in ("width", "heads"):
+            continue
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name} must be a whole number; found {number!r}")
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or above; found {number}")
+
+
+def _check_divides(few_name: str, few: int, many_name: str, many: int) -> None:
+    if many % few:
+        raise ValueError(
+            f"{few_name} must divide {many_name}; found {few_name}={few} and {many_name}={many}"
+        )

@@ -1,0 +1,216 @@
+"""`Attention`: any mechanism as a module of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import is_distributed
+from precondattn.cache import Cache
+from precondattn.execution.autocast import target
+from precondattn.layers.apply import apply
+from precondattn.layers.checks import check_call
+from precondattn.layers.histories import with_rows
+from precondattn.layers.plan import OUT, PROJECTION, Weight, plan_for
+from precondattn.layers.recipe import Recipe
+
+
+class Attention(nn.Module):
+    """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
+
+    Every input of the mechanism is made from x by a recipe, with weights of its own. The published
+    recipes are the defaults; `print` shows them.
+
+    Parameters
+    ----------
+    width : int
+        The width of x and y.
+    heads : int
+        The number h of query heads; of pairs of heads in differential attention.
+    mechanism : str or Mechanism
+        Such as `"ccq(gated_delta)"`.
+    kv_heads : int, optional
+        The number of key/value heads, a divisor of `heads`, where the mechanism has one of its own;
+        `heads` by default.
+    value_heads : int, optional
+        The number of value heads, a multiple of `heads`, for the delta rule and `ssd`.
+    head_dim, value_dim : int, optional
+        The widths of keys and of values; width / heads by default. In differential attention the
+        keys' is half of it.
+    slots : int, optional
+        The number of slots of `gsa`; `head_dim` by default.
+    depth : int
+        The index of the layer in its model, from 0, on which λ of differential attention depends.
+    recipes : dict, optional
+        Other recipes, by the name of an input, of a helper that `print` shows, or `"out"`.
+    device, dtype
+        Of all parameters. x has the same dtype, unless autocast is on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for an unknown mechanism, sizes that do not fit it, and recipes for other inputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.torch import Attention
+    >>> attn = Attention(32, heads=4, mechanism="ccq(gated_delta)")
+    >>> x = torch.randn(2, 6, 32)
+    >>> attn(x).shape
+    torch.Size([2, 6, 32])
+    >>> first, cache = attn(x[:, :4], cache=attn.init_cache(2))
+    >>> last, cache = attn(x[:, 4:], cache=cache)
+    >>> torch.allclose(torch.cat([first, last], 1), attn(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        mechanism: str | Mechanism = "softmax",
+        kv_heads: int | None = None,
+        value_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        slots: int | None = None,
+        depth: int = 0,
+        recipes: Mapping[str, Recipe] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.plan = plan_for(
+            width,
+            heads,
+            mechanism,
+            kv_heads=kv_heads,
+            value_heads=value_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            slots=slots,
+            depth=depth,
+            recipes=recipes,
+        )
+        self.inputs = nn.ModuleDict()
+        """The weights of each input, by its name, and those of the output as `out`."""
+        for name, weights in self.plan.weights:
+            module = nn.Module()
+            for weight_name, weight in weights:
+                empty = torch.empty(weight.shape, device=device, dtype=dtype)
+                module.register_parameter(weight_name, nn.Parameter(empty))
+            self.inputs[name] = module
+        self.reset_parameters()
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism that the layer calls."""
+        return self.plan.mechanism
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, for example after `to_empty` of a layer made on `meta`."""
+        for name, weights in self.plan.weights:
+            for weight_name, weight in weights:
+                parameter = getattr(self.inputs[name], weight_name)
+                parameter.copy_(_first_values(parameter, weight))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        donate: bool = False,
+    ) -> Any:
+        """y, or y and the longer cache if there is one.
+
+        Parameters
+        ----------
+        x : tensor (b, t, width)
+        mask : boolean tensor (b, t), optional
+            False for padding, at any place. Each sequence then gives what its valid tokens give
+            alone; the output of padding is 0.
+        positions : tensor (t,) or (b, t), optional
+            For rotations; by default the valid tokens are counted, from the cache's length on.
+        cache : Cache, optional
+            From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+        donate : bool
+            Write into the cache's own buffers; the old cache can then not be used again.
+        """
+        check_call(
+            self.plan,
+            self.inputs[OUT].get_parameter(PROJECTION),
+            x,
+            mask,
+            positions,
+            cache,
+            is_cast=isinstance(x, Tensor) and target(x) is not None,
+        )
+        weights = {name: dict(m.named_parameters()) for name, m in self.inputs.items()}
+        y, after = apply(
+            self.plan, weights, x, mask=mask, positions=positions, cache=cache, donate=donate
+        )
+        return y if cache is None else (y, after)
+
+    def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
+        """An empty cache for `batch` sequences of at most `capacity` tokens.
+
+        It has the device and the dtype of the weights, or autocast's dtype under autocast. A
+        mechanism whose cache is a state needs no capacity.
+        """
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"batch must be a whole number, 1 or above; found {batch!r}")
+        weight = self.inputs[OUT].get_parameter(PROJECTION)
+        patterns = self.mechanism.inputs
+        like = {
+            name: weight.new_empty((batch, 1, *shape) if "b" in patterns[name].letters else shape)
+            for name, shape in self.plan.shapes
+            if name in patterns
+        }
+        cache = self.mechanism.init_cache(**like, capacity=capacity)
+        return with_rows(cache, self.plan, target(weight) or weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.plan.width}, mechanism='{self.mechanism}'\n{self.plan}"
+
+    def __repr__(self) -> str:
+        lines = "\n".join(f"  {line}" for line in self.extra_repr().splitlines()[1:])
+        return f"Attention({self.extra_repr().splitlines()[0]})\n{lines}"
+
+
+class _Draw:
+    """New tensors of the shape, dtype and device of one parameter."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.shape = parameter.shape
+        self.kind = {"dtype": parameter.dtype, "device": parameter.device}
+
+    def normal(self) -> Tensor:
+        return torch.randn(self.shape, **self.kind)
+
+    def uniform(self) -> Tensor:
+        return torch.rand(self.shape, **self.kind)
+
+    def constant(self, value: float) -> Tensor:
+        return torch.full(self.shape, value, **self.kind)
+
+    def identity(self) -> Tensor:
+        return torch.eye(self.shape[-1], **self.kind).expand(self.shape)
+
+
+def _first_values(parameter: Tensor, weight: Weight) -> Tensor:
+    values: Tensor = weight.start(_Draw(parameter), weight.shape)
+    if not is_distributed((parameter,), {}):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    distributed: Any = parameter
+    return distribute_tensor(values, distributed.device_mesh, distributed.placements)

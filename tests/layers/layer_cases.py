@@ -1,0 +1,42 @@
+"""The mechanisms whose layers are tested: all that an expression can name, and compositions."""
+
+import precondattn as pa
+
+COMPOSITIONS = (
+    "path[forget=unscaled]",
+    "lucid(path)",
+    "lucid[beta=true]",
+    "differential(laser)",
+    "differential[per=token]",
+    "differential[paired=q/k/w/beta](path)",
+    "ccq(gated_delta)",
+    "ccq[covariance=decayed](gla)",
+    "row_normalized(gsa)",
+    "hedgehog(gla)",
+    "elu1(linear[normalize=true])",
+    "qk_norm[gain=true]",
+    "softmax[sink=true,window=3]",
+)
+MECHANISMS = (*sorted(pa.mechanisms()), *COMPOSITIONS)
+
+HEADS = 4
+
+
+def sizes_for(expression):
+    """Fewer key/value heads, more value heads, and wider values, where the mechanism has them."""
+    inputs = pa.parse(expression).inputs
+    of_k, of_v = inputs["k"].axes[2].letter, inputs["v"].axes[2].letter
+    sizes = {"width": 24, "heads": HEADS, "head_dim": 6, "value_dim": 5}
+    if of_k == "n":
+        sizes["kv_heads"] = 2
+    if of_v == "u" != of_k:
+        sizes["value_heads"] = 8
+    if "m" in "".join(pattern.letters for pattern in inputs.values()):
+        sizes["slots"] = 3
+    return sizes
+
+
+def layer(attention, expression, **options):
+    """A layer of that expression with odd sizes."""
+    sizes = {**sizes_for(expression), **options}
+    return attention(sizes.pop("width"), mechanism=expression, **sizes)

@@ -1,0 +1,104 @@
+"""Which recipe makes which input; no framework is needed."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.layers.plan import plan_for
+from precondattn.layers.recipes import Convolution, Projection, Rotary, Sigmoid, UnitConvolution
+from tests.layers.layer_cases import MECHANISMS, sizes_for
+
+SIZES = ("kv_heads", "value_heads", "head_dim", "value_dim", "slots")
+
+
+def plan(expression, width=24, heads=4, depth=0, recipes=None, **sizes):
+    given = {**dict.fromkeys(SIZES), **sizes}
+    return plan_for(width, heads, expression, depth=depth, recipes=recipes, **given)
+
+
+def recipes_of(expression, **options):
+    return {entry.name: entry.recipe for entry in plan(expression, **options).entries}
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_every_input_of_every_mechanism_has_a_recipe_with_an_equation(expression):
+    made = plan(expression, **sizes_for(expression))
+    names = [entry.name for entry in made.entries]
+    assert set(made.mechanism.inputs) < set(names)
+    assert names[-1] == "out"
+    for entry in made.entries:
+        assert entry.recipe.equation, entry
+        assert "`" not in entry.recipe.equation, entry
+    assert hash(made) == hash(plan(expression, **sizes_for(expression)))
+
+
+def test_an_input_means_what_the_base_does_with_it_however_it_gets_there():
+    assert recipes_of("ccq(gated_delta)")["k"] == UnitConvolution()
+    assert recipes_of("hedgehog(gla)")["k"] == Projection()
+    assert recipes_of("lucid(qk_norm)")["k"] == Rotary()
+    assert recipes_of("differential(delta)")["k2"] == UnitConvolution()
+    assert recipes_of("lucid(path)")["beta"] == Sigmoid(2.0, bias=True)
+    assert recipes_of("delta")["beta"] == Sigmoid()
+
+
+def test_the_output_is_that_of_the_outermost_piece_that_has_one():
+    assert type(recipes_of("row_normalized(gsa)")["out"]).__name__ == "Activated"
+    assert type(recipes_of("differential(gla)")["out"]).__name__ == "DifferenceNorm"
+    assert type(recipes_of("row_normalized(differential)")["out"]).__name__ == "DifferenceNorm"
+    assert type(recipes_of("lucid(laser)")["out"]).__name__ == "Unchanged"
+
+
+def test_the_second_map_of_ccq_reads_its_own_query():
+    made = plan("differential[paired=q/k/contraction](ccq)")
+    reads = {entry.name: entry.reads for entry in made.entries}
+    assert reads["contraction"] == (("q", "q"),)
+    assert reads["contraction2"] == (("q", "q2"),)
+
+
+def test_differential_attention_has_half_the_width_in_each_map_as_published():
+    shapes = {name: dict(weights) for name, weights in plan("differential", 64, 4).weights}
+    assert shapes["q"]["weight"].shape == shapes["k2"]["weight"].shape == (64, 4, 8)
+    assert shapes["v"]["weight"].shape == (64, 4, 16)
+    assert shapes["lam"]["q1"].shape == (8,)
+
+
+def test_lambda_starts_as_published():
+    for depth, expected in ((0, 0.2), (3, 0.8 - 0.6 * np.exp(-0.9))):
+        recipe = recipes_of("differential", depth=depth)["lam"]
+        zeros = dict.fromkeys(("q1", "q2", "k1", "k2"), np.zeros(4))
+        assert np.isclose(recipe.make(None, zeros), expected)
+
+
+def test_a_recipe_can_be_replaced():
+    made = recipes_of("gated_delta", recipes={"beta": Sigmoid(2.0), "q": Convolution(3)})
+    assert (made["beta"], made["q"]) == (Sigmoid(2.0), Convolution(3))
+    assert made["k"] == UnitConvolution()
+
+
+@pytest.mark.parametrize(
+    ("expression", "options", "error", "message"),
+    [
+        ("sofmax", {}, ValueError, "sofmax"),
+        (3, {}, TypeError, "mechanism must be a text or a mechanism; found 3"),
+        ("softmax", {"heads": 0}, ValueError, "heads must be 1 or above; found 0"),
+        ("softmax", {"heads": 2.0}, TypeError, "heads must be a whole number; found 2.0"),
+        ("softmax", {"heads": 5}, ValueError, "5 query heads must divide the width 24"),
+        ("softmax", {"kv_heads": 3}, ValueError, "kv_heads must divide heads; found kv_heads=3"),
+        ("delta", {"kv_heads": 2}, ValueError, "as many key heads as query heads, 4; found 2"),
+        ("delta", {"value_heads": 6}, ValueError, "heads must divide value_heads"),
+        ("gla", {"value_heads": 8}, ValueError, "gla has no value heads of its own; found 8"),
+        ("gla", {"slots": 8}, ValueError, "slots: gla has none; found 8"),
+        ("softmax", {"depth": -1}, ValueError, "depth must be a whole number, 0 or above"),
+        ("softmax[bias=true]", {}, TypeError, "there is none for the input bias"),
+        ("softmax", {"recipes": {"beta": Sigmoid()}}, ValueError, "has no input 'beta'; it has q"),
+        ("softmax", {"recipes": {"q": None}}, TypeError, "none for the input q|must be a Recipe"),
+        ("softmax", {"recipes": {"q": "rotary"}}, TypeError, "that of q must be a Recipe"),
+    ],
+)
+def test_bad_input_is_named(expression, options, error, message):
+    with pytest.raises(error, match=message):
+        plan(expression, **options)
+
+
+def test_a_mechanism_may_be_given_as_an_object():
+    assert plan(pa.Lucid(pa.Path())) == plan("lucid(path)")

@@ -1,0 +1,323 @@
+"""`precondattn.layers.torch.Attention`: calls, caches, padding, and PyTorch's own machinery."""
+
+import copy
+import pickle
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import precondattn as pa
+from precondattn.layers.torch import Attention
+from tests.layers.layer_cases import MECHANISMS, layer
+
+FEW = ("softmax", "path", "ssd", "gated_delta", "ccq(gla)", "differential(laser)")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def made(expression, **options):
+    return layer(Attention, expression, **{"dtype": torch.float64, **options})
+
+
+def hidden(b, t, width=24, dtype=torch.float64):
+    return torch.randn(b, t, width, dtype=dtype)
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_any_split_of_a_sequence_gives_the_full_call(expression):
+    attn, x = made(expression), hidden(2, 9)
+    full = attn(x)
+    assert full.shape == x.shape
+    cache, parts = attn.init_cache(2, 12), []
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        y, cache = attn(x[:, start:stop], cache=cache)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-9, atol=1e-9)
+    assert cache.length.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_padding_anywhere_leaves_what_the_valid_tokens_give_alone(expression):
+    attn, x = made(expression), hidden(3, 7)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0]]) > 0
+    x[~mask] = torch.nan
+    y = attn(x, mask=mask)
+    assert not y[~mask].any()
+    for i in range(3):
+        alone = attn(x[i, mask[i]][None])[0]
+        torch.testing.assert_close(y[i, mask[i]], alone, rtol=1e-9, atol=1e-9)
+    y.square().sum().backward()
+    for name, parameter in attn.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+@pytest.mark.parametrize("expression", FEW)
+def test_a_ragged_batch_with_a_cache_equals_each_sequence_alone(expression):
+    attn, x = made(expression), hidden(2, 8)
+    cache = attn.init_cache(2, 16)
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]) > 0
+    _, cache = attn(x[:, :5], cache=cache, mask=mask)
+    assert cache.length.tolist() == [2, 5]
+    y, cache = attn(x[:, 5:7], cache=cache, mask=torch.tensor([[True, True], [True, False]]))
+    last, cache = attn(x[:, 7:], cache=cache)
+    tokens = [[3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 7]]
+    for i in range(2):
+        alone = attn(x[i : i + 1, tokens[i]])[0]
+        torch.testing.assert_close(last[i, 0], alone[-1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(y[0], attn(x[:1, 3:7])[0, 2:], rtol=1e-9, atol=1e-9)
+
+
+def test_the_cache_is_one_with_all_operations():
+    attn, x = made("gated_delta"), hidden(2, 8)
+    full = attn(x)
+    _, cache = attn(x[:, :5], cache=attn.init_cache(2))
+    assert isinstance(cache, pa.Cache)
+    before = cache.snapshot()
+    _, later = attn(x[:, 5:], cache=cache)
+    y, _ = attn(x[:, 5:], cache=later.restore(before))
+    torch.testing.assert_close(y, full[:, 5:])
+    y, _ = attn(x[[1, 1, 0], 5:], cache=cache.reorder([1, 1, 0]))
+    torch.testing.assert_close(y, full[[1, 1, 0], 5:])
+    again = pa.Cache.from_state_dict(cache.state_dict())
+    torch.testing.assert_close(attn(x[:, 5:], cache=again)[0], full[:, 5:])
+
+    attn = made("lucid")
+    _, cache = attn(x, cache=attn.init_cache(2, 8))
+    y, _ = attn(x[:, 5:], cache=cache.crop(5).grow(20))
+    torch.testing.assert_close(y, attn(x)[:, 5:])
+
+
+def test_a_donated_cache_gives_the_same_and_is_spent():
+    attn, x = made("ccq(gated_delta)"), hidden(1, 6)
+    with torch.no_grad():
+        full = attn(x)
+        _, cache = attn(x[:, :5], cache=attn.init_cache(1), donate=True)
+        y, _ = attn(x[:, 5:], cache=cache, donate=True)
+        torch.testing.assert_close(y, full[:, 5:])
+        with pytest.raises(ValueError, match="donated"):
+            attn(x[:, 5:], cache=cache)
+
+
+def test_positions_can_be_given_to_interpolate():
+    attn, x = made("softmax"), hidden(2, 6)
+    t = torch.arange(6.0)
+    torch.testing.assert_close(attn(x, positions=t), attn(x))
+    torch.testing.assert_close(attn(x, positions=t[None].expand(2, 6) + 5), attn(x))
+    assert not torch.allclose(attn(x, positions=t / 4), attn(x))
+    mask = torch.tensor([[False, True, True, True, True, True]] * 2)
+    shifted = attn(x, positions=t, mask=mask)[:, 1:]
+    torch.testing.assert_close(shifted, attn(x[:, 1:]))
+
+
+@pytest.mark.parametrize("expression", FEW)
+def test_gradients_are_those_of_finite_differences(expression):
+    attn, x = made(expression), hidden(1, 4).requires_grad_()
+    y = torch.randn(1, 4, 24, dtype=torch.float64)
+    (attn(x) * y).sum().backward()
+    for name, parameter in [("x", x), *attn.named_parameters()]:
+        direction = torch.randn_like(parameter)
+        with torch.no_grad():
+            values = []
+            for sign in (1e-6, -1e-6):
+                parameter += sign * direction
+                values.append((attn(x) * y).sum())
+                parameter -= sign * direction
+        difference = (values[0] - values[1]) / 2e-6
+        torch.testing.assert_close(
+            (parameter.grad * direction).sum(), difference, rtol=1e-5, atol=1e-6, msg=name
+        )
+
+
+@pytest.mark.parametrize("expression", FEW)
+def test_bfloat16_weights_and_autocast(expression):
+    attn, x = made(expression, dtype=torch.float32), hidden(2, 6, dtype=torch.float32)
+    expected = attn(x)
+    half = copy.deepcopy(attn).to(torch.bfloat16)
+    y = half(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).norm() < 0.03 * expected.norm()
+    _, cache = half(x[:, :4].bfloat16(), cache=half.init_cache(2, 8))
+    last, _ = half(x[:, 4:].bfloat16(), cache=cache)
+    assert (last.float() - expected[:, 4:]).norm() < 0.05 * expected.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attn(x)
+        cache = attn.init_cache(2, 8)
+        _, cache = attn(x[:, :4], cache=cache)
+        last, _ = attn(x[:, 4:], cache=cache)
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).norm() < 0.03 * expected.norm()
+    assert (last.float() - expected[:, 4:]).norm() < 0.05 * expected.norm()
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in attn.parameters())
+
+
+@pytest.mark.parametrize("expression", ["softmax", "ccq(gated_delta)"])
+def test_a_compiled_layer_is_one_graph_and_gives_the_same(expression):
+    torch._dynamo.reset()
+    attn, x = made(expression, dtype=torch.float32), hidden(2, 9, dtype=torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    torch.testing.assert_close(y, attn(x), rtol=1e-4, atol=1e-5)
+    y.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in attn.named_parameters()}
+    attn.zero_grad()
+    attn(x).sum().backward()
+    for name, parameter in attn.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        _, cache = attn(x[:, :8], cache=attn.init_cache(2, 16))
+        out, _ = compiled(x[:, 8:], cache=cache)
+        torch.testing.assert_close(out, attn(x)[:, 8:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
+def test_a_layer_is_exported_for_any_batch_and_length(expression):
+    attn = made(expression, dtype=torch.float32)
+    sizes = {"x": {0: torch.export.Dim("b", max=64), 1: torch.export.Dim("t", min=4, max=512)}}
+    x = hidden(2, 9, dtype=torch.float32)
+    program = torch.export.export(attn, (x,), dynamic_shapes=sizes)
+    other = hidden(3, 14, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(other), attn(other), rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    attn, x = made("gated_delta"), hidden(1, 6)
+    attn(x).sum().backward()
+    expected = [p.grad.clone() for p in attn.parameters()]
+    attn.zero_grad()
+    torch.utils.checkpoint.checkpoint(attn, x, use_reentrant=False).sum().backward()
+    for parameter, gradient in zip(attn.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_layer_made_on_meta_is_filled_later():
+    attn = made("hedgehog(gla)", device="meta")
+    assert all(p.is_meta for p in attn.parameters())
+    attn = attn.to_empty(device="cpu")
+    attn.reset_parameters()
+    assert torch.equal(attn.inputs["q_weight"].weight, torch.eye(6, dtype=torch.float64))
+    assert torch.isfinite(attn(hidden(1, 5))).all()
+
+
+def test_fsdp_shards_a_layer_and_gives_the_same(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    attn, x = made("ccq(gated_delta)"), hidden(2, 6)
+    expected = attn(x)
+    expected.sum().backward()
+    wrapped = copy.deepcopy(attn)
+    wrapped.zero_grad()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fully_shard(wrapped, mesh=mesh)
+        y = wrapped(x)
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+        for (name, sharded), parameter in zip(
+            wrapped.named_parameters(), attn.parameters(), strict=True
+        ):
+            torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad, msg=name)
+        wrapped.reset_parameters()
+        assert torch.isfinite(wrapped(x)).all()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+NAMES = {
+    "softmax": "inputs.q.weight inputs.k.weight inputs.v.weight inputs.out.projection",
+    "gated_delta": (
+        "inputs.q.weight inputs.q.convolution inputs.k.weight inputs.k.convolution "
+        "inputs.v.weight inputs.v.convolution inputs.g.weight inputs.g.dt_bias inputs.g.A_log "
+        "inputs.beta.weight inputs.out.gain inputs.out.gate inputs.out.projection"
+    ),
+    "differential": (
+        "inputs.q.weight inputs.k.weight inputs.v.weight inputs.q2.weight inputs.k2.weight "
+        "inputs.lam.q1 inputs.lam.k1 inputs.lam.q2 inputs.lam.k2 inputs.out.gain "
+        "inputs.out.projection"
+    ),
+}
+
+
+@pytest.mark.parametrize("expression", NAMES)
+def test_names_of_a_state_dict_stay(expression):
+    assert set(made(expression).state_dict()) == set(NAMES[expression].split())
+
+
+def test_a_layer_is_copied_and_pickled():
+    attn, x = made("lucid(path)"), hidden(1, 5)
+    again = pickle.loads(pickle.dumps(attn))
+    assert torch.equal(again(x), attn(x))
+    assert again.plan == attn.plan
+
+
+def test_print_shows_mechanism_recipes_and_parameters():
+    shown = repr(Attention(512, heads=8, mechanism="ccq(gated_delta)"))
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0] == "Attention(512, mechanism='ccq(gated_delta)')"
+    assert lines[4].startswith("g b s u 4,112 −e^{A_log} softplus(W x + b)")
+    assert lines[5] == "beta b s u 4,096 f σ(W x), f = 1"
+    assert lines[8] == "1,325,656 parameters in all"
+
+
+def test_first_values_are_those_of_the_papers():
+    attn = Attention(512, heads=64, head_dim=8, mechanism="gated_delta")
+    step = torch.nn.functional.softplus(attn.inputs["g"].dt_bias)
+    assert 0.001 <= step.min() < 0.004
+    assert 0.02 < step.max() <= 0.1001
+    rate = attn.inputs["g"].A_log.exp()
+    assert rate.min() < 3
+    assert 12 < rate.max() <= 16
+    weight = attn.inputs["q"].weight
+    assert abs(weight.std() * 512**0.5 - 1) < 0.02
+    contraction = Attention(32, heads=4, mechanism="ccq").inputs["contraction"].bias
+    torch.testing.assert_close(contraction.sigmoid(), torch.full((4,), 0.1))
+
+
+X = torch.zeros(2, 3, 24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": X[..., :23]}, ValueError, r"x must have shape \(b, t, 24\).*found \(2, 3, 23\)"),
+        ({"x": X[0]}, ValueError, "x must have shape"),
+        ({"x": X[:, :0]}, ValueError, "x must have shape"),
+        ({"x": X.double()}, TypeError, "x must be float32, as the weights; found float64"),
+        ({"x": X.numpy()}, TypeError, "x must be an array of torch; found ndarray"),
+        ({"mask": torch.ones(2, 4) > 0}, ValueError, r"mask must have shape \(2, 3\)"),
+        ({"mask": torch.ones(2, 3)}, TypeError, "mask must be a boolean array.*found float32"),
+        ({"positions": torch.arange(4)}, ValueError, r"positions must have shape \(3,\)"),
+        ({"cache": "state"}, TypeError, "cache must be from init_cache; found str"),
+    ],
+)
+def test_bad_input_is_named_before_any_work(arguments, error, message):
+    attn = layer(Attention, "gated_delta")
+    with pytest.raises(error, match=message):
+        attn(**{"x": X, **arguments})
+
+
+def test_a_cache_of_another_layer_is_refused():
+    attn, other = layer(Attention, "gated_delta"), layer(Attention, "gla")
+    with pytest.raises(ValueError, match="cache is of another layer"):
+        attn(X, cache=other.init_cache(2))
+    with pytest.raises(ValueError, match="cache has 3 sequences, and x has 2"):
+        attn(X, cache=attn.init_cache(3))
+    wider = layer(Attention, "gated_delta", head_dim=8)
+    with pytest.raises(ValueError, match="'convolution of q' must have shape"):
+        attn(X, cache=wider.init_cache(2))
+    with pytest.raises(ValueError, match="batch must be"):
+        attn.init_cache(0)
+    softmax = layer(Attention, "softmax")
+    with pytest.raises(TypeError, match="missing capacity"):
+        softmax.init_cache(2)
+    with pytest.raises(ValueError, match="capacity exceeded"):
+        softmax(X, cache=softmax.init_cache(2, 2))
