@@ -263,11 +263,8 @@ def extending_frame(
     lengths: Array | None,
     key_mask: Array | None,
     past_mask: Array | None,
-    held: int | None = None,
 ) -> Frame:
     """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots."""
-    if held is not None:
-        return UniformFrame(length, held, capacity, t)
     xp = namespace(length)
     slot = arange_like(capacity, length)[None, :]
     new = arange_like(t, length)[None, :]

@@ -124,6 +124,10 @@ class Arithmetic:
         """(I + strict)⁻¹ right by the library's triangular solver; None where it has none."""
         return None
 
+    def running_sum(self, x: Array, axis: int) -> Array:
+        """The sums of all elements up to each one."""
+        return namespace(x).cumulative_sum(x, axis=axis)
+
     def lower(self, x: Array, k: int = 0) -> Array:
         """The lower triangles of matrices, 0 above diagonal k; in x where the library can."""
         return namespace(x).tril(x, k=k)

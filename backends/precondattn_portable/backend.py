@@ -34,17 +34,19 @@ STATEFUL = (
     pa.GSA,
 )
 
-TOKEN_WISE = (
-    pa.ContractionGate,
-    pa.Difference,
-    pa.EluPlusOne,
-    pa.HedgehogMap,
-    pa.L2Norm,
-    pa.LayerNorm,
-    pa.RMSNorm,
-    pa.ScaledDims,
-    pa.Tempered,
-    pa.UnitRows,
+TOKEN_WISE = frozenset(
+    {
+        pa.ContractionGate,
+        pa.Difference,
+        pa.EluPlusOne,
+        pa.HedgehogMap,
+        pa.L2Norm,
+        pa.LayerNorm,
+        pa.RMSNorm,
+        pa.ScaledDims,
+        pa.Tempered,
+        pa.UnitRows,
+    }
 )
 """Leaves whose definition is linear in memory and can be traced."""
 
@@ -129,7 +131,7 @@ class Portable(Backend):
         if len(mechanism.program.calls) > 1:
             group_step = LucidStep(self._claimed(mechanism.program.leaves[1]))
             return group_step.step(ops, mechanism, past, x, frame)
-        keys = mechanism.program.calls[0].slot_keys()
+        keys = mechanism.program.slot_keys[0]
         buffers = {slot: past[key] for slot, key in keys.items()}
         out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
@@ -143,7 +145,7 @@ class Portable(Backend):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        keys = mechanism.program.calls[0].slot_keys()
+        keys = mechanism.program.slot_keys[0]
         gradients, d_past = self._claimed(mechanism).step_backward(
             self.arithmetic(_any(inputs)),
             mechanism,

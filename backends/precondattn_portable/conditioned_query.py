@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precondattn.arrays import Array, Residuals, namespace
+from precondattn.arrays import Array, Residuals, namespace, placement
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, row_sum, transpose, where_valid
@@ -75,16 +75,16 @@ def _of_few_tokens(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Fr
     q, k, contraction = _rows(ops, leaf, x, frame, heads)
     b, m, r, _, d = q.shape
     scores = ops.product(xp.reshape(q, (b, m, r * t, d)), transpose(k))
-    scores = ops.lower(xp.reshape(scores, (b, m, r, t, s)), s - t)
+    scores = xp.reshape(scores, (b, m, r, t, s))
     if g is None:
-        total = xp.cumulative_sum(k, axis=2)
-        n = xp.cumulative_sum(_counted(k, frame), axis=2)
+        scores = ops.lower(scores, s - t)
+        total, n = ops.running_sum(k, axis=2), _running_count(ops, k, frame, t)
         if t < s:
-            total, n = total[:, :, s - t :, :], n[:, :, s - t :, :]
+            total = total[:, :, s - t :, :]
     else:
         weights = ops.lower(decay_of_pairs(ops, g)[:, :, s - t :, :, 0], s - t)
         scores = ops.multiply(scores, weights[:, :, None, ...])
-        total, n = ops.product(weights, k), xp.matmul(weights, _counted(k, frame))
+        total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
     a = xp.reshape(ops.product(xp.reshape(scores, (b, m, r * t, s)), k), (b, m, r, t, d))
     total, n = total[:, :, None, ...], _positive(n, s, frame)[:, :, None, ...]
     out = _contracted(ops, a, total, n, q, contraction)
@@ -123,6 +123,22 @@ def _contracted(
 def _counted(k: Array, frame: Frame) -> Array:
     """1 for every valid token (b, m, s, 1), 0 for others."""
     return where_valid(namespace(k).ones_like(k[..., :1]), frame)
+
+
+def _running_count(ops: Arithmetic, k: Array, frame: Frame, t: int) -> Array:
+    """The number of valid tokens (b or 1, m or 1, t, 1) up to each of the last t."""
+    xp, s = namespace(k), k.shape[2]
+    if frame.valid_keys(s) is None:
+        count = xp.arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))
+        return xp.reshape(count, (1, 1, t, 1))
+    return ops.running_sum(_counted(k, frame), axis=2)[:, :, s - t :, :]
+
+
+def _weighted_count(weights: Array, k: Array, frame: Frame) -> Array:
+    """D 1 (b, m, t, 1), of the valid tokens."""
+    if frame.valid_keys(k.shape[2]) is None:
+        return row_sum(weights)
+    return weights @ _counted(k, frame)
 
 
 def _positive(n: Array, tokens: int, frame: Frame) -> Array:

@@ -43,12 +43,15 @@ def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
     rows = xp.permute_dims(xp.reshape(g, (b, m, s, -1)), (0, 1, 3, 2))[..., None]
     # In the column of token j, the gates after j are summed.
     after = xp.tril(xp.broadcast_to(rows, (*rows.shape[:-1], s)), k=-1)
-    decay = ops.exp(xp.cumulative_sum(after, axis=-2))
+    decay = ops.exp(ops.running_sum(after, axis=-2))
     return xp.permute_dims(decay, (0, 1, 3, 4, 2))
 
 
 class FewTokens:
-    """A `Form` of full calls (`precondattn.spec.recurrence`), which returns states unchanged."""
+    """A `Form` of full calls (`precondattn.spec.recurrence`), which starts from zero states.
+
+    It neither reads states nor computes new ones, and returns those that it is given.
+    """
 
     def __init__(self, ops: Arithmetic, *, decays: bool) -> None:
         self.ops, self.decays = ops, decays
@@ -80,13 +83,13 @@ class FewTokens:
             o = ops.product(xp.reshape(scores, (b, m, r * t, s)), u)
             return xp.permute_dims(xp.reshape(o, (b, m, r, t, o.shape[3])), (0, 1, 3, 2, 4))
         scores = xp.permute_dims(scores, (0, 1, 3, 2, 4))
-        return xp.matmul(scores, decay[:, :, s - t :, ...] * u[:, :, None, ...])
+        return scores @ (decay[:, :, s - t :, ...] * u[:, :, None, ...])
 
     def _pairs(self, x: Stream) -> tuple[Array | None, Array]:
         """D (b, m, s, s, 1 or d or e), and the scores (b, m, r, t, s) up to each query."""
         t, s = x.q.shape[2], x.k.shape[2]
         decay = decay_of_pairs(self.ops, x.g) if self.decays else None
-        of_queries = None if decay is None else decay[:, :, s - t :, ...]
+        of_queries = decay if decay is None or t == s else decay[:, :, s - t :, ...]
         scores = self._scores(x.q, x.k, of_queries, x.g)
         # Rows before tokens, such that the last two axes are those of the triangle.
         scores = namespace(scores).permute_dims(scores, (0, 1, 3, 2, 4))
@@ -100,7 +103,7 @@ class FewTokens:
         xp, ops = namespace(k), self.ops
         (b, m, t, r, d), s = rows.shape, k.shape[2]
         if decay is not None and g.shape[3] > 1:
-            return xp.matmul(rows, transpose(decay * k[:, :, None, ...]))
+            return rows @ transpose(decay * k[:, :, None, ...])
         scores = ops.product(xp.reshape(rows, (b, m, t * r, d)), transpose(k))
         scores = xp.reshape(scores, (b, m, t, r, s))
         if decay is None or g.shape[4] > 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 from precondattn.arrays import Array, namespace, placement, zero_where_not
 from precondattn.frame import Frame
+from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn_portable.arithmetic import Arithmetic
 
 ROWS = 128
@@ -62,9 +63,8 @@ def ungrouped(q: Array) -> Array:
     return xp.permute_dims(xp.reshape(q, (b, n * r, t, d)), (0, 2, 1, 3))
 
 
-def time_first(x: Array) -> Array:
-    """(b, h, t, …) to (b, t, h, …)."""
-    return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+time_first = swap_time_and_heads
+"""(b, h, t, …) to (b, t, h, …)."""
 
 
 def block_size(tokens: int, queries_per_key_head: int = 1) -> int:

@@ -37,10 +37,12 @@ class StatefulAlgorithm(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        form = self._form(ops, leaf, x)
         if self.by_pairs and is_few(x):
-            form = FewTokens(ops, decays=leaf.has_decay or frame.k_segment is not None)
-        return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
+            pairs = FewTokens(ops, decays=leaf.has_decay or frame.k_segment is not None)
+            unread = dict.fromkeys(leaf.program.slot_keys[0])
+            state = leaf.zero_state(x) if leaf.computes_with_states else unread
+            return leaf.run(state, x, frame, pairs)[0], ()
+        return leaf.run(leaf.zero_state(x), x, frame, self._form(ops, leaf, x))[0], ()
 
     def backward(
         self,

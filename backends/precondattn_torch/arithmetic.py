@@ -26,7 +26,9 @@ class TorchArithmetic(Arithmetic):
         return x.transpose(1, 2).contiguous()
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        if a.shape[:-2] != b.shape[:-2] or (out is None and _is_stack(a) and _is_stack(b)):
+        if out is None and _is_stack(a) and _is_stack(b):
+            return torch.matmul(a, b)
+        if a.shape[:-2] != b.shape[:-2]:
             return torch.matmul(a, b)
         if out is None:
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
@@ -82,9 +84,8 @@ class TorchArithmetic(Arithmetic):
         if x.dtype != torch.float32 or not x.is_cpu or not eps:
             return super().unit_rows(x, eps)
         # In float64, no square of a float32 overflows or underflows: no row has to be scaled first.
-        wide = x.double()
-        factor = (wide * wide).sum(-1, keepdim=True).add_(eps).rsqrt_()
-        return wide.mul_(factor).float()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+        return torch.mul(x, norm.mul_(norm).add_(eps).rsqrt_(), out=torch.empty_like(x))
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
@@ -94,6 +95,9 @@ class TorchArithmetic(Arithmetic):
 
     def solve_unit_lower(self, strict: Tensor, right: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(strict, right, upper=False, unitriangular=True)
+
+    def running_sum(self, x: Tensor, axis: int) -> Tensor:
+        return x.cumsum(axis)
 
     def lower(self, x: Tensor, k: int = 0) -> Tensor:
         return x.tril_(k)

@@ -19,7 +19,7 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import TOKEN_WISE, Portable
+from precondattn_portable.backend import ALGORITHMS, TOKEN_WISE, Portable
 
 
 class Torch(Portable):
@@ -45,15 +45,17 @@ class Torch(Portable):
         return Support.yes(differentiable=self._is_differentiable(mechanism, request))
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
-        if type(leaf) is pa.Softmax:
-            from precondattn_torch.scaled_dot_product import KernelAttention
+        if type(leaf) is pa.Path and leaf.read != MEAN:
+            return super().algorithm(leaf)
+        return self._algorithms.get(type(leaf))
 
-            return KernelAttention()
-        if type(leaf) is pa.Path and leaf.read == MEAN:
-            from precondattn_torch.path import PathAttention
+    @cached_property
+    def _algorithms(self) -> dict[type, Algorithm]:
+        """Two of its own, and the portable ones."""
+        from precondattn_torch.path import PathAttention
+        from precondattn_torch.scaled_dot_product import KernelAttention
 
-            return PathAttention()
-        return super().algorithm(leaf)
+        return {**ALGORITHMS, pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

@@ -66,11 +66,15 @@ class Program:
         return isinstance(other, Program) and (self.calls, self.out) == (other.calls, other.out)
 
     @cached_property
+    def slot_keys(self) -> tuple[Mapping[str, str], ...]:
+        """For each call: its leaf's slots, and their keys in the cache."""
+        return tuple(call.slot_keys() for call in self.calls)
+
+    @cached_property
     def slots(self) -> dict[str, tuple[Slot, Pattern]]:
         """The buffers of its cache by name, and their patterns in this program's letters."""
         slots: dict[str, tuple[Slot, Pattern]] = {}
-        for call, axes in zip(self.calls, self.axes, strict=True):
-            keys = call.slot_keys()
+        for call, keys, axes in zip(self.calls, self.slot_keys, self.axes, strict=True):
             for slot in call.leaf.slots():
                 pattern = Pattern.read(slot.pattern).substituted(axes)
                 slots.setdefault(keys[slot.name], (slot, pattern))

@@ -59,7 +59,7 @@ class Reference(Backend):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        keys = mechanism.program.calls[0].slot_keys()
+        keys = mechanism.program.slot_keys[0]
         past = {slot: past[key] for slot, key in keys.items()}
         past, frame = held_part(mechanism, past, frame)
         out, updates = mechanism.step(upcast_all(past), upcast_all(inputs), frame)
@@ -74,7 +74,7 @@ class Reference(Backend):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        keys = mechanism.program.calls[0].slot_keys()
+        keys = mechanism.program.slot_keys[0]
         gradients, d_past = mechanism.step_backward(
             upcast_all({slot: past[key] for slot, key in keys.items()}),
             upcast_all(inputs),

@@ -44,7 +44,7 @@ from precondattn.execution.masks import (
 )
 from precondattn.execution.preparation import Prepared, prepared
 from precondattn.execution.signature import GivenCall, signature_of
-from precondattn.frame import Frame, extending_frame, full_frame
+from precondattn.frame import Frame, UniformFrame, extending_frame, full_frame
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -157,11 +157,16 @@ def bind_extension(
     mechanism, cache = call.mechanism, call.cache
     owner, sizes = str(mechanism), ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
+    cached_mask = cache.store.get(KEY_MASK)
+    if lengths is None and key_mask is None and cached_mask is None:
+        held = _held_by_all(cache.length, t, capacity)
+        if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
+            frame = UniformFrame(cache.length, held, capacity, t)
+            return BoundCall(ready, inputs, frame, dtypes_before=before)
     like = next(iter(inputs.values()))
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
-    cached_mask = cache.store.get(KEY_MASK)
     if key_mask is not None and cached_mask is None and keeps_tokens(mechanism):
         raise ValueError(
             f"{owner}: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
@@ -178,8 +183,6 @@ def bind_extension(
         if capacity:
             fits = [n + new <= capacity for n, new in zip(old_lengths, new_counts, strict=True)]
             checks.require_now(fits, EXCEEDED.format(capacity))
-    is_unmasked = lengths is None and key_mask is None and cached_mask is None
-    uniform_length = old_lengths[0] if old_lengths and len(set(old_lengths)) == 1 else None
     frame = extending_frame(
         cache.length,
         capacity,
@@ -187,12 +190,20 @@ def bind_extension(
         lengths=lengths,
         key_mask=key_mask,
         past_mask=cached_mask,
-        held=uniform_length if is_unmasked else None,
     )
     if lengths is not None or key_mask is not None:
         new_valid = None if frame.k_valid is None else frame.k_valid[:, capacity:]
         inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, new_valid)
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
+
+
+def _held_by_all(length: Array, t: int, capacity: int) -> int | None:
+    """How many tokens every sequence holds, if that is known and there is room for t more."""
+    lengths = host_integers(length)
+    if not lengths or lengths.count(lengths[0]) < len(lengths):
+        return None
+    held = lengths[0]
+    return held if held >= 0 and (not capacity or held + t <= capacity) else None
 
 
 def _inputs(call: GivenCall, ready: Prepared) -> tuple[dict[str, Array], Mapping[str, Any] | None]:

@@ -112,10 +112,15 @@ def extend(
     if KEY_MASK in cache.store:
         old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
         store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
-    extended = holding(cache, cache.length + count, store)
+    extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
     if donate:
         cache.store.clear()
     return finished(out, call), extended
+
+
+def _new_length(length: Array, count: Array, held: int | None) -> Array:
+    # Where the lengths are known to be equal, PyTorch makes an array faster than it adds to one.
+    return length + count if held is None else namespace(length).full_like(length, held + count)
 
 
 def _shares_buffers(plan: Plan) -> bool:
@@ -166,7 +171,7 @@ def extend_vjp(
         return _input_gradients(cotangents, call), d_old_store
 
     store = _updated_store(updates, call, cache, count, donate=False)
-    extended = holding(cache, cache.length + count, store)
+    extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
     return finished(output, call), extended, pullback
 
 

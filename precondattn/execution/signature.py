@@ -61,6 +61,9 @@ def signature_of(call: GivenCall) -> Hashable | None:
     described = []
     state: Hashable | None = None
     for argument in arguments:
+        if argument is None:  # A mask that is not given.
+            described.append(None)
+            continue
         kind = _kinds.get(type(argument)) or _learned(argument)
         if kind is None:
             return None
@@ -105,7 +108,6 @@ def _of_sequence(numbers: Any) -> Hashable:
 
 
 _kinds: dict[type, Kind | None] = {
-    type(None): Kind(lambda none: None, lambda none: None),
     list: Kind(_of_sequence),
     tuple: Kind(_of_sequence),
 }

@@ -175,7 +175,7 @@ class StatefulKernels:
     def step(
         self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        keys = leaf.program.calls[0].slot_keys()
+        keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
         out, final = self.run_step(leaf, state, x, _without_masks_if_uniform(frame))
         return out, {keys[slot]: Replace(value) for slot, value in final.items()}
@@ -189,7 +189,7 @@ class StatefulKernels:
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        keys = leaf.program.calls[0].slot_keys()
+        keys = leaf.program.slot_keys[0]
         state, d_state = (
             {slot: buffers[key] for slot, key in keys.items()} for buffers in (past, d_buffers)
         )

@@ -24,9 +24,13 @@ def transpose(x: Array) -> Array:
     return namespace(x).matrix_transpose(x)
 
 
+_SWAPPED = tuple((0, 2, 1, *range(3, rank)) for rank in range(9))
+"""The axes in their new order, by the number of axes."""
+
+
 def swap_time_and_heads(x: Array) -> Array:
     """(b, t, h, …) to (b, h, t, …), and back."""
-    return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+    return namespace(x).permute_dims(x, _SWAPPED[x.ndim])
 
 
 def repeat_heads(x: Array, heads: int) -> Array:

@@ -90,6 +90,10 @@ class Linear(LinearFamily):
         total = mass + self.eps
         return namespace(mass).where(total == 0, 1.0, total)
 
+    @property
+    def computes_with_states(self) -> bool:
+        return self.normalize
+
     def run(
         self,
         state: Mapping[str, Array],

@@ -28,6 +28,11 @@ class Stateful(Leaf):
         """Whether its states decay."""
         return "g" in self.inputs or self.offers.decay is not None
 
+    @property
+    def computes_with_states(self) -> bool:
+        """Whether `run` does more with states than pass them to a form, and return them."""
+        return False
+
     def run(
         self,
         state: Mapping[str, Array],

@@ -107,14 +107,14 @@ def faulty(only_the_reference):
             return self.run(mechanism.backward, *args)
 
         def step(self, mechanism, past, inputs, frame):
-            names = {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+            names = {key: slot for slot, key in mechanism.program.slot_keys[0].items()}
             past = {names[key]: buffer for key, buffer in past.items()}
             out, updates = self.run(mechanism.step, past, inputs, frame)
             keys = {slot: key for key, slot in names.items()}
             return out, {keys[slot]: update for slot, update in updates.items()}
 
         def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
-            keys = mechanism.program.calls[0].slot_keys()
+            keys = mechanism.program.slot_keys[0]
             past, d_buffers = ({s: a[k] for s, k in keys.items()} for a in (past, d_buffers))
             gradients, d_past = self.run(
                 mechanism.step_backward, past, inputs, frame, cotangent, d_buffers

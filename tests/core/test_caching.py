@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.frame import extending_frame
+from precondattn.frame import UniformFrame, extending_frame
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
 
@@ -183,10 +183,8 @@ def test_half_precision_caches_keep_norms_in_float32():
 @pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
 def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t):
     length = np.full((b,), held, dtype=np.int32)
-    few, general = (
-        extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None, held=known)
-        for known in (held, None)
-    )
+    few = UniformFrame(length, held, 8, t)
+    general = extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None)
     for mine, wanted in zip(few.arrays, general.arrays, strict=True):
         if wanted is None:
             assert mine is None

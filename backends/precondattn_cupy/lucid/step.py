@@ -36,7 +36,7 @@ class LucidStep(LucidStepKernels):
         self, group: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         solve, softmax = group.program.leaves
-        solve_keys = group.program.calls[0].slot_keys()
+        solve_keys = group.program.slot_keys[0]
         xp = namespace(x["q"])
         keys, solved = (
             in_one_piece(xp.permute_dims(past[solve_keys[name]], (0, 2, 3, 1)))

@@ -48,7 +48,7 @@ def step(
     leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     xp = namespace(x["q"])
-    names = leaf.program.calls[0].slot_keys()
+    names = leaf.program.slot_keys[0]
     # Arrays with the layout of a cache: copied only if they come from elsewhere.
     keys, values = (
         in_one_piece(xp.permute_dims(past[names[name]], (0, 2, 3, 1))) for name in ("key", "value")

@@ -26,7 +26,7 @@ class LucidStep(LucidStepKernels):
         self, group: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
         solve, softmax = group.program.leaves
-        solve_keys = group.program.calls[0].slot_keys()
+        solve_keys = group.program.slot_keys[0]
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
         rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")

@@ -95,7 +95,7 @@ class Path:
         frame: Frame,
     ) -> tuple[torch.Tensor, Updates]:
         """The output for one new token, and the updates of the cache's buffers."""
-        keys = leaf.program.calls[0].slot_keys()
+        keys = leaf.program.slot_keys[0]
         out, updates = path_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 

@@ -154,7 +154,7 @@ def _names_in_call(mechanism: Any) -> dict[str, str]:
     """By key of each buffer, its name in a `Call`: a leaf's slot, or a group's key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
-    return {key: slot for slot, key in mechanism.program.calls[0].slot_keys().items()}
+    return {key: slot for slot, key in mechanism.program.slot_keys[0].items()}
 
 
 def _is_same(result: Result, true: Result) -> bool:

@@ -140,7 +140,7 @@ def test_two_cores_that_share_the_heads():
 
 def test_an_extension_and_its_gradient():
     leaf = pa.GatedDelta()
-    (key,) = leaf.program.calls[0].slot_keys().values()
+    (key,) = leaf.program.slot_keys[0].values()
     _, x, cotangent = recurrence(leaf, 129)
     rng = np.random.default_rng(1)
     past, d_new = ({"state": rng.normal(size=(1, 4, 12, 20))} for _ in range(2))

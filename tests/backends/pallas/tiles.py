@@ -112,7 +112,7 @@ def check(kernels, leaf, x, cotangent, frame, dtype, bound, **tiles):
 def check_extension(kernels, leaf, x, cotangent, bound, **tiles):
     """An extension of a state in float32, and its gradient, against the definition in float64."""
     rng = np.random.default_rng(1)
-    (b, t), slots = x["k"].shape[:2], leaf.program.calls[0].slot_keys()
+    (b, t), slots = x["k"].shape[:2], leaf.program.slot_keys[0]
     shapes = {name: a.shape for name, a in leaf.zero_state(x).items()}
     arrays = (x, *({name: rng.normal(size=shapes[name]) for name in slots} for _ in range(2)))
     arrays = [{name: rounded(a, "float32") for name, a in of.items()} for of in arrays]
