@@ -22,6 +22,10 @@ class Frame:
     the same number, no cached or new token is masked, and the number is known on the host without
     waiting for a device."""
 
+    longest: int | None = None
+    """In `extend`: the number of tokens in the fullest cache; None where it is not known on the
+    host."""
+
     may_overwrite: bool = False
     """In `extend`: whether a step may write new states and tokens into the cache's buffers."""
 
@@ -70,6 +74,19 @@ class Frame:
             self.q_segment,
             self.k_segment,
         )
+
+    def of_slots(self, slots: int) -> Frame:
+        """In `extend`: the frame of the first slots of the cache, and the new tokens."""
+        xp, capacity = (
+            namespace(self.k_position),
+            self.k_position.shape[1] - self.q_position.shape[1],
+        )
+
+        def kept(keys: Array) -> Array:
+            return xp.concat([keys[:, :slots], keys[:, capacity:]], axis=1)
+
+        k_valid = None if self.k_valid is None else kept(self.k_valid)
+        return self.replaced(k_position=kept(self.k_position), k_valid=k_valid)
 
     def replaced(self, **changes: Array | None) -> Frame:
         """A copy of the frame in which the named arrays are replaced."""
@@ -128,6 +145,7 @@ class UniformFrame(Frame):
 
     def __init__(self, length: Array, held: int, slots: int, t: int) -> None:
         self.held, self.slots, self.t, self._length = held, slots, t, length
+        self.longest = held
         super().__init__(None, None)
 
     @property
@@ -161,7 +179,6 @@ class UniformFrame(Frame):
         return None if count <= self.t else super().valid_keys(count)
 
     def of_slots(self, slots: int) -> UniformFrame:
-        """The frame of the first slots of the cache, which include the filled ones."""
         return UniformFrame(self._length, self.held, slots, self.t)
 
     def trimmed(self) -> Frame:
@@ -180,6 +197,89 @@ class _TrimmedFrame(UniformFrame):
     @property
     def k_valid(self) -> None:
         return None
+
+
+class RaggedFrame(Frame):
+    """The frame of t new tokens after caches that hold at most `longest` tokens.
+
+    The arrays of all slots are computed when they are first read. A step reads those of the filled
+    slots (`of_slots`), so that its time does not depend on the capacity.
+    """
+
+    longest: int
+
+    def __init__(
+        self,
+        length: Array,
+        longest: int,
+        slots: int,
+        t: int,
+        *,
+        lengths: Array | None,
+        key_mask: Array | None,
+        past_mask: Array | None,
+    ) -> None:
+        self.longest, self.slots, self.t, self._length = longest, slots, t, length
+        self._masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
+        new = arange_like(t, length)[None, :]
+        q_valid = None if lengths is None else new < lengths[:, None]
+        super().__init__(new + length[:, None], None, q_valid)
+
+    @property
+    def k_position(self) -> Array:
+        if self._k_position is None:
+            self._k_position = _key_positions(self.q_position, self.slots)
+        return self._k_position
+
+    @property
+    def is_traced(self) -> bool:
+        return False
+
+    @property
+    def k_valid(self) -> Array:
+        if self._k_valid is None:
+            self._k_valid = _valid_keys(self._length, self.slots, self.t, **self._masks)
+        return self._k_valid
+
+    def valid_keys(self, count: int) -> Array | None:
+        if count > self.t:
+            return super().valid_keys(count)
+        return _valid_keys(self._length, 0, self.t, **self._masks)[:, self.t - count :]
+
+    def of_slots(self, slots: int) -> RaggedFrame:
+        past_mask = self._masks["past_mask"]
+        masks = self._masks | {"past_mask": None if past_mask is None else past_mask[:, :slots]}
+        return RaggedFrame(self._length, self.longest, slots, self.t, **masks)
+
+
+def _key_positions(q_position: Array, slots: int) -> Array:
+    """The positions (b, slots + t) of the slots and of the new tokens."""
+    xp = namespace(q_position)
+    slot = arange_like(slots, q_position)[None, :]
+    shape = (q_position.shape[0], slots)
+    return xp.concat([xp.broadcast_to(slot, shape), q_position], axis=1)
+
+
+def _valid_keys(
+    length: Array,
+    slots: int,
+    t: int,
+    *,
+    lengths: Array | None,
+    key_mask: Array | None,
+    past_mask: Array | None,
+) -> Array:
+    """Which slots and new tokens (b, slots + t) may be read."""
+    start, new = length[:, None], arange_like(t, length)[None, :]
+    past_valid = arange_like(slots, length)[None, :] < start
+    if past_mask is not None:
+        past_valid = past_valid & past_mask[:, :slots]
+    new_valid = new >= start * 0
+    if lengths is not None:
+        new_valid = new_valid & (new < lengths[:, None])
+    if key_mask is not None:
+        new_valid = new_valid & key_mask
+    return namespace(length).concat([past_valid, new_valid], axis=1)
 
 
 class UnmaskedFrame(Frame):
@@ -263,20 +363,14 @@ def extending_frame(
     lengths: Array | None,
     key_mask: Array | None,
     past_mask: Array | None,
+    longest: int | None = None,
 ) -> Frame:
     """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots."""
-    xp = namespace(length)
-    slot = arange_like(capacity, length)[None, :]
+    masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
+    if longest is not None:
+        return RaggedFrame(length, longest, capacity, t, **masks)
     new = arange_like(t, length)[None, :]
-    start = length[:, None]
-    q_position = new + start
-    k_position = xp.concat([xp.broadcast_to(slot, (length.shape[0], capacity)), q_position], axis=1)
-    past_valid = slot < start
-    if past_mask is not None:
-        past_valid = past_valid & past_mask
+    q_position = new + length[:, None]
     q_valid = None if lengths is None else new < lengths[:, None]
-    new_valid = new >= start * 0
-    for mask in (q_valid, key_mask):
-        new_valid = new_valid if mask is None else new_valid & mask
-    k_valid = xp.concat([past_valid, new_valid], axis=1)
-    return Frame(q_position, k_position, q_valid, k_valid)
+    k_valid = _valid_keys(length, capacity, t, **masks)
+    return Frame(q_position, _key_positions(q_position, capacity), q_valid, k_valid)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, namespace
-from precondattn.frame import Frame, UniformFrame
+from precondattn.frame import Frame
 from precondattn.limits import KEPT
 
 
@@ -27,27 +27,18 @@ def held_part(
     if frame.is_traced or not names:
         return dict(past), frame
     capacity = past[names[0]].shape[1]
-    slots = min(_longest(frame) + room, capacity)
+    slots = min(longest_held(frame) + room, capacity)
     if slots == capacity:
         return dict(past), frame
     held = {name: a[:, :slots, ...] if name in names else a for name, a in past.items()}
-    return held, _of_slots(frame, slots, capacity)
+    return held, frame.of_slots(slots)
 
 
-def _longest(frame: Frame) -> int:
-    if frame.held is not None:
-        return frame.held
+def longest_held(frame: Frame) -> int:
+    """The number of tokens in the fullest cache."""
+    if frame.longest is not None:
+        return frame.longest
     return int(namespace(frame.q_position).max(frame.q_position[:, 0]))
-
-
-def _of_slots(frame: Frame, slots: int, capacity: int) -> Frame:
-    if isinstance(frame, UniformFrame):
-        return frame.of_slots(slots)
-
-    def kept(keys: Array) -> Array:
-        return namespace(keys).concat([keys[:, :slots], keys[:, capacity:]], axis=1)
-
-    return frame.replaced(k_position=kept(frame.k_position), k_valid=kept(frame.k_valid))
 
 
 @lru_cache(maxsize=KEPT)

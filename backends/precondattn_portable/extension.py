@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame, UniformFrame
-from precondattn.held import held_part
+from precondattn.held import held_part, longest_held
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import bias_of_keys
@@ -40,18 +40,11 @@ def filled(frame: Frame, capacity: int) -> Filled:
     if isinstance(frame, UniformFrame):
         return Filled(frame.held, frame.held, frame.trimmed())
     xp = namespace(frame.q_position)
-    start = frame.q_position[:, 0]
-    count = min(int(xp.max(start)), capacity)
-    k_valid = frame.k_valid
-    assert k_valid is not None  # The frame of an extension always marks filled slots.
-
-    def kept(keys: Array) -> Array:
-        return xp.concat([keys[:, :count], keys[:, capacity:]], axis=1)
-
-    valid = kept(k_valid)
-    is_plain = int(xp.min(start)) == count and bool(xp.all(valid))
-    position = kept(frame.k_position)
-    filled_frame = Frame(frame.q_position, position, None, None if is_plain else valid)
+    count = min(longest_held(frame), capacity)
+    part = frame.of_slots(count)
+    is_plain = int(xp.min(frame.q_position[:, 0])) == count and bool(xp.all(part.k_valid))
+    k_valid = None if is_plain else part.k_valid
+    filled_frame = Frame(frame.q_position, part.k_position, None, k_valid)
     return Filled(count, count if is_plain else None, filled_frame)
 
 

@@ -506,8 +506,9 @@ class LucidSolveBlocks(Algorithm):
         # The matrix of one token is its diagonal.
         y = x["lucid_beta"][..., None] * right if leaf.beta else right
         if known.offset is None:
-            assert frame.k_valid is not None
-            y = zero_where_not(frame.k_valid[:, -t:, None, None], y)
+            valid = frame.valid_keys(t)
+            assert valid is not None
+            y = zero_where_not(valid[:, :, None, None], y)
         return y
 
     @staticmethod

@@ -161,8 +161,8 @@ def bind_extension(
     if lengths is None and key_mask is None and cached_mask is None:
         held = _held_by_all(cache.length, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
-            frame = UniformFrame(cache.length, held, capacity, t)
-            return BoundCall(ready, inputs, frame, dtypes_before=before)
+            uniform = UniformFrame(cache.length, held, capacity, t)
+            return BoundCall(ready, inputs, uniform, dtypes_before=before)
     like = next(iter(inputs.values()))
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
@@ -190,10 +190,11 @@ def bind_extension(
         lengths=lengths,
         key_mask=key_mask,
         past_mask=cached_mask,
+        longest=None if old_lengths is None else max(old_lengths, default=0),
     )
     if lengths is not None or key_mask is not None:
-        new_valid = None if frame.k_valid is None else frame.k_valid[:, capacity:]
-        inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, new_valid)
+        valid = frame.valid_keys(t)
+        inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, valid)
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
 
 

@@ -110,7 +110,7 @@ def extend(
     out, updates, _ = _steps(plan, call, cache, run)
     store = _updated_store(updates, call, cache, count, donate=donate)
     if KEY_MASK in cache.store:
-        old_mask, new_mask = cache.store[KEY_MASK], Append(_new_key_mask(call, cache))
+        old_mask, new_mask = cache.store[KEY_MASK], Append(call.frame.valid_keys(call.sizes["t"]))
         store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
     extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
     if donate:
@@ -232,13 +232,6 @@ def _without_padding(out: Array, call: BoundCall) -> Array:
         shape = (*valid.shape, *(1,) * (out.ndim - 2))
         out = zero_where_not(namespace(valid).reshape(valid, shape), out)
     return nan_where_invalid(out, call.invalid)
-
-
-def _new_key_mask(call: BoundCall, cache: Cache) -> Array:
-    k_valid = call.frame.k_valid
-    assert k_valid is not None  # The frame of an extension always has it.
-    capacity = cache.store[KEY_MASK].shape[1]
-    return k_valid[:, capacity:]
 
 
 def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:

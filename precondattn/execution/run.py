@@ -180,7 +180,7 @@ def extend_vjp(
         with autocast.off(cotangent):
             gradients, d_past = pull(cotangent, {**given, **zeros})
         frame = bound.frame
-        new_valid = None if frame.k_valid is None else frame.k_valid[:, -bound.sizes["t"] :]
+        new_valid = frame.valid_keys(bound.sizes["t"])
         gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid)
         return gradients if spoiled is None else spoiled.cleaned(gradients), d_past
 

@@ -58,7 +58,7 @@ def signature_of(call: GivenCall) -> Hashable | None:
             return None
         arguments = (*arguments, cache.length, *cache.store.values())
         names = (names, *cache.store)
-    described = []
+    described: list[Hashable] = []
     state: Hashable | None = None
     for argument in arguments:
         if argument is None:  # A mask that is not given.

@@ -38,11 +38,11 @@ MECHANISMS = (
 
 
 class Largest(TorchDispatchMode):
-    """The most entries of an array that is computed with; only floating-point ones, if asked."""
+    """The most entries of an array that is computed with."""
 
-    def __init__(self, *, floating):
+    def __init__(self):
         super().__init__()
-        self.floating, self.entries = floating, 0
+        self.entries = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -51,7 +51,7 @@ class Largest(TorchDispatchMode):
         is_write_of_rows = function is torch.ops.aten.index_put_.default
         if not is_view and not is_write_of_rows:
             for x in tree_leaves((args, kwargs, out)):
-                if isinstance(x, torch.Tensor) and (x.is_floating_point() or not self.floating):
+                if isinstance(x, torch.Tensor):
                     self.entries = max(self.entries, x.numel())
         return out
 
@@ -67,7 +67,7 @@ def largest_array_of_a_step(mechanism, capacity, lengths):
     cache = mechanism.init_cache(**x, capacity=capacity)
     with torch.no_grad():
         _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=True)
-        with Largest(floating=lengths is not None) as largest:
+        with Largest() as largest:
             mechanism.extend(cache, **token, donate=True)
     return largest.entries
 
