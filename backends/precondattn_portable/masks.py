@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
-from precondattn.arrays import Array
+import numpy as np
+
+from precondattn.arrays import Array, device_of, host_array
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
 
@@ -37,7 +40,30 @@ class Mask:
         if self.window is not None:
             low = max(low, self.offset + i0 - self.window + 1)
             high = min(high, self.offset + i1 - 1 + self.window)
+        first, last = self.offset + i0, self.offset + i1 - 1
+        if self._segments is not None and 0 <= first <= last < self.keys:
+            begin, end = self._segments
+            low, high = max(low, int(begin[first])), min(high, int(end[last]))
         return low, max(high, low)
+
+    @cached_property
+    def _segments(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """For each key (s,) the first key of its segment, and the last plus one.
+
+        The least and the greatest of all sequences. None without segments, or where their ids can
+        not be read without waiting for a device.
+        """
+        ids = self.frame.k_segment
+        ids = None if ids is None or device_of(ids) != "cpu" else host_array(ids)
+        if ids is None or ids.shape[1] != self.keys:
+            return None
+        key = np.arange(self.keys)
+        is_first = np.ones(ids.shape, dtype=bool)
+        is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        is_last = np.roll(is_first, -1, axis=1)  # The last key is before the first one of a row.
+        begin = np.maximum.accumulate(np.where(is_first, key, 0), axis=1)
+        end = np.where(is_last, key + 1, self.keys)[:, ::-1]
+        return begin.min(axis=0), np.minimum.accumulate(end, axis=1)[:, ::-1].max(axis=0)
 
     def of(self, sequences: slice) -> Mask:
         """The mask of some sequences of the batch."""
