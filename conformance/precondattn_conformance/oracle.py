@@ -6,7 +6,7 @@ Its gradient is checked by central differences wherever they are accurate enough
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -37,9 +37,18 @@ class Oracle:
     """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
-@lru_cache(maxsize=256)
 def oracle(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     """The reference in float64 on NumPy; its gradient is checked by central differences."""
+    return _kept(mechanism, layout, kind, dtype)
+
+
+def keep_all() -> None:
+    """Keep every result from now on, for a process that runs the same cases again and again."""
+    global _kept
+    _kept = cache(_computed)
+
+
+def _computed(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
     m = mechanism_of(mechanism)
     inputs = inputs_of(mechanism, layout, kind, dtype)
     masks = layout.masks()
@@ -73,6 +82,9 @@ def is_certifying(layout: Layout) -> bool:
     dear, and too inaccurate where a covariance of few tokens is inverted.
     """
     return not layout.block
+
+
+_kept = lru_cache(maxsize=256)(_computed)
 
 
 @lru_cache(maxsize=256)

@@ -7,11 +7,13 @@ GPU, and it accepts kernels that are wrong on a GPU:
 bfloat16            is stored as integers, and computed with as integers
 tf32 products       are computed in float32
 autotuning          needs a driver, and there is none
+masked loads        lanes without an `other` are 0, and undefined on a GPU
 out of bounds       an access reads or writes whatever memory is at the address
 programs            run in order, one at a time: a race has no effect
 ==================  ====================================================================
 
-`patch_interpreter` corrects the first three for the process. `checked` raises where an access is
+`patch_interpreter` corrects the first four for the process: undefined lanes are NaN, or the
+largest integer. `checked` raises where an access is
 outside of its tensor or where two programs write one element, and it runs the programs of a grid in
 another order: the output of a kernel without races does not depend on the order.
 
@@ -78,6 +80,7 @@ def patch_interpreter() -> None:
     interpreter._interpreter = Memory(interpreter._interpreter)
     _patch_types()
     _patch_products()
+    _patch_masked_loads()
     _patch_indices()
     _patch_launches(interpreter._interpreter)
     # There is no driver to measure times with. All times are equal, so the first is chosen.
@@ -197,6 +200,28 @@ def _factor(data: Any, is_tf32: bool) -> Any:
         return data
     bits = np.ascontiguousarray(data).view(np.uint32)
     return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _patch_masked_loads() -> None:
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+
+    def masked_load(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+        if other is None:
+            scalar = pointers.get_element_ty()
+            dtype = interpreter._get_np_dtype(scalar)
+            lanes = np.full_like(pointers.data, _undefined(dtype), dtype=dtype)
+            other = interpreter.TensorHandle(lanes, scalar)
+        return load(self, pointers, mask, other, *options)
+
+    builder.create_masked_load = masked_load
+
+
+def _undefined(dtype: Any) -> Any:
+    """A value that no kernel can use by mistake: NaN, or an index that is out of bounds."""
+    if dtype == np.bool_:
+        return True
+    return np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.nan
 
 
 def _patch_indices() -> None:

@@ -144,6 +144,25 @@ def conformance(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
+    mutate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="change this module, package or .cu file token by token: what is not noticed? "
+            "may be repeated"
+        ),
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(help="with --mutate: a context manager for all cases, module:function"),
+    ] = None,
+    equivalent: Annotated[
+        Path | None,
+        typer.Option(help="with --mutate: a list of mutants that compute the same, with reasons"),
+    ] = None,
+    most_cases: Annotated[
+        int | None,
+        typer.Option(help="with --mutate: the largest number of cases of a mutant", min=1),
+    ] = None,
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
@@ -175,6 +194,31 @@ def conformance(
             timeout=timeout,
             jobs=jobs,
         )
+        if mutate:
+            from precondattn_conformance.mutation.command import mutate as run_mutants
+
+            unused = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
+            for option, value in unused.items():
+                if value is not None:
+                    raise ValueError(f"{option} does not go with --mutate")
+            code = run_mutants(
+                session,
+                mutate,
+                console,
+                inside=inside,
+                record=record,
+                equivalent=equivalent,
+                most_cases=most_cases,
+            )
+            raise typer.Exit(code)
+        of_mutants = {
+            "--inside": inside is not None,
+            "--equivalent": equivalent is not None,
+            "--most-cases": most_cases is not None,
+        }
+        for option, is_given in of_mutants.items():
+            if is_given:
+                raise ValueError(f"{option} needs --mutate")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 
 

@@ -126,6 +126,17 @@ def test_other_atomic_operations_are_correct():
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_lanes_without_other_are_undefined(dtype):
+    x, y = torch.arange(1, 9).to(dtype), torch.zeros(1, dtype=dtype)
+    with checked():
+        kernels.sum_of_first[(1,)](x, y, 5, BLOCK=8, OTHER=True)
+        assert y.item() == 15
+        kernels.sum_of_first[(1,)](x, y, 5, BLOCK=8, OTHER=False)
+    assert y.isnan().all()
+
+
+@interpreted
 def test_infinities_and_nans_raise_no_warning():
     x, out = torch.tensor([*SPECIAL, 0.0]), torch.zeros(16)
     with checked():

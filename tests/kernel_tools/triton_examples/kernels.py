@@ -24,6 +24,16 @@ def copy(x, y, count, first, step, BLOCK: tl.constexpr, ATOMIC: tl.constexpr = F
 
 
 @triton.jit
+def sum_of_first(x, y, count, BLOCK: tl.constexpr, OTHER: tl.constexpr):
+    """Without an `other`, the lanes beyond `count` are undefined."""
+    at = tl.arange(0, BLOCK)
+    if OTHER:
+        tl.store(y, tl.sum(tl.load(x + at, mask=at < count, other=0), 0))
+    else:
+        tl.store(y, tl.sum(tl.load(x + at, mask=at < count), 0))
+
+
+@triton.jit
 def read(x, y, first, step, BLOCK: tl.constexpr):
     """Reads a block of x, wherever it is."""
     at = tl.arange(0, BLOCK)

@@ -1,0 +1,67 @@
+"""The table of a run: what survived, with the change as a diff, and the counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from precondattn_conformance.mutation.equivalents import Known
+from precondattn_conformance.mutation.record import Entry, Record
+from precondattn_conformance.mutation.trial import INVALID, KILLED, TIMEOUT, UNTOUCHED
+
+EQUIVALENT, SURVIVOR, NOT_RUN = "equivalent", "survivor", "not run"
+
+
+def kind_of(entry: Entry, is_equivalent: bool) -> str:
+    """In which column a mutant is counted."""
+    if entry.is_killed or entry.status == INVALID:
+        return entry.status
+    if is_equivalent:
+        return EQUIVALENT
+    return SURVIVOR if entry.status else NOT_RUN
+
+
+def counts(record: Record, known: Known) -> dict[str, Counter[str]]:
+    """By target, the number of mutants by what became of them."""
+    return {
+        target: Counter(kind_of(e, (target, e.key) in known) for e in entries.values())
+        for target, entries in record.entries.items()
+    }
+
+
+def survivors(record: Record, known: Known) -> dict[str, list[Entry]]:
+    """By target, the mutants that no case has killed and that are not listed as equivalent."""
+    return {
+        target: [e for e in entries.values() if kind_of(e, (target, e.key) in known) == SURVIVOR]
+        for target, entries in record.entries.items()
+    }
+
+
+def print_survivors(record: Record, known: Known, console: Console) -> None:
+    """Each survivor: its line, and the change."""
+    for target, found in survivors(record, known).items():
+        if not found:
+            continue
+        table = Table("line", "function", "change", "", title=f"survivors of {target}")
+        table.title_justify = "left"
+        for entry in found:
+            change = f"[red]- {escape(entry.before)}[/red]\n[green]+ {escape(entry.after)}[/green]"
+            why = "no case runs it" if entry.status == UNTOUCHED else entry.kind
+            table.add_row(str(entry.line), escape(entry.function), change, why)
+        console.print(table)
+
+
+def print_counts(record: Record, known: Known, console: Console) -> None:
+    """One row for each target: how many mutants, and what became of them."""
+    columns = (KILLED, TIMEOUT, EQUIVALENT, SURVIVOR, INVALID, NOT_RUN)
+    numbers = counts(record, known)
+    shown = [c for c in columns if c in (KILLED, SURVIVOR) or any(n[c] for n in numbers.values())]
+    table = Table("target", "mutants", *shown)
+    for target, number in numbers.items():
+        if number:
+            cells = (str(number[column]) for column in shown)
+            table.add_row(escape(target), str(number.total()), *cells)
+    console.print(table)

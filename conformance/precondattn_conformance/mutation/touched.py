@@ -1,0 +1,35 @@
+"""The lines of files that a call executes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def touched(files: Container[str]) -> Iterator[set[tuple[str, int]]]:
+    """The set is filled with the file and the number of each line executed in this context."""
+    lines: set[tuple[str, int]] = set()
+
+    def of_line(frame: FrameType, event: str, argument: Any) -> Any:
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return of_line
+
+    def of_call(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return of_line
+
+    before = sys.gettrace()
+    sys.settrace(of_call)
+    threading.settrace(of_call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+        threading.settrace(None)

@@ -1,0 +1,172 @@
+"""The unchanged code and its mutants in this process.
+
+A mutant is killed if a case that passes on the unchanged code does not: it is off, it raises, it
+declines, or it takes far longer. The case is then repeated on the unchanged code. If that fails
+too, the mutant has left something behind: the process has to be replaced, and it does not count.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precondattn_conformance import oracle
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks import Backend
+from precondattn_conformance.mutation.copied import CopyPlanter
+from precondattn_conformance.mutation.limit import TimeLimitError, time_limit
+from precondattn_conformance.mutation.mutant import Mutant
+from precondattn_conformance.mutation.planting import NotPlantedError, Planter
+from precondattn_conformance.mutation.target import Target
+from precondattn_conformance.mutation.touched import touched
+from precondattn_conformance.runner import run_case
+from precondattn_conformance.status import PASSED
+
+KILLED, SURVIVED, TIMEOUT, INVALID, UNTOUCHED = (
+    "killed",
+    "survived",
+    "timeout",
+    "invalid",
+    "untouched",
+)
+BROKEN = "#error\n"
+"""A CUDA file that begins so does not compile: the cases that now fail are those that use it."""
+
+
+class SpoiltError(RuntimeError):
+    """A case that passed fails on the unchanged code, after a mutant."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A case on the unchanged code."""
+
+    case: Case
+    status: str
+    seconds: float
+    lines: frozenset[tuple[str, int]] = frozenset()
+    """The target and number of each line that it executes; of CUDA, line 0 if it uses the file."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    status: str
+    case: str = ""
+    """The case that killed it."""
+    reason: str = ""
+    cases: int = 0
+    """The number of cases that ran."""
+
+
+class Trial:
+    """The targets in this process, and the backend under test."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        backend: Backend,
+        device: str | None,
+        inside: str | None,
+        folder: Path,
+    ) -> None:
+        """`folder` is an empty one, for copies of packages."""
+        warnings.simplefilter("ignore")  # Of overflow, where a mutant computes nonsense.
+        self.backend, self.device = backend, device
+        self.texts = {t.name: CopyPlanter(t, folder) for t in targets if t.is_cuda}
+        modules = {t: importlib.import_module(t.name) for t in targets if not t.is_cuda}
+        self.functions = {t.name: Planter(t, module) for t, module in modules.items()}
+        self.name_of = {planter.file: name for name, planter in self.functions.items()}
+        self.inside = _named(inside) if inside else nullcontext
+        oracle.keep_all()
+
+    def baseline(self, case: Case, limit: float) -> Baseline:
+        """The unchanged code, and what of the targets the case uses."""
+        with self.inside():
+            try:
+                with time_limit(limit), touched(self.name_of) as lines:
+                    outcome = run_case(case, self.backend, self.device)
+            except TimeLimitError:
+                return Baseline(case, TIMEOUT, limit)
+            used = {(self.name_of[file], line) for file, line in lines}
+            if outcome.status == PASSED:
+                used |= {(name, 0) for name in self.texts if self._needs(name, case)}
+        return Baseline(case, outcome.status, outcome.seconds, frozenset(used))
+
+    def _needs(self, name: str, case: Case) -> bool:
+        planter = self.texts[name]
+        with planter.written(BROKEN + planter.text):
+            return bool(run_case(case, self.backend, self.device).status != PASSED)
+
+    def verdict(
+        self,
+        mutant: Mutant,
+        cases: Sequence[tuple[Case, float]],
+        started: Callable[[Case, float], Any] = lambda case, limit: None,
+    ) -> Verdict:
+        """Run cases on a mutant until one fails; each comes with its limit in seconds.
+
+        Raises
+        ------
+        SpoiltError
+            if the case that failed now fails on the unchanged code.
+        """
+        if not cases:
+            return Verdict(UNTOUCHED)
+        planter: Planter | CopyPlanter = (self.functions | self.texts)[mutant.target]
+        found, last = Verdict(SURVIVED, cases=len(cases)), cases[0]
+        with self.inside():
+            try:
+                with planter.planted(mutant):
+                    for number, last in enumerate(cases, 1):
+                        started(*last)
+                        status, reason = self._outcome(*last)
+                        if status is not None:
+                            found = Verdict(status, last[0].id, reason, number)
+                            break
+            except NotPlantedError as error:
+                return Verdict(INVALID, reason=str(error))
+            if found.status != SURVIVED:
+                started(*last)
+                if self._outcome(*last)[0] is not None:
+                    raise SpoiltError(f"{last[0].id} fails after the mutant {mutant.key}")
+        return found
+
+    def _outcome(self, case: Case, limit: float) -> tuple[str | None, str]:
+        """KILLED or TIMEOUT with a reason, or None if the case passes."""
+        try:
+            with time_limit(limit):
+                outcome = run_case(case, self.backend, self.device)
+        except TimeLimitError:
+            return TIMEOUT, f"no result after {limit:.0f} s"
+        except SystemExit as error:
+            return KILLED, f"it raised {error!r}"
+        if outcome.status == PASSED:
+            return None, ""
+        return KILLED, str(outcome.reason).partition("\n")[0]
+
+
+def _named(text: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The context manager "package.module:function".
+
+    Raises
+    ------
+    ValueError
+        if there is none.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found: Callable[[], AbstractContextManager[Any]]
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
+            f"found {text!r}: {error}"
+        ) from None
+    return found
