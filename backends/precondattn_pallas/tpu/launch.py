@@ -67,6 +67,12 @@ IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 """An array that is not copied to the kernel, which copies the parts it needs."""
 
 
+def scalars(**arrays: Any) -> Blocks:
+    """Small arrays of integers, whole, in the memory of scalars; None is left out."""
+    spec = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return {name: (array, spec) for name, array in arrays.items() if array is not None}
+
+
 def padded(array: Any, *sizes: int) -> Any:
     """The array padded with zeros to these sizes of all axes but the first."""
     grown = zip((array.shape[0], *sizes), array.shape, strict=True)

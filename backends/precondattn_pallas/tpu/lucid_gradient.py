@@ -3,7 +3,8 @@
     dk̂_a = −s Σ_b Φ_ab g_ab r_b k_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
 which is propagated through the norm by XLA. The grid is (heads, blocks of a, blocks of b): the
-block of a stays in memory and accumulates while the last axis iterates over b.
+block of a stays in memory and accumulates while the last axis iterates over b. Blocks without a
+common segment are not multiplied.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.recurrence.chunk_arrays import empty
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
-from precondattn_pallas.tpu.launch import SUBLANES, block, launch
+from precondattn_pallas.tpu.launch import SUBLANES, block, launch, scalars
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, RECIPROCAL, phi_tile, row
 
 
-def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi) -> None:
+def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi, heads: int) -> None:
     """A block of Σ_b Φ_ab g_ab r_b k_b, one block of b after the other."""
     a, b = pl.program_id(1), pl.program_id(2)
+    first, last = jnp.int32(0), pl.num_programs(1) - 1
+    if "reach" in x:
+        sequence = lax.div(pl.program_id(0), jnp.int32(heads))
+        own = 2 * (sequence * pl.num_programs(1) + a)
+        first, last = x["reach"][own], x["reach"][own + 1]
 
     @pl.when(b == 0)
     def _() -> None:
@@ -38,11 +45,11 @@ def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi) -> None:
         result = dot(g * weights * row(numbers, RECIPROCAL), keys)
         out["d_keys"][...] = out["d_keys"][...] + result
 
-    @pl.when(b < a)
+    @pl.when((first <= b) & (b < a))
     def _() -> None:
         add("d_v", "y", None)
 
-    @pl.when(b > a)
+    @pl.when((a < b) & (b <= last))
     def _() -> None:
         add("y", "d_v", None)
 
@@ -52,14 +59,24 @@ def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi) -> None:
         add("y", "d_v", j > i)
 
 
-def d_keys(phi: Phi, keys: Any, numbers: Any, y: Any, d_v: Any, *, interpret: Any) -> Any:
+def d_keys(
+    phi: Phi,
+    keys: Any,
+    numbers: Any,
+    reach: Any,
+    y: Any,
+    d_v: Any,
+    *,
+    heads: int,
+    interpret: Any,
+) -> Any:
     """Σ_b Φ_ab g_ab r_b k_b (m, T, d) in float32.
 
-    keys (m, T, d), numbers (m, blocks, 8, BLOCK), y and dv (m, T, e).
+    keys (m, T, d), numbers (m, blocks, 8, BLOCK), reach (2 b blocks,) or None, y and dv (m, T, e).
     """
     m, tokens, d = keys.shape
     blocks = tokens // BLOCK
-    inputs = {}
+    inputs = dict(scalars(reach=reach))
     for axis, side in ((1, "a"), (2, "b")):
         for name, array in {"keys": keys, "y": y, "d_v": d_v}.items():
             inputs[f"{side}_{name}"] = array, _rows(array.shape[2], axis)
@@ -71,6 +88,7 @@ def d_keys(phi: Phi, keys: Any, numbers: Any, y: Any, d_v: Any, *, interpret: An
         {"d_keys": (empty(m, tokens, d), _rows(d, 1))},
         interpret=interpret,
         phi=phi,
+        heads=heads,
     )
     return result["d_keys"]
 

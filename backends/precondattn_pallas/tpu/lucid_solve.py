@@ -29,7 +29,7 @@ from precondattn_pallas.masks import runs_of, where_valid
 from precondattn_pallas.tpu.launch import in_lanes
 from precondattn_pallas.tpu.lucid_gradient import d_keys
 from precondattn_pallas.tpu.lucid_substitution import solve
-from precondattn_pallas.tpu.lucid_tiles import BLOCK
+from precondattn_pallas.tpu.lucid_tiles import BLOCK, reach_of
 from precondattn_pallas.tpu.products import products
 from precondattn_pallas.tpu.tiles import numbers_of
 
@@ -63,6 +63,8 @@ class Prepared(NamedTuple):
     """1 / rms (b, s, n)"""
     numbers: Any
     """(m, blocks, 8, BLOCK)"""
+    reach: Any
+    """(2 b blocks,): the blocks of the same segments (`lucid_tiles.py`); None without segments"""
 
 
 def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepared:
@@ -80,17 +82,21 @@ def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepar
         by_heads(keys, tokens, in_lanes(d)),
         reciprocal,
         numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
+        reach_of(segment, tokens),
     )
 
 
 def _solve(plan: Plan, x: Prepared, right: Any, *, backward: bool) -> Any:
     """The solution of the system or its transpose; right (b, s, n, e)."""
+    heads = right.shape[2]
     right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
     return solve(
         plan.phi,
         x.keys,
         x.numbers,
+        x.reach,
         right,
+        heads=heads,
         has_beta=plan.has_beta,
         backward=backward,
         interpret=plan.interpret,
@@ -115,8 +121,10 @@ def _backward(
         plan.phi,
         prepared.keys,
         prepared.numbers,
+        prepared.reach,
         by_heads(where_valid(valid, y), *solved.values.shape[1:]),
         solved.values.astype(y.dtype),
+        heads=k.shape[2],
         interpret=plan.interpret,
     )
     d_unit = -plan.scale * by_tokens(d_unit, k.astype(jnp.float32))

@@ -14,7 +14,8 @@ VMEM while it computes with the previous one, and copies its own block out befor
 holds two blocks of each array. N_I is computed by recursive 2 × 2 block inversion
 (`chunk_inverse.py`): for β in [0, 2] and any keys, no entry of it is larger than 2.
 
-For T tokens of a head T² (d + e) FLOPs, and T² (d + e) / 128 numbers from memory.
+For T tokens of a head T² (d + e) FLOPs, and T² (d + e) / 128 numbers from memory. In a packed call
+a block reads those from the first block of its segments only (backward: up to the last).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from precondattn_pallas.lucid.substitution import Solved
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.recurrence.chunk_arrays import empty
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch
+from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch, scalars
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
 from precondattn_pallas.tpu.tiles import as_column
 
@@ -38,8 +39,8 @@ COPIED = ("keys", "numbers", "values")
 """What later blocks need of a solved block."""
 
 
-def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> None:
-    """y and ρ of a block, or dv and X."""
+def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, heads: int) -> None:
+    """y and ρ of a block, or dv and X; a sequence has so many `heads`."""
     head, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
     memory = {"keys": x["all_keys"], "numbers": x["all_numbers"], "values": out["values"]}
     own = x["keys"][...], x["numbers"][...]
@@ -60,9 +61,15 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
             result.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
         return result
 
-    @pl.when(step > 0)
+    start = jnp.int32(0)
+    if "reach" in x:
+        sequence = lax.div(head, jnp.int32(heads))
+        own_reach = 2 * (sequence * (last + 1) + buffer(step))
+        start = buffer(x["reach"][own_reach + int(backward)])
+
+    @pl.when(step > start)
     def _() -> None:
-        for copy in copies(jnp.int32(0)):
+        for copy in copies(start):
             copy.start()
 
     def correct(of: Any, _: Any) -> Any:
@@ -79,7 +86,7 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
         sides[...] = sides[...] - phi.products.dot(weights, scratch["values"][slot])
         return jnp.int32(0)
 
-    lax.fori_loop(jnp.int32(0), step, correct, jnp.int32(0))
+    lax.fori_loop(start, step, correct, jnp.int32(0))
 
     factor = row(own[1], FACTOR)
     column = as_column(factor)
@@ -95,11 +102,21 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool) -> N
 
 
 def solve(
-    phi: Phi, keys: Any, numbers: Any, right: Any, *, has_beta: bool, backward: bool, interpret: Any
+    phi: Phi,
+    keys: Any,
+    numbers: Any,
+    reach: Any,
+    right: Any,
+    *,
+    heads: int,
+    has_beta: bool,
+    backward: bool,
+    interpret: Any,
 ) -> Solved:
     """The solution of the system or its transpose, with `right` (m, T, e) in float32.
 
-    keys (m, T, d), numbers (m, blocks, 8, BLOCK). Without β the two solutions are equal.
+    keys (m, T, d), numbers (m, blocks, 8, BLOCK), reach (2 b blocks,) or None. Without β the two
+    solutions are equal.
     """
     m, tokens, d = keys.shape
     e, blocks = right.shape[2], tokens // BLOCK
@@ -125,6 +142,7 @@ def solve(
             "right": rows(right),
             "all_keys": (keys, IN_MEMORY),
             "all_numbers": (numbers, IN_MEMORY),
+            **scalars(reach=reach),
         },
         outputs,
         {
@@ -138,5 +156,6 @@ def solve(
         interpret=interpret,
         phi=phi,
         backward=backward,
+        heads=heads,
     )
     return Solved(result["values"], result.get("before_beta", result["values"]))

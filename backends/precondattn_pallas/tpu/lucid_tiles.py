@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from precondattn_pallas.lucid.tiles import Phi
+import jax.numpy as jnp
+
+from precondattn_pallas.lucid.tiles import Phi, segments_of
 from precondattn_pallas.tpu.tiles import as_column
 
 BLOCK = 128
@@ -27,6 +29,19 @@ def phi_tile(phi: Phi, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     scores = phi.products.dot(i_keys, j_keys, right=True)
     scores = scores * as_column(row(i_numbers, RECIPROCAL)) * row(j_numbers, RECIPROCAL)
     return phi.weights(scores, as_column(row(i_numbers, SEGMENT)) == row(j_numbers, SEGMENT))
+
+
+def reach_of(ids: Any, tokens: int) -> Any:
+    """The first and the last block (b, blocks, 2) that share a segment with each block.
+
+    From ids (b, s), padded to T tokens, as a flat array of int32; None without segments.
+    """
+    segments = segments_of(ids, tokens)
+    if segments is None:
+        return None
+    first = segments.begin[:, ::BLOCK] // BLOCK
+    last = (segments.end[:, BLOCK - 1 :: BLOCK] - 1) // BLOCK
+    return jnp.stack([first, last], axis=2).reshape(-1)
 
 
 def row(numbers: Any, which: int) -> Any:

@@ -81,6 +81,29 @@ def test_lucid_around_a_block_with_keys_that_coincide_or_are_zero(t, dtype, leng
     check_on_a_tpu(*given, frame_of(t, t, 4, lengths=lengths, segments=segments), dtype)
 
 
+def test_lucid_multiplies_no_blocks_of_other_segments():
+    leaf, x, cotangent = lucid(384, ("clustered", "random"), n=2, beta=True)
+    x, cotangent = ({n: a.astype("float32") for n, a in x.items()}, cotangent.astype("float32"))
+    segment = np.arange(384)[None].repeat(2, axis=0) // 128
+    segment[1] = np.arange(384) >= 256  # Its first segment has two blocks.
+    bad = {0: slice(128, 256), 1: slice(256, 384)}
+    for sequence, tokens in bad.items():
+        x["v"][sequence, tokens], cotangent[sequence, tokens] = np.nan, np.nan
+    with checked() as parameters:
+        kernels = kernels_of(leaf, interpret=parameters, target=TPU)
+
+        def run(x, segment, cotangent):
+            frame = Frame(None, None, k_segment=segment)
+            y, residuals = kernels.forward(leaf, x, frame)
+            return y, kernels.backward(leaf, x, frame, y, residuals, cotangent)
+
+        y, gradients = quick(run)(x, jnp.asarray(segment), cotangent)
+        for name, array in {"y": y, **gradients}.items():
+            for sequence, tokens in bad.items():
+                is_bad = np.isnan(array[sequence]).reshape(384, -1).any(axis=1)
+                assert not np.delete(is_bad, np.arange(384)[tokens]).any(), name
+
+
 def test_lucid_with_heads_wide_values_and_whole_blocks():
     given = lucid(256, ("clustered",), d=12, e=136, n=2, eps=0.0)
     check_on_a_tpu(*given, frame_of(256, 256, 1), "float32")
