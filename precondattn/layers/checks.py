@@ -44,6 +44,11 @@ def check_call(
         _check_cache(plan, cache, b)
 
 
+def check_batch(batch: Any) -> None:
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"batch must be a whole number, 1 or above; found {batch!r}")
+
+
 def _check_cache(plan: Plan, cache: Any, b: int) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be from init_cache; found {type(cache).__name__}")

@@ -61,19 +61,24 @@ class Plan:
     buffers: tuple[str, ...]
     """Those of the mechanism's cache, by name."""
 
-    def __str__(self) -> str:
-        """A table: each input, its recipe, and its number of parameters."""
-        counts = {
-            name: sum(prod(weight.shape) for _, weight in weights) for name, weights in self.weights
+    def input_shapes(self, batch: int) -> dict[str, Shape]:
+        """The shape of each input of the mechanism, for one token of `batch` sequences."""
+        shapes, patterns = dict(self.shapes), self.mechanism.inputs
+        return {
+            name: (batch, 1, *shapes[name]) if "b" in patterns[name].letters else shapes[name]
+            for name in self.inputs
         }
+
+    def table(self, title: str) -> str:
+        """Each input, its shape, its number of parameters, and its recipe."""
+        counts = {name: sum(prod(w.shape) for _, w in weights) for name, weights in self.weights}
         rows = [
             (e.name, str(e.pattern), f"{counts[e.name]:,}", e.recipe.equation) for e in self.entries
         ]
         rows.append(("", "", f"{sum(counts.values()):,}", "parameters in all"))
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
-            f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}" for a, b, c, d in rows
-        )
+        lines = (f"  {a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}" for a, b, c, d in rows)
+        return "\n".join([f"{title}({self.width}, mechanism='{self.mechanism}')", *lines])
 
 
 def plan_for(

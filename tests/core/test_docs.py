@@ -43,6 +43,13 @@ def test_the_page_of_versions_is_up_to_date():
     assert written == maker["page"](maker["load_records"]()), "run python docs/make_versions.py"
 
 
+def test_the_page_of_recipes_is_up_to_date():
+    maker = runpy.run_path(str(DOCS / "make_recipes.py"))
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](), (
+        "run python docs/make_recipes.py"
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     text = page.read_text(encoding="utf-8")

@@ -1,5 +1,7 @@
 """Attention layers of PyTorch: `from precondattn.layers.torch import Attention`."""
 
 from precondattn.layers.torch.attention import Attention
+from precondattn.layers.torch.decoder import Block, Decoder
+from precondattn.layers.torch.weights import to_torch
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "Block", "Decoder", "to_torch"]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.arrays import is_distributed
 from precondattn.cache import Cache
 from precondattn.execution.autocast import target
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import check_call
+from precondattn.layers.checks import check_batch, check_call
 from precondattn.layers.histories import with_rows
-from precondattn.layers.plan import OUT, PROJECTION, Weight, plan_for
+from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
+from precondattn.layers.torch.module import fill, register
 
 
 class Attention(nn.Module):
@@ -103,8 +103,7 @@ class Attention(nn.Module):
         for name, weights in self.plan.weights:
             module = nn.Module()
             for weight_name, weight in weights:
-                empty = torch.empty(weight.shape, device=device, dtype=dtype)
-                module.register_parameter(weight_name, nn.Parameter(empty))
+                register(module, weight_name, weight, device, dtype)
             self.inputs[name] = module
         self.reset_parameters()
 
@@ -113,13 +112,11 @@ class Attention(nn.Module):
         """The mechanism that the layer calls."""
         return self.plan.mechanism
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights anew, for example after `to_empty` of a layer made on `meta`."""
         for name, weights in self.plan.weights:
             for weight_name, weight in weights:
-                parameter = getattr(self.inputs[name], weight_name)
-                parameter.copy_(_first_values(parameter, weight))
+                fill(self.inputs[name].get_parameter(weight_name), weight)
 
     def forward(
         self,
@@ -166,51 +163,12 @@ class Attention(nn.Module):
         It has the device and the dtype of the weights, or autocast's dtype under autocast. A
         mechanism whose cache is a state needs no capacity.
         """
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise ValueError(f"batch must be a whole number, 1 or above; found {batch!r}")
+        check_batch(batch)
         weight = self.inputs[OUT].get_parameter(PROJECTION)
-        patterns = self.mechanism.inputs
-        like = {
-            name: weight.new_empty((batch, 1, *shape) if "b" in patterns[name].letters else shape)
-            for name, shape in self.plan.shapes
-            if name in patterns
-        }
+        shapes = self.plan.input_shapes(batch)
+        like = {name: weight.new_empty(shape) for name, shape in shapes.items()}
         cache = self.mechanism.init_cache(**like, capacity=capacity)
         return with_rows(cache, self.plan, target(weight) or weight.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.plan.width}, mechanism='{self.mechanism}'\n{self.plan}"
-
     def __repr__(self) -> str:
-        lines = "\n".join(f"  {line}" for line in self.extra_repr().splitlines()[1:])
-        return f"Attention({self.extra_repr().splitlines()[0]})\n{lines}"
-
-
-class _Draw:
-    """New tensors of the shape, dtype and device of one parameter."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.shape = parameter.shape
-        self.kind = {"dtype": parameter.dtype, "device": parameter.device}
-
-    def normal(self) -> Tensor:
-        return torch.randn(self.shape, **self.kind)
-
-    def uniform(self) -> Tensor:
-        return torch.rand(self.shape, **self.kind)
-
-    def constant(self, value: float) -> Tensor:
-        return torch.full(self.shape, value, **self.kind)
-
-    def identity(self) -> Tensor:
-        return torch.eye(self.shape[-1], **self.kind).expand(self.shape)
-
-
-def _first_values(parameter: Tensor, weight: Weight) -> Tensor:
-    values: Tensor = weight.start(_Draw(parameter), weight.shape)
-    if not is_distributed((parameter,), {}):
-        return values
-    from torch.distributed.tensor import distribute_tensor
-
-    distributed: Any = parameter
-    return distribute_tensor(values, distributed.device_mesh, distributed.placements)
+        return self.plan.table("Attention")

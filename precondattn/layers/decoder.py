@@ -1,0 +1,121 @@
+"""What the decoders of both frameworks share: declared weights, sizes, and checks.
+
+    block:    x ← x + attention(norm(x)),    x ← x + W₃ (SiLU(W₁ y) ∘ W₂ y) with y = norm(x)
+    decoder:  logits = norm(block(… block(E[tokens]))) Eᵀ
+
+The norms are RMS norms with a gain, and the MLP is that of arXiv 2002.05202, Eq. 6.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Array, dtype_name, library_of
+from precondattn.layers.functions import linear, silu
+from precondattn.layers.parameters import Constant, FanIn, Normal
+from precondattn.layers.plan import Weight
+
+EPS = 1e-6
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+Layers = Sequence[str | Mechanism | Mapping[str, Any]]
+"""For each block a mechanism, or the arguments of its `Attention` as a dict."""
+
+
+def gain_weight(width: int) -> Weight:
+    return Weight((width,), Constant(1), ("embed",))
+
+
+def mlp_weights(width: int, hidden: int) -> dict[str, Weight]:
+    """The three matrices of a gated MLP."""
+    inward = Weight((width, hidden), FanIn(), ("embed", "mlp"))
+    return {
+        "gate": inward,
+        "up": inward,
+        "down": Weight((hidden, width), FanIn(), ("mlp", "embed")),
+    }
+
+
+def embedding_weight(vocabulary: int, width: int) -> Weight:
+    return Weight((vocabulary, width), Normal(0.02), ("vocab", "embed"))
+
+
+def gated_mlp(y: Array, gate: Array, up: Array, down: Array) -> Array:
+    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+    return linear(silu(linear(y, gate)) * linear(y, up), down)
+
+
+def hidden_width(width: int, hidden: int | None) -> int:
+    """The inner width of the MLP: 8/3 of the width, a multiple of 8, if none is given."""
+    if hidden is None:
+        return -(-8 * width // 24) * 8
+    if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
+        raise ValueError(f"hidden must be a whole number, 1 or above; found {hidden!r}")
+    return hidden
+
+
+def arguments_of(layers: Layers, heads: int) -> list[dict[str, Any]]:
+    """The arguments of each block's attention; `depth` counts the blocks."""
+    if isinstance(layers, str | Mechanism | Mapping) or not len(layers):
+        raise TypeError(
+            f"layers must be a list with a mechanism for each block, such as "
+            f"['gated_delta'] * 3 + ['lucid']; found {layers!r}"
+        )
+    arguments = []
+    for depth, layer in enumerate(layers):
+        own = dict(layer) if isinstance(layer, Mapping) else {"mechanism": layer}
+        arguments.append({"heads": heads, "depth": depth, **own})
+    return arguments
+
+
+def check_vocabulary(vocabulary: Any) -> None:
+    if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
+        raise ValueError(f"vocabulary must be a whole number, 1 or above; found {vocabulary!r}")
+
+
+def check_tokens(tokens: Any, library: str, mask: Any = None, caches: Any = None) -> None:
+    """Raise an error unless tokens are integers (b, t), and the caches are a tuple."""
+    if library_of(tokens) != library or dtype_name(tokens) not in INTEGERS:
+        found = dtype_name(tokens) if library_of(tokens) else type(tokens).__name__
+        raise TypeError(f"tokens must be integers of {library}; found {found}")
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must have shape (b, t); found {tuple(tokens.shape)}")
+    if mask is not None and tuple(getattr(mask, "shape", ())) != tuple(tokens.shape):
+        raise ValueError(f"mask must have shape {tuple(tokens.shape)}; found {mask!r:.60}")
+    if caches is not None and not isinstance(caches, tuple):
+        raise TypeError(f"caches must be from init_caches; found {type(caches).__name__}")
+
+
+def check_generation(
+    count: Any, temperature: Any, top_p: Any, stop: Any, vocabulary: int, largest: int, least: int
+) -> None:
+    """Raise an error for options out of range, and for tokens that the vocabulary has not."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"count must be a whole number, 1 or above; found {count!r}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or above; found {temperature!r}")
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1]; found {top_p!r}")
+    if stop is not None and (not isinstance(stop, int) or not 0 <= stop < vocabulary):
+        raise ValueError(f"stop must be a token, 0 to {vocabulary - 1}; found {stop!r}")
+    if least < 0 or largest >= vocabulary:
+        raise ValueError(
+            f"tokens must be between 0 and {vocabulary - 1}; found {least} to {largest}"
+        )
+
+
+def counted(count: int, *, shown: bool) -> Iterator[int]:
+    """0, 1, … count − 1, with a bar on the standard error that shows how far it is."""
+    start = time.monotonic()
+    for i in range(count):
+        yield i
+        if shown:
+            filled = 30 * (i + 1) // count
+            rate = (i + 1) / max(time.monotonic() - start, 1e-9)
+            bar = "#" * filled + "." * (30 - filled)
+            end = "\n" if i + 1 == count else ""
+            print(f"\r[{bar}] {i + 1}/{count} tokens, {rate:.0f}/s{end}", end="", file=sys.stderr)

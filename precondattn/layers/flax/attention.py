@@ -1,0 +1,151 @@
+"""`Attention`: any mechanism as a module of Flax NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.cache import Cache
+from precondattn.layers.apply import apply
+from precondattn.layers.checks import check_batch, check_call
+from precondattn.layers.flax.module import parameter
+from precondattn.layers.histories import with_rows
+from precondattn.layers.plan import OUT, PROJECTION, plan_for
+from precondattn.layers.recipe import Recipe
+
+
+class Attention(nnx.Module):
+    """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
+
+    The layer is that of `precondattn.layers.torch`: the same recipes, weights of the same names and
+    shapes, and so the same numbers (`to_flax`, `to_torch`). The axes of every parameter have names
+    (its metadata `out_sharding`): `embed`, `heads`, `kv_heads`, `head_dim` and `slots`.
+
+    Parameters
+    ----------
+    width : int
+        The width of x and y.
+    heads : int
+        The number h of query heads; of pairs of heads in differential attention.
+    mechanism : str or Mechanism
+        Such as `"ccq(gated_delta)"`.
+    kv_heads, value_heads, head_dim, value_dim, slots, depth, recipes
+        As in `precondattn.layers.torch.Attention`. With `nnx.vmap` all layers have the same depth.
+    dtype
+        Of all parameters, and of x. float32 by default.
+    rngs : nnx.Rngs
+        The stream `params` draws the first values.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for an unknown mechanism, sizes that do not fit it, and recipes for other inputs.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import Attention
+    >>> attn = Attention(32, heads=4, mechanism="ccq(gated_delta)", rngs=nnx.Rngs(0))
+    >>> x = jax.random.normal(jax.random.key(1), (2, 6, 32), "float32")
+    >>> y = attn(x)
+    >>> first, cache = attn(x[:, :4], cache=attn.init_cache(2))
+    >>> last, cache = attn(x[:, 4:], cache=cache)
+    >>> bool(jax.numpy.allclose(last, y[:, 4:], atol=1e-5))
+    True
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        mechanism: str | Mechanism = "softmax",
+        kv_heads: int | None = None,
+        value_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        slots: int | None = None,
+        depth: int = 0,
+        recipes: Mapping[str, Recipe] | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.plan = plan_for(
+            width,
+            heads,
+            mechanism,
+            kv_heads=kv_heads,
+            value_heads=value_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            slots=slots,
+            depth=depth,
+            recipes=recipes,
+        )
+        self.inputs = nnx.Dict()
+        """The weights of each input, by its name, and those of the output as `out`."""
+        for name, weights in self.plan.weights:
+            self.inputs[name] = nnx.Dict(
+                {own: parameter(weight, dtype, rngs) for own, weight in weights}
+            )
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism that the layer calls."""
+        return self.plan.mechanism
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """y, or y and the longer cache if there is one.
+
+        Parameters
+        ----------
+        x : array (b, t, width)
+        mask : boolean array (b, t), optional
+            False for padding, at any place. Each sequence then gives what its valid tokens give
+            alone; the output of padding is 0.
+        positions : array (t,) or (b, t), optional
+            For rotations; by default the valid tokens are counted, from the cache's length on.
+        cache : Cache, optional
+            From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+        """
+        check_call(self.plan, self._projection(), x, mask, positions, cache, is_cast=False)
+        weights = {
+            name: {own: array[...] for own, array in parameters.items()}
+            for name, parameters in self.inputs.items()
+        }
+        y, after = apply(self.plan, weights, x, mask=mask, positions=positions, cache=cache)
+        return y if cache is None else (y, after)
+
+    def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
+        """An empty cache for `batch` sequences of at most `capacity` tokens.
+
+        It has the dtype of the weights. A mechanism whose cache is a state needs no capacity.
+        """
+        check_batch(batch)
+        dtype = self._projection().dtype
+        shapes = self.plan.input_shapes(batch)
+        like = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        cache = self.mechanism.init_cache(**like, capacity=capacity)
+        return with_rows(cache, self.plan, dtype)
+
+    def _projection(self) -> jax.Array:
+        weight: jax.Array = self.inputs[OUT][PROJECTION][...]
+        return weight
+
+    def __repr__(self) -> str:
+        return self.plan.table("Attention")
+
+    __str__ = __repr__

@@ -1,0 +1,287 @@
+"""A small decoder around `Attention`: blocks, an embedding, a tied head, and `generate`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from precondattn.cache import Cache
+from precondattn.layers.decoder import (
+    EPS,
+    Layers,
+    arguments_of,
+    check_generation,
+    check_tokens,
+    check_vocabulary,
+    counted,
+    embedding_weight,
+    gain_weight,
+    gated_mlp,
+    hidden_width,
+    mlp_weights,
+)
+from precondattn.layers.flax.attention import Attention
+from precondattn.layers.flax.module import parameter
+from precondattn.layers.functions import linear, rms_norm
+
+Caches = tuple[Cache, ...]
+
+
+class _Norm(nnx.Module):
+    """γ RMSNorm(x)."""
+
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.gain = parameter(gain_weight(width), dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y: jax.Array = self.gain[...] * rms_norm(x, EPS)
+        return y
+
+
+class _GatedMLP(nnx.Module):
+    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+
+    def __init__(self, width: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        weights = mlp_weights(width, hidden)
+        self.gate = parameter(weights["gate"], dtype, rngs)
+        self.up = parameter(weights["up"], dtype, rngs)
+        self.down = parameter(weights["down"], dtype, rngs)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        out: jax.Array = gated_mlp(y, self.gate[...], self.up[...], self.down[...])
+        return out
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), and to this its gated MLP, after a norm.
+
+    Parameters
+    ----------
+    width : int
+        The width of x.
+    hidden : int, optional
+        The inner width of the MLP; 8/3 of the width by default.
+    dtype, rngs
+        As in `Attention`.
+    **attention
+        Other arguments of `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import Block
+    >>> block = Block(32, heads=4, mechanism="gla", rngs=nnx.Rngs(0))
+    >>> block(jax.numpy.ones((2, 6, 32), "float32")).shape
+    (2, 6, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **attention: Any,
+    ) -> None:
+        self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
+        self.attention_norm = _Norm(width, dtype, rngs)
+        self.mlp_norm = _Norm(width, dtype, rngs)
+        self.mlp = _GatedMLP(width, hidden_width(width, hidden), dtype, rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        y = self.attention(self.attention_norm(x), mask=mask, positions=positions, cache=cache)
+        y, after = (y, None) if cache is None else y
+        x = x + y
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if cache is None else (x, after)
+
+
+class Decoder(nnx.Module):
+    """A language model: an embedding, blocks, a norm, and the embedding again as its head.
+
+    Parameters
+    ----------
+    vocabulary : int
+        The number of tokens.
+    width : int
+        The width of the hidden states.
+    heads : int
+        The number of query heads of every block.
+    layers : list
+        For each block its mechanism, or the arguments of its `Attention` as a dict:
+        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`.
+    hidden : int, optional
+        The inner width of the MLPs.
+    dtype, rngs
+        As in `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import Decoder
+    >>> model = Decoder(100, 32, heads=4, layers=["gla", "lucid"], rngs=nnx.Rngs(0))
+    >>> prompt = jax.numpy.asarray([[1, 2, 3]])
+    >>> model(prompt).shape, model.generate(prompt, 5).shape
+    ((1, 3, 100), (1, 5))
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        *,
+        heads: int,
+        layers: Layers,
+        hidden: int | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_vocabulary(vocabulary)
+        self.vocabulary = vocabulary
+        self.blocks = nnx.List(
+            [
+                Block(width, hidden=hidden, dtype=dtype, rngs=rngs, **arguments)
+                for arguments in arguments_of(layers, heads)
+            ]
+        )
+        self.norm = _Norm(width, dtype, rngs)
+        self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
+
+    def __call__(
+        self, tokens: jax.Array, *, mask: jax.Array | None = None, caches: Caches | None = None
+    ) -> Any:
+        """The logits (b, t, vocabulary), or they and the longer caches if there are any.
+
+        Parameters
+        ----------
+        tokens : integer array (b, t)
+            A token that the vocabulary has not gives NaN.
+        mask : boolean array (b, t), optional
+            False for padding, at any place.
+        caches : tuple of Cache, optional
+            From `init_caches` or an earlier call.
+        """
+        check_tokens(tokens, "jax", mask, caches)
+        x, longer = self._states(tokens, mask, caches)
+        return self._logits(x) if caches is None else (self._logits(x), longer)
+
+    def _states(
+        self, tokens: jax.Array, mask: jax.Array | None, caches: Caches | None
+    ) -> tuple[jax.Array, Caches | None]:
+        """The hidden states after the last block, and the caches."""
+        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        if caches is None:
+            for block in self.blocks:
+                x = block(x, mask=mask)
+            return x, None
+        longer = []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block(x, mask=mask, cache=cache)
+            longer.append(cache)
+        return x, tuple(longer)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
+        return logits
+
+    def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
+        """An empty cache for each block, as `Attention.init_cache`."""
+        return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
+
+    def generate(
+        self,
+        tokens: jax.Array,
+        count: int,
+        *,
+        mask: jax.Array | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: int | None = None,
+        key: jax.Array | None = None,
+        progress: bool = False,
+    ) -> jax.Array:
+        """`count` tokens (b, count) that continue the prompts. Not for use inside `jit`.
+
+        Parameters
+        ----------
+        tokens : integer array (b, t)
+            The prompts.
+        count : int
+            The number of new tokens.
+        mask : boolean array (b, t), optional
+            False for padding of prompts of different lengths, at any place. Every prompt needs a
+            valid token.
+        temperature : float
+            0 for the most probable token; otherwise logits are divided by it, and tokens drawn.
+        top_p : float
+            Draw from the fewest tokens whose probabilities sum to this.
+        stop : int, optional
+            A token after which a sequence only repeats it.
+        key : PRNG key, optional
+            Of the draws; needed where the temperature is not 0.
+        progress : bool
+            Show a bar on the standard error.
+        """
+        check_tokens(tokens, "jax", mask)
+        check_generation(
+            count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
+        )
+        if key is None and temperature:
+            raise TypeError("key: a PRNG key is needed to draw tokens; found None")
+        if mask is not None and not bool(mask.any(axis=1).all()):
+            raise ValueError("mask: every prompt needs a valid token; found one without any")
+        b, t = tokens.shape
+        graph, state = nnx.split(self)
+        choose = partial(_chosen, temperature=temperature, top_p=top_p)
+        last = jnp.full((b,), t - 1) if mask is None else t - 1 - mask[:, ::-1].argmax(axis=1)
+
+        @partial(jax.jit, donate_argnums=1)
+        def after(
+            state: Any, caches: Any, tokens: Any, mask: Any, last: Any, key: Any
+        ) -> tuple[jax.Array, Any]:
+            model = nnx.merge(graph, state)
+            x, caches = model._states(tokens, mask, caches)
+            logits = model._logits(x[jnp.arange(b), last][:, None])[:, -1]
+            return choose(logits, key).astype(tokens.dtype)[:, None], caches
+
+        keys = [None] * count if key is None else [*jax.random.split(key, count)]
+        caches: Any = self.init_caches(b, t + count)
+        new = tokens
+        drawn: list[jax.Array] = []
+        for i in counted(count, shown=progress):
+            if i:
+                mask, last = None, jnp.zeros((b,), last.dtype)
+            new, caches = after(state, caches, new, mask, last, keys[i])
+            if stop is not None and drawn:
+                new = jnp.where(drawn[-1] == stop, stop, new)
+            drawn.append(new)
+        return jnp.concatenate(drawn, axis=1)
+
+
+def _chosen(
+    logits: jax.Array, key: jax.Array | None, *, temperature: float, top_p: float
+) -> jax.Array:
+    """A token (b,) for each row of logits (b, vocabulary)."""
+    if temperature == 0 or key is None:
+        return jnp.argmax(logits, axis=-1)
+    p = jax.nn.softmax(logits.astype(jnp.float32) / temperature, axis=-1)
+    order = jnp.argsort(-p, axis=-1)
+    p = jnp.take_along_axis(p, order, axis=-1)
+    p = jnp.where(jnp.cumsum(p, axis=-1) - p < top_p, p, 0)
+    rank = jax.random.categorical(key, jnp.log(p), axis=-1)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]

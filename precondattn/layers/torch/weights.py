@@ -1,0 +1,39 @@
+"""Weights of a Flax module as those of the PyTorch module of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def to_torch(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """A nested dict of arrays, such as `nnx.state(module, nnx.Param)`, as a `state_dict`.
+
+    Names and shapes are the same in both: `inputs`, `q`, `weight` is `"inputs.q.weight"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from precondattn.layers.torch import to_torch
+    >>> to_torch({"blocks": {0: {"inputs": {"q": {"weight": np.ones(2)}}}}})
+    {'blocks.0.inputs.q.weight': tensor([1., 1.], dtype=torch.float64)}
+    """
+    return {".".join(map(str, path)): _tensor(array) for path, array in _leaves(state, ())}
+
+
+def _leaves(state: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, state
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    array = np.asarray(value[...])
+    if array.dtype.name == "bfloat16":  # PyTorch does not read NumPy's.
+        return torch.tensor(array.astype(np.float32)).bfloat16()
+    return torch.tensor(array)

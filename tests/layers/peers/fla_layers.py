@@ -1,0 +1,208 @@
+"""Layers of flash-linear-attention around its naive operators, which run on a CPU.
+
+Its own layers need a GPU. Their `forward` is written down here in plain PyTorch, for the default
+options or those named below; weights have the names of its modules. Each function has the shapes of
+its weights, and returns the call of a dict of them and x.
+
+    gla             num_kv_heads=2
+    delta_net       the gate is 0 in the operator of the gated delta rule
+    gated_delta_net expand_v=2
+    gsa             num_kv_heads=2, num_slots=3
+    retention       expand_v=2
+    path            use_forget_gate=True
+"""
+
+import importlib.metadata
+import importlib.util
+
+HEADS = 4
+
+
+def naive(operation):
+    """The module of the references of one operation, by its file, which needs no Triton."""
+    source = importlib.metadata.distribution("fla-core").locate_file(
+        f"fla/ops/{operation}/naive.py"
+    )
+    spec = importlib.util.spec_from_file_location(f"fla_{operation}_naive", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def projections(**widths):
+    """The shapes of linear maps of x, of width 32."""
+    return {f"{name}_proj.weight": (width, 32) for name, width in widths.items()}
+
+
+def linear(w, name, x, heads=None):
+    import torch
+
+    y = torch.nn.functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+    return y if heads is None else y.unflatten(-1, (heads, -1))
+
+
+def short_convolution(w, name, x):
+    """`ShortConvolution`: causal, depthwise, followed by SiLU."""
+    import torch
+
+    weight = w[f"{name}.weight"]
+    channels, size = weight.shape[0], weight.shape[-1]
+    padded = torch.nn.functional.pad(x.mT, (size - 1, 0))
+    y = torch.nn.functional.conv1d(padded, weight, groups=channels)
+    return torch.nn.functional.silu(y).mT
+
+
+def unit(x):
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def normed(w, name, o):
+    return o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w[f"{name}.weight"]
+
+
+def gla():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=16, v=16, g=32),
+        "gk_proj.0.weight": (16, 32),
+        "gk_proj.1.weight": (16, 16),
+        "gk_proj.1.bias": (16,),
+        "g_norm_swish_gate.weight": (8,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        q = linear(w, "q_proj", x, HEADS)
+        k, v = (linear(w, f"{n}_proj", x, 2).repeat_interleave(2, 2) for n in "kv")
+        gate = linear(w, "gk_proj.1", linear(w, "gk_proj.0", x), 2).repeat_interleave(2, 2)
+        gate = torch.nn.functional.logsigmoid(gate) / 16
+        o, _ = naive("gla").naive_recurrent_gla(q, k, v, gate)
+        o = normed(w, "g_norm_swish_gate", o)
+        o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
+def delta_net(expand_v=1):
+    import torch
+
+    shapes = {
+        **projections(q=32, k=32, v=32 * expand_v, b=4),
+        "q_conv1d.weight": (32, 1, 4),
+        "k_conv1d.weight": (32, 1, 4),
+        "v_conv1d.weight": (32 * expand_v, 1, 4),
+        "o_norm.weight": (8 * expand_v,),
+        "o_proj.weight": (32, 32 * expand_v),
+    }
+
+    def call(w, x):
+        q, k, v = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qkv"
+        )
+        beta = linear(w, "b_proj", x).sigmoid()
+        g = torch.zeros_like(beta)
+        if "A_log" in w:
+            step = torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
+            g = -w["A_log"].exp() * step
+        rule = naive("gated_delta_rule").naive_recurrent_gated_delta_rule
+        o, _ = rule(unit(q), unit(k), v, beta, g)
+        o = normed(w, "o_norm", o)
+        if "g_proj.weight" in w:
+            o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
+def gated_delta_net():
+    shapes, call = delta_net(expand_v=2)
+    return {**shapes, **projections(a=4, g=64), "A_log": (4,), "dt_bias": (4,)}, call
+
+
+def gsa():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=16, v=16, f=6),
+        "g_norm.weight": (32,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        silu = torch.nn.functional.silu
+        q = silu(linear(w, "q_proj", x, HEADS))
+        k, v = (silu(linear(w, f"{n}_proj", x, 2)) for n in "kv")
+        f = torch.nn.functional.logsigmoid(linear(w, "f_proj", x, 2)) / 8
+        k, v, f, s = (y.repeat_interleave(2, 2) for y in (k, v, f, 1 - f.exp()))
+        o, _ = naive("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
+        return linear(w, "o_proj", normed(w, "g_norm", silu(o.flatten(2))))
+
+    return shapes, call
+
+
+def retention():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=32, v=64, g=64),
+        "g_norm_swish_gate.weight": (16,),
+        "o_proj.weight": (32, 64),
+    }
+
+    def rotary(x):
+        """Pairs are half a head apart."""
+        half = x.shape[-1] // 2
+        frequency = 10_000 ** (-torch.arange(half) / half)
+        angle = (torch.arange(x.shape[1])[:, None] * frequency)[:, None, :]
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    def call(w, x):
+        q, k, v = (linear(w, f"{n}_proj", x, HEADS) for n in "qkv")
+        o = retain(rotary(q), rotary(k), v)
+        o = normed(w, "g_norm_swish_gate", o)
+        o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
+def retain(q, k, v):
+    """`naive_retention`, whose heads are before time."""
+    arrays = (y.transpose(1, 2) for y in (q, k, v))
+    return naive("retention").naive_retention(*arrays).transpose(1, 2)
+
+
+def path():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=32, v=32, bt=4, g=4),
+        "w_proj.0.weight": (32, 32),
+        "w_proj.1.weight": (32, 32),
+        "w_conv1d.weight": (32, 1, 3),
+        "bt_proj.bias": (4,),
+        "g_proj.bias": (4,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        q, k, v = (linear(w, f"{n}_proj", x, HEADS) for n in "qkv")
+        directions = linear(w, "w_proj.1", linear(w, "w_proj.0", x))
+        directions = short_convolution(w, "w_conv1d", directions).unflatten(-1, (HEADS, -1))
+        beta = 2 * linear(w, "bt_proj", x).sigmoid()
+        g = torch.nn.functional.logsigmoid(linear(w, "g_proj", x))
+        rule = naive("path_attn").naive_path_attn
+        o = rule(q, k, v, unit(directions), beta, g, scale=8**-0.5, chunk_size=4)
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
+LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)

@@ -1,0 +1,192 @@
+"""Save outputs and gradients of public layers, so that tests compare without installing them.
+
+Layers of Transformers with small widths, random weights, and few digits in x:
+
+    llama           LlamaAttention: two key/value heads for four query heads, rotary positions
+    diffllama       DiffLlamaAttention with layer_idx=1: two pairs of query heads, one of keys
+    qwen3_next      Qwen3NextGatedDeltaNet: two key heads, four value heads
+    mamba2          Mamba2Mixer: two groups, four heads
+
+and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
+
+    x               (batch, time, width)
+    out, cotangent  of the same shape
+    grad_x          the gradient of sum(out * cotangent)
+    weight.*        every parameter, by its public name
+    grad.*          its gradient
+
+To run it, in an environment of its own:
+
+    python -m pip install -e '.[peers]' && python tests/layers/peers/make_fixtures.py
+"""
+
+import functools
+import importlib.metadata
+import inspect
+from pathlib import Path
+
+import numpy as np
+
+# torch and transformers are imported where they are used: pytest imports this file to collect it.
+
+HERE = Path(__file__).resolve().parent
+BATCH, TIME = 2, 11
+
+
+def llama():
+    """A Llama layer, and its call."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_implementation="eager",
+    )
+    layer, rotary = LlamaAttention(config, layer_idx=0), LlamaRotaryEmbedding(config)
+    angles = rotary(torch.zeros(BATCH, TIME, 32), torch.arange(TIME)[None])
+    return 32, layer, lambda x: layer(x, angles, causal_mask())[0]
+
+
+def diffllama():
+    """A DiffLlama layer, and its call."""
+    import torch
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama.modeling_diffllama import (
+        DiffLlamaAttention,
+        DiffLlamaRotaryEmbedding,
+    )
+
+    config = DiffLlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_implementation="eager",
+    )
+    layer, rotary = DiffLlamaAttention(config, layer_idx=1), DiffLlamaRotaryEmbedding(config)
+    angles = rotary(torch.zeros(BATCH, TIME, 32), torch.arange(TIME)[None])
+    return 32, layer, lambda x: layer(x, angles, causal_mask())[0]
+
+
+def qwen3_next():
+    """A gated delta layer of Qwen3-Next, and its call."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+
+    without_kernels(peer)
+
+    config = Qwen3NextConfig(
+        hidden_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        num_hidden_layers=4,
+        rms_norm_eps=1e-5,
+    )
+    layer = peer.Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    return 32, layer, layer
+
+
+def mamba2():
+    """A Mamba-2 layer, and its call."""
+    from transformers import Mamba2Config
+    from transformers.models.mamba2 import modeling_mamba2 as peer
+
+    without_kernels(peer)
+
+    config = Mamba2Config(
+        hidden_size=16,
+        expand=2,
+        head_dim=8,
+        num_heads=4,
+        n_groups=2,
+        state_size=6,
+        chunk_size=4,
+        num_hidden_layers=1,
+    )
+    layer = peer.Mamba2Mixer(config, layer_idx=0)
+    return 16, layer, layer
+
+
+def without_kernels(module):
+    """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
+    for name, function in list(vars(module).items()):
+        if inspect.isfunction(function) and hasattr(function, "__wrapped__"):
+            setattr(module, name, inspect.unwrap(function))
+
+
+def causal_mask():
+    import torch
+
+    return torch.full((1, 1, TIME, TIME), -torch.inf).triu(1)
+
+
+def drawn(rng, name, shape):
+    """Random weights: gains near 1, and matrices that keep the size of x."""
+    values = rng.normal(size=shape)
+    if len(shape) == 1:
+        return 0.3 * values + float("norm" in name)
+    return values * 1.3 * np.prod(shape[1:]) ** -0.5
+
+
+def of_module(make, rng):
+    """A layer of Transformers: its width, its parameters and its call."""
+    import torch
+
+    width, layer, call = make()
+    with torch.no_grad():
+        for name, parameter in layer.eval().named_parameters():
+            parameter.copy_(torch.tensor(drawn(rng, name, parameter.shape)))
+    return width, dict(layer.named_parameters()), call
+
+
+def of_function(make, rng):
+    """A layer of `fla_layers`: its width, its parameters and its call."""
+    import torch
+
+    shapes, call = make()
+    parameters = {
+        name: torch.tensor(drawn(rng, name, shape), dtype=torch.float32, requires_grad=True)
+        for name, shape in shapes.items()
+    }
+    return 32, parameters, functools.partial(call, parameters)
+
+
+def entries(width, parameters, call, rng):
+    """The entries of the file of one layer, without `versions`."""
+    import torch
+
+    x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, TIME, width))) / 16
+    x = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+    out = call(x)
+    out = out[0] if isinstance(out, tuple) else out
+    (out * torch.tensor(cotangent)).sum().backward()
+    arrays = {"x": x.detach(), "out": out.detach(), "cotangent": cotangent, "grad_x": x.grad}
+    for name, parameter in parameters.items():
+        arrays |= {f"weight.{name}": parameter.detach(), f"grad.{name}": parameter.grad}
+    return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+
+
+def main():
+    import fla_layers
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    versions += f", fla-core {importlib.metadata.version('fla-core')}"
+    modules = [(of_module, make) for make in (llama, diffllama, qwen3_next, mamba2)]
+    functions = [(of_function, make) for make in fla_layers.LAYERS]
+    for seed, (of, make) in enumerate([*modules, *functions]):
+        rng = np.random.default_rng(20270 + seed)
+        arrays = entries(*of(make, rng), rng)
+        np.savez_compressed(HERE / f"{make.__name__}.npz", versions=versions, **arrays)
+
+
+if __name__ == "__main__":
+    main()

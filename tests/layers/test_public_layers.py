@@ -1,0 +1,231 @@
+"""Layers with the weights of public ones give their outputs and gradients (`peers/`).
+
+Each mapping below says where a public weight goes. It only moves numbers, so that it maps gradients
+as it maps weights.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from precondattn.layers.torch import Attention
+
+PEERS = Path(__file__).parent / "peers"
+
+
+def heads(weight, n):
+    """A public matrix (n · d, x) as ours, (x, n, d)."""
+    return weight.T.reshape(weight.shape[1], n, -1)
+
+
+def from_heads(weight, n):
+    """A public matrix (x, n · e) of the last projection as ours, (n, e, x)."""
+    return weight.T.reshape(n, -1, weight.shape[0])
+
+
+def llama(w):
+    return {
+        "q.weight": heads(w["q_proj.weight"], 4),
+        "k.weight": heads(w["k_proj.weight"], 2),
+        "v.weight": heads(w["v_proj.weight"], 2),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+def diffllama(w):
+    """Heads of a pair are half of all heads apart; the values of a pair are side by side."""
+    q, q2 = np.split(heads(w["q_proj.weight"], 4), 2, 1)
+    k, k2 = np.split(heads(w["k_proj.weight"], 2), 2, 1)
+    v = np.concatenate(np.split(heads(w["v_proj.weight"], 2), 2, 1), 2)
+    vectors = {f"lam.{n}": w[f"lambda_{n}"] for n in ("q1", "k1", "q2", "k2")}
+    rows = {"q.weight": q, "q2.weight": q2, "k.weight": k, "k2.weight": k2, "v.weight": v}
+    return {**rows, **vectors, "out.projection": from_heads(w["o_proj.weight"], 2)}
+
+
+def qwen3_next(w):
+    """One matrix for q, k, v and the gate, interleaved by key heads, and one for β and the gate."""
+    qkvz = heads(w["in_proj_qkvz.weight"], 2)
+    q, k, v, gate = np.split(qkvz, np.cumsum([8, 8, 12]), 2)
+    beta, step = np.split(heads(w["in_proj_ba.weight"], 2), 2, 2)
+    parts = np.split(w["conv1d.weight"][:, 0].T, np.cumsum([16, 16]), 1)
+    convolutions = (part.reshape(4, n, -1) for part, n in zip(parts, (2, 2, 4), strict=True))
+    return {
+        "q.weight": q,
+        "k.weight": k,
+        "v.weight": v.reshape(32, 4, 6),
+        **dict(zip(("q.convolution", "k.convolution", "v.convolution"), convolutions, strict=True)),
+        "beta.weight": beta.reshape(32, 4),
+        "g.weight": step.reshape(32, 4),
+        "g.A_log": w["A_log"],
+        "g.dt_bias": w["dt_bias"],
+        "out.gate": gate.reshape(32, 4, 6),
+        "out.gain": w["norm.weight"],
+        "out.projection": from_heads(w["out_proj.weight"], 4),
+    }
+
+
+def mamba2(w):
+    """One matrix for the gate, x, B, C and Δ, and one convolution of x, B and C."""
+    gate, x, b, c, step = np.split(w["in_proj.weight"], np.cumsum([32, 32, 12, 12]))
+    of_x, of_b, of_c = np.split(w["conv1d.weight"][:, 0].T, np.cumsum([32, 12]), 1)
+    bias_x, bias_b, bias_c = np.split(w["conv1d.bias"], np.cumsum([32, 12]))
+    rows = {}
+    for name, n, weight, convolution, bias in (
+        ("q", 2, c, of_c, bias_c),
+        ("k", 2, b, of_b, bias_b),
+        ("x", 4, x, of_x, bias_x),
+    ):
+        rows[f"{name}.weight"] = heads(weight, n)
+        rows[f"{name}.convolution"] = convolution.reshape(4, n, -1)
+        rows[f"{name}.bias"] = bias.reshape(n, -1)
+    return {
+        **rows,
+        "dt.weight": step.T,
+        "dt.dt_bias": w["dt_bias"],
+        "g.A_log": w["A_log"],
+        "out.gate": heads(gate, 4),
+        "out.D": w["D"],
+        "out.gain": w["norm.weight"].reshape(4, 8),
+        "out.projection": from_heads(w["out_proj.weight"], 4),
+    }
+
+
+def convolved(w, names, n=4):
+    """The three projections of a layer with short convolutions, (n · d, 1, 4) each."""
+    return {
+        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], n) for name in names},
+        **{
+            f"{name}.convolution": w[f"{name}_conv1d.weight"][:, 0].T.reshape(4, n, -1)
+            for name in names
+        },
+    }
+
+
+def gla(w):
+    return {
+        "q.weight": heads(w["q_proj.weight"], 4),
+        "k.weight": heads(w["k_proj.weight"], 2),
+        "v.weight": heads(w["v_proj.weight"], 2),
+        "g.down": w["gk_proj.0.weight"].T,
+        "g.up": heads(w["gk_proj.1.weight"], 2),
+        "g.bias": w["gk_proj.1.bias"].reshape(2, -1),
+        "out.gain": w["g_norm_swish_gate.weight"],
+        "out.gate": heads(w["g_proj.weight"], 4),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+def delta_net(w):
+    return {
+        **convolved(w, "qkv"),
+        "beta.weight": w["b_proj.weight"].T,
+        "out.gain": w["o_norm.weight"],
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+def gated_delta_net(w):
+    return {
+        **delta_net(w),
+        "g.weight": w["a_proj.weight"].T,
+        "g.A_log": w["A_log"],
+        "g.dt_bias": w["dt_bias"],
+        "out.gate": heads(w["g_proj.weight"], 4),
+    }
+
+
+def gsa(w):
+    return {
+        "q.weight": heads(w["q_proj.weight"], 4),
+        "k.weight": heads(w["k_proj.weight"], 2),
+        "v.weight": heads(w["v_proj.weight"], 2),
+        "g.weight": heads(w["f_proj.weight"], 2),
+        "out.gain": w["g_norm.weight"].reshape(4, -1),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+def retention(w):
+    return {
+        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], 4) for name in "qkv"},
+        "out.gain": w["g_norm_swish_gate.weight"],
+        "out.gate": heads(w["g_proj.weight"], 4),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+def path(w):
+    return {
+        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], 4) for name in "qkv"},
+        "w.down": w["w_proj.0.weight"].T,
+        "w.up": heads(w["w_proj.1.weight"], 4),
+        "w.convolution": w["w_conv1d.weight"][:, 0].T.reshape(3, 4, -1),
+        "beta.weight": w["bt_proj.weight"].T,
+        "beta.bias": w["bt_proj.bias"],
+        "g.weight": w["g_proj.weight"].T,
+        "g.bias": w["g_proj.bias"],
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
+FOUR = {"width": 32, "heads": 4}
+
+LAYERS = {
+    gla: {**FOUR, "kv_heads": 2, "mechanism": "gla"},
+    delta_net: {**FOUR, "mechanism": "delta"},
+    gated_delta_net: {**FOUR, "value_dim": 16, "mechanism": "gated_delta"},
+    gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
+    retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
+    path: {**FOUR, "mechanism": "path[forget=scaled]"},
+    llama: {"width": 32, "heads": 4, "kv_heads": 2, "mechanism": "softmax"},
+    diffllama: {"width": 32, "heads": 2, "kv_heads": 1, "mechanism": "differential", "depth": 1},
+    qwen3_next: {
+        "width": 32,
+        "heads": 2,
+        "value_heads": 4,
+        "head_dim": 8,
+        "value_dim": 6,
+        "mechanism": "gated_delta",
+    },
+    mamba2: {
+        "width": 16,
+        "heads": 2,
+        "value_heads": 4,
+        "head_dim": 6,
+        "value_dim": 8,
+        "mechanism": "ssd",
+    },
+}
+
+
+@pytest.mark.parametrize("mapping", LAYERS, ids=lambda mapping: mapping.__name__)
+def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mapping):
+    sizes = dict(LAYERS[mapping])
+    attn = Attention(sizes.pop("width"), **sizes)
+    with np.load(PEERS / f"{mapping.__name__}.npz") as entries:
+        given = dict(entries)
+    weights, gradients = (
+        mapping({n.removeprefix(prefix): a for n, a in given.items() if n.startswith(prefix)})
+        for prefix in ("weight.", "grad.")
+    )
+    state = {f"inputs.{name}": torch.tensor(array.copy()) for name, array in weights.items()}
+    missing = attn.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"inputs.out.gain"}  # DiffLlama has none.
+    x = torch.tensor(given["x"], requires_grad=True)
+    y = attn(x)
+    (y * torch.tensor(given["cotangent"])).sum().backward()
+    assert_close(y.detach(), given["out"], "out")
+    assert_close(x.grad, given["grad_x"], "x")
+    for name, gradient in gradients.items():
+        assert_close(attn.get_parameter(f"inputs.{name}").grad, gradient, name)
+
+
+def assert_close(found, expected, name):
+    error = np.abs(found.numpy() - expected).max()
+    assert error <= 1e-5 * np.abs(expected).max(), (name, error, np.abs(expected).max())
