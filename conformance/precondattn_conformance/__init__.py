@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import precondattn as pa
     from precondattn_conformance.checks import Backend
+    from precondattn_conformance.oracle import Oracle
 
 # Every pytest run imports this package for its plugin, so the functions import what they need.
 
@@ -30,13 +31,17 @@ def replay(case: str, backend: Backend = None, device: str | None = None) -> str
 
     outcome = run_case(case_of(case), backend, device)
     if outcome.measured is None or outcome.reason:
-        return f"{outcome.status}: {outcome.text}"
+        return f"{outcome.status}: {outcome.reason}\n\n{outcome.details}".rstrip()
     measured = outcome.measured
     return f"{outcome.status}: error {measured.error:.3g}, bound {measured.bound:.1g}"
 
 
-def call_of(case: str, device: str | None = None) -> tuple[pa.Mechanism, dict[str, Any]]:
+def call_of(
+    case: str, device: str | None = None, *, turned: bool = False
+) -> tuple[pa.Mechanism, dict[str, Any]]:
     """The mechanism of a case, given by its id, and the inputs and masks of its call.
+
+    If `turned`, the sequences of the batch are in reversed order: other values, the same shapes.
 
     Examples
     --------
@@ -44,6 +49,36 @@ def call_of(case: str, device: str | None = None) -> tuple[pa.Mechanism, dict[st
     >>> mechanism(**inputs, backend="reference").shape
     (2, 7, 4, 6)
     """
-    from precondattn_conformance.snippet import call_of
+    from precondattn_conformance import of_case
 
-    return call_of(case, device)
+    return of_case.call_of(case, device, turned=turned)
+
+
+def expected_of(case: str, device: str | None = None) -> Oracle:
+    """What the oracle gives for the call of a case: `out`, `cotangent` and `gradients`.
+
+    Arrays of the case's library, on the device; the output and the gradients are in float64.
+
+    Examples
+    --------
+    >>> expected = expected_of("gradients-numpy-float32-plain-clustered-lucid")
+    >>> expected.gradients["k"].shape, expected.gradients["k"].dtype
+    ((2, 7, 2, 8), dtype('float64'))
+    """
+    from precondattn_conformance import of_case
+
+    return of_case.expected_of(case, device)
+
+
+def cache_of(case: str, device: str | None = None) -> tuple[pa.Cache, list[dict[str, Any]]]:
+    """The empty cache of a case, and for each call of `extend` the new tokens and their masks.
+
+    Examples
+    --------
+    >>> cache, steps = cache_of("caching-numpy-float64-plain-clustered-lucid")
+    >>> [new["q"].shape[1] for new in steps]
+    [1, 2, 1, 1, 2]
+    """
+    from precondattn_conformance import of_case
+
+    return of_case.cache_of(case, device)

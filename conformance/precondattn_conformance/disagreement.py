@@ -24,7 +24,8 @@ SYMBOLS = ".123456789"
 class DisagreementError(AssertionError):
     """A result that differs from the oracle's; `details` say where.
 
-    `error` and `bound` are None unless one was measured against the other.
+    `error` and `bound` are None unless one was measured against the other. `what` is then the name
+    of the result, and `index` that of its worst element.
     """
 
     def __init__(
@@ -33,9 +34,18 @@ class DisagreementError(AssertionError):
         details: str = "",
         error: float | None = None,
         bound: float | None = None,
+        what: str = "",
+        index: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.details, self.error, self.bound = details, error, bound
+        self.what, self.index = what, index
+
+    def saying(self, message: str) -> DisagreementError:
+        """The same disagreement with another message."""
+        return DisagreementError(
+            message, self.details, self.error, self.bound, self.what, self.index
+        )
 
 
 def agree(
@@ -70,21 +80,65 @@ def agree(
     # The error in norm can exceed the bound while no element does: then show the worst element.
     share = np.nan_to_num(np.abs(result - expected) / (size * bound), nan=np.inf)
     share = share / min(1.0, float(np.max(share)))
+    index = np.unravel_index(np.argmax(share), share.shape)
     raise DisagreementError(
         f"{what} is off by {worst:.3g} (bound {bound:.1g}); worst at "
-        + _place(np.unravel_index(np.argmax(share), share.shape), result, expected, axes),
+        + _place(index, result, expected, axes),
         "\n".join((_first_wrong(share, result, expected, axes), "", *_map(share, axes))),
         worst,
         bound,
+        what,
+        tuple(map(int, index)),
     )
 
 
-def _place(index: tuple[np.intp, ...], result: np.ndarray, expected: np.ndarray, axes: str) -> str:
+def require_same(
+    what: str,
+    result: np.ndarray,
+    expected: np.ndarray,
+    reason: str,
+    axes: str = "",
+    words: tuple[str, str] = ("found", "expected"),
+) -> None:
+    """Raise a DisagreementError unless two arrays are equal in every bit, NaN included.
+
+    `reason` says what the difference means; `words` what the two values are.
+    """
+    if np.array_equal(result, expected, equal_nan=True):
+        return
+    differs = (result != expected) & ~(np.isnan(result) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):  # ∞ − ∞
+        distance = np.nan_to_num(np.abs(result - expected), nan=np.inf)
+    distance = np.where(differs, distance, -1.0)
+    index = np.unravel_index(np.argmax(distance), distance.shape)
+    count = int(np.count_nonzero(differs))
+    raise DisagreementError(
+        f"{what} {reason}; {count} of {result.size} elements differ, most at "
+        + _place(index, result, expected, axes, words)
+    )
+
+
+def require_unchanged(what: str, after: np.ndarray, before: np.ndarray, axes: str = "") -> None:
+    """Raise a DisagreementError if a call has written to an array that is not its own."""
+    reason = "was written to; a call may not change it"
+    require_same(what, after, before, reason, axes, ("after the call", "before it"))
+
+
+def _place(
+    index: tuple[np.intp, ...],
+    result: np.ndarray,
+    expected: np.ndarray,
+    axes: str,
+    words: tuple[str, str] = ("found", "expected"),
+) -> str:
     numbers = tuple(map(int, index))
     where = str(numbers)
-    if len(axes) == len(numbers):
+    if len(axes) == len(numbers) > 0:
         where = ", ".join(f"{axis}={i}" for axis, i in zip(axes, numbers, strict=True))
-    return f"{where}: {result[index]:.9g} found, {expected[index]:.9g} expected"
+    found, right = (f"{array[index]:.9g}" for array in (result, expected))
+    if found == right:  # They differ in the last bits.
+        found, right = (f"{array[index]:.17g}" for array in (result, expected))
+    return f"{where}: {found} {words[0]}, {right} {words[1]}"
 
 
 def _first_wrong(share: np.ndarray, result: np.ndarray, expected: np.ndarray, axes: str) -> str:

@@ -32,6 +32,9 @@ class Library:
     thread_counts: tuple[int | None, ...] = (None,)
     """Numbers of threads to compute with; None if the library has no such setting."""
 
+    autograd = ""
+    """Code of a snippet that differentiates the call with respect to the input NAME."""
+
     def __init__(self, device: str | None = None) -> None:
         self.device = device
 
@@ -141,6 +144,10 @@ class Torch(Library):
     module = "torch"
     dtypes = WIDE + HALF
     thread_counts = (1, 2, 4)
+    autograd = """inputs["NAME"].requires_grad_()
+out = mechanism(**inputs, backend={backend})
+(gradient,) = torch.autograd.grad(out, inputs["NAME"], expected.cotangent)
+gradients = {{"NAME": gradient}}"""
 
     @contextmanager
     def threads(self, count: int | None) -> Iterator[None]:
@@ -225,6 +232,10 @@ class Jax(Library):
     name = "jax"
     module = "jax"
     dtypes = WIDE + HALF
+    autograd = """out, pullback = jax.vjp(
+    lambda array: mechanism(**inputs | {{"NAME": array}}, backend={backend}), inputs["NAME"]
+)
+gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
 
     def precision(self, dtype: str) -> AbstractContextManager[Any]:
         import jax

@@ -62,15 +62,20 @@ def laid_out(
     values: Mapping[str, np.ndarray],
     order: str,
 ) -> dict[str, Any]:
-    """Arrays of a library, whose values are these, in this order in memory."""
-    if order in EXPANDED:
-        return {
-            name: expanded(array, values[name], expanded_axes(mechanism, name, order))
-            for name, array in arrays.items()
-        }
-    if not order or library.name == "jax":
-        return dict(arrays)
-    return {name: library.view(array, order) for name, array in arrays.items()}
+    """Inputs of a mechanism in a library, whose values are these, in this order in memory."""
+    return {
+        name: in_order(library, array, values[name], order, expanded_axes(mechanism, name, order))
+        for name, array in arrays.items()
+    }
+
+
+def in_order(
+    library: Library, array: Any, values: np.ndarray, order: str, axes: tuple[int, ...]
+) -> Any:
+    """One array, whose values are these, in this order; `axes` are those that it may expand."""
+    if order in VIEWS and library.name != "jax":
+        return library.view(array, order)
+    return expanded(array, values, axes)
 
 
 def expanded(array: Any, values: np.ndarray, axes: tuple[int, ...]) -> Any:

@@ -57,9 +57,14 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
     """Run one case. A backend that claims support and then raises has failed."""
     start = time.perf_counter()
 
-    def outcome(status: str, measured: Measured | None = None, *texts: str) -> Outcome:
-        reason, details = (*texts, "", "")[:2]
-        code = snippet(case, backend, device) if status == FAILED else ""
+    def outcome(
+        status: str,
+        measured: Measured | None = None,
+        reason: str = "",
+        details: str = "",
+        error: DisagreementError | None = None,
+    ) -> Outcome:
+        code = snippet(case, backend, device, error) if status == FAILED else ""
         seconds = time.perf_counter() - start
         return Outcome(case, status, measured, reason, details, code, seconds)
 
@@ -71,7 +76,7 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
         measured = None
         if disagreement.error is not None and disagreement.bound is not None:
             measured = Measured(disagreement.error, disagreement.bound)
-        return outcome(FAILED, measured, str(disagreement), disagreement.details)
+        return outcome(FAILED, measured, str(disagreement), disagreement.details, disagreement)
     except Exception as error:
         reason = f"it raised {type(error).__name__}: {error}"
         return outcome(FAILED, None, reason, traceback.format_exc(limit=-4))

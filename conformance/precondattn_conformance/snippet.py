@@ -1,44 +1,107 @@
-"""Python code that reproduces a failure, for a kernel author to paste."""
+"""Python code that reproduces a failure, for a kernel author to paste.
+
+It runs the whole check, then the check's call on the same inputs, so that a debugger has them. Of a
+plain call it prints the worst element beside the oracle's. As a script, it ends with an
+AssertionError as long as the check fails.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
 
-import precondattn as pa
-from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
-from precondattn_conformance.cases import case_of
-from precondattn_conformance.checks import CHECK, Backend
-from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.memory_order import laid_out
-from precondattn_conformance.oracle import inputs_of
+from precondattn_conformance.checks import CHECK, Backend, Check
+from precondattn_conformance.checks.check import VJP
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.libraries import named
+
+GRADIENT = re.compile(r"(vjp|autograd) of (\w+)")
+MODULES = ("jax", "torch")
 
 
-def call_of(text: str, device: str | None = None) -> tuple[pa.Mechanism, dict[str, Any]]:
-    """The mechanism of a case, given by its id, and the inputs and masks of its call."""
-    case = case_of(text)
-    library = libraries.named(case.library, device)
-    mechanism = mechanism_of(case.mechanism)
-    with library.precision(case.dtype):
-        arrays = inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
-        inputs = {name: library.array(array, case.dtype) for name, array in arrays.items()}
-        inputs = laid_out(library, mechanism, inputs, arrays, case.layout.order)
-    masks = {name: library.array(array) for name, array in case.layout.masks().items()}
-    return mechanism, inputs | masks
-
-
-def snippet(case: Case, backend: Backend, device: str | None = None) -> str:
-    """Code that runs the case, and code that runs only its call."""
+def snippet(
+    case: Case,
+    backend: Backend,
+    device: str | None = None,
+    error: DisagreementError | None = None,
+    earlier: Sequence[str] = (),
+) -> str:
+    """Code that runs the case, after the `earlier` cases on which its failure depends."""
+    check = CHECK[case.check]
+    chosen = _text(backend)
     where = f", device={device!r}" if device else ""
-    named = backend if isinstance(backend, str) or backend is None else tuple(backend)
-    if isinstance(named, tuple) and len(named) == 1:
-        (named,) = named
-    call = CHECK[case.check].snippet.format(backend=repr(named), tokens=case.layout.t)
-    return (
-        f"from precondattn_conformance import call_of, replay\n\n"
-        f"case = {case.id!r}\n"
-        f"print(replay(case, backend={named!r}{where}))  # The whole check.\n\n"
-        f"mechanism, inputs = call_of(case{where})  # Only its call.\n"
-        f"{call}\n"
-        f'expected = mechanism(**inputs, backend="reference")\n'
+    call = _call(check, case, error).format(
+        backend=chosen,
+        where=where,
+        dtype=case.dtype,
+        device=repr((device or "cpu").partition(":")[0]),
+        compiled="jax.jit" if case.library == "jax" else "torch.compile",
+        eagerly="" if case.library == "jax" else ', backend="aot_eager"',
+        listed=chosen.strip("()"),
     )
+    helpers = [n for n in ("cache_of", "call_of", "expected_of") if f"{n}(" in call]
+    names = ", ".join(sorted({*helpers, "call_of", "replay"}))
+    return (
+        f"{_imports(case, call)}from precondattn_conformance import {names}\n\n"
+        f"{_replayed(earlier, f'backend={chosen}{where}')}"
+        f"case = {case.id!r}\n"
+        f"outcome = replay(case, backend={chosen}{where})  # The whole check.\n"
+        f"print(outcome)\n\n"
+        f"mechanism, inputs = call_of(case{where})  # Only its call.\n"
+        f"{call}\n\n"
+        f'assert outcome.startswith("passed")\n'
+    )
+
+
+def _replayed(earlier: Sequence[str], options: str) -> str:
+    """The earlier cases, in order."""
+    if not earlier:
+        return ""
+    ids = "".join(f"    {text!r},\n" for text in earlier)
+    return (
+        f"for earlier in (  # The case fails only after these.\n{ids}):\n"
+        f"    replay(earlier, {options})\n\n"
+    )
+
+
+def _text(backend: Backend) -> str:
+    """The backends as code: one name, a tuple of several, or None."""
+    if isinstance(backend, str) or backend is None:
+        return repr(backend)
+    return repr(backend[0] if len(backend) == 1 else tuple(backend))
+
+
+def _imports(case: Case, call: str) -> str:
+    """The modules of the call, and the settings that a case needs before it starts."""
+    lines = []
+    if case.check == "sharding":
+        flags = "--xla_force_host_platform_device_count=4"
+        lines += ["import os", "", f'os.environ.setdefault("XLA_FLAGS", "{flags}")', ""]
+    needs_float64 = case.library == "jax" and case.dtype == "float64"
+    lines += [
+        f"import {module}"
+        for module in MODULES
+        if f"{module}." in call or (module == "jax" and needs_float64)
+    ]
+    if needs_float64:
+        lines += ["", 'jax.config.update("jax_enable_x64", True)']
+    return "\n".join([*lines, ""]) + "\n" if lines else ""
+
+
+def _call(check: Check, case: Case, error: DisagreementError | None) -> str:
+    """The check's call. Of a plain call, its worst element beside the oracle's."""
+    if not check.is_plain or error is None or not error.what:
+        return check.snippet
+    lines = ["expected = expected_of(case{where})  # By the oracle, in float64."]
+    found, right = "out", "expected.out"
+    code = VJP if "vjp" in error.what else Check.snippet
+    gradient = GRADIENT.search(error.what)
+    if gradient is not None:
+        by, name = gradient.groups()
+        found, right = f"gradients[{name!r}]", f"expected.gradients[{name!r}]"
+        if by == "autograd":
+            code = named(case.library).autograd.replace("NAME", name)
+    lines.append(code.replace("expected_of(case{where})", "expected"))
+    index = f"[{', '.join(map(str, error.index))}]" if error.index else ""
+    return "\n".join([*lines, f"print({found}{index}, {right}{index})  # The worst element."])

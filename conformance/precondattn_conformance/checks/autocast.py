@@ -10,7 +10,7 @@ import numpy as np
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
-from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.disagreement import DisagreementError, require_same
 
 
 class Autocast(Check):
@@ -22,8 +22,9 @@ class Autocast(Check):
     """
 
     name = "autocast"
-    snippet = """with torch.autocast(device, torch.bfloat16):
-    out = mechanism(**inputs, backend={backend})"""
+    snippet = """wide = {{n: a.float() if a.is_floating_point() else a for n, a in inputs.items()}}
+with torch.autocast({device}, torch.{dtype}):
+    out = mechanism(**wide, backend={backend})"""
 
     def applies(self, case: Case) -> bool:
         return case.library == "torch"
@@ -43,10 +44,9 @@ class Autocast(Check):
             dtype = trial.library.dtype_name(array)
             _require_alike(f"the gradient of {name}", explicit[name], dtype, trial)
         half = _rows_in_half(trial, wide.inputs)
-        _require_same("the output", trial.numpy(out), trial.numpy(trial.call(half)))
+        _require_same(trial, "the output", out, trial.call(half))
         for name, gradient in trial.library.gradients(trial.call, half, cotangent).items():
-            what = f"the gradient of {name}"
-            _require_same(what, trial.numpy(automatic[name]), trial.numpy(gradient))
+            _require_same(trial, f"the gradient of {name}", automatic[name], gradient)
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(explicit)
         pairs |= trial.pairs_of_gradients(automatic, "autograd")
@@ -88,9 +88,13 @@ def _require_alike(what: str, result: object, dtype: str, trial: Trial) -> None:
         raise DisagreementError(f"{what} is of {found}, not of {dtype}")
 
 
-def _require_same(what: str, result: np.ndarray, expected: np.ndarray) -> None:
-    if not np.array_equal(result, expected, equal_nan=True):
-        worst = float(np.max(np.abs(result - expected)))
-        raise DisagreementError(
-            f"{what} under autocast differs from that of inputs in half precision, by {worst:.3g}"
-        )
+def _require_same(trial: Trial, what: str, result: Any, expected: Any) -> None:
+    require_same(
+        what,
+        trial.numpy(result),
+        trial.numpy(expected),
+        "under autocast is not that of the same call on inputs in half precision, so something "
+        "inside is computed in another dtype",
+        trial.axes(what),
+        ("under autocast", "from inputs in half precision"),
+    )

@@ -26,10 +26,11 @@ class CacheOperations(Caching):
     """
 
     name = "cache_operations"
-    snippet = """cache = mechanism.init_cache(**inputs, capacity=99)
+    snippet = """cache, steps = cache_of(case{where})
+out, cache = mechanism.extend(cache, **steps[0], backend={backend})
 before = cache.snapshot()
-out, cache = mechanism.extend(cache, **inputs, backend={backend})
-cache = cache.restore(before).reorder([1, 0]).grow(200)"""
+out, longer = mechanism.extend(cache, **steps[-1], backend={backend})
+cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow."""
 
     def run(self, trial: Trial) -> Measured:
         layout, inputs = trial.case.layout, trial.numpy_inputs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +12,16 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
-from precondattn_conformance.checks.ragged import calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.disagreement import require_unchanged
 from precondattn_conformance.inputs import Layout
 
-EXTENDING = """cache = mechanism.init_cache(**inputs, capacity={tokens})
-out, cache = mechanism.extend(cache, **inputs, backend={backend})"""
+EXTENDING = """cache, steps = cache_of(case{where})  # Empty, and what each call adds to it.
+outs = []
+for new in steps:
+    out, cache = mechanism.extend(cache, **new, backend={backend})
+    outs.append(out)"""
 
 
 class Caching(Check):
@@ -36,7 +39,7 @@ class Caching(Check):
         return mechanism_of(case.mechanism).offers.causal and is_one_sequence
 
     def run(self, trial: Trial) -> Measured:
-        pair = extended(trial, _ends(trial.case.layout), [trial.backend])
+        pair = extended(trial, ends_of(trial.case.layout), [trial.backend])
         trial.require_purity()
         return trial.agree({"the extended output": pair})
 
@@ -74,7 +77,7 @@ class Alternation(Caching):
     name = "alternation"
 
     def run(self, trial: Trial) -> Measured:
-        ends = _ends(trial.case.layout)
+        ends = ends_of(trial.case.layout)
         pairs = {}
         for first, second in ((trial.backend, "reference"), ("reference", trial.backend)):
             order = "the reference first" if first == "reference" else "the reference second"
@@ -98,42 +101,70 @@ def extended(
     With an `order`, new tokens are views (`Library.view`). They may not be written to. Raises an
     UnsupportedError if the backend under test runs no part of any call.
     """
-    m, layout = trial.mechanism, trial.case.layout
-    library, masks = trial.library, layout.masks()
-    has_key_mask = "key_mask" in masks
-    capacity = layout.t if has_key_mask else layout.t + 3
-    inputs = {n: _with_capacity(m, n, array, capacity) for n, array in trial.numpy_inputs.items()}
-    cache = m.init_cache(**trial.inputs, capacity=capacity, key_mask=has_key_mask)
+    m = trial.mechanism
+    cache = empty_cache(trial)
     outs, expected = [], []
     explained: list[Explanation] = []
-    plan = zip(calls(layout, list(ends)), cycle(backends), strict=False)
-    for number, (call, backend) in enumerate(plan):
-        options: dict[str, Any] = {}
-        if call.is_ragged:
-            options["lengths"] = library.array(call.counts)
-        if has_key_mask:
-            options["key_mask"] = library.array(
-                np.take_along_axis(masks["key_mask"], call.tokens, 1)
-            )
-        tokens = new_tokens(m, inputs, call)
-        new = trial.laid_out(tokens)
+    for number, (step, backend) in enumerate(
+        zip(steps(trial, ends), cycle(backends), strict=False)
+    ):
+        new = step.new
         if order is not None:
-            new = {name: library.view(array, order) for name, array in new.items()}
+            new = {name: trial.library.view(array, order) for name, array in new.items()}
         if backend == trial.backend:
-            explained.append(m.explain(**new, **options, cache=cache, backend=backend))
+            explained.append(m.explain(**new, **step.masks, cache=cache, backend=backend))
         donate = donates and number > 1
-        out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
+        out, cache = m.extend(cache, **new, **step.masks, backend=backend, donate=donate)
         for name, array in new.items():
-            if not np.array_equal(trial.numpy(array), tokens[name]):
-                raise DisagreementError(f"the new tokens of {name} were written to")
+            what = f"the array of the new tokens of {name}"
+            require_unchanged(what, trial.numpy(array), step.tokens[name], trial.axes(what))
         outs.append(trial.numpy(out))
-        expected.append(rows_of(trial.expected.out, call))
+        expected.append(rows_of(trial.expected.out, step.call))
     if not any(map(trial.is_used, explained)):
         trial.require_used(explained[-1])
     return np.concatenate(outs, axis=1), np.concatenate(expected, axis=1)
 
 
-def _ends(layout: Layout) -> list[int]:
+class Step(NamedTuple):
+    """One call of `extend`."""
+
+    call: Call
+    tokens: dict[str, np.ndarray]
+    """The inputs of the new tokens in NumPy."""
+    new: dict[str, Any]
+    """The same as arrays of the library, in the layout's order in memory."""
+    masks: dict[str, Any]
+
+
+def empty_cache(trial: Trial) -> pa.Cache:
+    """The cache that `steps` extend, with spare capacity unless its keys are masked."""
+    layout = trial.case.layout
+    has_key_mask = layout.has("key_mask")
+    return trial.mechanism.init_cache(
+        **trial.inputs, capacity=_capacity(layout), key_mask=has_key_mask
+    )
+
+
+def steps(trial: Trial, ends: Sequence[int]) -> Iterator[Step]:
+    """The calls of `extend` that end at these tokens of the longest sequence."""
+    m, layout, array = trial.mechanism, trial.case.layout, trial.library.array
+    masks, capacity = layout.masks(), _capacity(layout)
+    inputs = {n: _with_capacity(m, n, a, capacity) for n, a in trial.numpy_inputs.items()}
+    for call in calls(layout, list(ends)):
+        options: dict[str, Any] = {}
+        if call.is_ragged:
+            options["lengths"] = array(call.counts)
+        if "key_mask" in masks:
+            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
+        tokens = new_tokens(m, inputs, call)
+        yield Step(call, tokens, trial.laid_out(tokens), options)
+
+
+def _capacity(layout: Layout) -> int:
+    return layout.t if layout.has("key_mask") else layout.t + 3
+
+
+def ends_of(layout: Layout) -> list[int]:
     """Where the calls end: a prefill and single tokens, over the edge of a block if there is one.
 
     Short sequences also start with a single token.

@@ -13,9 +13,9 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.disagreement import DisagreementError, agree
+from precondattn_conformance.disagreement import agree, require_unchanged
 from precondattn_conformance.libraries import Library
-from precondattn_conformance.memory_order import VIEWS, cotangent_axes, expanded, laid_out
+from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.tolerance import bound
 
@@ -24,6 +24,10 @@ FLOAT16_NORMAL = 2.0**-14
 """The smallest normal number: below it the spacing does not shrink with the number."""
 Backend = str | tuple[str, ...] | None
 Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+VJP = """out, pullback = mechanism.vjp(**inputs, backend={backend})
+gradients = pullback(expected_of(case{where}).cotangent)"""
+"""Code of a snippet that makes a call and its gradient."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,8 @@ class Trial:
         """The oracle's cotangent in the library, in the layout's order in memory."""
         array = self.library.array(self.expected.cotangent, self.case.dtype)
         order = self.case.layout.order
-        if order in VIEWS and self.case.library != "jax":
-            return self.library.view(array, order)
-        return expanded(array, self.expected.cotangent, cotangent_axes(order, array.ndim))
+        values = self.expected.cotangent
+        return in_order(self.library, array, values, order, cotangent_axes(order, array.ndim))
 
     def numpy(self, array: Any) -> np.ndarray:
         return self.library.numpy(array)
@@ -127,11 +130,10 @@ class Trial:
         inputs: Mapping[str, Any] | None = None,
         *,
         order: str | None = None,
-        twice: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
         """The output, and the gradients at the oracle's cotangent, which may not be written to.
 
-        With an `order`, the cotangent is a view (`Library.view`). `twice` calls the pullback twice.
+        With an `order`, the cotangent is a view (`Library.view`).
         """
         out, pullback = self.mechanism.vjp(
             **(inputs or self.inputs), **self.masks, backend=self.backend
@@ -140,17 +142,19 @@ class Trial:
         if order is not None:
             cotangent = self.library.view(cotangent, order)
         gradients = pullback(cotangent)
-        if twice:
-            gradients = pullback(cotangent)
-        if not np.array_equal(self.numpy(cotangent), self.expected.cotangent):
-            raise DisagreementError("the cotangent was written to")
+        self.require_same_cotangent(cotangent)
         return out, gradients
+
+    def require_same_cotangent(self, cotangent: Any) -> None:
+        """Raise a DisagreementError if the cotangent was written to."""
+        after, before = self.numpy(cotangent), self.expected.cotangent
+        require_unchanged("the cotangent", after, before, self.axes("the output"))
 
     def require_purity(self) -> None:
         """Raise a DisagreementError if an input was written to."""
         for name, array in self.inputs.items():
-            if not np.array_equal(self.numpy(array), self.expected.inputs[name]):
-                raise DisagreementError(f"the input {name} was written to")
+            what, before = f"the input {name}", self.expected.inputs[name]
+            require_unchanged(what, self.numpy(array), before, self.axes(f"the array of {name}"))
 
     def agree(self, pairs: Pairs, terms: Mapping[str, float] | None = None) -> Measured:
         """The worst error among results and the oracle's, given by name as (result, expected)."""
@@ -159,7 +163,7 @@ class Trial:
         smallest = FLOAT16_NORMAL if self.case.dtype == "float16" else 0.0
         for what, (result, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)
-            axes = self._axes(what)
+            axes = self.axes(what)
             result = _without_overflow(result, expected, self.case.dtype)
             found = agree(what, result, expected, limit, terms=size, smallest=smallest, axes=axes)
             worst = max(worst, found)
@@ -175,7 +179,8 @@ class Trial:
         terms = self.expected.terms
         return {f"{by} of {name}": terms[name] for by in ("vjp", "autograd") for name in terms}
 
-    def _axes(self, what: str) -> str:
+    def axes(self, what: str) -> str:
+        """The letters of the axes of a result, given by its name such as "vjp of q"."""
         name = what.rpartition(" of ")[2]
         if name in self.mechanism.inputs:
             return "".join(axis.letter for axis in self.mechanism.inputs[name].axes)
@@ -198,7 +203,9 @@ class Check:
 
     name: ClassVar[str]
     snippet: ClassVar[str] = "out = mechanism(**inputs, backend={backend})"
-    """Code that makes the call, given `mechanism` and `inputs`."""
+    """Code that makes the call, given `case`, `mechanism` and `inputs`."""
+    is_plain: ClassVar[bool] = False
+    """Whether the results are those of the plain call, or of its gradient."""
 
     def applies(self, case: Case) -> bool:
         """Whether the check is meaningful for this mechanism and this data."""

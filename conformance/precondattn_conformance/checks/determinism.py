@@ -5,46 +5,86 @@ from __future__ import annotations
 import numpy as np
 
 from precondattn_conformance.checks.check import Check, Measured, Trial
-from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.disagreement import require_same
 from precondattn_conformance.inputs import Arrays
 
 MUTABLE = ("numpy", "torch", "cupy")
+
+REPEATS = 3
+"""Calls with the same inputs and nothing in between, before anything else is compared."""
+MORE_REPEATS = 8
+"""As many more, when a later comparison fails: a rare race may not show in the first ones."""
 
 
 class Determinism(Check):
     """The same inputs give the same bits, whatever was called in between and in which arrays.
 
-    A difference means uninitialised memory, a race, or something kept from an earlier call: in
-    between there is a call with other inputs, and then one with those written into the first
-    arrays. No call changes the results of another one, and a pullback can be called twice.
+    First the same call is repeated: a difference means a race or unwritten memory. Then there is a
+    call with other inputs, and one with those written into the first arrays: a difference means
+    something kept from an earlier call. No call changes the results of another one, and a pullback
+    can be called twice.
     """
 
     name = "determinism"
+    snippet = """out, pullback = mechanism.vjp(**inputs, backend={backend})
+again, _ = mechanism.vjp(**inputs, backend={backend})  # It has the same bits."""
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")
         first = trial.vjp()
         before = _all(trial, first)
+        _require_repeatable(trial, before, REPEATS)
         other = _all(trial, trial.vjp(trial.arrays(trial.reversed_inputs)))
-        _require_same(before, _all(trial, first), "was changed by a later call")
-        _require_same(before, _all(trial, trial.vjp()), "differs in the second call")
-        twice = _all(trial, trial.vjp(twice=True))
-        _require_same(before, twice, "differs in the second call of the pullback")
+        _require_same(trial, before, _all(trial, first), "was changed by a later call")
+        after = _all(trial, trial.vjp())
+        _require_same(trial, before, after, "differs after a call with other inputs")
+        once, twice = _called_twice(trial)
+        _require_same(trial, before, once, "differs after a call with other inputs")
+        _require_same(trial, once, twice, "differs when the same pullback is called again")
         if trial.case.library in MUTABLE:
             arrays = trial.arrays(trial.numpy_inputs)
             trial.vjp(arrays)
             for name, array in trial.arrays(trial.reversed_inputs).items():
                 arrays[name][...] = array
             overwritten = _all(trial, trial.vjp(arrays))
-            _require_same(other, overwritten, "belongs to inputs that were overwritten before")
+            reason = "differs if the inputs are written into the arrays of an earlier call"
+            _require_same(trial, other, overwritten, reason)
         return trial.agree({"the output": (before["the output"], trial.expected.out)})
 
 
-def _require_same(expected: Arrays, results: Arrays, reason: str) -> None:
+def _require_repeatable(trial: Trial, before: Arrays, repeats: int) -> None:
+    """Raise a DisagreementError if the same call gives other bits, with nothing in between."""
+    for number in range(2, repeats + 2):
+        for what, array in _all(trial, trial.vjp()).items():
+            require_same(
+                what,
+                array,
+                before[what],
+                f"is not deterministic: call {number} gave other bits than call 1, with the same "
+                "inputs; look for a race, an order of sums that varies, or unwritten memory",
+                trial.axes(what),
+                (f"in call {number}", "in call 1"),
+            )
+
+
+def _require_same(trial: Trial, expected: Arrays, results: Arrays, reason: str) -> None:
+    """Raise a DisagreementError for this reason, unless the plain call is not repeatable either."""
     for what, array in expected.items():
-        if not np.array_equal(array, results[what], equal_nan=True):
-            worst = float(np.max(np.abs(array - results[what])))
-            raise DisagreementError(f"{what} {reason}, by {worst:.3g}")
+        if np.array_equal(results[what], array, equal_nan=True):
+            continue
+        _require_repeatable(trial, _all(trial, trial.vjp()), MORE_REPEATS)
+        axes, words = trial.axes(what), ("found", "before")
+        require_same(what, results[what], array, reason, axes, words)
+
+
+def _called_twice(trial: Trial) -> tuple[Arrays, Arrays]:
+    """The output with the gradients of the first and of the second call of one pullback."""
+    out, pullback = trial.mechanism.vjp(**trial.inputs, **trial.masks, backend=trial.backend)
+    cotangent = trial.cotangent()
+    first = _all(trial, (out, pullback(cotangent)))
+    second = _all(trial, (out, pullback(cotangent)))
+    trial.require_same_cotangent(cotangent)
+    return first, second
 
 
 def _all(trial: Trial, results: tuple[object, dict[str, object]]) -> Arrays:

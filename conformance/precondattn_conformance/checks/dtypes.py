@@ -17,6 +17,7 @@ class Dtypes(Check):
     """
 
     name = "dtypes"
+    is_plain = True
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")

@@ -24,8 +24,10 @@ class DynamicShapes(Check):
     """
 
     name = "dynamic_shapes"
-    snippet = """compiled = torch.compile(mechanism, fullgraph=True)
-out = compiled(**inputs, backend={backend})"""
+    snippet = """call = {compiled}(
+    lambda x: mechanism(**x, backend={backend}), fullgraph=True{eagerly}
+)
+out = call(inputs)  # The check calls it at three lengths and batches."""
 
     def applies(self, case: Case) -> bool:
         return case.library == "torch" and case.layout.mask is None

@@ -10,7 +10,7 @@ import numpy as np
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import Arrays, Layout
@@ -38,7 +38,7 @@ class Future(Check):
     """
 
     name = "future"
-    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN in one token of inputs."
+    snippet = f"# The check has NaN in a token.\n{VJP}"
 
     def applies(self, case: Case) -> bool:
         layout = case.layout

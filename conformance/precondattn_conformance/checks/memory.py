@@ -7,7 +7,7 @@ from dataclasses import replace
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
@@ -23,6 +23,7 @@ class Memory(Check):
     """
 
     name = "memory"
+    snippet = f"# The check doubles the number of tokens.\n{VJP}"
 
     def applies(self, case: Case) -> bool:
         return case.layout.name == "long" and case.library in ("numpy", "torch")

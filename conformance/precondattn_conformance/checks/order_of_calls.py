@@ -26,8 +26,9 @@ class OrderOfCalls(Check):
     """
 
     name = "order_of_calls"
-    snippet = """out, pullback = mechanism.vjp(**inputs, backend={backend})
-mechanism.vjp(**{{name: array[::-1] for name, array in inputs.items()}}, backend={backend})
+    snippet = """_, others = call_of(case{where}, turned=True)  # Other values of the same shapes.
+out, pullback = mechanism.vjp(**inputs, backend={backend})
+mechanism.vjp(**others, backend={backend})
 gradients = pullback(out)"""
 
     def applies(self, case: Case) -> bool:

@@ -9,6 +9,7 @@ class Outputs(Check):
     """The output is the oracle's, under every mask, at every size, for every kind of keys."""
 
     name = "outputs"
+    is_plain = True
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support()

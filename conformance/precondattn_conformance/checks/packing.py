@@ -18,7 +18,7 @@ class Packing(Check):
     """
 
     name = "packing"
-    snippet = "out = mechanism(**inputs, backend={backend})  # inputs has segment_ids"
+    is_plain = True
 
     def applies(self, case: Case) -> bool:
         return case.layout.has("segment_ids")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import Arrays
 
@@ -17,7 +17,7 @@ class Padding(Check):
     """
 
     name = "padding"
-    snippet = "out = mechanism(**inputs, backend={backend})  # With NaN after inputs['lengths']."
+    snippet = f"# The check has NaN in padding.\n{VJP}"
 
     def applies(self, case: Case) -> bool:
         return case.layout.has("lengths")

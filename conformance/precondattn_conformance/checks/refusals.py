@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -11,21 +12,30 @@ import precondattn as pa
 from precondattn.backend import Support
 from precondattn.frame import Frame
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
+
+ADVICE = (
+    "Decline it: decide by `type(mechanism) is` or `==`, not by isinstance, name or options. Or "
+    "run the leaf's own methods"
+)
 
 
 class Refusals(Check):
     """A refusal has a reason, and a backend claims no leaf that it can not know.
 
     The backend is offered a leaf with the same options but different mathematics, of a class
-    derived from the one it knows: the output is twice as large. A backend that decides by
-    `isinstance`, by name or by options claims the leaf and returns a wrong output. A backend that
-    runs a leaf's own code is right.
+    derived from the one it knows: output and gradients are twice as large. A backend that decides
+    by `isinstance`, by name or by options claims the leaf and returns those of its parent. A
+    backend that declines the leaf is right, and so is one that runs the leaf's own code.
     """
 
     name = "refusals"
+    snippet = """from precondattn_conformance.checks.refusals import derived_from
+
+derived = derived_from(mechanism)  # Its output is twice as large.
+print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who computes it?"""
 
     def applies(self, case: Case) -> bool:
         return len(mechanism_of(case.mechanism).program.leaves) == 1
@@ -38,18 +48,55 @@ class Refusals(Check):
         for considered in explanation.plan.considered:
             if considered.backend == trial.under_test:
                 _require_reason(trial.under_test, considered.support)
-        (leaf,) = trial.mechanism.program.leaves
+        derived = derived_from(trial.mechanism)
         try:
-            out = _twice_as_large(leaf)(**trial.inputs, **trial.masks, backend=trial.backend)
+            out, pullback = derived.vjp(**trial.inputs, **trial.masks, backend=trial.backend)
+            gradients = pullback(trial.cotangent())
         except pa.UnsupportedError:
             return Measured(0.0, trial.bound)
-        expected = 2 * trial.expected.out
-        return trial.agree({"the output of an unknown mechanism": (trial.numpy(out), expected)})
+        except Exception as error:
+            raise DisagreementError(
+                f"{trial.under_test} claims {_described(derived)}, and raises "
+                f"{type(error).__name__}: {error}. {ADVICE}",
+                traceback.format_exc(limit=-4),
+            ) from error
+        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
+        pairs |= trial.pairs_of_gradients(gradients)
+        return _agree(trial, derived, pairs)
+
+
+def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
+    """The error of results that are twice the oracle's. Once the oracle's are the parent's."""
+    twice = {what: (result, 2 * expected) for what, (result, expected) in pairs.items()}
+    terms = {what: 2 * size for what, size in trial.terms_of_gradients().items()}
+    try:
+        return trial.agree(twice, terms)
+    except DisagreementError as error:
+        what = error.what
+        parent = type(derived).__mro__[1].__name__
+        try:
+            trial.agree({what: pairs[what]}, trial.terms_of_gradients())
+        except DisagreementError:
+            message = f"{trial.under_test} is wrong on {_described(derived)}: {error}. {ADVICE}"
+        else:
+            message = (
+                f"{trial.under_test} takes {_described(derived)} for {parent} itself: {what} is "
+                f"that of {parent}. {ADVICE}"
+            )
+        raise error.saying(message) from None
+
+
+def _described(derived: pa.Mechanism) -> str:
+    parent = type(derived).__mro__[1].__name__
+    return f"a derived leaf (a class derived from {parent} that overrides its methods)"
 
 
 def _require_reason(name: str, support: Support) -> None:
     if not support.ok and not support.reason.strip():
-        raise DisagreementError(f"{name} refuses without a reason")
+        raise DisagreementError(
+            f"{name} declines without a reason; return Support.no(reason), with one that tells "
+            "the user what to change"
+        )
 
 
 @cache
@@ -60,9 +107,18 @@ def _class_twice_as_large(cls: type[pa.Mechanism]) -> type[pa.Mechanism]:
         out, residuals = cls.forward(self, x, frame)  # type: ignore[attr-defined]
         return 2 * out, residuals
 
-    return type(f"TwiceAsLarge{cls.__name__}", (cls,), {"forward": forward})
+    def backward(
+        self: Any, x: Mapping[str, Any], frame: Frame, out: Any, residuals: Any, cotangent: Any
+    ) -> Any:
+        of_base = cls.backward  # type: ignore[attr-defined]
+        return of_base(self, x, frame, out / 2, residuals, 2 * cotangent)
+
+    methods = {"forward": forward, "backward": backward}
+    return type(f"TwiceAsLarge{cls.__name__}", (cls,), methods)
 
 
-def _twice_as_large(leaf: pa.Mechanism) -> pa.Mechanism:
+def derived_from(mechanism: pa.Mechanism) -> pa.Mechanism:
+    """A derived leaf of the mechanism's only one: output and gradients are twice as large."""
+    (leaf,) = mechanism.program.leaves
     options = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.init}
     return _class_twice_as_large(type(leaf))(**options)

@@ -33,8 +33,8 @@ class Sharding(Check):
     """
 
     name = "sharding"
-    snippet = """# Set XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts.
-out = jax.jit(lambda inputs: mechanism(**inputs, backend={backend}))(sharded_inputs)"""
+    snippet = """call = jax.jit(lambda arrays: mechanism(**arrays, backend={backend}))
+out = call(inputs)  # The check shards the arrays over devices."""
 
     def applies(self, case: Case) -> bool:
         return case.library == "jax"

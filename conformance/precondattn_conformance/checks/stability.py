@@ -16,6 +16,7 @@ class Stability(Check):
     """
 
     name = "stability"
+    is_plain = True
 
     def applies(self, case: Case) -> bool:
         return case.kind in EXTREMES and makes_sense(mechanism_of(case.mechanism), case.kind)

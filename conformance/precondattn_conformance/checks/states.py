@@ -12,7 +12,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Backend, Measured, Trial
 from precondattn_conformance.declared import is_smooth, mechanism_of
-from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.disagreement import DisagreementError, require_unchanged
 from precondattn_conformance.inputs import Arrays, make_inputs
 from precondattn_conformance.oracle import is_certifying, rounded
 
@@ -24,7 +24,7 @@ class States(Caching):
     """
 
     name = "states"
-    snippet = """cache = mechanism.init_cache(**inputs)
+    snippet = """cache, _ = cache_of(case{where})  # The check fills it first.
 out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})"""
 
     def applies(self, case: Case) -> bool:
@@ -64,8 +64,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         before = {name: library.numpy(array).copy() for name, array in given.items()}
         results = _through_states(m, inputs, start, masks, cotangent, d_last, backend)
         for name, array in given.items():
-            if not np.array_equal(library.numpy(array), before[name]):
-                raise DisagreementError(f"{name} was written to")
+            require_unchanged(f"the array {name!r}", library.numpy(array), before[name])
 
         def total(x: Arrays) -> Any:
             tokens = {name: x[name] for name in inputs}

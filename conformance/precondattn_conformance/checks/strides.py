@@ -7,7 +7,7 @@ from contextlib import suppress
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.memory_order import VIEWS
 
 CHECK_OF_STEPS = Caching()
@@ -21,6 +21,10 @@ class Strides(Check):
     """
 
     name = "strides"
+    snippet = f"# The check passes views.\n{VJP}"
+    snippet = (
+        """out, pullback = mechanism.vjp(**inputs, backend={backend})  # The check passes views."""
+    )
 
     def applies(self, case: Case) -> bool:
         return case.library != "jax"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 
 SECONDS = 120.0
@@ -26,6 +26,7 @@ class Threads(Check):
     """
 
     name = "threads"
+    snippet = f"# The check calls it in threads.\n{VJP}"
 
     def applies(self, case: Case) -> bool:
         return case.layout.name == "threads"

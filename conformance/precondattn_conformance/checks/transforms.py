@@ -16,6 +16,8 @@ class Transforms(Check):
     """
 
     name = "transforms"
+    snippet = """call = {compiled}(lambda x: mechanism(**x, backend={backend}){eagerly})
+out = call(inputs)  # The check also maps it, and differentiates it."""
 
     def applies(self, case: Case) -> bool:
         return case.library in ("torch", "jax") and case.layout.mask is None
