@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import precondattn as pa
@@ -50,10 +50,16 @@ def cases(
     return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes, blocks)
 
 
-def known_cases(blocks: tuple[int, ...] = ()) -> Iterator[Case]:
-    """Every case of every library, installed or not: the last level contains all others."""
+def known_cases(
+    blocks: tuple[int, ...] = (), is_wanted: Callable[[str], bool] = lambda expression: True
+) -> Iterator[Case]:
+    """Every case of every library, installed or not: the last level contains all others.
+
+    Only those of wanted expressions, and of expressions that differ from these in options.
+    """
     every_library = tuple(cls.name for cls in libraries.ALL)
-    return _cases(LEVELS[-1], tuple(expressions()), every_library, CHECKS, (), blocks)
+    wanted = tuple(filter(is_wanted, expressions()))
+    return _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks)
 
 
 def _cases(

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
+from precondattn_conformance.checks.plain import WRONG_TOO
 from precondattn_conformance.design.coverage import Pairs, total
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
@@ -19,14 +20,14 @@ from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
 from precondattn_conformance.report.record import Recording
 from precondattn_conformance.report.refusal import in_few_words
-from precondattn_conformance.runner import Report
+from precondattn_conformance.runner import Outcome, Report
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 from precondattn_conformance.writable import require_writable
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
-"""The number of failures that are printed with an error map and a snippet."""
+"""The number of checks of which the first failure is printed with an error map and a snippet."""
 
 
 def conformance(
@@ -108,17 +109,24 @@ def _run(
 
 def _print_failures(report: Report, console: Console) -> None:
     failures = [outcome for outcome in report.outcomes if outcome.status == FAILED]
-    # Short sequences and simple mechanisms first: they are the easiest to debug.
-    order = sorted(failures, key=lambda o: (o.case.layout.t, len(o.case.mechanism)))
-    for number, outcome in enumerate(order[:SHOWN_FAILURES]):
+    shown = sorted(failures, key=_difficulty)[:SHOWN_FAILURES]
+    first = {outcome.case.check: outcome for outcome in reversed(shown)}
+    in_full = [outcome for outcome in shown if first[outcome.case.check] is outcome]
+    for outcome in shown:
         console.print(f"\n[red]failed[/red] {escape(outcome.case.id)}", soft_wrap=True)
-        text = outcome.text if number < SHOWN_DETAILS else outcome.reason
+        text = outcome.text if outcome in in_full[:SHOWN_DETAILS] else outcome.reason
         console.print(_indented(text), markup=False, highlight=False, soft_wrap=True)
     if len(failures) > SHOWN_FAILURES:
         console.print(f"… and {len(failures) - SHOWN_FAILURES} more", markup=False)
     refusals = {in_few_words(o.reason) for o in report.outcomes if o.status == UNSUPPORTED}
     for reason in itertools.islice(sorted(refusals), SHOWN_FAILURES):
         console.print(f"[yellow]unsupported[/yellow] {escape(reason)}", soft_wrap=True)
+
+
+def _difficulty(outcome: Outcome) -> tuple[bool, int, int]:
+    """Causes before consequences, then short sequences, then simple mechanisms."""
+    case = outcome.case
+    return WRONG_TOO in outcome.reason, case.layout.t, len(case.mechanism)
 
 
 def _indented(text: str) -> str:

@@ -51,9 +51,13 @@ class Expectations:
         """Read the two files; either may be None."""
         return cls(_read(xfail), _read(skip))
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        return self.xfail + self.skip
+
     def require_true(self, level_cases: Iterable[Case]) -> None:
         """Raise an ExpectationError for lines that match no case."""
-        false = list(self.xfail + self.skip)
+        false = list(self.lines)
         for case in level_cases:
             if not false:
                 return
@@ -62,10 +66,22 @@ class Expectations:
             text = "\n".join(f"{line.place}: {line.pattern} matches no case" for line in false)
             raise ExpectationError(text)
 
+    @property
+    def mechanisms(self) -> frozenset[str] | None:
+        """The names at the beginning of the lines' mechanisms; None if one may match any."""
+        ends = [line.pattern.rpartition("*")[2].rpartition("?")[2] for line in self.lines]
+        if not all("-" in end and "=-" not in end for end in ends):
+            return None
+        return frozenset(name_of(end.rpartition("-")[2]) for end in ends)
+
     def skipped(self, case: Case) -> Outcome | None:
         """The outcome of a case that is skipped, or None."""
         line = _first(self.skip, case)
         return None if line is None else Outcome(case, SKIPPED, reason=line.reason)
+
+    def expects(self, outcome: Outcome) -> bool:
+        """Whether the case is expected to fail."""
+        return _first(self.xfail, outcome.case) is not None
 
     def judged(self, outcome: Outcome) -> Outcome:
         """The outcome after comparison with what was expected."""
@@ -76,6 +92,11 @@ class Expectations:
             return replace(outcome, status=XFAILED, reason=f"{line.reason}: {outcome.reason}")
         reason = f"it passed, though {line.place} expects it to fail: {line.reason}"
         return replace(outcome, status=FAILED, reason=reason)
+
+
+def name_of(expression: str) -> str:
+    """The name at the beginning of an expression: `lucid` of `lucid[window=3](laser)`."""
+    return re.split(r"[\[(]", expression, maxsplit=1)[0]
 
 
 def _first(lines: Sequence[Line], case: Case) -> Line | None:

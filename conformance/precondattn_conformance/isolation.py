@@ -3,7 +3,8 @@
     for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
 
 A process runs all cases of one mechanism, one at a time, since they share the oracle's results. A
-process that dies or hangs is replaced, and the case that it was running has failed.
+process that dies or hangs is replaced, and the case that it was running has failed. The first
+failures are replayed alone (`alone.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.cores import shared_by
@@ -42,6 +44,8 @@ class Worker:
         """`beside` is the number of processes that share the cores."""
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.todo: deque[Case] = deque()
+        self.earlier: tuple[Case, ...] = ()
+        """The cases that its process ran before the last one."""
         self.running: Case | None = None
         self._start()
 
@@ -54,12 +58,13 @@ class Worker:
         with shared_by(self.beside):
             self.process.start()
         theirs.close()
+        self.done: tuple[Case, ...] = ()
 
     def begin(self) -> Case | None:
         """Send the next case to the process."""
         self.running = self.todo.popleft() if self.todo else None
         if self.running is not None:
-            self.since = time.monotonic()
+            self.since, self.earlier = time.monotonic(), self.done
             self.connection.send(self.running)
         return self.running
 
@@ -84,12 +89,14 @@ class Worker:
         except (EOFError, ConnectionResetError):
             self.process.join()
             return self._lost(case, f"the process died of {_cause(self.process.exitcode)}")
+        self.done = (*self.done, case)
         return outcome
 
     def hung(self) -> Outcome:
         """The outcome of a case that ran into the timeout."""
         assert self.running is not None
-        return self._lost(self.running, f"it hung: no result after {self.timeout:g} s")
+        reason = f"it hung: no result after {self.timeout:g} s"
+        return replace(self._lost(self.running, reason), hung=True)
 
     def _lost(self, case: Case, reason: str) -> Outcome:
         trace = self.traces.read().decode(errors="replace").strip()
@@ -144,11 +151,16 @@ def run_isolated(
     timeout: float = TIMEOUT,
     jobs: int = 1,
     started: Callable[[Case], Any] = lambda case: None,
+    expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:
-    """The outcomes, as soon as each is known; with several jobs, not in the order of the cases."""
+    """The outcomes, as soon as each is known; with several jobs, not in the order of the cases.
+
+    Failures that are not `expected` are replayed alone.
+    """
     groups = deque(list(group) for _, group in groupby(cases, key=lambda case: case.mechanism))
     count = min(jobs, len(groups))
     workers = [Worker(backend, device, timeout, count) for _ in range(count)]
+    alone = Alone(lambda: Worker(backend, device, timeout, count), backend, device)
 
     def begin_next(worker: Worker) -> None:
         if not worker.todo and groups:
@@ -156,6 +168,9 @@ def run_isolated(
         case = worker.begin()
         if case is not None:
             started(case)
+
+    def looked_at(worker: Worker, outcome: Outcome) -> Outcome:
+        return outcome if expected(outcome) else alone.judged(outcome, worker.earlier)
 
     try:
         for worker in workers:
@@ -165,11 +180,13 @@ def run_isolated(
             ready = wait(list(busy), max(until - time.monotonic(), 0))
             for connection in ready:
                 worker = busy[connection]  # type: ignore[index]
-                yield worker.receive()
+                yield looked_at(worker, worker.receive())
                 begin_next(worker)
             for worker in busy.values():
-                if worker.connection not in ready and time.monotonic() > worker.deadline:
-                    yield worker.hung()
+                if worker.connection in ready or worker.connection.poll():
+                    continue
+                if time.monotonic() > worker.deadline:
+                    yield looked_at(worker, worker.hung())
                     begin_next(worker)
     finally:
         for worker in workers:

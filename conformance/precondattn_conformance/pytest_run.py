@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
 
+from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks import Measured
@@ -53,7 +55,8 @@ class PytestRun:
         beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
         worker = None
         if session.jobs != 0:
-            worker = Worker(backend, session.device, session.timeout, beside)
+            start = partial(Worker, backend, session.device, session.timeout, beside)
+            worker, alone = start(), Alone(start, backend, session.device)
 
         def run(case: Case) -> Outcome:
             skipped = self.expectations.skipped(case)
@@ -63,6 +66,8 @@ class PytestRun:
                 outcome = run_case(case, backend, session.device)
             else:
                 outcome = worker.run(case)
+                if not self.expectations.expects(outcome):
+                    outcome = alone.judged(outcome, worker.earlier)
             return self.expectations.judged(outcome)
 
         try:
@@ -145,6 +150,9 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "details": outcome.details,
         "snippet": outcome.snippet,
         "seconds": outcome.seconds,
+        "hung": outcome.hung,
+        "alone": outcome.alone,
+        "after": list(outcome.after),
     }
 
 
@@ -155,5 +163,6 @@ def _outcome(plain: dict[str, Any]) -> Outcome:
             **plain,
             "case": case_of(plain["case"]),
             "measured": None if measured is None else Measured(**measured),
+            "after": tuple(plain["after"]),
         }
     )

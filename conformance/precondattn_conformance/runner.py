@@ -30,6 +30,11 @@ class Outcome:
     snippet: str = ""
     """Python code that reproduces a failure."""
     seconds: float = 0.0
+    hung: bool = False
+    alone: str = ""
+    """Of a failure that was replayed alone in a new process: its status there."""
+    after: tuple[str, ...] = ()
+    """The earlier cases, by their ids, after which a case fails that passes alone."""
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.coverage import Pairs, pairs
-from precondattn_conformance.expectations import Expectations
+from precondattn_conformance.expectations import Expectations, name_of
 from precondattn_conformance.isolation import TIMEOUT, run_isolated
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.runner import Outcome, run_case
@@ -100,7 +101,13 @@ class Session:
     def expectations(self, todo: list[Case]) -> Expectations:
         """The expectations of both files. Raises an error if a line matches no case."""
         expectations = Expectations.read(self.xfail, self.skip)
-        expectations.require_true(_chained(todo, lambda: known_cases(self.blocks)))
+        names = expectations.mechanisms
+
+        def is_wanted(expression: str) -> bool:
+            return names is None or name_of(expression) in names
+
+        others = partial(known_cases, self.blocks, is_wanted)
+        expectations.require_true(_chained(todo, others))
         return expectations
 
     def run(
@@ -124,8 +131,9 @@ class Session:
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
+        options: dict[str, Any] = {"timeout": self.timeout, "jobs": jobs, "started": started}
         for outcome in run_isolated(
-            not_skipped, backend, self.device, timeout=self.timeout, jobs=jobs, started=started
+            not_skipped, backend, self.device, **options, expected=expectations.expects
         ):
             yield expectations.judged(outcome)
 

@@ -25,9 +25,8 @@ def snippet(
     backend: Backend,
     device: str | None = None,
     error: DisagreementError | None = None,
-    earlier: Sequence[str] = (),
 ) -> str:
-    """Code that runs the case, after the `earlier` cases on which its failure depends."""
+    """Code that runs the case, and its call."""
     check = CHECK[case.check]
     chosen = _text(backend)
     where = f", device={device!r}" if device else ""
@@ -44,7 +43,6 @@ def snippet(
     names = ", ".join(sorted({*helpers, "call_of", "replay"}))
     return (
         f"{_imports(case, call)}from precondattn_conformance import {names}\n\n"
-        f"{_replayed(earlier, f'backend={chosen}{where}')}"
         f"case = {case.id!r}\n"
         f"outcome = replay(case, backend={chosen}{where})  # The whole check.\n"
         f"print(outcome)\n\n"
@@ -54,15 +52,20 @@ def snippet(
     )
 
 
-def _replayed(earlier: Sequence[str], options: str) -> str:
-    """The earlier cases, in order."""
+def after(
+    code: str, case: Case, earlier: Sequence[str], backend: Backend, device: str | None = None
+) -> str:
+    """The code of a case, with the earlier cases before it on which its failure depends."""
     if not earlier:
-        return ""
+        return code
     ids = "".join(f"    {text!r},\n" for text in earlier)
-    return (
+    where = f", device={device!r}" if device else ""
+    first = f"case = {case.id!r}\n"
+    loop = (
         f"for earlier in (  # The case fails only after these.\n{ids}):\n"
-        f"    replay(earlier, {options})\n\n"
+        f"    replay(earlier, backend={_text(backend)}{where})\n\n"
     )
+    return code.replace(first, loop + first, 1)
 
 
 def _text(backend: Backend) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from precondattn_conformance.report.record import load
@@ -56,15 +58,70 @@ def test_a_failure_shows_its_position_its_size_and_code_that_reproduces_it(tmp_p
     assert "b=1 h=3" in plain.details
     assert "the output is off by" in plain.reason
     assert plain.id in plain.snippet
-    shown = subprocess.run(
-        [sys.executable, "-c", plain.snippet],
+    assert plain.alone in ("failed", "")
+    assert plain.after == ()
+    shown = run_snippet(plain)
+    assert shown.returncode == 1
+    assert shown.stdout.startswith("failed: the output is off by")
+    found, expected = re.search(r": (\S+) found, (\S+) expected", plain.reason).groups()
+    worst = [float(number) for number in shown.stdout.splitlines()[-1].split()]
+    np.testing.assert_allclose(worst, [float(found), float(expected)], rtol=1e-6)
+    assert "first wrong element" in printed
+
+
+def run_snippet(outcome):
+    """The code of a failure, as a script."""
+    return subprocess.run(
+        [sys.executable, "-c", outcome.snippet],
         env=environment(),
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+
+
+NARROW, WIDE = (f"outputs-numpy-float64-plain-random-softmax[scale={s}]" for s in (0.3, 0.7))
+OTHERS = tuple(
+    f"outputs-numpy-float64-{layout}-random-softmax"
+    for layout in ("one_kv_head", "own_kv_heads", "odd_width")
+)
+
+
+def test_a_failure_that_needs_an_earlier_call_is_reported_with_that_call(tmp_path):
+    given = [word for name in (OTHERS[0], NARROW, *OTHERS[1:], WIDE) for word in ("--case", name)]
+    junit, page = tmp_path / "junit.xml", tmp_path / "page.html"
+    written = ("--junit", str(junit), "--html", str(page))
+    code, record, printed = recorded(tmp_path, "keyed", *given, *written)
+    assert code == 1
+    (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert failed.id == WIDE
+    assert failed.reason.startswith(
+        "failed in the run, passes alone: it depends on an earlier call"
+    )
+    assert "the output is off by" in failed.reason
+    assert failed.alone == "passed"
+    assert failed.after == (NARROW,)
+    assert f"It fails after {NARROW}" in failed.details
+    assert f"--case '{NARROW}' \\\n    --case '{WIDE}'" in failed.details
+    assert "passes alone: it depends on an earlier call" in printed
+    for file in (junit, page):
+        assert "passes alone: it depends on an earlier call" in file.read_text()
+    shown = run_snippet(failed)
+    assert shown.returncode == 1
     assert shown.stdout.startswith("failed: the output is off by")
-    assert "first wrong element" in printed
+    code, record, _ = recorded(tmp_path, "keyed", "--case", WIDE)
+    assert code == 0
+
+
+def test_a_failure_that_never_comes_back_depends_on_chance(tmp_path, monkeypatch):
+    monkeypatch.setenv("WAS_WRONG", str(tmp_path / "wrong"))
+    packed = "outputs-numpy-float64-packed-zero-softmax"
+    code, record, _ = recorded(tmp_path, "sometimes", "--case", OTHERS[0], "--case", packed)
+    assert code == 1
+    (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert "and after the same 1 cases: it depends on chance" in failed.reason
+    assert failed.alone == "passed"
+    assert failed.after == ()
 
 
 def test_a_case_is_replayed_by_its_id(tmp_path):

@@ -19,6 +19,7 @@ from precondattn_conformance.checks.order_of_calls import OrderOfCalls
 from precondattn_conformance.checks.outputs import Outputs
 from precondattn_conformance.checks.packing import Packing
 from precondattn_conformance.checks.padding import Padding
+from precondattn_conformance.checks.plain import explained
 from precondattn_conformance.checks.purity import Purity
 from precondattn_conformance.checks.refusals import Refusals
 from precondattn_conformance.checks.sharding import Sharding
@@ -27,6 +28,7 @@ from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import Strides
 from precondattn_conformance.checks.threads import Threads
 from precondattn_conformance.checks.transforms import Transforms
+from precondattn_conformance.disagreement import DisagreementError
 
 ALL: tuple[Check, ...] = (
     Outputs(),
@@ -62,5 +64,9 @@ def run(case: Case, backend: Backend = None, device: str | None = None) -> Measu
     """Run one case on one backend, or on the backends chosen by default."""
     library = libraries.named(case.library, device)
     library.forget()
+    check, trial = CHECK[case.check], Trial(case, library, backend)
     with library.precision(case.dtype):
-        return CHECK[case.check].run(Trial(case, library, backend))
+        try:
+            return check.run(trial)
+        except DisagreementError as error:
+            raise (error if check.is_plain else explained(trial, error)) from None

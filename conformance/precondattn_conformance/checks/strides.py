@@ -22,9 +22,6 @@ class Strides(Check):
 
     name = "strides"
     snippet = f"# The check passes views.\n{VJP}"
-    snippet = (
-        """out, pullback = mechanism.vjp(**inputs, backend={backend})  # The check passes views."""
-    )
 
     def applies(self, case: Case) -> bool:
         return case.library != "jax"

@@ -41,7 +41,7 @@ class Threads(Check):
                 first, second, third = _at_once(
                     trial, count, trial.vjp, trial.vjp, lambda: trial.vjp(other)
                 )
-            by = f"with {count or 'all'} threads"
+            by = f"with {count or 'all'} thread{'' if count == 1 else 's'}"
             for which, (out, gradients) in (("", first), (" again", second)):
                 pairs[f"the output{which} {by}"] = trial.numpy(out), expected.out
                 pairs |= trial.pairs_of_gradients(gradients, f"vjp{which} {by}")

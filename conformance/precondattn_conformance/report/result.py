@@ -35,6 +35,10 @@ class Result:
     reason: str = ""
     details: str = ""
     snippet: str = ""
+    alone: str = ""
+    """Of a failure that was replayed alone in a new process: its status there."""
+    after: tuple[str, ...] = ()
+    """The ids of the earlier cases after which a case fails that passes alone."""
 
     @classmethod
     def of(cls, outcome: Outcome | Result) -> Result:
@@ -57,6 +61,8 @@ class Result:
             reason=printable(outcome.reason),
             details=printable(outcome.details),
             snippet=printable(outcome.snippet),
+            alone=outcome.alone,
+            after=tuple(map(printable, outcome.after)),
         )
 
     @classmethod
@@ -75,7 +81,9 @@ class Result:
                 known[field.name] = None if value is None else float(NOT_FINITE.get(value, value))
             elif field.name == "seconds":
                 known[field.name] = float(entry["seconds"])
-            elif field.name in ("reason", "details", "snippet"):
+            elif field.name == "after":
+                known["after"] = tuple(map(printable, entry.get("after", ())))
+            elif field.name in ("reason", "details", "snippet", "alone"):
                 known[field.name] = printable(entry.get(field.name, ""))
             else:
                 known[field.name] = printable(entry[field.name])
@@ -92,6 +100,8 @@ class Result:
                 entry["seconds"] = round(value, 5)
             elif isinstance(value, float) and not math.isfinite(value):
                 entry[field.name] = "NaN" if math.isnan(value) else "Infinity"
+            elif field.name == "after":
+                entry |= {"after": list(value)} if value else {}
             elif value is not None and value != "":
                 entry[field.name] = value
         return entry

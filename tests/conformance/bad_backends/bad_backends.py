@@ -133,3 +133,30 @@ class Late(Definition):
         if mechanism.name == "lucid_solve":
             return pa.Support.no("not yet")
         return super().supports(mechanism, request)
+
+
+class Keyed(Definition):
+    """Keeps a compiled kernel by the shapes of its inputs, whatever the options are."""
+
+    name = "keyed"
+
+    def __init__(self):
+        self.compiled = {}
+
+    def forward(self, mechanism, inputs, frame):
+        shapes = tuple(array.shape for array in inputs.values())
+        compiled = self.compiled.setdefault(shapes, mechanism)
+        return compiled.forward(inputs, frame)
+
+
+class Sometimes(Definition):
+    """Is wrong in the first process that runs it, and right in all others."""
+
+    name = "sometimes"
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        if frame.k_segment is not None and not os.path.exists(os.environ["WAS_WRONG"]):
+            open(os.environ["WAS_WRONG"], "w").close()
+            out = 2 * out
+        return out, residuals
