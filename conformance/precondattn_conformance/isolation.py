@@ -34,6 +34,9 @@ TIMEOUT = 300.0
 BEFORE_KILLING = 2.0
 """Seconds before the timeout, at which a hanging process writes its traceback."""
 
+TO_END = 10.0
+"""Seconds for a process that runs no case to end by itself."""
+
 
 class Worker:
     """A process that runs cases, and its state."""
@@ -107,10 +110,12 @@ class Worker:
         return Outcome(case, FAILED, None, reason, trace, text, seconds)
 
     def stop(self) -> None:
-        """Kill the process."""
+        """End the process: by itself, so that libraries release what they share; or kill it."""
+        self.connection.close()  # Then it receives no more cases, and returns.
+        if self.running is None:
+            self.process.join(TO_END)
         self.process.kill()
         self.process.join()
-        self.connection.close()
         self.traces.close()
 
 

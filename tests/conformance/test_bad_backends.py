@@ -178,6 +178,12 @@ def test_a_leak_is_reported(tmp_path):
     assert code == 0, record.outcomes[0].reason
 
 
+def test_processes_end_without_leaving_locks_of_the_backend():
+    done = conformance("locks", "--case", "outputs-numpy-float64-plain-random-softmax")
+    assert done.returncode == 0, done.stdout
+    assert "resource_tracker" not in done.stderr
+
+
 def test_more_memory_than_declared_is_a_failure(tmp_path):
     name = "memory-torch-float32-long-random-softmax"
     code, record, _ = recorded(tmp_path, "quadratic", "--case", name, library="torch")

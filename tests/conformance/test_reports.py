@@ -64,7 +64,8 @@ def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
     layout, kind = Layout(changed.pop("layout", "plain")), "clustered"
     identity = changed.pop("id", "-".join((*parts.values(), layout.name, kind)))
     measured = SimpleNamespace(error=error, bound=bound) if error is not None else None
-    texts = {"reason": "", "details": "", "snippet": "", "seconds": 0.1, **changed}
+    texts = {"reason": "", "details": "", "snippet": "", "seconds": 0.1, "alone": "", "after": ()}
+    texts |= changed
     return SimpleNamespace(
         case=SimpleNamespace(id=identity, layout=layout, kind=kind, **parts),
         status=status,
@@ -78,6 +79,8 @@ def a_failure(**changed):
         "reason": "the output is off by 0.5 (bound 2e-05)\nworst at (0, 1)",
         "details": "  0 1\n0 . #",
         "snippet": "print('β')",
+        "alone": "passed",
+        "after": ("outputs-torch-float32-plain-clustered-softmax",),
     }
     return an_outcome("failed", **{"error": 0.5, **texts, **changed})
 
@@ -202,7 +205,7 @@ with Recording(sys.argv[1], backends=(), level="full", device=None, filters={}) 
         print(i, flush=True)
         time.sleep(float(sys.argv[2]))
         recording.add(SimpleNamespace(case=case(i), status="passed", measured=None, reason="x" * 99,
-                                      details="", snippet="", seconds=0.0))
+                                      details="", snippet="", seconds=0.0, alone="", after=()))
 """
 
 

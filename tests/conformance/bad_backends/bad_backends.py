@@ -3,6 +3,7 @@
 For tests that run the suite in processes of its own: the entry points are beside this file.
 """
 
+import multiprocessing
 import os
 import signal
 import time
@@ -114,6 +115,19 @@ class Leaks(Definition):
         out, residuals = super().forward(mechanism, inputs, frame)
         self.kept.append(out + 0)
         return out, residuals
+
+
+class Locks(Definition):
+    """Has a lock between processes, as a pool of compilers has."""
+
+    name = "locks"
+
+    def __init__(self):
+        self.lock = None
+
+    def forward(self, mechanism, inputs, frame):
+        self.lock = self.lock or multiprocessing.get_context("spawn").Lock()
+        return super().forward(mechanism, inputs, frame)
 
 
 class Quadratic(Definition):
