@@ -141,6 +141,7 @@ def check_direction(
     size = float(np.sqrt(np.sum(g**2) * np.sum(direction**2)))
     if not abs(difference - expected) <= 1e-6 * size + rounding / h:
         raise DisagreementError(
-            f"the oracle's own gradient of {name} is {expected:.9g} along a direction, "
-            f"and {difference:.9g} by central differences"
+            f"the definition of {m} contradicts itself: the gradient of {name} along a random "
+            f"direction is {expected:.9g} by its `backward`, and {difference:.9g} by central "
+            f"differences of its `forward`; every check compares with both"
         )

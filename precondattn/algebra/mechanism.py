@@ -151,6 +151,14 @@ def _constructed(cls: type[Mechanism], fields: dict[str, Any]) -> Mechanism:
     return built
 
 
+def missing_method(leaf: Mechanism, name: str, why: str) -> NotImplementedError:
+    """The error of a method that a leaf's class does not define."""
+    return NotImplementedError(
+        f"the class {type(leaf).__name__} of the mechanism {leaf.name!r} defines no method "
+        f"`{name}`, which {why}"
+    )
+
+
 class Leaf(Mechanism):
     """One piece of mathematics: forward, closed-form gradient, and its part of `extend`.
 
@@ -181,7 +189,7 @@ class Leaf(Mechanism):
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         """The output, and the residuals: what the gradient needs besides inputs and output."""
-        raise NotImplementedError
+        raise missing_method(self, "forward", "every call needs")
 
     def backward(
         self,
@@ -192,7 +200,7 @@ class Leaf(Mechanism):
         cotangent: Array,
     ) -> Arrays:
         """The gradient of every input, by name."""
-        raise NotImplementedError
+        raise missing_method(self, "backward", "gradients need")
 
     @property
     def numbers_heads(self) -> bool:
@@ -214,7 +222,7 @@ class Leaf(Mechanism):
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         """The output for new tokens after those in `past`, and the update of each buffer."""
-        raise NotImplementedError
+        raise missing_method(self, "step", "`extend` needs")
 
     def step_backward(
         self,
@@ -228,7 +236,7 @@ class Leaf(Mechanism):
 
         Leaves that cache tokens do not have it: a buffer of tokens is not differentiated.
         """
-        raise NotImplementedError
+        raise missing_method(self, "step_backward", "`extend_vjp` needs")
 
 
 class TokenWise(Leaf):

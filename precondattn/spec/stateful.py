@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.mechanism import Leaf, missing_method
 from precondattn.arrays import Array, Arrays, Residuals, Shape
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
@@ -41,7 +41,7 @@ class Stateful(Leaf):
         form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         """The output, and the new state by slot."""
-        raise NotImplementedError
+        raise missing_method(self, "run", "every call needs")
 
     def run_vjp(
         self,
@@ -53,7 +53,7 @@ class Stateful(Leaf):
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of the state, from those of output and new state."""
-        raise NotImplementedError
+        raise missing_method(self, "run_vjp", "gradients need")
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Each matrix of the state is written to and read from once per token, in chunks.

@@ -127,6 +127,7 @@ def _check_direction_of_states(
     size = float(sum(np.sum(np.abs(term)) for term in terms))
     if not abs(difference - expected) <= 1e-6 * max(size, 1.0):
         raise DisagreementError(
-            f"the oracle's own gradient of its first state is {expected:.9g} along a direction, "
-            f"and {difference:.9g} by central differences"
+            f"the definition of {m} contradicts itself: the gradient of its first state along a "
+            f"random direction is {expected:.9g} by its `step_backward`, and {difference:.9g} by "
+            f"central differences of its `step`"
         )
