@@ -371,7 +371,6 @@ class LucidSolveBlocks(Algorithm):
                         )
                     rhs = system.times_beta(rhs, j0, j1)
                     product_at(ops, solution, at(j0, j1), system.inverse[:, :, a, ...], rhs)
-            y[part] = solution
         return time_first(y)[:, :s, ...], ()
 
     def backward(

@@ -63,7 +63,7 @@ class Lucid(Preconditioner):
     name: ClassVar[str] = "lucid"
     variants: ClassVar[tuple[str, ...]] = (
         "lucid[eps=0]",
-        "lucid[scale=0.5]",
+        "lucid[scale=5]",
         "lucid[beta=true]",
         "lucid[normalize=queries_and_keys]",
         "lucid[normalize=queries_and_keys,beta=true]",
