@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from precondattn.kernel_backend.precise import is_precise
 from precondattn_cupy.sources import FOLDER, source
 
 CPP_TYPES = {
@@ -97,7 +98,7 @@ def launch(
         launches.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
         return
     if simulated:
-        function = _simulated(file, kernel)
+        function = _simulated(file, kernel, is_precise())
     else:
         device = _device()
         if shared_bytes > (limit := _shared_limit(device)):
@@ -105,7 +106,7 @@ def launch(
                 f"{kernel}: needs {shared_bytes} bytes of shared memory for a block; "
                 f"device {device} has {limit}"
             )
-        function = _compiled(file, kernel, device)
+        function = _compiled(file, kernel, device, is_precise())
     if shared_bytes > max(STATIC_LIMIT, function.max_dynamic_shared_size_bytes):
         function.max_dynamic_shared_size_bytes = shared_bytes
     function(tuple(grid), (threads,), values, shared_mem=shared_bytes)
@@ -124,21 +125,30 @@ def _value(kernel: str, argument: Any, simulated: bool) -> Any:
 
 
 @functools.cache
-def _compiled(file: str, kernel: str, device: int) -> Any:
+def _compiled(file: str, kernel: str, device: int, precise: bool) -> Any:
     """A module contains one kernel, so that only called kernels are compiled."""
     import cupy
 
     module = cupy.RawModule(
-        code=source(file), options=("-std=c++17",), name_expressions=(kernel,), backend="nvrtc"
+        code=source(file),
+        options=("-std=c++17", *_defined(precise)),
+        name_expressions=(kernel,),
+        backend="nvrtc",
     )
     return module.get_function(kernel)
 
 
 @functools.cache
-def _simulated(file: str, kernel: str) -> Any:
+def _simulated(file: str, kernel: str, precise: bool) -> Any:
     from precondattn_kernel_tools.cuda_simulator import SimulatedModule
 
-    return SimulatedModule(FOLDER / f"{file}.cu", [kernel]).get_function(kernel)
+    module = SimulatedModule(FOLDER / f"{file}.cu", [kernel], _defined(precise))
+    return module.get_function(kernel)
+
+
+def _defined(precise: bool) -> tuple[str, ...]:
+    """The option of a compiler for precise kernels."""
+    return ("-DPRECONDATTN_PRECISE",) if precise else ()
 
 
 def _device() -> int:

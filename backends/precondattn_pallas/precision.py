@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from precondattn.kernel_backend.precise import is_precise
+
 TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 """Settings of `jax_default_matmul_precision` that are no more exact than tf32. Without a setting, a
 float32 product has float32's accuracy, unlike JAX's own on a GPU."""
@@ -57,8 +59,9 @@ def _tf32(x: Any) -> Any:
 def products(dtype: Any, *, interpret: bool) -> Products:
     """For inputs of this dtype.
 
-    Tensor cores read 10 of the 11 bits that tf32 and float16 have, and do not round: where sums
-    cancel, that is too few for float16.
+    tf32 has no fewer bits than either 16-bit dtype. Tensor cores do not round to them: where sums
+    cancel, a precise kernel in float16 takes three products.
     """
     allowed = jax.config.jax_default_matmul_precision in TF32_ALLOWED
-    return Products(interpret, allowed or dtype == jnp.bfloat16)
+    enough = dtype == jnp.bfloat16 or (dtype == jnp.float16 and not is_precise())
+    return Products(interpret, bool(allowed or enough))

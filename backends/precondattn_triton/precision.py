@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.target import is_amd
 
 
@@ -27,14 +28,19 @@ def sixteen_bits() -> str:
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether tf32 is enough, and kernels are tiled for it.
+    """Whether float32 factors are multiplied as tf32, and kernels are tiled for it.
 
-    Tensor cores read 10 of the 11 bits that tf32 and float16 have, and do not round: where sums
-    cancel, that is too few for float16.
+    tf32 has no fewer bits than either 16-bit dtype. Tensor cores do not round to them: where sums
+    cancel, a precise kernel in float16 takes three products.
     """
-    return dtype == torch.bfloat16
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and not is_precise())
 
 
 def product_precision(dtype: torch.dtype) -> str:
     """How factors in float32 are multiplied, for inputs of this dtype."""
     return sixteen_bits() if is_half(dtype) else as_the_user_allows()
+
+
+def splits_weights(dtype: torch.dtype) -> bool:
+    """Whether weights and their gradients are sums of two numbers of this dtype."""
+    return dtype == torch.bfloat16 and is_precise()

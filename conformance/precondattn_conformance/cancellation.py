@@ -19,6 +19,12 @@ Where one key has all the weight, or is the only key, the gradients of queries a
 
 are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖. So are those of all else that is
 read through the scores only, such as a bias.
+
+While a state S holds a large value, the gradients of a gate and of a write's strength,
+
+    dg_t = Σ dS ∘ S,    dβ_t = ⟨du_t, v_t − Sᵀ k_t⟩,    du_t = dSᵀ k_t,
+
+are sums that contain it: of terms as large as ‖du‖ and a row of S, which has 1/√d of the value.
 """
 
 from __future__ import annotations
@@ -121,3 +127,14 @@ def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -
     q, k = longest(inputs["q"]), longest(inputs["k"])
     sizes = {"q": scale * k, "k": scale * q, "q2": scale * k, "k2": scale * q, "tau": scale * q * k}
     return {name: rows * sizes.get(name, 1.0) for name in inputs if name != "v"}
+
+
+def sizes_when_overwritten(
+    inputs: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """The size of the terms of the gradients of gates and β, where a state holds a large value."""
+    strength = inputs.get("beta", np.ones(1))[..., None]
+    d_u = np.divide(gradients["v"], strength, where=strength > 0, out=np.zeros_like(gradients["v"]))
+    lengths = (float(np.max(np.linalg.vector_norm(a, axis=-1))) for a in (inputs["v"], d_u))
+    size = float(np.prod([*lengths])) * inputs["k"].shape[-1] ** -0.5
+    return {name: size for name in ("g", "beta") if name in inputs}

@@ -15,6 +15,8 @@ long_keys      keys whose squares overflow float16, and queries as much shorter:
 far_below      every logit of a row is below −10⁹ (−10³⁰ in float32 and float64), and one is far
                above the others: a finite number in place of masked logits is larger
 overwritten    a large value is written to a state and removed again, before anything is read
+opposite_values  queries of 0, that average 64 values of 256, 64 of −256, and small ones: a sum that
+               is kept in half precision has lost the small ones
 =============  ==================================================================================
 
 The result stays well conditioned: a correct computation is as accurate as on harmless inputs.
@@ -34,7 +36,7 @@ EXTREMES = (
     *SATURATED,
     *("tiny_logits", "extreme_gates", "far_values", "far_segments", "zero_rows", "hidden_by_bias"),
     *("long_keys", "far_below"),
-    "overwritten",
+    *("overwritten", "opposite_values"),
 )
 
 HUGE = {"float64": 2000.0}
@@ -49,14 +51,16 @@ HIGH = {"float64": 800.0}
 HIGH_ELSEWHERE = 100.0
 """Values whose exponentials overflow, by dtype."""
 LARGE = 256.0
+CHUNK, LONGEST_CHUNK = 64, 128
+"""Tokens in a chunk of a recurrence, of most kernels and of some."""
 LONG = 512.0
 """Squares of numbers above 256 overflow float16."""
 BELOW = {"float16": 2.0**14.5, "bfloat16": 2.0**15}
 BELOW_ELSEWHERE = 2.0**51
 """The entries of queries and keys. The logits are their squares times √d."""
-FORWARD_ONLY = ("far_below",)
-"""Where a gradient that keeps only the logarithm of a row's sum can not be accurate: its last bit
-is larger than 1."""
+FORWARD_ONLY = ("far_below", "opposite_values")
+"""Where a gradient that keeps only the logarithm of a row's sum can not be accurate, since its last
+bit is larger than 1; and where the gradients show nothing."""
 KEEP_A_SUM = ("linear", "delta", "gated_delta", "gla")
 """Mechanisms whose state is a sum, so that what was written can be subtracted again."""
 
@@ -71,6 +75,8 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
         return "bias" in inputs and inputs["bias"].is_pairwise
     if kind == "overwritten":
         return str(mechanism) in KEEP_A_SUM
+    if kind == "opposite_values":
+        return str(mechanism) == "softmax"
     if kind in ("far_values", "far_segments"):
         return _reads_exponentials(mechanism)
     if kind == "long_keys":
@@ -120,6 +126,10 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
                 _lengthen(arrays, q, k, by, is_far=kind == "far_below")
     if kind == "overwritten":
         _write_twice(arrays)
+    if kind == "opposite_values":
+        arrays["q"] = np.zeros_like(arrays["q"])
+        for start, value in ((16, LARGE), (80, -LARGE)):
+            arrays["v"][:, start : start + 64] = value
     if kind == "far_values" and "v" in arrays:
         signs = np.sign(np.random.default_rng(5).normal(size=arrays["v"].shape))
         arrays["v"] = arrays["v"] + FAR * signs
@@ -140,27 +150,35 @@ def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
 
 
 def _write_twice(arrays: Arrays) -> None:
-    """Write 256 times a value under a key, and later remove it; queries are 0 until then.
+    """Write values, then 256 times a value under a key of its own, and later remove that one.
 
-    By then a state in half precision has lost everything else that was written. Keys are rows of a
-    Hadamard matrix, whose products are exact.
+    Until it is removed, and the chunk of 64 or 128 tokens in which it is has ended, nothing else is
+    written or read: a state that is rounded for a product has then lost the other values for that
+    product only, but one that is kept in half precision has lost them for good. Keys are rows of a
+    Hadamard matrix, whose products are exact, and queries do not read the large value's key.
     """
     b, tokens, n, d = arrays["k"].shape
     rows = np.asarray([[1.0]])
     while len(rows) < d:
         rows = np.block([[rows, rows], [rows, -rows]])
-    again = tokens // 2
-    keys = (rows / d**0.5)[np.arange(tokens) % d]
+    first, again = tokens // 4, tokens // 2
+    after = again + 1 if tokens <= CHUNK else -(-again // LONGEST_CHUNK) * LONGEST_CHUNK
+    others, large = 1 + np.arange(tokens) % (d - 1), [first, again]
+    others[large] = 0
+    keys = (rows / d**0.5)[others]
     arrays["k"] = np.broadcast_to(keys[None, :, None], (b, tokens, n, d)).copy()
-    arrays["k"][:, again] = arrays["k"][:, 0]
-    arrays["v"][:, 0] *= LARGE
-    arrays["q"][:, : again + 1] = 0
+    own = keys[first]
+    arrays["q"] = arrays["q"] - (arrays["q"] @ own)[..., None] * own
+    arrays["q"][:, :after] = 0
+    arrays["v"][:, first + 1 : after] = 0
+    arrays["v"][:, first] *= LARGE
     if "g" in arrays:
         arrays["g"] = np.zeros_like(arrays["g"])
     if "beta" in arrays:
-        arrays["beta"][:, [0, again]] = 1.0
+        arrays["beta"][:, first + 1 : after] = 0
+        arrays["beta"][:, large] = 1.0
     else:
-        arrays["v"][:, again] = -arrays["v"][:, 0]
+        arrays["v"][:, again] = -arrays["v"][:, first]
 
 
 def _lengthen(arrays: Arrays, q: str, k: str, by: float, *, is_far: bool) -> None:

@@ -11,11 +11,16 @@ from functools import cache, lru_cache
 import numpy as np
 
 import precondattn as pa
-from precondattn_conformance.cancellation import sizes_of_terms, sizes_when_saturated
+from precondattn_conformance.cancellation import (
+    sizes_of_terms,
+    sizes_when_overwritten,
+    sizes_when_saturated,
+)
 from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
+from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
@@ -72,6 +77,8 @@ def _computed(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
                 terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
+    if kind == "overwritten" and dtype in HALF:
+        terms |= sizes_when_overwritten(inputs, gradients)
     return Oracle(inputs, masks, out, cotangent, gradients, terms)
 
 

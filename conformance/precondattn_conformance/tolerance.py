@@ -13,10 +13,23 @@ BOUND = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 CORRELATED_BOUND = BOUND | {"float32": 1e-4}
 """For kinds with keys that are nearly or exactly equal: a triangular solve amplifies rounding."""
 
+DELTA_GRADIENT_BOUND = CORRELATED_BOUND | {"float16": 1e-2, "bfloat16": 5e-2}
+"""The same, for the gradients of the delta rule: at most twice the error that rounding makes there."""
 
-def bound(dtype: str, kind: str) -> float:
+FLOAT16_NORMAL = 2.0**-14
+"""The smallest normal number: below it the spacing does not shrink with the number."""
+
+
+def smallest_measured(dtype: str) -> float:
+    """The size below which errors are not relative."""
+    return FLOAT16_NORMAL if dtype == "float16" else 0.0
+
+
+def bound(dtype: str, kind: str, *, is_delta_gradient: bool = False) -> float:
     """The largest allowed error."""
-    return (BOUND if kind == "random" else CORRELATED_BOUND)[dtype]
+    if kind == "random":
+        return BOUND[dtype]
+    return (DELTA_GRADIENT_BOUND if is_delta_gradient else CORRELATED_BOUND)[dtype]
 
 
 def error(

@@ -1,10 +1,10 @@
 // Products of float32 tiles in shared memory, as accurate as the call's dtype requires.
 //
 // Intermediate results of a chunk (a state, an inverse, what is written) are not rounded to 16 bits:
-// for nearly equal keys, the delta rule would amplify this to relative errors of a tenth. In a bfloat16
-// call, factors are rounded to tf32, whose 11 bits are three more than bfloat16's, and tensor cores
-// multiply them. float16 has 11 bits too, which cancellation would lose: a factor x is split into two,
-// x = h + l, and three tf32 products are summed,
+// for nearly equal keys, the delta rule would amplify this to relative errors of a tenth. In a call of 16
+// bits, factors are rounded to tf32, whose 11 bits hold either dtype, and tensor cores multiply them. A
+// precise kernel in float16, of which cancellation would lose digits, splits a factor x into two,
+// x = h + l, and sums three tf32 products,
 //
 //     x y ≈ l_x h_y + h_x l_y + h_x h_y.
 //
@@ -39,7 +39,7 @@ enum Numbers {
 // x as a factor of a later product in a call of dtype T.
 template <class T>
 __device__ __forceinline__ float as_factor(float x) {
-  return sizeof(T) == 2 && !HAS_11_BITS<T> ? __uint_as_float(tf32(x)) : x;
+  return sizeof(T) == 2 && !IS_SPLIT<T> ? __uint_as_float(tf32(x)) : x;
 }
 
 template <class T, int COLUMNS>
@@ -57,7 +57,7 @@ enum Treatment { AS_THEY_ARE, ROUNDED, IN_TWO };
 template <class T>
 __host__ __device__ constexpr Treatment treatment(Numbers numbers) {
   if (numbers == OF_16_BITS) return AS_THEY_ARE;
-  if (HAS_11_BITS<T>) return IN_TWO;
+  if (IS_SPLIT<T>) return IN_TWO;
   return numbers == FACTOR ? AS_THEY_ARE : ROUNDED;
 }
 

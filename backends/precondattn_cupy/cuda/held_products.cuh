@@ -94,12 +94,13 @@ __device__ __forceinline__ void add_held_product(Product<COLUMNS>& c, const Prod
   plain_held_product<B_TRANSPOSED, COLUMNS, DEPTH>(c, a, b, b_step);
 }
 
-// C += A B, with A split into two parts where its numbers have 16 bits; overwrites A.
-template <int COLUMNS, int DEPTH, class T>
-__device__ __forceinline__ void add_exact_product(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
-                                                  int b_step) {
+// C += A B, in a precise kernel with A split into two parts where its numbers have 16 bits; then it
+// overwrites A. TWO_PARTS: in any kernel.
+template <int COLUMNS, int DEPTH, bool TWO_PARTS = false, class T>
+__device__ __forceinline__ void add_weighted(Product<COLUMNS>& c, Product<DEPTH>& a, const T* b,
+                                             int b_step) {
   add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
-  if (sizeof(T) == 2) {
+  if ((PRECISE || TWO_PARTS) && sizeof(T) == 2) {
     keep_rest<T>(a);
     add_held_product<false, COLUMNS, DEPTH>(c, a, b, b_step);
   }

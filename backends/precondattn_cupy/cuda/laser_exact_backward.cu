@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) laser_exact_gradient(
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           d_scores.x[j][i] = scores[row_of(i) * STEP + column_of(j, i)];
-      add_exact_product<OWN, COLUMNS>(acc, d_scores, other_tile + channel, KEY_STEP);
+      add_weighted<OWN, COLUMNS>(acc, d_scores, other_tile + channel, KEY_STEP);
     }
   }
 #pragma unroll

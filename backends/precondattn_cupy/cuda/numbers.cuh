@@ -16,10 +16,18 @@ struct SumOf<double> {
 template <class T>
 using Sum = typename SumOf<T>::type;
 
+// Whether 16-bit calls take more products than rounding once needs (kernel_backend/precise.py).
+#ifdef PRECONDATTN_PRECISE
+constexpr bool PRECISE = true;
+#else
+constexpr bool PRECISE = false;
+#endif
+
+// Whether a product of float32 in a call of T takes three of tf32, which has no more bits than T.
 template <class T>
-constexpr bool HAS_11_BITS = false;
+constexpr bool IS_SPLIT = false;
 template <>
-constexpr bool HAS_11_BITS<__half> = true;
+constexpr bool IS_SPLIT<__half> = PRECISE;
 
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }

@@ -14,8 +14,9 @@
 // output channels. A block of the key gradient iterates over all query heads that read its keys: no two
 // blocks add to the same element, so the result is deterministic.
 //
-// dS is multiplied as the sum of two 16-bit numbers: where keys are nearly equal, its sums cancel, and
-// one would have too few digits. v and do may also be sums of two arrays, as in softmax_forward.cu.
+// A precise kernel multiplies dS as the sum of two 16-bit numbers: where keys are nearly equal, its sums
+// cancel, and of one few digits are left. v and do may also be sums of two arrays, as in
+// softmax_forward.cu.
 #include "held_products.cuh"
 #include "masks.cuh"
 #include "tiles.cuh"
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
         const float a = power_of_2(p.x[j][i] * log_scale - log_of[i / 2]);
         p.x[j][i] = a * (d_a.x[j][i] - sum_of[i / 2]);
       }
-    add_exact_product<OWN, COLUMNS>(acc, p, k_tile + channel, KEY_STEP);
+    add_weighted<OWN, COLUMNS>(acc, p, k_tile + channel, KEY_STEP);
   }
 
 #pragma unroll
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
         }
       }
       if (part * OWN_KEY < KEY_WIDTH)
-        add_exact_product<OWN_KEY, COLUMNS>(key_acc, d_a, q_tile + part * OWN_KEY, KEY_STEP);
+        add_weighted<OWN_KEY, COLUMNS>(key_acc, d_a, q_tile + part * OWN_KEY, KEY_STEP);
     }
   }
 

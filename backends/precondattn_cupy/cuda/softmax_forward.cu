@@ -10,9 +10,9 @@
 // Grid: tiles of queries × parts of the values' channels, heads, sequences. 2 t s (d + e) FLOPs per
 // head, half of them with causality; keys and values are read once for every tile of queries.
 //
-// P is multiplied as the sum of two 16-bit numbers. The gradient takes the mean of do vᵀ from o: with
-// weights of 8 or 11 bits there and of 24 in dS, the rows of dS would not sum to 0, and where keys are
-// nearly equal, that error would be all of dq.
+// A precise kernel multiplies P as the sum of two 16-bit numbers. The gradient takes the mean of do vᵀ
+// from o: with weights of 8 or 11 bits there and of 24 in dS, the rows of dS do not sum to 0, and where
+// keys are nearly equal, dq has that error.
 //
 // Values may have another type than queries, and be the sum of two arrays (`v` and `v_rest`), as the
 // exponentials of LASER are. `is_chosen` (b, n) then selects their heads; blocks of others return at once.
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(2 * ROWS, 1)
     running.weigh<F, false>(p, acc, scale);
     const F* values = v_tile + buffer * PARTS * V_TILE;
     if (PARTS > 1) add_held_product<false, WIDTH, COLUMNS>(acc, p, values + V_TILE, STEP);
-    add_exact_product<WIDTH, COLUMNS>(acc, p, values, STEP);
+    add_weighted<WIDTH, COLUMNS, (PARTS > 1)>(acc, p, values, STEP);
   }
 
   running.close();

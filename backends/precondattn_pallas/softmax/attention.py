@@ -19,6 +19,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.kernel_backend.precise import is_precise
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
@@ -50,12 +51,13 @@ def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     scale = leaf.scale_for(q.shape[3])
     mask = StaticMask(q.shape[1], k.shape[1], leaf.causal, leaf.window)
     multiplied = products(v.dtype, interpret=interpret)
+    rounds = v.dtype == jnp.bfloat16 and not is_precise()
     if is_half := v.dtype.itemsize == 2:
         multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
 
     def tiling(kernel: str) -> Tiling:
         tile = configuration(f"attention_{kernel}", max(d, e), is_half)
-        return Tiling(mask, scale * LOG2_E, multiplied, tile, d, e)
+        return Tiling(mask, scale * LOG2_E, multiplied, tile, d, e, rounds)
 
     return Plan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))
 

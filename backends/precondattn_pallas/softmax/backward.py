@@ -6,8 +6,8 @@
 One kernel owns tiles of queries, another tiles of keys with all query heads that read them. No two
 programs add to the same element, so the result is deterministic.
 
-Products with dS use 32 bits (tf32 for half precision): dS exceeds float16's range, and where keys
-are nearly equal its sums cancel, for which bfloat16 has too few digits.
+In bfloat16, dS is rounded before its products. In a precise kernel it is multiplied as tf32, since its
+sums cancel where keys are nearly equal; and in float16, whose range it exceeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
         a = jnp.exp2(jnp.where(is_visible, scores - logs[:, None], -jnp.inf))
         d_a = tiling.products.dot(d_o, x["v"][j, :], right=True)
         d_scores = a * (d_a - d_sum[:, None])
-        return acc + tiling.products.dot(d_scores, k.astype(jnp.float32))
+        return acc + tiling.times(d_scores, k)
 
     out["d_q"][...] = loop(x["low"][0], x["high"][0], add, jnp.zeros((rows, tiling.d), jnp.float32))
 
@@ -76,7 +76,7 @@ def key_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
             d_v += tiling.products.dot(a.astype(d_o.dtype), d_o)
             d_a = tiling.products.dot(v, d_o, right=True)
             d_scores = a * (d_a - d_sum[None, :])
-            return d_k + tiling.products.dot(d_scores, q.astype(jnp.float32)), d_v
+            return d_k + tiling.times(d_scores, q), d_v
 
         return loop(low, high, add, carried)
 

@@ -43,6 +43,13 @@ class Tiling(NamedTuple):
     d: int
     """Padded, like e."""
     e: int
+    rounds: bool
+    """Whether dS is rounded to the dtype of queries and keys before products with them."""
+
+    def times(self, d_scores: Any, rows: Any) -> Any:
+        """dS K, or dSᵀ Q."""
+        factor = rows.dtype if self.rounds else jnp.float32
+        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
 
 
 def forward(x: Any, out: Any, *, tiling: Tiling) -> None:

@@ -21,7 +21,7 @@ from precondattn_triton.path import key_gradient as path_key_gradient
 from precondattn_triton.path import within_chunk as path_within_chunk
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import Chunks
-from precondattn_triton.precision import product_precision
+from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.tiles import Masks, configured
 
@@ -100,6 +100,7 @@ def path_backward(
             carried, v, w, keys, u, d_out, log_total, d_sum, query_gradients, chunk_y,
             *masks, *sizes, *group, tokens, last, *v.stride(), *d_out.stride(),
             HAS_WINDOW=window is not None, E=e, **widths, ROWS=tuned.rows, **common,
+            TWO_PARTS=splits_weights(v.dtype),
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         tuned = configured("path_key_gradient", q, v)
@@ -127,6 +128,7 @@ def path_backward(
         *masks, *sizes, t, s, h, n, tokens,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
         **widths_and_window, CHANNELS=tuned.columns, ROWS=tile, **common,
+        TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     d_k, d_w, d_u = (torch.empty_like(d_keys) for _ in range(3))

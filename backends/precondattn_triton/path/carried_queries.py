@@ -23,7 +23,7 @@ import triton.language as tl
 
 from precondattn_triton.path.chunks import rows_of
 from precondattn_triton.path.forward import path_may_attend
-from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
+from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.tiles import (
     LOG2_E,
     is_token,
@@ -80,7 +80,7 @@ def query_gradient(
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
     HAS_WINDOW: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(group_end - group_start, ROWS), h)
     kv = head // (h // n)
@@ -137,6 +137,6 @@ def query_gradient(
         d_scores = tl.where(is_after[:, None], d_scores, 0.0)
         # Loaded again, which costs fewer registers than keeping it.
         carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
-        y = in_two_parts(d_scores, carried, y, PRECISION)
+        y = add_product(d_scores, carried, y, PRECISION, TWO_PARTS)
     is_present = (rows < t) & (rows < group_end)
     store_tile(chunk_y + at * PADDED_D, rows, is_present, PADDED_D, y, PADDED_D)

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.path.chunks import Chunks, rows_of
-from precondattn_triton.precision import product_precision
+from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import (
     LOG2_E,
@@ -78,7 +78,7 @@ def _forward(
     v_batch, v_token, v_head, v_channel,
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
@@ -120,7 +120,7 @@ def _forward(
         mask = is_before & is_key[None, :] & (columns[None, :] >= first_keys[:, None])
         scores = tl.where(mask, scores * (scale * LOG2_E), float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
 
     begin, _ = keys_met(tile * ROWS, ROWS, batch, t, s, segment, True)
     if HAS_WINDOW:
@@ -141,7 +141,7 @@ def _forward(
             mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
             scores = tl.where(mask, scores, float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, True)
+        largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
 
     o, logs = mean_and_log(largest, total, acc, is_row)
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
@@ -174,7 +174,7 @@ def path_forward(
         *q.stride(), *k.stride(), *v.stride(),
         HAS_WINDOW=window is not None, D=d, E=e,
         PADDED_D=padded_width(d), PADDED_E=padded_width(e),
-        ROWS=tuned.rows, CHUNK=chunks.size, PRECISION=product_precision(v.dtype),
+        ROWS=tuned.rows, CHUNK=chunks.size, PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return Read(out, out if full is None else full, log_total)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from precondattn_triton.path.chunks import rows_of
 from precondattn_triton.path.forward import path_may_attend
-from precondattn_triton.softmax.score_tiles import in_two_parts, load_logs
+from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.tiles import (
     LOG2_E,
     addresses,
@@ -53,7 +53,7 @@ def scores(
     v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(s, CHUNK) * (CHUNK // ROWS), h)
     kv = head // (h // n)
@@ -122,7 +122,7 @@ def scores(
         part = part_of(w, columns, all_tokens, PADDED_D, first, 1, PADDED_D, D_PART)
         y = tl.dot(d_left, part, y, input_precision=PRECISION)
         part = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
-        y = in_two_parts(d_scores, part, y, PRECISION)
+        y = add_product(d_scores, part, y, PRECISION, TWO_PARTS)
         channels = first + tl.arange(0, D_PART)
         mask = is_present[:, None] & (channels < D)[None, :]
         at_y = addresses(d_q, rows, h * D, channels, 1)

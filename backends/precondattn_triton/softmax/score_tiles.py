@@ -13,7 +13,7 @@ l sums P after its rounding for the product, so that acc / l is a weighted mean.
 keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
 
 The rows of dS sum to 0. If keys are nearly equal, dq consists of what remains after cancellation,
-and with 8 bits in P or dS nothing remains. Where that matters, P and dS are split into two parts.
+and with 8 bits in dS only the first digit of it may. A precise kernel splits P and dS into two parts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ELEMENTS = 4096
 
 
 @triton.jit
-def in_two_parts(left, right, acc, PRECISION: tl.constexpr):
-    """acc + left right, for `left` in float32; if `right` is bfloat16, `left` is split in two."""
+def add_product(left, right, acc, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr):
+    """acc + left right, for `left` in float32, rounded to the dtype of `right`, or split in two."""
     high = left.to(right.dtype)
     acc = tl.dot(high, right, acc, input_precision=PRECISION)
-    if right.dtype == tl.bfloat16:
+    if TWO_PARTS:
         low = (left - high.to(tl.float32)).to(right.dtype)
         acc = tl.dot(low, right, acc, input_precision=PRECISION)
     return acc
@@ -52,7 +52,7 @@ def with_tile(
     acc *= shrink[:, None]
     if TWO_PARTS:
         total = total * shrink + tl.sum(p, 1)
-        acc = in_two_parts(p, values, acc, PRECISION)
+        acc = add_product(p, values, acc, PRECISION, True)
     else:
         p = p.to(values.dtype)
         total = total * shrink + tl.sum(p.to(tl.float32), 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,14 +14,14 @@ from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import agree, require_unchanged
-from precondattn_conformance.libraries import Library
+from precondattn_conformance.extremes import EXTREMES
+from precondattn_conformance.libraries import HALF, Library
 from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
-from precondattn_conformance.tolerance import bound
+from precondattn_conformance.rounding.model import errors_of_model
+from precondattn_conformance.tolerance import bound, error, smallest_measured
 
 FLOAT16_MAX = 65504.0
-FLOAT16_NORMAL = 2.0**-14
-"""The smallest normal number: below it the spacing does not shrink with the number."""
 Backend = str | tuple[str, ...] | None
 Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -158,16 +158,37 @@ class Trial:
 
     def agree(self, pairs: Pairs, terms: Mapping[str, float] | None = None) -> Measured:
         """The worst error among results and the oracle's, given by name as (result, expected)."""
-        limit = self.bound
-        worst = 0.0
-        smallest = FLOAT16_NORMAL if self.case.dtype == "float16" else 0.0
+        worst = Measured(0.0, self.bound)
+        smallest = smallest_measured(self.case.dtype)
         for what, (result, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)
             axes = self.axes(what)
             result = _without_overflow(result, expected, self.case.dtype)
+            limit = self.bound_of(what)
+            if result.shape == expected.shape and error(result, expected, size, smallest) > limit:
+                limit = max(limit, 2 * self._error_of_model(what, expected))
             found = agree(what, result, expected, limit, terms=size, smallest=smallest, axes=axes)
-            worst = max(worst, found)
-        return Measured(worst, limit)
+            if found / limit >= worst.error / worst.bound:
+                worst = Measured(found, limit)
+        return worst
+
+    def bound_of(self, what: str) -> float:
+        """The bound of a result that has this name."""
+        is_gradient = what.rpartition(" of ")[2] in self.mechanism.inputs
+        is_delta = any(getattr(leaf, "is_delta", False) for leaf in self.mechanism.program.leaves)
+        case = self.case
+        return bound(case.dtype, case.kind, is_delta_gradient=is_gradient and is_delta)
+
+    def _error_of_model(self, what: str, expected: np.ndarray) -> float:
+        """The error that rounding makes in half precision in a result of the oracle's, or 0."""
+        case, own = self.case, self.expected
+        if case.dtype not in HALF or case.kind in EXTREMES:
+            return 0.0
+        errors = partial(errors_of_model, case.mechanism, case.layout, case.kind, case.dtype)
+        if expected is own.out:
+            return errors().out
+        name = what.rpartition(" of ")[2]
+        return errors().gradients[name] if own.gradients.get(name) is expected else 0.0
 
     def pairs_of_gradients(self, gradients: Mapping[str, Any], by: str = "vjp") -> Pairs:
         """Gradients and the oracle's, by names such as "vjp of q"."""

@@ -1,0 +1,124 @@
+"""The error of a call in half precision that rounds what the industry's kernels round.
+
+The model is a backend of NumPy arrays: the reference, but that softmax attention, LASER, PaTH and
+LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything else is in
+float64, so its error is that of the necessary roundings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.arrays import Arrays, Residuals
+from precondattn.backend import Request
+from precondattn.frame import Frame
+from precondattn.spec.read import MEAN_AND_LOG_SUM
+from precondattn_conformance.declared import mechanism_of
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.oracle import Oracle, oracle, rounded
+from precondattn_conformance.rounding import lucid
+from precondattn_conformance.rounding.attention import rounded_attention
+from precondattn_conformance.tolerance import error, smallest_measured
+
+NAME = "rounding_model"
+
+_registering = Lock()
+
+
+def tf32(array: np.ndarray) -> np.ndarray:
+    """An array as tensor cores read a float32: with the first 10 bits of the fraction only."""
+    bits = array.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+class RoundingModel(pa.Backend):
+    """Leaves that round their factors to a dtype."""
+
+    name = NAME
+    libraries = frozenset({"numpy"})
+    wide_values = True
+    only_by_name = True
+
+    def __init__(self, dtype: str) -> None:
+        to_call, to_float16 = (partial(rounded, dtype=name) for name in (dtype, "float16"))
+        self.to = lucid.Roundings(to_call, to_float16, tf32)
+
+    def supports(self, mechanism: Any, request: Request) -> pa.Support:
+        if len(mechanism.program.calls) > 1:
+            return pa.Support.no("rounds leaves only")
+        if type(mechanism) in (pa.Softmax, pa.Path) and mechanism.read != MEAN_AND_LOG_SUM:
+            return pa.Support.yes()
+        if type(mechanism) is pa.LucidSolve and lucid.has_model(mechanism):
+            return pa.Support.yes()
+        return pa.Support.no("rounds softmax attention and LUCID only")
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Any], frame: Frame
+    ) -> tuple[Any, Residuals]:
+        x = self._stored(inputs)
+        if isinstance(mechanism, pa.LucidSolve):
+            return lucid.forward(mechanism, x, frame, self.to), ()
+        return rounded_attention(mechanism, self.to.call).forward(x, frame)[0], ()
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: Residuals,
+        cotangent: Any,
+    ) -> Arrays:
+        x = self._stored(inputs)
+        if isinstance(mechanism, pa.LucidSolve):
+            return lucid.backward(mechanism, x, frame, self.to.call(out), cotangent, self.to)
+        leaf = rounded_attention(mechanism, self.to.call)
+        return leaf.backward(x, frame, out, (), cotangent)
+
+    def _stored(self, inputs: Mapping[str, Any]) -> Arrays:
+        """Queries, keys and values as they are stored: in the dtype of the call."""
+        return {n: self.to.call(a) if n in ("q", "k", "v") else a for n, a in inputs.items()}
+
+
+class ModelErrors(NamedTuple):
+    """The model's errors, each measured as that of any backend is."""
+
+    out: float
+    gradients: dict[str, float]
+
+
+@lru_cache(maxsize=64)
+def errors_of_model(mechanism: str, layout: Layout, kind: str, dtype: str) -> ModelErrors:
+    """The errors of the output and of the gradient of each input, in half precision."""
+    expected = oracle(mechanism, layout, kind, dtype)
+    out, gradients = _run(mechanism, expected, dtype)
+
+    def measured(result: np.ndarray, right: np.ndarray, terms: float = 0.0) -> float:
+        return error(rounded(result, dtype), right, terms, smallest_measured(dtype))
+
+    return ModelErrors(
+        measured(out, expected.out),
+        {
+            name: measured(d, expected.gradients[name], expected.terms.get(name, 0.0))
+            for name, d in gradients.items()
+        },
+    )
+
+
+def _run(mechanism: str, expected: Oracle, dtype: str) -> tuple[np.ndarray, Arrays]:
+    """The model's output and gradients, for the oracle's inputs and cotangent."""
+    with _registering:
+        pa.register_backend(RoundingModel(dtype))
+        try:
+            out, pullback = mechanism_of(mechanism).vjp(
+                **expected.inputs, **expected.masks, backend=(NAME, "reference")
+            )
+            return out, pullback(expected.cotangent)
+        finally:
+            pa.unregister_backend(NAME)

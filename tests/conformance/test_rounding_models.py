@@ -1,0 +1,140 @@
+"""Bounds in half precision: what the industry's kernels round meets them, and a little more does not."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import precondattn as pa  # noqa: E402
+from precondattn_conformance.cases import case_of  # noqa: E402
+from precondattn_conformance.rounding.attention import RoundedMean, rounded_attention  # noqa: E402
+from precondattn_conformance.runner import run_case  # noqa: E402
+from precondattn_conformance.status import FAILED, PASSED  # noqa: E402
+from precondattn_conformance.tolerance import bound  # noqa: E402
+from tests.conformance.rounding_models import backends  # noqa: E402
+from tests.conformance.rounding_models.recurrence import RoundedChunks  # noqa: E402
+from tests.conformance.rounding_models.rounding import to_dtype  # noqa: E402
+
+ATTENTION = ("softmax", "differential", "lucid", "lucid_solve", "laser", "path")
+RECURRENCES = ("gla", "delta", "gated_delta")
+DTYPES = ("float16", "bfloat16")
+DATA = (
+    *("plain-clustered", "plain-duplicate", "packed-zero", "block_less_one-clustered"),
+    "real_short-real",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    for backend in (backends.FlashAttention, backends.FlashLinearAttention):
+        pa.register_backend(backend)
+    yield
+    for backend in (backends.FlashAttention, backends.FlashLinearAttention):
+        pa.unregister_backend(backend.name)
+
+
+def outcome(name):
+    """Of a case, on the model of its mechanism; the reference computes what it does not round."""
+    case = case_of(name)
+    is_recurrent = case.mechanism.partition("[")[0] in RECURRENCES
+    model = backends.FlashLinearAttention if is_recurrent else backends.FlashAttention
+    return run_case(case, (model.name, "reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mechanism", ATTENTION + RECURRENCES)
+def test_the_models_meet_every_bound(mechanism, dtype):
+    names = [f"gradients-torch-{dtype}-{data}-{mechanism}" for data in DATA]
+    if mechanism in RECURRENCES:
+        names += [f"states-torch-{dtype}-{data}-{mechanism}" for data in DATA[:4]]
+        layouts = ("written_twice", "written_far")
+        names += [f"stability-torch-{dtype}-{layout}-overwritten-{mechanism}" for layout in layouts]
+    elif mechanism in ("softmax", "lucid"):
+        kinds = ("huge_logits", "long_keys", "far_below")
+        names += [f"stability-torch-{dtype}-block_and_one-{kind}-{mechanism}" for kind in kinds]
+    failed = [o.reason for o in map(outcome, names) if o.status != PASSED]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gradients-torch-bfloat16-block_less_one-clustered-softmax",
+        "gradients-torch-float16-block_less_one-clustered-softmax",
+        "gradients-torch-bfloat16-fewer_queries-clustered-differential",
+        "gradients-torch-bfloat16-plain-clustered-path",
+        "gradients-torch-bfloat16-block_less_one-clustered-laser",
+        "gradients-torch-float16-block_and_one-clustered-lucid_solve",
+    ],
+)
+def test_a_bound_that_exceeds_the_usual_is_twice_the_error_of_the_model(name):
+    """The suite's model, in float64 on NumPy, has the error of the other, in float32 in PyTorch."""
+    found = outcome(name)
+    assert found.status == PASSED, found.text
+    error, allowed = found.measured.error, found.measured.bound
+    assert error > bound(found.case.dtype, found.case.kind)
+    assert allowed == pytest.approx(2 * error, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "states-torch-bfloat16-real_short-real-delta",
+        "states-torch-float16-real_128-real-delta",
+    ],
+)
+def test_the_bound_of_the_delta_rules_gradients_is_at_most_twice_the_error_of_the_model(name):
+    measured = outcome(name).measured
+    assert measured.bound > bound(name.split("-")[2], "real")
+    assert measured.error < measured.bound < 2 * measured.error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mechanism", RECURRENCES)
+def test_a_state_that_is_rounded_at_the_borders_of_chunks_fails(monkeypatch, mechanism, dtype):
+    def model(self, leaf, x):
+        rounding = to_dtype(x["v"].dtype)
+        form = RoundedChunks(rounding, leaf.scale_for(x["q"].shape[3]), carried=rounding)
+        return replace(leaf, scale=1.0), form
+
+    monkeypatch.setattr(backends.FlashLinearAttention, "_model", model)
+    found = outcome(f"stability-torch-{dtype}-written_far-overwritten-{mechanism}")
+    assert found.status == FAILED
+    assert "the output is off by" in found.reason
+
+
+def sums_in_half_precision(read, log_weights, log_total, v):
+    """P v, rounded after each tile of 16 keys."""
+    weights = read.rounding(log_weights.exp())
+    total = torch.zeros(1)
+    for j in range(0, v.shape[2], 16):
+        total = read.rounding(total + weights[..., j : j + 16] @ v[..., j : j + 16, :])
+    return total
+
+
+def scores_in_half_precision(read, log_weights, log_total, v):
+    rounded = read.rounding(log_weights + log_total) - log_total
+    return RoundedMean.forward(read, rounded, log_total, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("forward", "data"),
+    [
+        (sums_in_half_precision, "last_of_161-opposite_values"),
+        (scores_in_half_precision, "block_and_one-huge_logits"),
+    ],
+)
+def test_sums_or_scores_in_half_precision_fail(monkeypatch, forward, data, dtype):
+    name = f"stability-torch-{dtype}-{data}-softmax"
+    assert outcome(name).status == PASSED
+    faulty = type("Faulty", (RoundedMean,), {"forward": forward})
+
+    def model(leaf, rounding):
+        leaf = rounded_attention(leaf, rounding)
+        object.__setattr__(leaf, "read", faulty(rounding))
+        return leaf
+
+    monkeypatch.setattr(backends, "rounded_attention", model)
+    assert outcome(name).status == FAILED
