@@ -14,7 +14,7 @@ CORRELATED_BOUND = BOUND | {"float32": 1e-4}
 """For kinds with keys that are nearly or exactly equal: a triangular solve amplifies rounding."""
 
 DELTA_GRADIENT_BOUND = CORRELATED_BOUND | {"float16": 1e-2, "bfloat16": 5e-2}
-"""The same, for the gradients of the delta rule: at most twice the error that rounding makes there."""
+"""The same, for the gradients of the delta rule: at most twice what its kernels' rounding makes."""
 
 FLOAT16_NORMAL = 2.0**-14
 """The smallest normal number: below it the spacing does not shrink with the number."""

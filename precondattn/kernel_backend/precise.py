@@ -1,8 +1,8 @@
-"""Whether kernels in half precision take more products than rounding as the industry's does needs.
+"""Whether kernels in half precision take more products than rounding their factors once needs.
 
-By default they multiply with the factors that tensor cores read, rounded once: weights and their
-gradients to the dtype of the call, float32 to tf32. Precisely, weights and their gradients are the sums
-of two 16-bit numbers, and in float16 a product of float32 is three of tf32.
+By default they round a factor once to what tensor cores read: weights and their gradients to the
+dtype of the call, float32 to tf32. In a precise kernel, weights and their gradients are the sums of
+two 16-bit numbers, and in float16 a product of float32 is three of tf32.
 """
 
 from __future__ import annotations

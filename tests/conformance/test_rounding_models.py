@@ -1,4 +1,4 @@
-"""Bounds in half precision: what the industry's kernels round meets them, and a little more does not."""
+"""Bounds in half precision: what the industry's kernels round meets them, and more does not."""
 
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ DATA = (
     *("plain-clustered", "plain-duplicate", "packed-zero", "block_less_one-clustered"),
     "real_short-real",
 )
+PACKED = "packed-zero"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +48,7 @@ def outcome(name):
 def test_the_models_meet_every_bound(mechanism, dtype):
     names = [f"gradients-torch-{dtype}-{data}-{mechanism}" for data in DATA]
     if mechanism in RECURRENCES:
-        names += [f"states-torch-{dtype}-{data}-{mechanism}" for data in DATA[:4]]
+        names += [f"states-torch-{dtype}-{data}-{mechanism}" for data in DATA if data != PACKED]
         layouts = ("written_twice", "written_far")
         names += [f"stability-torch-{dtype}-{layout}-overwritten-{mechanism}" for layout in layouts]
     elif mechanism in ("softmax", "lucid"):
@@ -63,7 +64,6 @@ def test_the_models_meet_every_bound(mechanism, dtype):
         "gradients-torch-bfloat16-block_less_one-clustered-softmax",
         "gradients-torch-float16-block_less_one-clustered-softmax",
         "gradients-torch-bfloat16-fewer_queries-clustered-differential",
-        "gradients-torch-bfloat16-plain-clustered-path",
         "gradients-torch-bfloat16-block_less_one-clustered-laser",
         "gradients-torch-float16-block_and_one-clustered-lucid_solve",
     ],

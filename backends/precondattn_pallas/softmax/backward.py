@@ -6,8 +6,8 @@
 One kernel owns tiles of queries, another tiles of keys with all query heads that read them. No two
 programs add to the same element, so the result is deterministic.
 
-In bfloat16, dS is rounded before its products. In a precise kernel it is multiplied as tf32, since its
-sums cancel where keys are nearly equal; and in float16, whose range it exceeds.
+In bfloat16, dS is rounded before its products. In a precise kernel it is multiplied as tf32, since
+its sums cancel where keys are nearly equal; and in float16, whose range it exceeds.
 """
 
 from __future__ import annotations

@@ -174,7 +174,8 @@ def path_forward(
         *q.stride(), *k.stride(), *v.stride(),
         HAS_WINDOW=window is not None, D=d, E=e,
         PADDED_D=padded_width(d), PADDED_E=padded_width(e),
-        ROWS=tuned.rows, CHUNK=chunks.size, PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
+        ROWS=tuned.rows, CHUNK=chunks.size,
+        PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return Read(out, out if full is None else full, log_total)

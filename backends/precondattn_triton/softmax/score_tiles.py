@@ -13,7 +13,7 @@ l sums P after its rounding for the product, so that acc / l is a weighted mean.
 keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
 
 The rows of dS sum to 0. If keys are nearly equal, dq consists of what remains after cancellation,
-and with 8 bits in dS only the first digit of it may. A precise kernel splits P and dS into two parts.
+and of 8 bits in dS few are left. A precise kernel splits P and dS into two parts.
 """
 
 from __future__ import annotations

@@ -174,8 +174,9 @@ class Trial:
 
     def bound_of(self, what: str) -> float:
         """The bound of a result that has this name."""
-        is_gradient = what.rpartition(" of ")[2] in self.mechanism.inputs
-        is_delta = any(getattr(leaf, "is_delta", False) for leaf in self.mechanism.program.leaves)
+        name, m = what.rpartition(" of ")[2], self.mechanism
+        is_gradient = name in m.inputs or name in m.program.slots
+        is_delta = any(getattr(leaf, "is_delta", False) for leaf in m.program.leaves)
         case = self.case
         return bound(case.dtype, case.kind, is_delta_gradient=is_gradient and is_delta)
 

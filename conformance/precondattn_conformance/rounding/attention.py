@@ -1,9 +1,9 @@
 """What flash attention rounds, as reads for the leaves of softmax attention.
 
-S = q kᵀ is summed in float32 and exponentiated in float32. P = e^{S − max S} is rounded to the dtype of
-the call before P v; the sum by which P v is divided is that of P before its rounding. Backward,
-dP = do vᵀ and dS = P ∘ (dP − D) are in float32, with D = rowsum(do ∘ o) of the output as stored. P and
-dS are rounded before Pᵀ do, dS k and dSᵀ q.
+S = q kᵀ is summed in float32 and exponentiated in float32. P = e^{S − max S} is rounded to the
+dtype of the call before P v; the sum by which P v is divided is that of P before its rounding.
+Backward, dP = do vᵀ and dS = P ∘ (dP − D) are in float32, with D = rowsum(do ∘ o) of the output as
+stored. P and dS are rounded before Pᵀ do, dS k and dSᵀ q.
 
 LASER is flash attention over e^{v − max v}, rounded, where the maximum is over all keys.
 """

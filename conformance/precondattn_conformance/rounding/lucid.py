@@ -1,13 +1,13 @@
 """What a tensor-core kernel of LUCID's solve rounds.
 
-Unit keys are rounded to float16, which has 11 bits and holds all of them. Scores are summed in float32
-and exponentiated in float32. The solve, 64 tokens at a time,
+Unit keys are rounded to float16, which has 11 bits and holds all of them. Scores are summed in
+float32 and exponentiated in float32. The solve, 64 tokens at a time,
 
     y_i = M_i (β v_i − L_i y),    M_i = (I + L_ii)⁻¹,    L = diag(β) stril(Φ),
 
-multiplies in tf32: L, M, y and the right sides keep 10 bits of their fraction, M after it was computed
-without rounding. The gradient solves with Lᵀ likewise, and rounds dΦ ∘ Φ to the dtype of the call before
-its products with the keys.
+multiplies in tf32: L, M, y and the right sides keep 10 bits of their fraction, M after it was
+computed without rounding. The gradient solves with Lᵀ likewise, and rounds dΦ ∘ Φ to the dtype of
+the call before its products with the keys.
 """
 
 from __future__ import annotations

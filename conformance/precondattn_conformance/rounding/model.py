@@ -1,8 +1,8 @@
 """The error of a call in half precision that rounds what the industry's kernels round.
 
 The model is a backend of NumPy arrays: the reference, but that softmax attention, LASER, PaTH and
-LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything else is in
-float64, so its error is that of the necessary roundings alone.
+LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything else is
+in float64, so its error is that of these roundings alone.
 """
 
 from __future__ import annotations

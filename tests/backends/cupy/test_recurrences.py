@@ -8,6 +8,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.backend import Request
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
 from precondattn_cupy.recurrence import chunk_arrays
@@ -185,7 +186,8 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 @needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
+def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
+    monkeypatch.setenv(VARIABLE, "1")
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
     x["beta"] = np.full_like(x["beta"], 1.95)
     check(pa.Delta(), x, "float16", bound=8e-4, cut=(32,))

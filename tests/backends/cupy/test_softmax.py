@@ -5,6 +5,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.backend import Request
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_cupy.configurations import Configuration
 from precondattn_cupy.softmax import leaf as softmax
 from tests.backends.cupy.attention import (
@@ -41,8 +42,9 @@ def test_any_order_of_blocks_and_threads_gives_the_definition(order):
 
 @needs_simulator
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-4), ("float16", 4e-5)])
-def test_equal_keys(dtype, bound):
+def test_equal_keys_in_a_precise_kernel(monkeypatch, dtype, bound):
     """Only the sums of the rows of dS remain in the gradient of a query."""
+    monkeypatch.setenv(VARIABLE, "1")
     x, d_out = problem(33, b=1, dtype=dtype)
     x["k"] = (0.02 * x["k"].astype(np.float32) + 1).astype(DTYPES[dtype])
     wanted = expected(x, d_out)["q"]

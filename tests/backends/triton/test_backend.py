@@ -15,6 +15,7 @@ import torch
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request, UnsupportedError
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton, backend
@@ -169,15 +170,22 @@ def test_a_traced_step_runs_on_another_backend():
         torch.testing.assert_close(result, step(q, k, v), rtol=1e-5, atol=1e-6)
 
 
-def test_tf32_is_the_users_choice():
+def test_tf32_is_the_users_choice_in_float32_and_in_precise_kernels_in_float16(monkeypatch):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
         for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
             matmul.fp32_precision = precision
             assert as_the_user_allows() == expected
+            for dtype, precise in (
+                (torch.bfloat16, "0"),
+                (torch.bfloat16, "1"),
+                (torch.float16, "0"),
+            ):
+                monkeypatch.setenv(VARIABLE, precise)
+                assert product_precision(dtype) == "tf32"
+            monkeypatch.setenv(VARIABLE, "1")
             assert product_precision(torch.float16) == expected
-            assert product_precision(torch.bfloat16) == "tf32"
     finally:
         matmul.fp32_precision = before
 

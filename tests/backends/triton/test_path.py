@@ -9,6 +9,7 @@ import torch
 import precondattn as pa
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.path.leaf import Path
@@ -249,8 +250,9 @@ def test_calls_without_a_kernel_are_declined_with_the_reason(base, changes, reas
     assert reason in refusal(base, **changes)
 
 
-def test_equal_keys_give_queries_a_gradient_of_zero():
+def test_in_a_precise_kernel_equal_keys_give_queries_a_gradient_of_zero(monkeypatch):
     """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
+    monkeypatch.setenv(VARIABLE, "1")
     x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
     x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
     d_q = KernelRun(x, d_out).gradients["q"]

@@ -10,6 +10,7 @@ import torch
 
 import precondattn as pa
 from precondattn.backend import Request
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
 from tests.backends.triton import pieces
@@ -86,7 +87,8 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
+def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
+    monkeypatch.setenv(VARIABLE, "1")
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
     x["beta"] = torch.full_like(x["beta"], 1.95)
     check(pa.Delta(), x, torch.float16, bound=8e-4)

@@ -2,15 +2,15 @@
 
     A = tril(D ∘ q kᵀ),    o = r(A) u + e^G ∘ q h,    h ← e^{G_C} h + kᵀ (e^{G_C − G} ∘ u)
 
-States h, decays and all sums are in float32. Both factors of every product are rounded to the dtype of
-the call, with these the chunk's state and A. By the delta rule,
+States h, decays and all sums are in float32. Both factors of every product are rounded to the dtype
+of the call, among them the chunk's state and A. By the delta rule,
 
     u = Y − W h,    (W, Y) = M (β e^G k, β v),    M = (I + β stril(D ∘ k kᵀ))⁻¹,
 
-M is computed in float32, and M, W, Y and u are stored in the dtype of the call. With a decay for each
-channel, A is computed from float32 factors q e^{G − G₀} and k e^{G₀ − G} in tf32, where G₀ is at the
-start of a block of 16 tokens, and within such a block in float32. Each gradient has the products of its
-forward step, with the same rounding.
+M is computed in float32, and M, W, Y and u are stored in the dtype of the call. With a decay for
+each channel, A is computed from float32 factors q e^{G − G₀} and k e^{G₀ − G} in tf32, where G₀ is
+at the start of a block of 16 tokens, and within such a block in float32. Each gradient has the
+products of its forward step, with the same rounding.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from precondattn.spec.recurrence import Gradients, Stream
-
 from tests.conformance.rounding_models.rounding import Rounding, product, stored, tf32
 
 CHUNK = 64

@@ -2,8 +2,8 @@
 
     Z = r(X) r(Y),    dX = r(dZ) r(Y)ᵀ,    dY = r(X)ᵀ r(dZ)
 
-r rounds to the dtype of the call, or, where a kernel's factors are in float32, to tf32: tensor cores
-read the first 10 bits of a float32's fraction.
+r rounds to the dtype of the call, or, where a kernel's factors are in float32, to tf32: tensor
+cores read the first 10 bits of a float32's fraction.
 """
 
 from collections.abc import Callable
