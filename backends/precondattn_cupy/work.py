@@ -130,7 +130,7 @@ def lucid_key_gradient(size: Size) -> Work:
 
 
 def softmax_forward(size: Size) -> Work:
-    """o and λ; P v is two products, of both parts of P."""
+    """o and λ."""
     m, t, d, e = size
     tiles = size.tiles("softmax_forward")
     pairs, parts = m * causal_pairs(t, *tiles), -(-e // PART)
@@ -138,7 +138,7 @@ def softmax_forward(size: Size) -> Work:
     return Work(
         "softmax_forward",
         (t // tiles.rows * parts * m,),
-        half=pairs * 2 * (d * parts + 2 * e),
+        half=pairs * 2 * (d * parts + e),
         tf32=0,
         exponentials=pairs * parts,
         bytes=m * (own + t * (d + e) * HALF),
@@ -147,7 +147,7 @@ def softmax_forward(size: Size) -> Work:
 
 
 def softmax_query_gradient(size: Size) -> Work:
-    """dq; dS k is two products. Widths of at most 128."""
+    """dq. Widths of at most 128."""
     m, t, d, e = size
     tiles = size.tiles("softmax_query_gradient")
     pairs = m * causal_pairs(t, *tiles)
@@ -155,7 +155,7 @@ def softmax_query_gradient(size: Size) -> Work:
     return Work(
         "softmax_query_gradient",
         (t // tiles.rows * m,),
-        half=pairs * 2 * (3 * d + e),
+        half=pairs * 2 * (2 * d + e),
         tf32=0,
         exponentials=pairs,
         bytes=own + m * t * (d + e) * HALF,
@@ -164,7 +164,7 @@ def softmax_query_gradient(size: Size) -> Work:
 
 
 def softmax_key_gradient(size: Size) -> Work:
-    """dk and dv; dSᵀ q is two products. Widths of at most 128."""
+    """dk and dv. Widths of at most 128."""
     m, t, d, e = size
     rows, columns = size.tiles("softmax_key_gradient")
     pairs = m * sum(rows * columns * (t // columns - a // columns) for a in range(0, t, rows))
@@ -172,7 +172,7 @@ def softmax_key_gradient(size: Size) -> Work:
     return Work(
         "softmax_key_gradient",
         (t // rows * m,),
-        half=pairs * 2 * (3 * d + 2 * e),
+        half=pairs * 2 * (2 * d + 2 * e),
         tf32=0,
         exponentials=pairs,
         bytes=own + m * t * (d + e) * HALF,

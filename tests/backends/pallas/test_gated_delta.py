@@ -8,6 +8,7 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import precondattn as pa
+from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
@@ -70,7 +71,8 @@ def test_keys_that_coincide_or_nearly_do(keys):
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
+def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
+    monkeypatch.setenv(VARIABLE, "1")
     check_leaf(pa.Delta(), 40, "float16", keys=keys, b=1, heads=(1, 1), bound=8e-4)
 
 

@@ -177,15 +177,10 @@ def test_tf32_is_the_users_choice_in_float32_and_in_precise_kernels_in_float16(m
         for precision, expected in (("ieee", "tf32x3"), ("tf32", "tf32")):
             matmul.fp32_precision = precision
             assert as_the_user_allows() == expected
-            for dtype, precise in (
-                (torch.bfloat16, "0"),
-                (torch.bfloat16, "1"),
-                (torch.float16, "0"),
-            ):
+            for precise, in_float16 in (("0", "tf32"), ("1", expected)):
                 monkeypatch.setenv(VARIABLE, precise)
-                assert product_precision(dtype) == "tf32"
-            monkeypatch.setenv(VARIABLE, "1")
-            assert product_precision(torch.float16) == expected
+                assert product_precision(torch.float16) == in_float16
+                assert product_precision(torch.bfloat16) == "tf32"
     finally:
         matmul.fp32_precision = before
 
