@@ -124,7 +124,8 @@ def test_segments_of_fewer_queries_than_keys():
 
 @needs_simulator
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_equal_or_zero_keys(dtype):
+def test_equal_or_zero_keys_in_a_precise_kernel(monkeypatch, dtype):
+    monkeypatch.setenv(VARIABLE, "1")
     x, d_out = problem(33, b=1, dtype=dtype)
     x["k"][:] = x["k"][:, :1]
     x["k"] += DTYPES[dtype](0.1) * problem(33, b=1, dtype=dtype)[0]["k"]
