@@ -156,6 +156,22 @@ def test_a_consequence_of_a_wrong_plain_call_says_so(reason):
     assert "the plain call" not in text
 
 
+@pytest.mark.parametrize("option", ["scale", "eps"])
+def test_an_ignored_option_of_a_piece_is_named(carrier, option):
+    def planted(truth, call):
+        default = type(call.mechanism).__dataclass_fields__[option].default
+        return truth(replace(call, mechanism=replace(call.mechanism, **{option: default})))
+
+    case = case_of("order_of_calls-numpy-float64-plain-clustered-lucid_solve")
+    carrier.carry(Fault("lucid_solve", "lucid_solve", (FORWARD,), "leaves", "", "", planted))
+    outcome = run_case(case, carrier.name)
+    assert outcome.status == FAILED
+    assert outcome.reason.startswith(f"the output of lucid_solve[{option}=")
+    assert outcome.reason.endswith(
+        "either the option is ignored, or something is kept by shapes alone"
+    )
+
+
 def test_an_array_that_was_written_to_is_shown_before_and_after(reason):
     def planted(truth, call):
         result = truth(call)

@@ -39,9 +39,11 @@ class Caching(Check):
         return mechanism_of(case.mechanism).offers.causal and is_one_sequence
 
     def run(self, trial: Trial) -> Measured:
-        pair = extended(trial, ends_of(trial.case.layout), [trial.backend])
+        ends = ends_of(trial.case.layout)
+        pair = extended(trial, ends, [trial.backend])
         trial.require_purity()
-        return trial.agree({"the extended output": pair})
+        calls = f"in calls that end at {', '.join(map(str, ends))} tokens"
+        return trial.agree({f"the extended output, {calls},": pair})
 
 
 class Splits(Caching):

@@ -72,8 +72,13 @@ def _earlier(trial: Trial) -> float:
     worst = trial.agree(pairs).error
     if all(leaf.hides_later_keys for leaf in _leaves(trial.case.mechanism)):
         return worst
-    if np.isfinite(trial.numpy(out)[:, j:]).all(axis=-1).any():
-        raise DisagreementError("the output of a token with a NaN key, or after it, is finite")
+    finite = np.argwhere(np.isfinite(trial.numpy(out)[:, j:]).all(axis=-1))
+    if finite.size:
+        sequence, later, *_ = map(int, finite[0])
+        raise DisagreementError(
+            f"the keys of token {j} are NaN, but the output at b={sequence}, t={j + later} depends "
+            "on them and is finite: something replaces NaN, or skips the key"
+        )
     cotangent = np.where(np.arange(out.shape[1])[:, None, None] < j, trial.expected.cotangent, 0)
     gradients = pullback(trial.library.array(cotangent, trial.case.dtype))
     _, exact = trial.mechanism.vjp(**trial.expected.inputs, backend="reference")

@@ -49,6 +49,7 @@ class Memory(Check):
         if growth > GROWTH[declared]:
             raise DisagreementError(
                 f"{tokens} tokens take {peaks[0] / 2**20:.1f} MiB, twice as many "
-                f"{growth:.2f} times as much; {trial.under_test} declares {declared} memory"
+                f"{growth:.2f} times as much, where {GROWTH[declared]} times is allowed; "
+                f"{trial.under_test} declares {declared} memory"
             )
         return Measured(0.0, trial.bound)

@@ -11,6 +11,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.design.options import at_block, options_of
+from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.oracle import oracle
 
 BLOCK = 16
@@ -98,7 +99,13 @@ def _in_turn(trial: Trial, expression: str) -> float:
         found = _output(trial, mechanism, expected)
     except pa.UnsupportedError:
         return 0.0  # A backend may have the mechanism without this option.
-    return trial.agree({f"the output of {expression} after others": found}).error
+    what = f"the output of {expression}, called after {case.mechanism} with the same shapes,"
+    try:
+        return trial.agree({what: found}).error
+    except DisagreementError as error:
+        raise error.saying(
+            f"{error}; either the option is ignored, or something is kept by shapes alone"
+        ) from None
 
 
 def _output(trial: Trial, mechanism: Any, expected: Any) -> tuple[np.ndarray, np.ndarray]:

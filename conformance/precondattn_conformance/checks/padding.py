@@ -6,7 +6,7 @@ import numpy as np
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
-from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.disagreement import require_same
 from precondattn_conformance.inputs import Arrays
 
 
@@ -30,8 +30,9 @@ class Padding(Check):
         pairs |= trial.pairs_of_gradients(gradients)
         measured = trial.agree(pairs, trial.terms_of_gradients())
         for name, mask in is_padding.items():
-            if np.any(trial.numpy(gradients[name])[mask]):
-                raise DisagreementError(f"the gradient of {name} is not 0 at its padding")
+            what, found = f"the gradient of {name}", trial.numpy(gradients[name])
+            reason = "is not 0 in padding, which reaches no output"
+            require_same(what, found, np.where(mask, 0.0, found), reason, trial.axes(what))
         return measured
 
 

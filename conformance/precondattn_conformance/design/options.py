@@ -3,9 +3,10 @@
     softmax   →   softmax[window=3], softmax[bias=true], …      options_of
                   softmax[window=3,bias=true], …                together
 
-The options are those of the class's `variants`, and of the variants of its base, inside it. Of a
-window there is a second one, that is wider than a block. Two that exclude each other, or that the
-mechanism refuses together, do not go together.
+The options are those of the class's `variants`, and of the variants of its base, inside it. To a
+leaf are added a scale and an eps, if no variant changes them. Of a window there is a second one,
+that is wider than a block. Two that exclude each other, or that the mechanism refuses together, do
+not go together.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from precondattn_conformance.declared import mechanism_of
 
 WIDE = 10**6
 """Stands for a window wider than a block, until the block is known."""
+
+USUAL = {"scale": 0.3, "eps": 0.5}
+"""Options that a kernel easily ignores, for leaves that have them and no variant with them."""
 
 BEYOND = 6
 """How many tokens wider."""
@@ -36,6 +40,7 @@ def options_of(expression: str) -> tuple[str, ...]:
             if changed is not None:
                 found.append(changed)
     found = [m for m in found if type(m) is type(plain) and _changes(m, plain) == 1]
+    found += [m for m in _unvaried(plain, found) if m is not None]
     wide = [m for m in map(_with_wide_window, found) if m is not None]
     return tuple(dict.fromkeys(str(m) for m in (*found, *wide)))
 
@@ -81,6 +86,17 @@ def _changes(m: Any, plain: Any) -> int:
         if value != default:
             count += _changes(value, default) if isinstance(value, pa.Mechanism) else 1
     return count
+
+
+def _unvaried(plain: Any, found: list[Any]) -> list[Any]:
+    """A leaf with each option of `USUAL` that it has, and that no variant changes."""
+    if "base" in _fields(plain):
+        return []
+    return [
+        _replaced(plain, **{name: value})
+        for name, value in USUAL.items()
+        if name in _fields(plain) and all(getattr(m, name) == getattr(plain, name) for m in found)
+    ]
 
 
 def _with_wide_window(m: Any) -> Any:
