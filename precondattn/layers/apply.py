@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.cache import Cache
-from precondattn.layers.functions import linear
+from precondattn.layers.functions import linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
 from precondattn.layers.parameters import Weights
@@ -32,15 +34,19 @@ def apply(
             xp = namespace(positions)
             positions = tokens.packed(xp.broadcast_to(positions, x.shape[:2]))
     count = None if tokens is None else tokens.count
-    inner, rows = (None, None) if cache is None else split(cache)
+    inner, rows = (None, None) if cache is None else split(cache, plan)
     histories = Histories(rows, count)
-    if positions is None:
-        positions = arange_like(x.shape[1], x)[None, :]
-        if cache is not None:
-            positions = positions + cache.length[:, None]
+    angles: dict[tuple[int, float], tuple[Array, Array]] = {}
+
+    def rotation_of(width: int, theta: float) -> tuple[Array, Array]:
+        if (width, theta) not in angles:  # Once for queries and keys.
+            at = _positions(x, cache) if positions is None else positions
+            angles[width, theta] = rotation(at, width, theta)
+        return angles[width, theta]
+
     values: dict[str, Array] = {}
     for entry in plan.entries[:-1]:
-        values[entry.name] = _made(entry, weights, x, positions, values, histories)
+        values[entry.name] = _made(entry, weights, x, rotation_of, values, histories)
     inputs = {name: values[name] for name in plan.inputs}
     masks = {} if count is None else {"lengths": count}
     if inner is None:
@@ -51,16 +57,22 @@ def apply(
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if donate:
             cache.store.clear()  # type: ignore[union-attr]
-    out = _made(plan.entries[-1], weights, x, positions, values, histories)
+    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories)
     y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
     return (y if tokens is None else tokens.unpacked(y)), after
+
+
+def _positions(x: Array, cache: Cache | None) -> Array:
+    """The positions of new tokens, (b, t) or (1, t)."""
+    positions = arange_like(x.shape[1], x)[None, :]
+    return positions if cache is None else positions + cache.length[:, None]
 
 
 def _made(
     entry: Entry,
     weights: Weights,
     x: Array,
-    positions: Array,
+    rotation_of: Callable[[int, float], tuple[Array, Array]],
     values: dict[str, Array],
     histories: Histories,
 ) -> Array:
@@ -68,4 +80,4 @@ def _made(
         return histories.preceded(entry.name, rows, number)
 
     read = {own: values[value] for own, value in entry.reads}
-    return entry.recipe.make(Tokens(x, positions, read, preceded), weights[entry.name])
+    return entry.recipe.make(Tokens(x, rotation_of, read, preceded), weights[entry.name])

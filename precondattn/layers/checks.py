@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from precondattn.arrays import FLOATING, Array, dtype_name, library_of
+from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
 from precondattn.cache import Cache
 from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import Plan
 
-OWN = ("key_mask", "first_token")
+OWN = {"key_mask", "first_token"}
 """Buffers that a mechanism's cache may have besides those of its leaves."""
 
 
 def check_call(
-    plan: Plan, weight: Array, x: Any, mask: Any, positions: Any, cache: Any, *, is_cast: bool
+    plan: Plan,
+    weight: Array,
+    x: Any,
+    mask: Any,
+    positions: Any,
+    cache: Any,
+    is_cast: Callable[[Array], bool],
 ) -> None:
-    """Raise an error for arguments that do not fit; `is_cast`: autocast chooses the dtype."""
+    """Raise an error for arguments that do not fit; `is_cast`: autocast chooses the dtype of x."""
     library = library_of(weight)
     if library_of(x) != library:
         raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
@@ -24,11 +31,11 @@ def check_call(
         raise ValueError(
             f"x must have shape (b, t, {plan.width}), without empty axes; found {tuple(x.shape)}"
         )
-    if dtype_name(x) not in FLOATING or (x.dtype != weight.dtype and not is_cast):
+    if x.dtype != weight.dtype and not (dtype_name(x) in FLOATING and is_cast(x)):
         raise TypeError(f"x must be {dtype_name(weight)}, as the weights; found {dtype_name(x)}")
     b, t = x.shape[:2]
     if mask is not None:
-        if library_of(mask) != library or dtype_name(mask) != "bool":
+        if library_of(mask) != library or mask.dtype != namespace(mask).bool:
             found = dtype_name(mask) if library_of(mask) else type(mask).__name__
             raise TypeError(f"mask must be a boolean array of {library}; found {found}")
         if tuple(mask.shape) != (b, t):
@@ -56,7 +63,7 @@ def _check_cache(plan: Plan, cache: Any, b: int) -> None:
         raise ValueError("cache: it was donated and can not be used again")
     rows = {ROWS + name: (count, *shape) for name, count, shape in plan.histories}
     needed = {*rows, *plan.buffers}
-    if {*cache.store} - {*OWN} != needed:
+    if cache.store.keys() - OWN != needed:
         raise ValueError(
             f"cache is of another layer: it has the buffers {sorted(cache.store)}, and "
             f"{sorted(needed)} are needed"

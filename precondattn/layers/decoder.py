@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.arrays import Array, dtype_name, library_of
+from precondattn.arrays import Array, dtype_name, is_compiling, library_of
 from precondattn.layers.functions import linear, silu
 from precondattn.layers.parameters import Constant, FanIn, Normal
 from precondattn.layers.plan import Weight
@@ -79,7 +79,11 @@ def check_vocabulary(vocabulary: Any) -> None:
 
 def check_tokens(tokens: Any, library: str, mask: Any = None, caches: Any = None) -> None:
     """Raise an error unless tokens are integers (b, t), and the caches are a tuple."""
-    if library_of(tokens) != library or dtype_name(tokens) not in INTEGERS:
+    # A compiler of PyTorch can not look up the name of a dtype.
+    is_integer = is_compiling() or (
+        library_of(tokens) == library and dtype_name(tokens) in INTEGERS
+    )
+    if not is_integer:
         found = dtype_name(tokens) if library_of(tokens) else type(tokens).__name__
         raise TypeError(f"tokens must be integers of {library}; found {found}")
     if tokens.ndim != 2 or 0 in tokens.shape:

@@ -10,7 +10,7 @@ import math
 import sys
 from typing import Any
 
-from precondattn.arrays import Array, cast, library_of, namespace, placement, upcast
+from precondattn.arrays import Array, cast, library_of, namespace, placement
 
 
 def linear(x: Array, weight: Array, axes: int = 1) -> Array:
@@ -20,6 +20,12 @@ def linear(x: Array, weight: Array, axes: int = 1) -> Array:
     terms = math.prod(weight.shape[:axes])
     y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
     return y if weight.ndim == axes + 1 else xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+
+
+def upcast(x: Array) -> Array:
+    """A half-precision array in float32; any other array unchanged."""
+    # By its size: PyTorch's compiler can not follow a table of names.
+    return cast(x, namespace(x).float32) if x.dtype.itemsize < 4 else x
 
 
 def sigmoid(x: Array) -> Array:
@@ -63,37 +69,43 @@ def unit_rows(x: Array, eps: float) -> Array:
     return cast(wide / xp.sqrt(squares + eps), x.dtype)
 
 
-def rms_norm(x: Array, eps: float, axes: int = 1) -> Array:
-    """x / √(mean x² + eps), where the mean is over the last `axes` axes."""
+def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
+    """γ x / √(mean x² + eps), where the mean is over the last `axes` axes."""
     xp, wide = namespace(x), upcast(x)
+    if library_of(x) == "torch" and gain.ndim == axes:
+        normed = _native(x).rms_norm(wide, wide.shape[-axes:], cast(gain, wide.dtype), eps)
+        return cast(normed, x.dtype)
     over = tuple(range(x.ndim - axes, x.ndim))
     mean = xp.mean(wide * wide, axis=over, keepdims=True)
-    return cast(wide / xp.sqrt(mean + eps), x.dtype)
+    return cast(gain * (wide / xp.sqrt(mean + eps)), x.dtype)
 
 
-def rotated(x: Array, positions: Array, theta: float, fraction: float) -> Array:
-    """RoPE: the pair (x_i, x_{i + r/2}) is rotated by the angle position · θ^{−2i/r}.
+def rotation(positions: Array, width: int, theta: float) -> tuple[Array, Array]:
+    """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2)."""
+    xp = namespace(positions)
+    index = xp.arange(width // 2, dtype=xp.float32, **placement(positions))
+    angle = positions[:, :, None, None] * theta ** (index * (-2 / width))
+    return xp.cos(angle), xp.sin(angle)
 
-    The first r = `fraction` · d of the d channels are rotated. x is (b, t, h, d), positions (b, t)
-    or (1, t).
-    """
-    xp, width = namespace(x), round(x.shape[-1] * fraction)
-    half = width // 2
-    index = xp.arange(half, dtype=xp.float32, **placement(x))
-    frequency = theta ** (-2 * index / width)
-    angle = (xp.astype(positions, xp.float32)[..., None] * frequency)[:, :, None, :]
-    cos, sin = xp.cos(angle), xp.sin(angle)
-    wide = upcast(x)
+
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """RoPE: the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, t, h, d) are rotated."""
+    wide, half = upcast(x), cos.shape[-1]
     cos, sin = cast(cos, wide.dtype), cast(sin, wide.dtype)
-    first, second = wide[..., :half], wide[..., half:width]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return cast(xp.concat([*turned, wide[..., width:]], axis=-1), x.dtype)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(wide[..., 2 * half :])
+    return cast(namespace(x).concat(parts, axis=-1), x.dtype)
 
 
 def causal_convolution(rows: Array, weight: Array, bias: Array | None) -> Array:
     """y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows (b, c − 1 + t, …), w (c, …)."""
     size = weight.shape[0]
     t = rows.shape[1] - size + 1
+    if t == 1:
+        y = namespace(rows).sum(rows * weight, axis=1, keepdims=True)
+        return y if bias is None else y + bias
     y = rows[:, :t, ...] * weight[0, ...]
     for i in range(1, size):
         y = y + rows[:, i : i + t, ...] * weight[i, ...]

@@ -18,7 +18,7 @@ from precondattn.arrays import (
     take_tokens,
 )
 from precondattn.cache import Cache
-from precondattn.cache.kinds import STATE
+from precondattn.cache.kinds import STATE, Kinds
 from precondattn.layers.plan import Plan
 
 ROWS = "convolution of "
@@ -34,18 +34,23 @@ def with_rows(cache: Cache, plan: Plan, dtype: object) -> Cache:
     return Cache(cache.length, store, kinds)
 
 
-def split(cache: Cache) -> tuple[Cache, Arrays]:
+def split(cache: Cache, plan: Plan) -> tuple[Cache, Arrays]:
     """The cache of the mechanism, and the rows before each convolution."""
-    inner = {name: a for name, a in cache.store.items() if not name.startswith(ROWS)}
-    kinds = {name: kind for name, kind in cache.kinds.items() if not name.startswith(ROWS)}
-    rows = {name.removeprefix(ROWS): a for name, a in cache.store.items() if name.startswith(ROWS)}
+    if not plan.histories:
+        return cache, {}
+    rows = {name: cache.store[ROWS + name] for name, _, _ in plan.histories}
+    own = {ROWS + name for name in rows}
+    inner = {name: array for name, array in cache.store.items() if name not in own}
+    kinds = {name: cache.kinds[name] for name in inner}
     return Cache(cache.length, inner, kinds), rows
 
 
-def joined(inner: Cache, rows: Arrays, kinds: object) -> Cache:
+def joined(inner: Cache, rows: Arrays, kinds: Kinds) -> Cache:
     """The opposite of `split`; `kinds` are those of the whole cache."""
+    if not rows:
+        return inner
     store = {**inner.store, **{ROWS + name: array for name, array in rows.items()}}
-    return Cache(inner.length, store, kinds)  # type: ignore[arg-type]
+    return Cache(inner.length, store, kinds)
 
 
 class Histories:
@@ -68,7 +73,9 @@ class Histories:
         before = self.before[name]
         longer = xp.concat([cast(before, rows.dtype), rows], axis=1)
         if self.count is None:
-            last = in_order(longer[:, longer.shape[1] - number :, ...])
+            last = longer[:, longer.shape[1] - number :, ...]
+            if rows.shape[1] > 1:  # A view would keep the memory of all rows.
+                last = in_order(last)
         else:
             index = arange_like(number, self.count)[None, :] + self.count[:, None]
             last = take_tokens(longer, as_index(index))

@@ -38,9 +38,10 @@ def packing(mask: Array) -> Packing:
     """Where each token goes."""
     xp = namespace(mask)
     kept = xp.astype(mask, xp.int32)
-    among_valid = xp.cumulative_sum(kept, axis=1) - 1
+    # Not the standard's `cumulative_sum`, which PyTorch's compiler can not follow.
+    among_valid = kept.cumsum(1) - 1
     count = xp.astype(xp.sum(kept, axis=1), xp.int32)
-    among_others = xp.cumulative_sum(1 - kept, axis=1) - 1 + count[:, None]
+    among_others = (1 - kept).cumsum(1) - 1 + count[:, None]
     place = as_index(xp.astype(xp.where(mask, among_valid, among_others), xp.int32))
     order = as_index(xp.argsort(place, axis=1))
     return Packing(mask, count, order, place)

@@ -8,21 +8,20 @@ any library. What it may read of a call is a `Tokens`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What the recipe of one input may read."""
 
     x: Array
     """Hidden states (b, t, x)."""
-    positions: Array
-    """The position of each token in its sequence, (b, t) or (1, t)."""
+    rotation: Callable[[int, float], tuple[Array, Array]]
+    """`rotation(width, theta)`: cos and sin of the angles of the tokens' positions."""
     values: Mapping[str, Array]
     """The values that the recipe `reads`, by its own names of them."""
     preceded: Callable[[Array, int], Array]

@@ -6,6 +6,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import precondattn as pa
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,27 @@ def test_a_numpy_call_imports_no_framework():
         "import sys, numpy as np, precondattn as pa\n"
         "pa.lucid(*np.ones((3, 1, 2, 1, 4)))\n"
         "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layers", "needs", "others"),
+    [
+        ("torch", "torch", "jax, flax"),
+        ("flax", "flax", "torch"),
+        ("recipes", "numpy", "torch, jax"),
+    ],
+)
+def test_layers_of_one_framework_import_no_other(layers, needs, others):
+    pytest.importorskip(needs)
+    program = (
+        f"import sys, precondattn.layers.{layers}\n"
+        f"found = set('{others}'.split(', ')) & set(sys.modules)\n"
+        f"assert not found, found\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

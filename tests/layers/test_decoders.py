@@ -93,6 +93,17 @@ def test_a_decoder_learns(model):
     assert model.generate(tokens[:1, :8], 4).tolist() == [[8, 9, 10, 11]]
 
 
+def test_a_compiled_decoder_is_one_graph_and_gives_the_same_with_padding():
+    torch._dynamo.reset()
+    model = Decoder(50, 24, heads=4, layers=["softmax"])
+    tokens = torch.randint(50, (2, 6))
+    mask = torch.tensor([[False, True, True, True, True, True]] * 2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = compiled(tokens, mask=mask)
+    expected = model(tokens, mask=mask)
+    torch.testing.assert_close(logits[mask], expected[mask], rtol=1e-4, atol=1e-5)
+
+
 def test_depth_counts_blocks():
     model = Decoder(9, 24, heads=2, layers=["differential"] * 3)
     depths = [block.attention.plan.entries[-1].recipe.depth for block in model.blocks]

@@ -121,7 +121,7 @@ class Attention(nnx.Module):
         cache : Cache, optional
             From `init_cache` or an earlier call. Any split of a sequence gives the full call.
         """
-        check_call(self.plan, self._projection(), x, mask, positions, cache, is_cast=False)
+        check_call(self.plan, self._projection(), x, mask, positions, cache, lambda x: False)
         weights = {
             name: {own: array[...] for own, array in parameters.items()}
             for name, parameters in self.inputs.items()

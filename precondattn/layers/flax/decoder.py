@@ -38,7 +38,7 @@ class _Norm(nnx.Module):
         self.gain = parameter(gain_weight(width), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y: jax.Array = self.gain[...] * rms_norm(x, EPS)
+        y: jax.Array = rms_norm(x, EPS, self.gain[...])
         return y
 
 

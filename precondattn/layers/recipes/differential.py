@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from precondattn.arrays import Array, namespace, upcast
+from precondattn.arrays import Array, namespace
+from precondattn.layers.functions import upcast
 from precondattn.layers.parameters import Normal, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 from precondattn.layers.recipes.gates import Sigmoid

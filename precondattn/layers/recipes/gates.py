@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, namespace, upcast
-from precondattn.layers.functions import linear, log_sigmoid, sigmoid, softplus
+from precondattn.arrays import Array, namespace
+from precondattn.layers.functions import linear, log_sigmoid, sigmoid, softplus, upcast
 from precondattn.layers.parameters import (
     Constant,
     FanIn,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from precondattn.arrays import Array, namespace, upcast
+from precondattn.arrays import Array, namespace
+from precondattn.layers.functions import upcast
 from precondattn.layers.parameters import Constant, Identity, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, cast, namespace, upcast
-from precondattn.layers.functions import linear, rms_norm, silu
+from precondattn.arrays import Array, cast, namespace
+from precondattn.layers.functions import linear, rms_norm, silu, upcast
 from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 
@@ -36,7 +36,7 @@ class Norm(Recipe):
         return {"gain": Parameter("e", Constant(1))}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        return p["gain"] * rms_norm(tokens.values["out"], self.eps)
+        return rms_norm(tokens.values["out"], self.eps, p["gain"])
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class GatedGroupNorm(Recipe):
         xp = namespace(o)
         y = cast(upcast(o) + upcast(p["D"])[:, None] * upcast(x), o.dtype)
         y = y * silu(linear(tokens.x, p["gate"]))
-        groups = (*y.shape[:2], k.shape[2], y.shape[2] // k.shape[2], y.shape[3])
-        normed = rms_norm(xp.reshape(y, groups), self.eps, axes=2)
-        return p["gain"] * xp.reshape(normed, y.shape)
+        groups = (k.shape[2], y.shape[2] // k.shape[2], y.shape[3])
+        gain = xp.reshape(p["gain"], groups)
+        normed = rms_norm(xp.reshape(y, (*y.shape[:2], *groups)), self.eps, gain, axes=2)
+        return xp.reshape(normed, y.shape)
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,4 @@ class Activated(Recipe):
         return {"gain": Parameter("…", Constant(1))}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        return p["gain"] * rms_norm(silu(tokens.values["out"]), self.eps, axes=2)
+        return rms_norm(silu(tokens.values["out"]), self.eps, p["gain"], axes=2)

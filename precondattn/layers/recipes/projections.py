@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.arrays import Array, cast, namespace, upcast
+from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import (
     causal_convolution,
     linear,
@@ -14,6 +14,7 @@ from precondattn.layers.functions import (
     sigmoid,
     silu,
     unit_rows,
+    upcast,
 )
 from precondattn.layers.parameters import Constant, FanIn, Parameter, UniformFanIn
 from precondattn.layers.recipe import Recipe, Tokens
@@ -52,7 +53,8 @@ class Rotary(Projection):
     fraction: float = 1.0
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        return rotated(super().make(tokens, p), tokens.positions, self.theta, self.fraction)
+        x = super().make(tokens, p)
+        return rotated(x, *tokens.rotation(round(x.shape[-1] * self.fraction), self.theta))
 
 
 @dataclass(frozen=True)

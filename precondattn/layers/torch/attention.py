@@ -16,7 +16,7 @@ from precondattn.layers.checks import check_batch, check_call
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
-from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.module import fill, parameters_of, register
 
 
 class Attention(nn.Module):
@@ -149,9 +149,11 @@ class Attention(nn.Module):
             mask,
             positions,
             cache,
-            is_cast=isinstance(x, Tensor) and target(x) is not None,
+            is_autocast,
         )
-        weights = {name: dict(m.named_parameters()) for name, m in self.inputs.items()}
+        weights = {}
+        for name, declared in self.plan.weights:
+            weights[name] = parameters_of(self.inputs[name], declared)
         y, after = apply(
             self.plan, weights, x, mask=mask, positions=positions, cache=cache, donate=donate
         )
@@ -172,3 +174,8 @@ class Attention(nn.Module):
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast chooses the dtype of what is computed with x."""
+    return target(x) is not None

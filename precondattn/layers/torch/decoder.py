@@ -41,7 +41,7 @@ class _Norm(nn.Module):
         fill(self.gain, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.gain * rms_norm(x, EPS)
+        y: Tensor = rms_norm(x, EPS, self.gain)
         return y
 
 

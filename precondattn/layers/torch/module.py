@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from precondattn.arrays import is_distributed
+from precondattn.arrays import is_distributed, namespace
 from precondattn.layers.plan import Weight
+
+# A type is recognised by the first array of it, which compiled code can not do.
+for _known in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
+    namespace(_known)
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: Any) -> None:
@@ -27,6 +32,12 @@ def fill(parameter: Tensor, weight: Weight) -> None:
         whole: Any = parameter
         values = distribute_tensor(values, whole.device_mesh, whole.placements)
     parameter.copy_(values)
+
+
+def parameters_of(module: nn.Module, declared: Iterable[tuple[str, Weight]]) -> dict[str, Tensor]:
+    """The parameters of a module by name, which may be parametrized."""
+    own = module._parameters  # Attributes of modules are slow to read.
+    return {name: own[name] if name in own else getattr(module, name) for name, _ in declared}
 
 
 class _Draw:
