@@ -64,6 +64,12 @@ def tried(fault):
         return run_fault(carriers[fault.carrier], fault, SMOKE)
 
 
+def test_a_step_that_subtracts_no_maximum_is_detected_at_smoke():
+    name = "no maximum subtracted before the exponential of a step"
+    (fault,) = (fault for fault in faults() if name in fault.name)
+    assert tried(fault).is_caught
+
+
 def test_a_fault_without_effect_is_reported_as_undetected():
     verdict = tried(planted(lambda truth, call: truth(call)))
     assert not verdict.is_caught

@@ -15,6 +15,7 @@ from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import require_unchanged
+from precondattn_conformance.extremes import EXTREMES, makes_sense
 from precondattn_conformance.inputs import Layout
 
 EXTENDING = """cache, steps = cache_of(case{where})  # Empty, and what each call adds to it.
@@ -36,7 +37,9 @@ class Caching(Check):
 
     def applies(self, case: Case) -> bool:
         is_one_sequence = not case.layout.has("segment_ids") and case.layout.t == case.layout.s
-        return mechanism_of(case.mechanism).offers.causal and is_one_sequence
+        mechanism = mechanism_of(case.mechanism)
+        is_sensible = case.kind not in EXTREMES or makes_sense(mechanism, case.kind)
+        return mechanism.offers.causal and is_one_sequence and is_sensible
 
     def run(self, trial: Trial) -> Measured:
         ends = ends_of(trial.case.layout)

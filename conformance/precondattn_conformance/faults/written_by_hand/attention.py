@@ -48,6 +48,12 @@ def _of_softmax() -> list[Fault]:
         ),
         written(
             "softmax",
+            STEP,
+            "no maximum subtracted before the exponential of a step",
+            inside(softmax, "log_softmax", lambda _: _unshifted),
+        ),
+        written(
+            "softmax",
             (FORWARD, STEP),
             "masked pairs at -1e9: a query without keys reads the mean",
             inside(softmax, "mask_scores", lambda _: _finite_mask),
