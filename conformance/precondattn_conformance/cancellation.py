@@ -13,6 +13,9 @@ token and head: wherever in the mechanism it is, nothing has to be known of the 
 The gradient of the values of a difference, dv = P₁ᵀ do − λ P₂ᵀ do, cancels where the two maps agree
 and λ is near 1. Autograd rounds both parts to the dtype of v before it adds them.
 
+In Hedgehog's map, with φ = softmax([y, −y]), the gradient dz = φ ∘ (dφ − φ·dφ) nearly cancels where
+dφ is nearly the same for all features: the more of them there are, the less they differ.
+
 Where one key has all the weight, or is the only key, the gradients of queries and keys
 
     dq_i = s Σ_j P_ij (⟨do_i, v_j⟩ − ⟨do_i, o_i⟩) k_j
@@ -114,6 +117,54 @@ def sizes_of_terms(
     if parts:
         sizes["v"] = max(np.max(terms[part]) for part in parts)
     return {name: float(size) for name, size in sizes.items()}
+
+
+@dataclass(frozen=True)
+class HedgehogTerms(pa.HedgehogMap):
+    """Hedgehog's map, whose `backward` returns the sums of the sizes of the gradients' terms."""
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: pa.Frame,
+        out: Array,
+        residuals: tuple[Array, ...],
+        cotangent: Array,
+    ) -> dict[str, Array]:
+        d_z = out * (np.abs(cotangent) + np.abs(np.sum(out * cotangent, axis=-1, keepdims=True)))
+        first, second = np.split(d_z, 2, axis=-1)
+        d_y, size = self.factor * (first + second), np.abs(x["x"])
+        weight = np.abs(x["weight"])
+        d_weight = np.einsum("bthi,bthj->hij", d_y, size)
+        d_bias = np.sum(d_y, axis=(0, 1))
+        return {
+            "x": np.squeeze(d_y[..., None, :] @ weight, axis=-2),
+            "weight": d_weight if self.per == "head" else np.sum(d_weight, axis=0),
+            "bias": d_bias if self.per == "head" else np.sum(d_bias, axis=0),
+        }
+
+
+def sizes_of_feature_maps(
+    mechanism: pa.Mechanism,
+    inputs: dict[str, np.ndarray],
+    cotangent: np.ndarray,
+    masks: dict[str, np.ndarray],
+) -> dict[str, float]:
+    """The sizes of the terms of the gradients of all inputs of Hedgehog's map."""
+    program, maps = mechanism.program, []
+    calls = list(program.calls)
+    for i, call in enumerate(calls):
+        if type(call.leaf) is pa.HedgehogMap:
+            leaf = HedgehogTerms(factor=call.leaf.factor, per=call.leaf.per)
+            calls[i] = call._replace(leaf=leaf)
+            maps += [value for _, value in call.arguments if value in inputs]
+    if not maps:
+        return {}
+    group = Group(Program(calls, program.out))
+    given = {name: inputs[name] for name in group.inputs}
+    _, pullback = group.vjp(**given, **masks, backend="reference")
+    terms = pullback(cotangent)
+    return {name: float(np.max(np.abs(terms[name]))) for name in maps}
 
 
 def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.cancellation import (
+    sizes_of_feature_maps,
     sizes_of_terms,
     sizes_when_overwritten,
     sizes_when_saturated,
@@ -67,12 +68,14 @@ def _computed(mechanism: str, layout: Layout, kind: str, dtype: str) -> Oracle:
         rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(_finite(out) * cotangent)))
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
     terms = sizes_of_terms(m, inputs, cotangent, masks)
+    of_maps = sizes_of_feature_maps(m, inputs, cotangent, masks)
+    terms |= of_maps
     if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
     elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
         # A query may have all its weight on one key, or on one slot.
         for name, size in sizes_when_saturated(inputs, cotangent).items():
-            is_only_query = layout.t == 1 and name in QUERIES_AND_KEYS
+            is_only_query = layout.t == 1 and name in {*QUERIES_AND_KEYS, *of_maps}
             if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
                 terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from precondattn_conformance.cancellation import sizes_of_terms
+from precondattn_conformance.cancellation import sizes_of_feature_maps, sizes_of_terms
 from precondattn_conformance.declared import mechanism_of
 
 B, T, H = 2, 5, 2
@@ -76,3 +76,16 @@ def test_the_parts_of_the_values_gradient_in_a_difference():
     first = pullback_of_first(cotangent)["v"]
     np.testing.assert_allclose(size, np.max(np.abs(first)), rtol=1e-12)
     assert np.max(np.abs(pullback(cotangent)["v"])) < 0.01 * size
+
+
+def test_the_terms_of_a_feature_map_are_those_of_the_sum_over_features():
+    mechanism = mechanism_of("hedgehog_map")
+    x = inputs_of(mechanism)
+    cotangent = np.ones((B, T, H, 8)) + 1e-3 * np.random.default_rng(1).normal(size=(B, T, H, 8))
+    out, pullback = mechanism.vjp(**x, backend="reference")
+    sizes, gradients = sizes_of_feature_maps(mechanism, x, cotangent, {}), pullback(cotangent)
+    for name in x:
+        assert np.max(np.abs(gradients[name])) < 1e-2 * sizes[name]
+        # Without cancellation they are the same, but for the signs.
+        alone = np.where(np.arange(8) == 3, 1.0, 0.0) * np.ones_like(out)
+        assert np.max(np.abs(pullback(alone)[name])) <= 2 * sizes[name]

@@ -15,6 +15,7 @@ from precondattn_conformance.declared import is_smooth, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, require_unchanged
 from precondattn_conformance.inputs import Arrays, make_inputs
 from precondattn_conformance.oracle import is_certifying, rounded
+from precondattn_conformance.tolerance import error
 
 
 class States(Caching):
@@ -78,7 +79,27 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         for name, gradient in (automatic or {}).items():
             pairs[f"autograd of {name}"] = library.numpy(gradient), oracle[f"vjp of {name}"]
         trial.require_purity()
-        return trial.agree(pairs)
+
+        def model() -> dict[str, float]:
+            """The errors of the definition in float32."""
+            if case.dtype != "float32":
+                return {}
+            x, first, d_out, d_first = (
+                _in_float32(a) for a in arguments if a is not expected.masks
+            )
+            rounded_results = _through_states(
+                m, x, first, expected.masks, d_out, d_first, "reference"
+            )
+            errors = {what: error(a, oracle[what]) for what, a in rounded_results.items()}
+            return errors | {f"autograd of {n}": errors[f"vjp of {n}"] for n in (*inputs, *start)}
+
+        return trial.agree(pairs, model=model)
+
+
+def _in_float32(arrays: Any) -> Any:
+    if isinstance(arrays, dict):
+        return {name: array.astype(np.float32) for name, array in arrays.items()}
+    return arrays.astype(np.float32)
 
 
 def _through_states(

@@ -1,8 +1,9 @@
-"""The error of a call in half precision that rounds what the industry's kernels round.
+"""The error of a call that rounds what the industry's kernels round.
 
-The model is a backend of NumPy arrays: the reference, but that softmax attention, LASER, PaTH and
-LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything else is
-in float64, so its error is that of these roundings alone.
+In float32 it is that of the definition: the reference in float32, which has no blocks. In half
+precision the model is a backend of NumPy arrays: the reference, but that softmax attention, LASER,
+PaTH and LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything
+else is in float64, so its error is that of these roundings alone.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ModelErrors(NamedTuple):
 
 @lru_cache(maxsize=64)
 def errors_of_model(mechanism: str, layout: Layout, kind: str, dtype: str) -> ModelErrors:
-    """The errors of the output and of the gradient of each input, in half precision."""
+    """The errors of the output and of the gradient of each input."""
     expected = oracle(mechanism, layout, kind, dtype)
     out, gradients = _run(mechanism, expected, dtype)
 
@@ -113,6 +114,11 @@ def errors_of_model(mechanism: str, layout: Layout, kind: str, dtype: str) -> Mo
 
 def _run(mechanism: str, expected: Oracle, dtype: str) -> tuple[np.ndarray, Arrays]:
     """The model's output and gradients, for the oracle's inputs and cotangent."""
+    if dtype == "float32":
+        inputs = {name: array.astype(dtype) for name, array in expected.inputs.items()}
+        m = mechanism_of(mechanism)
+        out, pullback = m.vjp(**inputs, **expected.masks, backend="reference")
+        return out, pullback(expected.cotangent.astype(dtype))
     with _registering:
         pa.register_backend(RoundingModel(dtype))
         try:
