@@ -36,12 +36,13 @@ def apply(
     count = None if tokens is None else tokens.count
     inner, rows = (None, None) if cache is None else split(cache, plan)
     histories = Histories(rows, count)
+    wide = x.dtype if x.dtype.itemsize >= 4 else namespace(x).float32
     angles: dict[tuple[int, float], tuple[Array, Array]] = {}
 
     def rotation_of(width: int, theta: float) -> tuple[Array, Array]:
         if (width, theta) not in angles:  # Once for queries and keys.
             at = _positions(x, cache) if positions is None else positions
-            angles[width, theta] = rotation(at, width, theta)
+            angles[width, theta] = rotation(at, width, theta, wide)
         return angles[width, theta]
 
     values: dict[str, Array] = {}

@@ -80,10 +80,10 @@ def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
     return cast(gain * (wide / xp.sqrt(mean + eps)), x.dtype)
 
 
-def rotation(positions: Array, width: int, theta: float) -> tuple[Array, Array]:
-    """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2)."""
+def rotation(positions: Array, width: int, theta: float, dtype: Any) -> tuple[Array, Array]:
+    """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2), of float `dtype`."""
     xp = namespace(positions)
-    index = xp.arange(width // 2, dtype=xp.float32, **placement(positions))
+    index = xp.arange(width // 2, dtype=dtype, **placement(positions))
     angle = positions[:, :, None, None] * theta ** (index * (-2 / width))
     return xp.cos(angle), xp.sin(angle)
 

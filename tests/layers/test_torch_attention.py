@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
+from precondattn.layers.apply import apply
 from precondattn.layers.torch import Attention
 from tests.layers.layer_cases import MECHANISMS, layer
 
@@ -40,6 +41,18 @@ def test_any_split_of_a_sequence_gives_the_full_call(expression):
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-9, atol=1e-9)
     assert cache.length.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_recipes_are_functions_of_arrays_and_run_on_numpy_too(expression):
+    attn, x = made(expression), hidden(2, 5)
+    mask = torch.tensor([[False, False, True, True, True], [True, True, True, False, True]])
+    weights = {
+        name: {own: p.detach().numpy() for own, p in module.named_parameters()}
+        for name, module in attn.inputs.items()
+    }
+    y, _ = apply(attn.plan, weights, x.numpy(), mask=mask.numpy())
+    torch.testing.assert_close(torch.tensor(y), attn(x, mask=mask).detach(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("expression", MECHANISMS)

@@ -29,7 +29,7 @@ class LambdaOfVectors(Recipe):
 
     The four vectors are N(0, 0.1²) at the start.
 
-    Source: Differential Transformer (arXiv 2410.05258), Eq. 2 and 3.
+    Source: Differential Transformer (arXiv 2410.05258), 2.1.
     """
 
     depth: int = 0
@@ -49,7 +49,7 @@ class LambdaOfVectors(Recipe):
 class LambdaOfToken(Sigmoid):
     """σ(W x + b), for each token and head
 
-    Source: Differential Transformer V2, microsoft/unilm, Diff-Transformer/Diff-Transformer-V2.
+    Source: Differential Transformer V2, microsoft/unilm.
     """
 
 
@@ -57,7 +57,7 @@ class LambdaOfToken(Sigmoid):
 class DifferenceNorm(Norm):
     """(1 − λ_init) γ RMSNorm(o), head by head, λ_init as of layer `depth`
 
-    Source: Differential Transformer (arXiv 2410.05258), Eq. 4.
+    Source: Differential Transformer (arXiv 2410.05258), 2.1; microsoft/unilm, with γ.
     """
 
     depth: int = 0

@@ -22,7 +22,7 @@ from precondattn.layers.recipe import Recipe, Tokens
 class Sigmoid(Recipe):
     """f σ(W x + b), f = `factor`
 
-    Source: DeltaNet (arXiv 2406.06484), 2.2; the factor 2: arXiv 2411.12537, 3.
+    Source: DeltaNet (arXiv 2406.06484); the factor 2, for negative eigenvalues: arXiv 2411.12537.
     """
 
     factor: float = 1.0
@@ -41,7 +41,7 @@ class Sigmoid(Recipe):
 class LogSigmoid(Recipe):
     """log σ(W x + b) / c, c = `normalizer`
 
-    Source: forgetting transformer (arXiv 2503.02130), Eq. 5; GSA (arXiv 2409.07146), 3, without b.
+    Source: forgetting transformer (arXiv 2503.02130); without b, GSA (arXiv 2409.07146).
     """
 
     normalizer: float = 1.0
@@ -60,7 +60,7 @@ class LogSigmoid(Recipe):
 class LowRankLogSigmoid(Recipe):
     """log σ(B A x + b) / c, c = `normalizer`, A x of rank `rank`
 
-    Source: GLA (arXiv 2312.06635), 4.4; flash-linear-attention, fla/layers/gla.py.
+    Source: GLA (arXiv 2312.06635); flash-linear-attention, fla/layers/gla.py.
     """
 
     rank: int = 16
@@ -145,7 +145,7 @@ class DecayWithBias(Recipe):
 class Written(Recipe):
     """1 − e^g, the part of a slot that decay leaves free
 
-    Source: GSA (arXiv 2409.07146), 3.
+    Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("g",)

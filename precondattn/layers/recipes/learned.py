@@ -28,7 +28,7 @@ class Learned(Recipe):
 class LearnedIdentity(Learned):
     """a parameter, the identity matrix at the start
 
-    Source: Hedgehog (arXiv 2402.04347), 4.2.
+    Source: Hedgehog (arXiv 2402.04347).
     """
 
     def parameters(self) -> dict[str, Parameter]:

@@ -26,7 +26,7 @@ class Unchanged(Recipe):
 class Norm(Recipe):
     """γ RMSNorm(o), head by head
 
-    Source: DeltaNet (arXiv 2406.06484), 3.3; NormAttention (arXiv 2210.10340), Eq. 5.
+    Source: DeltaNet (arXiv 2406.06484); for linear attention, NormAttention (arXiv 2210.10340).
     """
 
     eps: float = 1e-5
@@ -43,7 +43,7 @@ class Norm(Recipe):
 class GatedNorm(Norm):
     """γ RMSNorm(o) SiLU(W x), head by head
 
-    Source: RetNet (arXiv 2307.08621), Eq. 8; GLA (arXiv 2312.06635), 4.4; Gated DeltaNet (arXiv
+    Source: RetNet (arXiv 2307.08621), Eq. 8; GLA (arXiv 2312.06635); Gated DeltaNet (arXiv
     2412.06464), 3.4.
     """
 
@@ -83,7 +83,7 @@ class GatedGroupNorm(Recipe):
 class Activated(Recipe):
     """γ RMSNorm(SiLU(o)), over all heads together
 
-    Source: GSA (arXiv 2409.07146), 3; flash-linear-attention, fla/layers/gsa.py.
+    Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
     """
 
     eps: float = 1e-5

@@ -110,7 +110,7 @@ class UnitConvolution(Convolution):
 class Direction(Recipe):
     """L2(SiLU(conv(B A x))), A x of rank `rank`, conv over `size` tokens
 
-    Source: PaTH (arXiv 2505.16381), 3; flash-linear-attention, fla/layers/path_attn.py.
+    Source: PaTH (arXiv 2505.16381); flash-linear-attention, fla/layers/path_attn.py.
     """
 
     rank: int = 32
