@@ -334,7 +334,7 @@ def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     d_tau = np.max(np.abs(result.gradients["tau"]))
     assert d_tau < result.terms["tau"] < 100 * d_tau
     assert oracle("temperature(path)", layout, "clustered", "float64").terms
-    assert not oracle("qk_norm(temperature)", layout, "clustered", "float64").terms
+    assert oracle("qk_norm(temperature)", layout, "clustered", "float64").terms
 
 
 def test_cases_have_stable_unique_ids():

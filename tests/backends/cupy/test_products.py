@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_cupy.launch import CPP_TYPES
+from precondattn_cupy.launch import CPP_TYPES, _defined
 from precondattn_cupy.sources import FOLDER
 from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
 from tests.backends.cupy import simulated
@@ -102,9 +102,9 @@ def test_attention_by_tensor_cores(mechanism, dtype, monkeypatch):
 
 
 @functools.cache
-def emulated(file, kernel):
+def emulated(file, kernel, precise):
     code = f'#include "emulated_tensors.cuh"\n#include "{file}.cu"\n'
-    options = (f"-I{HERE}", f"-I{FOLDER}", "-DPRECONDATTN_EMULATED_TENSORS")
+    options = (f"-I{HERE}", f"-I{FOLDER}", "-DPRECONDATTN_EMULATED_TENSORS", *_defined(precise))
     return SimulatedModule(code, [kernel], options).get_function(kernel)
 
 
