@@ -195,4 +195,6 @@ def run_isolated(
                     begin_next(worker)
     finally:
         for worker in workers:
+            worker.connection.close()  # All end at once.
+        for worker in workers:
             worker.stop()
