@@ -55,6 +55,11 @@ def test_the_check_finds_a_rule_without_heads(faulty, told):
     outcome = checked("linear", "jax")
     assert outcome.status == "failed"
     assert "all-gather" in outcome.reason
+    with pytest.raises(AssertionError):
+        exec(outcome.snippet, {})
+    faulty.undo()
+    jax.clear_caches()
+    exec(outcome.snippet, {})  # It passes.
 
 
 def test_the_check_finds_a_rule_that_divides_time(faulty):
