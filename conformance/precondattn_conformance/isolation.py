@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -62,14 +63,27 @@ class Worker:
             self.process.start()
         theirs.close()
         self.done: tuple[Case, ...] = ()
+        self.is_started = False
 
     def begin(self) -> Case | None:
         """Send the next case to the process."""
         self.running = self.todo.popleft() if self.todo else None
         if self.running is not None:
+            self._wait_until_started()
             self.since, self.earlier = time.monotonic(), self.done
-            self.connection.send(self.running)
+            with suppress(BrokenPipeError):  # Then it has died, which `receive` reports.
+                self.connection.send(self.running)
         return self.running
+
+    def _wait_until_started(self) -> None:
+        """Its imports do not count as time of the first case."""
+        if self.is_started:
+            return
+        if not self.connection.poll(TIMEOUT):
+            raise RuntimeError(f"a process for the cases did not start in {TIMEOUT:g} s")
+        with suppress(EOFError, ConnectionResetError):
+            self.connection.recv()
+        self.is_started = True
 
     def run(self, case: Case) -> Outcome:
         """Run one case and wait for its outcome."""
@@ -132,6 +146,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(traces, "w") as file:
         faulthandler.enable(file)
+        connection.send("started")
         while True:
             try:
                 case = connection.recv()
