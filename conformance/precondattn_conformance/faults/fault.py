@@ -95,6 +95,8 @@ class Fault:
     detail: str
     change: Change
     library: str = "numpy"
+    has_options: bool = False
+    """Whether the cases of the mechanism with other options count too."""
 
     @property
     def name(self) -> str:

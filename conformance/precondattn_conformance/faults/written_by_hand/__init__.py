@@ -8,15 +8,19 @@ from precondattn_conformance.faults.written_by_hand import (
     block_solve,
     caches,
     chunks,
+    company,
     half,
+    long_masks,
     lucid,
     maps,
     path,
+    ragged,
     recurrence,
     reflections,
     row_blocks,
     statistics,
     threads,
+    widths,
 )
 
 OF = (
@@ -35,6 +39,10 @@ OF = (
     threads,
     caches,
     axes,
+    ragged,
+    long_masks,
+    widths,
+    company,
 )
 
 

@@ -52,9 +52,12 @@ def faults() -> list[Fault]:
 
 
 def _as_first(call: Call) -> Call:
+    """The positions of the first sequence's new tokens for all sequences."""
     position = call.frame.q_position
     first = np.broadcast_to(position[:1], position.shape)
-    return replace(call, frame=call.frame.replaced(q_position=first))
+    keys = np.array(call.frame.k_position)
+    keys[:, keys.shape[1] - first.shape[1] :] = first
+    return replace(call, frame=call.frame.replaced(q_position=first, k_position=keys))
 
 
 def _only_d_columns(truth: Truth, call: Call) -> Result:

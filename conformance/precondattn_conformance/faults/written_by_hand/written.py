@@ -18,12 +18,21 @@ def written(
     subject: str = "",
     operator: str = "",
     library: str = "numpy",
+    has_options: bool = False,
 ) -> Fault:
     """A fault. Its subject is the mechanism itself by default."""
     parsed = pa.parse(mechanism)
     stages = (stages,) if isinstance(stages, str) else stages
     return Fault(
-        subject or parsed.name, str(parsed), stages, carrier, operator, detail, change, library
+        subject or parsed.name,
+        str(parsed),
+        stages,
+        carrier,
+        operator,
+        detail,
+        change,
+        library,
+        has_options,
     )
 
 

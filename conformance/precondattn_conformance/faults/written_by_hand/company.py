@@ -1,0 +1,182 @@
+"""Faults of options in company, of the order of calls, and of ranges in half precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from precondattn.spec import recurrence, rms_norm, softmax
+from precondattn.spec.lucid import LucidSolve
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    Call,
+    Fault,
+    Result,
+    Truth,
+    inside,
+    with_call,
+)
+from precondattn_conformance.faults.written_by_hand.written import written
+
+BOTH = (FORWARD, BACKWARD)
+SENTINEL = -1e4
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    company: tuple[tuple[str, Any, str, Any], ...] = (
+        ("softmax", BOTH, "a window of at most a block", with_call(_at_most_a_block)),
+        ("path", FORWARD, "a window of at most a block", with_call(_at_most_a_block)),
+        ("softmax", FORWARD, "a window, and so no bias", with_call(_no_bias)),
+        ("softmax", FORWARD, "a cap after the bias", with_call(_cap_last)),
+        ("softmax", FORWARD, "a sink, and so no window", with_call(_no_window)),
+    )
+    return [
+        *(written(m, on, what, how, has_options=True) for m, on, what, how in company),
+        written(
+            "qk_norm(lucid)",
+            FORWARD,
+            "the default eps",
+            inside(LucidSolve, "_rms", _default_eps),
+            subject="lucid_solve",
+            has_options=True,
+        ),
+        # The order of calls.
+        written("gla", BOTH, "the inputs of the last forward of these shapes", _Last("k")),
+        written("lucid_solve", BOTH, "the inputs of the last forward of these shapes", _Last("k")),
+        written("ssd", FORWARD, "the decays of the first call of these shapes", _First("g")),
+        # Ranges.
+        written("softmax", BOTH, "a finite number at masked pairs", _finite_mask()),
+        written("path", FORWARD, "a finite number at masked pairs", _finite_mask()),
+        *_of_half(),
+    ]
+
+
+def _of_half() -> list[Fault]:
+    return [
+        written(
+            mechanism,
+            BOTH,
+            f"{what} in float16",
+            _in_float16(change),
+            carrier="autograd",
+            library="torch",
+        )
+        for mechanism, what, change in (
+            ("rms_norm", "squares", inside(rms_norm, "row_sum", _of_rounded)),
+            ("lucid_solve", "squares", inside(rms_norm, "row_sum", _of_rounded)),
+            ("linear", "the state after every chunk", _at_chunks("_add_and_read")),
+            ("gated_delta", "the state after every chunk", _at_chunks("_correct_and_read")),
+        )
+    ]
+
+
+def _with_options(call: Call, **options: Any) -> Call:
+    return replace(call, mechanism=dataclasses.replace(call.mechanism, **options))
+
+
+def _at_most_a_block(call: Call) -> Call:
+    window = call.mechanism.window
+    return call if window is None else _with_options(call, window=min(window, 16))
+
+
+def _no_bias(call: Call) -> Call:
+    if call.mechanism.window is None or "bias" not in call.inputs:
+        return call
+    return call.given(bias=0 * call.inputs["bias"])
+
+
+def _cap_last(call: Call) -> Call:
+    """No cap where there is a bias."""
+    has_both = call.mechanism.softcap is not None and "bias" in call.inputs
+    return _with_options(call, softcap=None) if has_both else call
+
+
+def _no_window(call: Call) -> Call:
+    return _with_options(call, window=None) if call.mechanism.sink else call
+
+
+def _default_eps(true: Any) -> Any:
+    return lambda leaf, k: true(dataclasses.replace(leaf, eps=1e-6), k)
+
+
+def _shapes(call: Call) -> tuple[Any, ...]:
+    return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
+
+
+class _Last:
+    """A workspace with an input, one for all calls of the same shapes; the gradient reads it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, truth: Truth, call: Call) -> Result:
+        if call.stage == FORWARD:
+            self.held[_shapes(call)] = np.array(call.inputs[self.name])
+            return truth(call)
+        return truth(call.given(**{self.name: self.held[_shapes(call)]}))
+
+
+class _First:
+    """A quantity that is computed once for all calls of the same shapes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, truth: Truth, call: Call) -> Result:
+        first = self.held.setdefault(_shapes(call), np.array(call.inputs[self.name]))
+        return truth(call.given(**{self.name: first}))
+
+
+def _finite_mask() -> Any:
+    """A finite number in place of −∞, in rows that have visible keys."""
+
+    def masked(true: Any) -> Any:
+        def scores_of(visible: Any, scores: Any) -> Any:
+            finite = np.where(visible, scores, SENTINEL)
+            return np.where(visible.any(axis=-1, keepdims=True), finite, -np.inf)
+
+        return scores_of
+
+    return inside(softmax, "mask_scores", masked)
+
+
+def _in_float16(change: Any) -> Any:
+    def planted(truth: Truth, call: Call) -> Result:
+        result: Result = change(truth, call) if call.dtype == "float16" else truth(call)
+        return result
+
+    return planted
+
+
+def _rounded(x: Any) -> Any:
+    import torch
+
+    return x.to(torch.float16).to(x.dtype)
+
+
+def _of_rounded(true: Any) -> Any:
+    return lambda x: true(_rounded(x))
+
+
+def _at_chunks(step: str) -> Any:
+    """The state rounded to float16 after every 16 tokens."""
+
+    def change(true: Any) -> Any:
+        count = 0
+
+        def stepped(state: Any, token: Any) -> Any:
+            nonlocal count
+            count += 1
+            state, o = true(state, token)
+            return (state if count % 16 else _rounded(state)), o
+
+        return stepped
+
+    return inside(recurrence, step, change)

@@ -1,0 +1,208 @@
+"""Faults of masks that are longer than a block, of two at once, and of long sequences.
+
+A kernel reads keys by blocks: whether a block is read, and where within it a mask begins, is
+decided for the block as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from precondattn.frame import Frame
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    Call,
+    Change,
+    Fault,
+    Result,
+    Truth,
+    inside,
+    with_call,
+)
+from precondattn_conformance.faults.written_by_hand.written import written
+
+BOTH = (FORWARD, BACKWARD)
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    return [
+        # Masks longer than a block.
+        written("softmax", BOTH, "the key mask of the first 64 keys only", _in_keys(_first_block)),
+        written("path", FORWARD, "the key mask of the first 32 keys only", _in_keys(_first_32)),
+        written("laser", FORWARD, "no block before one that is masked", _on_softmax(_stopped)),
+        written("softmax", FORWARD, "keys up to the first sequence's last block", _in_keys(_up_to)),
+        written(
+            "lucid_solve",
+            BOTH,
+            "segments compared within a block only",
+            inside(Frame, "visible", _segments_within_blocks),
+        ),
+        written("gated_delta", FORWARD, "a segment cut after 32 tokens", with_call(_cut(32))),
+        written("gla", BOTH, "a segment cut after 128 tokens", with_call(_cut(128))),
+        # Two masks at once.
+        written("softmax", FORWARD, "segments, and so no other mask", _in_keys(_or_segments)),
+        written("lucid_solve", FORWARD, "lengths, and so no key mask", _in_keys(_or_lengths)),
+        written("path", BACKWARD, "a key mask, and so no segments", with_call(_or_keys)),
+        written("delta", FORWARD, "a key mask, and so no segments", with_call(_or_keys)),
+        # Length.
+        written("softmax", FORWARD, "a block in three bits", _in_keys(_in_three_bits)),
+        written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
+        written("gated_delta", FORWARD, "no output of one token after whole blocks", _one_left),
+        written("lucid_solve", FORWARD, "no output of one token after two blocks", _one_left),
+        # Queries and keys.
+        written("softmax", BOTH, "queries at most 16 keys after the first", with_call(_near)),
+        written("path", FORWARD, "queries from the edge of a block on", with_call(_at_edge)),
+    ]
+
+
+def _in_keys(change: Any) -> Change:
+    """A changed validity of keys (b, s), from it and the frame."""
+
+    def other(call: Call) -> Call:
+        frame = call.frame
+        if frame.k_valid is None and change not in (_in_three_bits,):
+            return call
+        valid = np.ones(frame.k_position.shape, dtype=bool)
+        valid = valid if frame.k_valid is None else np.array(frame.k_valid)
+        return replace(call, frame=frame.replaced(k_valid=change(valid, frame)))
+
+    return with_call(other)
+
+
+def _on_softmax(change: Any) -> Change:
+    """The same in the softmax of a composition of several leaves."""
+
+    def visible(true: Any) -> Any:
+        def changed(frame: Frame, **options: Any) -> Any:
+            if frame.k_valid is not None:
+                frame = frame.replaced(k_valid=change(np.array(frame.k_valid), frame))
+            return true(frame, **options)
+
+        return changed
+
+    return inside(Frame, "visible", visible)
+
+
+def _first_block(valid: Any, frame: Frame) -> Any:
+    valid[:, 64:] = True
+    return valid
+
+
+def _first_32(valid: Any, frame: Frame) -> Any:
+    valid[:, 32:] = True
+    return valid
+
+
+def _stopped(valid: Any, frame: Frame) -> Any:
+    """A loop over blocks of 16 keys, from the last to the first, that ends at a masked one."""
+    for row in valid:
+        for start in range(0, len(row), 16):
+            if not row[start : start + 16].any():
+                row[:start] = False
+    return valid
+
+
+def _up_to(valid: Any, frame: Frame) -> Any:
+    if frame.q_valid is None:
+        return valid
+    length = int(np.sum(frame.q_valid[0])) + frame.k_position.shape[1] - frame.q_position.shape[1]
+    return valid & (np.arange(valid.shape[1]) < -(-length // 16) * 16)
+
+
+def _segments_within_blocks(true: Any) -> Any:
+    def visible(frame: Frame, **options: Any) -> Any:
+        mask = true(frame, **options)
+        if frame.k_segment is None:
+            return mask
+        without = true(frame.replaced(k_segment=None), **options)
+        query, key = frame.q_position[:, None, :, None], frame.k_position[:, None, None, :]
+        return mask | (without & (query // 16 != key // 16))
+
+    return visible
+
+
+def _cut(after: int) -> Any:
+    """A segment longer than `after` tokens becomes several of at most so many."""
+
+    def segments(ids: Any) -> Any:
+        begins = np.ones(ids.shape, dtype=bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        index = np.arange(ids.shape[1])
+        start = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+        return np.cumsum(begins, axis=1) * ids.shape[1] + (index - start) // after
+
+    def other(call: Call) -> Call:
+        return _with_segments(call, segments)
+
+    return other
+
+
+def _with_segments(call: Call, change: Any) -> Call:
+    frame = call.frame
+    if frame.k_segment is None:
+        return call
+    ids = change(np.asarray(frame.k_segment))
+    t = frame.q_position.shape[1]
+    changed = frame.replaced(k_segment=ids, q_segment=ids[:, ids.shape[1] - t :])
+    return replace(call, frame=changed)
+
+
+def _or_segments(valid: Any, frame: Frame) -> Any:
+    return valid if frame.k_segment is None else valid | True
+
+
+def _or_lengths(valid: Any, frame: Frame) -> Any:
+    q_valid = frame.q_valid
+    return valid if q_valid is None or q_valid.shape != valid.shape else np.array(q_valid)
+
+
+def _or_keys(call: Call) -> Call:
+    frame = call.frame
+    if frame.k_valid is None or frame.k_valid.all():
+        return call
+    return replace(call, frame=frame.replaced(q_segment=None, k_segment=None))
+
+
+def _in_three_bits(valid: Any, frame: Frame) -> Any:
+    valid[:, 1024:] = False
+    return valid
+
+
+def _restarted(call: Call) -> Call:
+    """Tokens from 1,024 on are a segment of their own."""
+    frame = call.frame
+    position = np.broadcast_to(frame.k_position, (len(call.inputs["k"]), frame.k_position.shape[1]))
+    past = 0 if frame.k_segment is None else 2 * np.asarray(frame.k_segment)
+    ids = past + position // 1024
+    return _with_segments(replace(call, frame=frame.replaced(k_segment=ids)), lambda given: given)
+
+
+def _one_left(truth: Truth, call: Call) -> Result:
+    """A last block of one row, after two blocks of 64 or more, is not written."""
+    result = truth(call)
+    tokens = result.out.shape[1]
+    if tokens <= 64 or tokens % 64 != 1:
+        return result
+    out = np.array(result.out)
+    out[:, -1] = 0
+    return replace(result, out=out)
+
+
+def _offset(call: Call, change: Any) -> Call:
+    frame = call.frame
+    t, s = frame.q_position.shape[1], frame.k_position.shape[1]
+    moved = frame.q_position - (s - t) + change(s - t)
+    return replace(call, frame=frame.replaced(q_position=moved))
+
+
+def _near(call: Call) -> Call:
+    return _offset(call, lambda missing: min(missing, 16))
+
+
+def _at_edge(call: Call) -> Call:
+    return _offset(call, lambda missing: missing // 16 * 16 if missing > 16 else missing)
