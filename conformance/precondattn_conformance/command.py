@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -68,6 +69,7 @@ def conformance(
     _print_failures(report, console)
     below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
     _print_pairs(looked_at, console)
+    _print_oracles(report, console)
     _print_verdict(report, below, session, len(todo), console)
     if junit is not None:
         write_junit(recording.record, junit)
@@ -146,6 +148,15 @@ def _print_pairs(looked_at: list[Pairs], console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _print_oracles(report: Report, console: Console) -> None:
+    """Who computed what was expected, other than the reference."""
+    names = Counter(o.measured.expected_by for o in report.outcomes if o.measured is not None)
+    for name, count in names.items():
+        if name:
+            text = f"{count} long cases were compared with {name}, which the reference certified"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_verdict(

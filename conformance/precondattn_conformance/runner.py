@@ -6,12 +6,13 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend, Measured, run
 from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.expecting import REFERENCE, expected_by
 from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
@@ -70,6 +71,9 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
         error: DisagreementError | None = None,
     ) -> Outcome:
         code = snippet(case, backend, device, error) if status == FAILED else ""
+        by = REFERENCE if measured is None else expected_by(case, backend)
+        if measured is not None and by != REFERENCE:
+            measured = replace(measured, expected_by=by)
         seconds = time.perf_counter() - start
         return Outcome(case, status, measured, reason, details, code, seconds)
 

@@ -14,6 +14,7 @@ from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import agree, require_unchanged
+from precondattn_conformance.expecting import expected_by
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
@@ -36,6 +37,8 @@ class Measured:
 
     error: float
     bound: float
+    expected_by: str = ""
+    """Who computed what was expected, if not the reference (`expecting.py`)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Trial:
     @cached_property
     def expected(self) -> Oracle:
         case = self.case
-        return oracle(case.mechanism, case.layout, case.kind, case.dtype)
+        by = expected_by(case, self.backend)
+        return oracle(case.mechanism, case.layout, case.kind, case.dtype, by)
 
     @property
     def numpy_inputs(self) -> dict[str, np.ndarray]:

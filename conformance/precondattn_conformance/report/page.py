@@ -122,6 +122,7 @@ def environment_of(record: Record) -> list[tuple[str, str]]:
     pairs = [
         ("Backends", ", ".join(map(_backend, record.backends)) or "those chosen by default"),
         ("Suite", f"precondattn {record.suite}, level {record.level}"),
+        ("Oracle", _oracles(record)),
         ("Only", "; ".join(f"{name} {', '.join(f)}" for name, f in record.filters.items())),
         ("Revision", _revision(revision) if revision else ""),
         ("Date", f"{record.date.replace('T', ' ').partition('+')[0]} UTC"),
@@ -135,6 +136,13 @@ def environment_of(record: Record) -> list[tuple[str, str]]:
         ("Settings", _pairs(named["settings"], "{0}={1}")),
     ]
     return [(heading, text) for heading, text in pairs if text]
+
+
+def _oracles(record: Record) -> str:
+    """Who computed what was expected, if it was not the reference alone."""
+    count = Counter(result.expected_by for result in record.outcomes)
+    others = [f"{name} for {_many(n, 'long case')}" for name, n in count.items() if name]
+    return ", ".join(["reference", *others]) if others else ""
 
 
 def _pairs(named: dict[str, str], form: str) -> str:

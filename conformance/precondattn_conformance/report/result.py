@@ -31,6 +31,8 @@ class Result:
     status: str
     error: float | None = None
     bound: float | None = None
+    expected_by: str = ""
+    """Who computed what was expected; empty for the reference, or if nothing was measured."""
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
@@ -57,6 +59,7 @@ class Result:
             status=outcome.status,
             error=None if measured is None else float(measured.error),
             bound=None if measured is None else float(measured.bound),
+            expected_by="" if measured is None else measured.expected_by,
             seconds=float(outcome.seconds),
             reason=printable(outcome.reason),
             details=printable(outcome.details),
@@ -83,7 +86,7 @@ class Result:
                 known[field.name] = float(entry["seconds"])
             elif field.name == "after":
                 known["after"] = tuple(map(printable, entry.get("after", ())))
-            elif field.name in ("reason", "details", "snippet", "alone"):
+            elif field.name in ("reason", "details", "snippet", "alone", "expected_by"):
                 known[field.name] = printable(entry.get(field.name, ""))
             else:
                 known[field.name] = printable(entry[field.name])
