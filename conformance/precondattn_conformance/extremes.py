@@ -11,7 +11,7 @@ far_segments   values around 100 and around −100, three tokens each: as in seg
 zero_rows      the first values are 0, and so are the first outputs, whose norm divides by ε
 hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key; LASER's values
                are around 100
-long_keys      keys whose squares overflow float16, and queries as much shorter: a norm of keys
+long_keys      keys whose squares overflow float16, and queries as much shorter: a norm
 far_below      every logit of a row is below −10⁹ (−10³⁰ in float32 and float64), and one is far
                above the others: a finite number in place of masked logits is larger
 overwritten    a large value is written to a state and removed again, before anything is read
@@ -80,10 +80,13 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
     if kind in ("far_values", "far_segments"):
         return _reads_exponentials(mechanism)
     if kind == "long_keys":
+        if len(leaves) == 1 and not {"q", "k"} <= inputs.keys():
+            return _is_norm(leaves[0])
         return {"q", "k"} <= inputs.keys() and not inputs["k"].unit and not _needs_short(leaves)
     if kind == "far_below":
         others = {"g", "bias", "contraction"} & inputs.keys()
-        return _attends(mechanism) and not others and not _needs_short(leaves)
+        reads = _attends(mechanism) or any(isinstance(leaf, pa.Path) for leaf in leaves)
+        return reads and not others and not _needs_short(leaves)
     if kind == "zero_rows":
         # A state or a solve would mix the large cotangents of these rows with those of others.
         is_local = all(isinstance(leaf, pa.Softmax | pa.TokenWise) for leaf in leaves)
@@ -121,8 +124,11 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
             arrays["v"] = arrays["v"] + high
     if kind in ("long_keys", "far_below"):
         by = LONG if kind == "long_keys" else BELOW.get(dtype, BELOW_ELSEWHERE)
+        if "q" not in arrays:  # A norm alone.
+            name = "k" if "k" in arrays else "x"
+            arrays[name] = by * arrays[name]
         for q, k in (("q", "k"), ("q2", "k2")):
-            if k in arrays:
+            if {q, k} <= arrays.keys():
                 _lengthen(arrays, q, k, by, is_far=kind == "far_below")
     if kind == "overwritten":
         _write_twice(arrays)
@@ -201,6 +207,12 @@ def _attends(mechanism: pa.Mechanism) -> bool:
     leaves = mechanism.program.leaves
     is_softmax = any(isinstance(leaf, pa.Softmax) for leaf in leaves)
     return is_softmax and {"q", "k"} <= mechanism.inputs.keys()
+
+
+def _is_norm(leaf: pa.Mechanism) -> bool:
+    """Whether the leaf normalises its rows, or its keys, and so takes them at any length."""
+    norms = pa.RMSNorm | pa.LayerNorm | pa.L2Norm
+    return isinstance(leaf, norms) or getattr(leaf, "normalize", None) == "keys"
 
 
 def _needs_short(leaves: Sequence[pa.Mechanism]) -> bool:

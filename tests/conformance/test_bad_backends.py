@@ -83,7 +83,7 @@ def run_snippet(outcome):
 NARROW, WIDE = (f"outputs-numpy-float64-plain-random-softmax[scale={s}]" for s in (0.3, 0.7))
 OTHERS = tuple(
     f"outputs-numpy-float64-{layout}-random-softmax"
-    for layout in ("one_kv_head", "own_kv_heads", "odd_width")
+    for layout in ("fewer_queries", "own_kv_heads", "block_less_one")
 )
 
 

@@ -1,6 +1,7 @@
 """The design: every pair of levels has a row, some rows run, and a run reports its pairs."""
 
 import itertools
+from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 
 from precondattn_conformance.cases import case_of, cases, designed
 from precondattn_conformance.checks.ragged import calls, rows_of
+from precondattn_conformance.design.chosen import DRAWN, rows
 from precondattn_conformance.design.coverage import pairs, total
 from precondattn_conformance.design.covering import Array, pairs_of
 from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES, Apartness
+from precondattn_conformance.design.first import DENSE
 from precondattn_conformance.design.options import options_of, together
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import Layout
@@ -60,10 +63,56 @@ def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
             assert len(missing) < 0.02 * len(found), missing
 
 
-def test_a_tenth_of_the_rows_has_two_fifths_of_the_pairs():
-    made = design("lucid", "torch")
-    rows = made.array.pairs[: len(made.array.pairs) // 10]
-    assert len({pair for row in rows for pair in pairs_of(row)}) > 0.4 * len(made.pairs)
+def test_the_first_rows_and_a_tenth_of_the_others_have_half_of_the_pairs():
+    made = design("lucid", "torch").array
+    count = len(made.first) + (len(made.pairs) - len(made.first)) // 10
+    every = {pair for row in made.pairs for pair in pairs_of(row)}
+    assert len({pair for row in made.pairs[:count] for pair in pairs_of(row)}) > 0.5 * len(every)
+
+
+def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_smoke():
+    levels = {"a": "012", "b": "012", "c": "01"}
+    first = [{"a": "1", "b": "2", "c": "1"}, {"c": "0", "unknown": "level", "b": "0"}]
+    made = Array(
+        {f: tuple(chosen) for f, chosen in levels.items()},
+        lambda one, other: {one, other} != {("b", "2"), ("c", "1")},
+        first=first,
+    )
+    assert made.first == [{"a": "1", "b": "2", "c": "0"}, {**made.first[1], "b": "0", "c": "0"}]
+    assert made.pairs[:2] == made.first
+    whole = design("gated_delta", "torch")
+    assert rows("smoke", "gated_delta", "torch") == whole.array.first
+    assert len(whole.array.first) > len(DENSE)
+    assert len(rows("smoke", "ccq(gla)", "torch")) < 4
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])
+def test_smoke_has_masks_widths_views_lengths_and_options_in_company(mechanism):
+    chosen = designed("smoke", mechanism, "torch")
+    layouts = [case.layout for case in chosen]
+    assert any("+" in (layout.mask or "") and layout.b == 3 for layout in layouts)
+    assert any(layout.e > 2 * layout.d for layout in layouts)
+    assert any(layout.d > 128 for layout in layouts)
+    assert any(layout.s > 1024 for layout in layouts)
+    assert any(layout.t < layout.s - 16 for layout in layouts)
+    assert {"expanded_batch", "expanded_heads"} <= {layout.order for layout in layouts}
+    assert any(c.check == "caching" and c.layout.has("lengths") for c in chosen)
+    if mechanism == "softmax":
+        window = {case.mechanism for case in chosen if "window=22" in case.mechanism}
+        assert {"softmax[window=22,bias=true]", "softmax[window=22,sink=true]"} <= window
+
+
+def test_rows_are_drawn_from_all_levels_and_no_small_row_is_drawn_more_often():
+    made = design("softmax", "torch")
+    drawn = made.drawn(10 * DRAWN)
+    assert made.drawn(DRAWN) == made.drawn(DRAWN)
+    for factor in ("verb", "time", "mask", "heads", "block", "batch", "e", "order", "dtype"):
+        count = Counter(row[factor] for row in drawn)
+        assert set(count) == set(made.levels[factor]), factor
+        assert max(count.values()) < 0.7 * len(drawn), factor
+    assert max(Counter(map(str, drawn)).values()) == 1
+    layouts = [made.entry(row).layout for row in drawn]
+    assert sum(layout.t * layout.b * layout.h > 100 for layout in layouts) > len(drawn) / 2
 
 
 def test_options_go_together_in_pairs_unless_the_mechanism_refuses_them():

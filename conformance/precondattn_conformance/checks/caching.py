@@ -172,11 +172,11 @@ def _capacity(layout: Layout) -> int:
 def ends_of(layout: Layout) -> list[int]:
     """Where the calls end: a prefill and single tokens, over the edge of a block if there is one.
 
-    Short sequences also start with a single token.
+    Two single tokens are the last, after a block of new ones. Short sequences also start with one.
     """
     time, block = layout.t, layout.block
     if 0 < block < time:
-        return sorted({block - 1, block, block + 1, time})
+        return sorted({block - 1, block, block + 1, time - 2, time - 1, time})
     if time > 16:
         return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from precondattn_conformance.declared import derived
+from zlib import crc32
+
 from precondattn_conformance.design.covering import Row
+from precondattn_conformance.design.factors import LONG, NONE
 from precondattn_conformance.design.rows import Design, design
 
-SMOKE_ROWS = 10
-"""Of a class as it is declared; of its variants and of compositions there are fewer."""
-SMOKE_ROWS_OF_OTHERS = 1
 JAX_ROWS = 24
-"""JAX compiles every operation for every shape, so it gets the first rows only."""
+"""JAX compiles every operation for every shape, so it gets a few rows only."""
 DRAWN = 48
 """The rows that are drawn at the level `stress`."""
 
@@ -22,30 +21,32 @@ def rows(level: str, mechanism: str, library: str, blocks: tuple[int, ...] = ())
     made = design(mechanism, library, blocks)
     if level == "smoke":
         return _of_smoke(made, library)
-    chosen = made.rows[:JAX_ROWS] if library == "jax" else list(made.rows)
+    chosen = _of_jax(made) if library == "jax" else list(made.rows)
     return chosen + made.drawn(DRAWN) if level == "stress" else chosen
 
 
+def _of_jax(made: Design) -> list[Row]:
+    """The first rows without options, and those after them, which have the most new pairs."""
+    first = made.array.first
+    plain = [row for row in first if row.get("option", NONE) == NONE]
+    return (plain + made.array.pairs[len(first) :])[:JAX_ROWS]
+
+
 def _of_smoke(made: Design, library: str) -> list[Row]:
-    if library == "jax":
-        return []
-    count = SMOKE_ROWS if made.is_whole else SMOKE_ROWS_OF_OTHERS
-    if made.expression in derived():
-        count = SMOKE_ROWS_OF_OTHERS
-    return [row for row in made.array.pairs if _is_cheap(made, row)][:count]
+    """All first rows of a class as it is declared; of other expressions one short row, in turn.
 
-
-def _is_cheap(made: Design, row: Row) -> bool:
-    """Whether the oracle takes a few milliseconds."""
-    layout = made.entry(row).layout
-    heads = layout.b * layout.h * layout.values_per_head
-    if layout.s > LONGEST:
-        return False
-    per_query = layout.s * (layout.d + layout.e) + layout.d * layout.e
-    return heads * layout.t * per_query < MOST
-
-
-LONGEST = 400
-"""The most keys in a row of `smoke`."""
-MOST = 2e7
-"""Multiplications of a dense score matrix and its product with values, in a row of `smoke`."""
+    Those with a bias also have the rows that broadcast it along one axis, and those with an inner
+    eps the row with another.
+    """
+    first = [] if library == "jax" else made.array.first
+    if made.is_whole or not first:
+        return first
+    short = [row for row in first if row["time"] not in LONG]
+    chosen = short[crc32(made.expression.encode()) % len(short)]
+    return [
+        row
+        for row in short
+        if row is chosen
+        or row.get("option", NONE) != NONE
+        or (made.traits.has_bias and row["bias"] in ("over b", "over h") and row["verb"] == "vjp")
+    ]

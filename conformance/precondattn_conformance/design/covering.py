@@ -30,7 +30,9 @@ class Array:
         levels: Mapping[str, Sequence[str]],
         goes_together: GoesTogether,
         triples: Sequence[str] = (),
+        first: Sequence[Row] = (),
     ) -> None:
+        """`first` are levels, the most important first, that the first rows have if they can."""
         self.names: list[Level] = [(f, level) for f, chosen in levels.items() for level in chosen]
         numbers = {name: i for i, name in enumerate(self.names)}
         self._factor = [list(levels).index(factor) for factor, _ in self.names]
@@ -53,9 +55,13 @@ class Array:
         self._used = [0] * len(self.names)
         self._missing = list(self._together)
         """By level, the levels with which it is in no row yet."""
-        self.pairs: list[Row] = []
-        """The rows that have every pair."""
-        self.pairs += self._rows_of_pairs()
+        self.first: list[Row] = []
+        for wanted in first:
+            row = self._with_most_of([numbers[x] for x in wanted.items() if x in numbers])
+            if row is not None and (taken := self._taken(row)) not in self.first:
+                self.first.append(taken)
+        self.pairs: list[Row] = [*self.first, *self._rows_of_pairs()]
+        """The rows that have every pair; they begin with the first rows."""
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -93,6 +99,19 @@ class Array:
     def _triples_in(self, row: Iterable[int]) -> set[tuple[int, ...]]:
         inside = sorted(i for i in row if any(i in group for group in self._triples))
         return set(combinations(inside, 3))
+
+    def _with_most_of(self, wanted: Sequence[int]) -> list[int] | None:
+        """A row with as many of these levels as go together; the first are the last to go."""
+        kept: list[int] = []
+        for i in wanted:
+            if all(self._together[i] >> j & 1 for j in kept):
+                kept.append(i)
+        while kept:
+            row = self._completed(kept)
+            if row is not None:
+                return row
+            kept.pop()
+        return None
 
     def _completed(self, given: Sequence[int]) -> list[int] | None:
         """A row with these levels; None if there is none."""

@@ -136,6 +136,7 @@ def _only(
 
 _DEAR = "the oracle is quadratic"
 _WIDE = "so wide a state is large"
+_ORTHOGONAL = "no other key is near, and equal keys get no gradient"
 APART = (
     Apart("verb", CACHES, "mask", PACKED, "a cache holds one sequence in a row"),
     Apart("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
@@ -161,6 +162,7 @@ APART = (
     _only("e", ("256",), "heads", ("1/1", "4/2"), _WIDE),
     _only("e", ("256",), "d", ("5", "16", "64"), _WIDE),
     _only("e", ("256",), "values", ("1",), _WIDE),
+    Apart("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
     Apart("batch", ("1",), "order", ("expanded_batch",), "one sequence is no expanded one"),
     Apart("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
     Apart("heads", ("1/1",), "order", ("expanded_heads",), "one head is no expanded one"),

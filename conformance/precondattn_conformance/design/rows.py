@@ -38,6 +38,7 @@ from precondattn_conformance.design.factors import (
     Apart,
     Apartness,
 )
+from precondattn_conformance.design.first import first_rows
 from precondattn_conformance.design.options import at_block, inner_eps_of, options_of, together
 from precondattn_conformance.inputs import Layout
 from precondattn_conformance.layout_names import named
@@ -166,7 +167,9 @@ def _orders(m: pa.Mechanism, library: str) -> tuple[str, ...]:
 @cache
 def _array(traits: Traits) -> Array:
     triples = TRIPLES if traits.company else ()
-    return Array(_levels(traits), _goes_together(traits), triples)
+    levels = _levels(traits)
+    first = first_rows(levels, traits.company, levels["block"])
+    return Array(levels, _goes_together(traits), triples, first)
 
 
 def _levels(traits: Traits) -> dict[str, tuple[str, ...]]:
