@@ -39,7 +39,7 @@ class LearnedIdentity(Learned):
 class Positive(Recipe):
     """e^p, 1 at the start
 
-    Source: LASER (arXiv 2411.03493), 4.1; the exponential keeps it positive.
+    Source: LASER (arXiv 2411.03493), 4.1, where it is tuned by hand; the exponential keeps it > 0.
     """
 
     def parameters(self) -> dict[str, Parameter]:

@@ -151,7 +151,7 @@ class Stepped(Recipe):
 class Contraction(Recipe):
     """σ(w·q̄ + b) for each head, q̄ = L2(q), with b = log(0.1/0.9) at the start
 
-    Source: CCQ (arXiv 2606.01294), Eq. 9 and Algorithm 1.
+    Source: CCQ (arXiv 2606.01294), Eq. 9 and Algorithm 1; the first b of Appendix D.
     """
 
     eps: float = 1e-6
