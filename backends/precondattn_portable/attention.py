@@ -120,7 +120,7 @@ class Group(NamedTuple):
         row_block = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
         if self.gate is not None:
             offset = self.view.k.shape[2] - self.view.q.shape[3]
-            row_block = self.gate.add_to(row_block, i0 + offset, i1 + offset, low, high)
+            row_block = self.gate.add_to(row_block, i0 + offset, i1 + offset, low)
         if self.view.bias is not None:
             row_block[...] = row_block + self.view.bias[..., i0:i1, low:high]
         row_block = self.mask.apply(self.ops, row_block, i0, i1, low, high)
@@ -303,7 +303,7 @@ class Attention(Algorithm):
         pairs = namespace(d_row_block).reshape(d_row_block, (b, n, r, i1 - i0, high - low))
         if group.gate is not None:
             offset = group.view.k.shape[2] - group.view.q.shape[3]
-            group.gate.pull(i0 + offset, i1 + offset, low, high, pairs)
+            group.gate.pull(i0 + offset, i1 + offset, low, pairs)
         if d.bias is not None:
             where = [
                 slice(None) if size == 1 else part

@@ -9,6 +9,8 @@ are sums of numbers ≤ 0: nothing cancels, unlike in a difference of cumulative
 the block are summed one by one, as in `spec/forget_gate.py`.
 
 Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, in the same three parts.
+
+A forget gate is causal, and a query sees itself: the keys of a block end with its last query.
 """
 
 from __future__ import annotations
@@ -30,43 +32,33 @@ class ForgetGate:
         if gradient:
             self.d_g = ops.zeros(g.shape, g)
 
-    def add_to(self, row_block: Array, p0: int, p1: int, low: int, high: int) -> Array:
-        """Scores (b, n, r, p1 − p0, high − low) plus the decay; queries are at p0 … p1 − 1."""
+    def add_to(self, row_block: Array, p0: int, p1: int, low: int) -> Array:
+        """Scores (b, n, r, p1 − p0, p1 − low) plus the decay; queries are at p0 … p1 − 1."""
         self._advance(p0)
         xp = namespace(row_block)
-        rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
-        old = min(p0, high)
-        if low < old:
-            columns = self.since[..., low:old][..., None, :]
-            row_block[..., : old - low] = row_block[..., : old - low] + self.factor * (
-                rows + columns
-            )
-        if high > p0:
-            row_block[..., p0 - low :] = row_block[..., p0 - low :] + self.factor * self._within(
-                p0, p1
-            )
+        old, new = slice(p0 - low), slice(p0 - low, None)
+        if low < p0:
+            rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
+            columns = self.since[..., low:p0][..., None, :]
+            row_block[..., old] = row_block[..., old] + self.factor * (rows + columns)
+        row_block[..., new] = row_block[..., new] + self.factor * self._within(p0, p1)
         return row_block
 
-    def pull(self, p0: int, p1: int, low: int, high: int, d_row_block: Array) -> None:
+    def pull(self, p0: int, p1: int, low: int, d_row_block: Array) -> None:
         """Add the gradient of g, from that of the row block."""
         xp = namespace(d_row_block)
-        old = min(p0, high)
-        if low < old:
-            d_old = self.factor * d_row_block[..., : old - low]
+        if low < p0:
+            d_old = self.factor * d_row_block[..., : p0 - low]
             d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)
             self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
             d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
             # The key at j is not decayed by g_j.
-            self.d_g[..., low + 1 : old] = self.d_g[..., low + 1 : old] + d_columns[..., :-1]
-            between = d_columns[..., -1:] if old < p0 else None
-            if between is not None:
-                self.d_g[..., old:p0] = self.d_g[..., old:p0] + between
-        if high > p0:
-            d_new = self.factor * d_row_block[..., p0 - low :]
-            b, n, r, t, s = d_new.shape
-            d_g = forget_gate.decay_vjp(xp.reshape(d_new, (b, n * r, t, s)))
-            d_g = xp.reshape(xp.permute_dims(d_g, (0, 2, 1)), (b, n, r, s))
-            self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_g
+            self.d_g[..., low + 1 : p0] = self.d_g[..., low + 1 : p0] + d_columns[..., :-1]
+        d_new = self.factor * d_row_block[..., p0 - low :]
+        b, n, r, t, s = d_new.shape
+        d_g = forget_gate.decay_vjp(xp.reshape(d_new, (b, n * r, t, s)))
+        d_g = xp.reshape(xp.permute_dims(d_g, (0, 2, 1)), (b, n, r, s))
+        self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_g
 
     def _within(self, p0: int, p1: int) -> Array:
         xp = namespace(self.g)

@@ -276,11 +276,7 @@ class PastSystem:
             r = past_heads(past["rms"], count)[:, :, None, :]
             # Empty slots, which are masked, hold 0.
             self.rms = r if known.offset is not None and leaf.eps else xp.where(r > 0, r, 1.0)
-        frame = known.frame
-        if known.offset is None or leaf.window is not None:
-            valid = None if frame.k_valid is None else frame.k_valid[:, :count]
-            frame = frame.replaced(k_position=frame.k_position[:, :count], k_valid=valid)
-        self.mask = Mask(frame, count, known.offset, window=leaf.window, strict=True)
+        self.mask = Mask(known.frame, count, known.offset, window=leaf.window, strict=True)
 
     def weights(self, part: Part, i0: int, i1: int) -> Array:
         """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
