@@ -155,7 +155,7 @@ def _print_oracles(report: Report, console: Console) -> None:
     names = Counter(o.measured.expected_by for o in report.outcomes if o.measured is not None)
     for name, count in names.items():
         if name:
-            text = f"{count} long cases were compared with {name}, which the reference certified"
+            text = f"long cases compared with {name}, which the reference certified: {count}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.inputs import KINDS, Layout, make_inputs
@@ -38,7 +39,8 @@ def expected_by(case: Case, backend: str | tuple[str, ...] | None) -> str:
     under_test = backend[0] if isinstance(backend, tuple) else backend
     if case.layout.s < LONG or case.check not in CHECKS or case.kind not in KINDS:
         return REFERENCE
-    if under_test is None or under_test in RELATED:
+    is_installed = any(each.name == BLOCKED for each in discover().backends)
+    if under_test is None or under_test in RELATED or not is_installed:
         return REFERENCE
     return BLOCKED if is_certified(case.mechanism, shortened(case.layout), case.kind) else REFERENCE
 

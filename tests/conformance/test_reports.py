@@ -63,7 +63,9 @@ def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
     parts |= {name: changed.pop(name) for name in list(changed) if name in parts}
     layout, kind = Layout(changed.pop("layout", "plain")), "clustered"
     identity = changed.pop("id", "-".join((*parts.values(), layout.name, kind)))
-    measured = SimpleNamespace(error=error, bound=bound) if error is not None else None
+    measured = None
+    if error is not None:
+        measured = SimpleNamespace(error=error, bound=bound, expected_by="reference")
     texts = {"reason": "", "details": "", "snippet": "", "seconds": 0.1, "alone": "", "after": ()}
     texts |= changed
     return SimpleNamespace(

@@ -117,9 +117,12 @@ def test_an_unsupported_call_is_an_error_if_no_other_backend_is_allowed():
     ("setting", "allowed"),
     [(None, False), ("highest", False), ("tensorfloat32", True), ("bfloat16", True)],
 )
-def test_tf32_is_the_users_choice(setting, allowed):
+def test_tf32_is_the_users_choice(setting, allowed, monkeypatch):
     with jax.default_matmul_precision(setting):
         assert products(jnp.float32, interpret=False).tf32 == allowed
+        assert products(jnp.float16, interpret=False).tf32
+        assert products(jnp.bfloat16, interpret=False).tf32
+        monkeypatch.setenv("PRECONDATTN_PRECISE", "1")
         assert products(jnp.float16, interpret=False).tf32 == allowed
         assert products(jnp.bfloat16, interpret=False).tf32
 
