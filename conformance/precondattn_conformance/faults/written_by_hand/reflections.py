@@ -69,9 +69,8 @@ def _advanced_for_new_only(true: Any) -> Any:
 
 
 def _pulling_own_only(true: Any) -> Any:
-    def pull(self: Any, p0: int, p1: int, low: int, high: int, d_row_block: Any) -> None:
-        old = max(min(p0, high), low)
-        true(self, p0, p1, old, high, d_row_block[..., old - low :])
+    def pull(self: Any, p0: int, p1: int, low: int, d_row_block: Any) -> None:
+        true(self, p0, p1, p0, d_row_block[..., p0 - low :])
 
     return pull
 
