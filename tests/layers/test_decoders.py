@@ -175,3 +175,31 @@ def test_the_same_weights_give_the_same_model_in_flax():
         same.generate(jnp.asarray(prompts), 4, temperature=1.0)
     unknown = nnx.jit(lambda m, x, mask: m(x, mask=mask))(same, jnp.full((2, 6), 50), mask)
     assert jnp.isnan(unknown).any()
+
+
+def test_flax_compiles_a_step_once_for_all_calls_of_the_same_shapes():
+    nnx = pytest.importorskip("flax.nnx")
+    import jax.numpy as jnp
+
+    from precondattn.layers import flax as in_flax
+
+    traced = []
+
+    class Counted(in_flax.Decoder):
+        def _states(self, *arguments):
+            traced.append(1)
+            return super()._states(*arguments)
+
+    def generate(seed, **options):
+        model = Counted(50, 8, heads=2, layers=["linear"], rngs=nnx.Rngs(seed))
+        return model.generate(jnp.ones((1, 3), int), 3, **options)
+
+    first = generate(0)
+    assert len(traced) == 2  # The prompt, and a token after it.
+    assert generate(0).tolist() == first.tolist()
+    generate(1)
+    assert len(traced) == 2
+    generate(0, temperature=0.5, key=nnx.Rngs(0)())
+    assert len(traced) == 4
+    generate(1, temperature=0.7, top_p=0.9, key=nnx.Rngs(1)())
+    assert len(traced) == 4

@@ -1,8 +1,8 @@
-"""A small decoder around `Attention`: blocks, an embedding, a tied head, and `generate`."""
+"""A small decoder: an embedding, blocks, a tied head, and `generate`."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from flax import nnx
 
 from precondattn.cache import Cache
 from precondattn.layers.decoder import (
-    EPS,
     Layers,
     arguments_of,
     check_generation,
@@ -19,95 +18,13 @@ from precondattn.layers.decoder import (
     check_vocabulary,
     counted,
     embedding_weight,
-    gain_weight,
-    gated_mlp,
-    hidden_width,
-    mlp_weights,
 )
-from precondattn.layers.flax.attention import Attention
+from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
-from precondattn.layers.functions import linear, rms_norm
+from precondattn.layers.flax.sampling import chosen
+from precondattn.layers.functions import linear
 
 Caches = tuple[Cache, ...]
-
-
-class _Norm(nnx.Module):
-    """γ RMSNorm(x)."""
-
-    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.gain = parameter(gain_weight(width), dtype, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y: jax.Array = rms_norm(x, EPS, self.gain[...])
-        return y
-
-
-class _GatedMLP(nnx.Module):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
-
-    def __init__(self, width: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        weights = mlp_weights(width, hidden)
-        self.gate = parameter(weights["gate"], dtype, rngs)
-        self.up = parameter(weights["up"], dtype, rngs)
-        self.down = parameter(weights["down"], dtype, rngs)
-
-    def __call__(self, y: jax.Array) -> jax.Array:
-        out: jax.Array = gated_mlp(y, self.gate[...], self.up[...], self.down[...])
-        return out
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), and to this its gated MLP, after a norm.
-
-    Parameters
-    ----------
-    width : int
-        The width of x.
-    hidden : int, optional
-        The inner width of the MLP; 8/3 of the width by default.
-    dtype, rngs
-        As in `Attention`.
-    **attention
-        Other arguments of `Attention`.
-
-    Examples
-    --------
-    >>> import jax
-    >>> from flax import nnx
-    >>> from precondattn.layers.flax import Block
-    >>> block = Block(32, heads=4, mechanism="gla", rngs=nnx.Rngs(0))
-    >>> block(jax.numpy.ones((2, 6, 32), "float32")).shape
-    (2, 6, 32)
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        hidden: int | None = None,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-        **attention: Any,
-    ) -> None:
-        self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
-        self.attention_norm = _Norm(width, dtype, rngs)
-        self.mlp_norm = _Norm(width, dtype, rngs)
-        self.mlp = _GatedMLP(width, hidden_width(width, hidden), dtype, rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        cache: Cache | None = None,
-    ) -> Any:
-        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
-        y = self.attention(self.attention_norm(x), mask=mask, positions=positions, cache=cache)
-        y, after = (y, None) if cache is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if cache is None else (x, after)
 
 
 class Decoder(nnx.Module):
@@ -159,7 +76,7 @@ class Decoder(nnx.Module):
                 for arguments in arguments_of(layers, heads)
             ]
         )
-        self.norm = _Norm(width, dtype, rngs)
+        self.norm = Norm(width, dtype, rngs)
         self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
 
     def __call__(
@@ -247,41 +164,46 @@ class Decoder(nnx.Module):
             raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         graph, state = nnx.split(self)
-        choose = partial(_chosen, temperature=temperature, top_p=top_p)
+        after = _next_token(graph)
         last = jnp.full((b,), t - 1) if mask is None else t - 1 - mask[:, ::-1].argmax(axis=1)
-
-        @partial(jax.jit, donate_argnums=1)
-        def after(
-            state: Any, caches: Any, tokens: Any, mask: Any, last: Any, key: Any
-        ) -> tuple[jax.Array, Any]:
-            model = nnx.merge(graph, state)
-            x, caches = model._states(tokens, mask, caches)
-            logits = model._logits(x[jnp.arange(b), last][:, None])[:, -1]
-            return choose(logits, key).astype(tokens.dtype)[:, None], caches
-
-        keys = [None] * count if key is None else [*jax.random.split(key, count)]
+        is_drawn = temperature > 0 and key is not None
+        keys = [*jax.random.split(key, count)] if is_drawn else [None] * count
         caches: Any = self.init_caches(b, t + count)
         new = tokens
         drawn: list[jax.Array] = []
         for i in counted(count, shown=progress):
             if i:
                 mask, last = None, jnp.zeros((b,), last.dtype)
-            new, caches = after(state, caches, new, mask, last, keys[i])
+            new, caches = after(state, caches, new, mask, last, keys[i], temperature, top_p)
             if stop is not None and drawn:
                 new = jnp.where(drawn[-1] == stop, stop, new)
             drawn.append(new)
         return jnp.concatenate(drawn, axis=1)
 
 
-def _chosen(
-    logits: jax.Array, key: jax.Array | None, *, temperature: float, top_p: float
-) -> jax.Array:
-    """A token (b,) for each row of logits (b, vocabulary)."""
-    if temperature == 0 or key is None:
-        return jnp.argmax(logits, axis=-1)
-    p = jax.nn.softmax(logits.astype(jnp.float32) / temperature, axis=-1)
-    order = jnp.argsort(-p, axis=-1)
-    p = jnp.take_along_axis(p, order, axis=-1)
-    p = jnp.where(jnp.cumsum(p, axis=-1) - p < top_p, p, 0)
-    rank = jax.random.categorical(key, jnp.log(p), axis=-1)
-    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]
+@lru_cache(maxsize=16)
+def _next_token(graph: Any) -> Any:
+    """The compiled step of all models of one structure: new tokens and caches.
+
+    JAX compiles it once for each shape, and not again in the next `generate`. It is looked up once
+    for all tokens, since the hash of a large graph takes longer than a small step.
+    """
+
+    @partial(jax.jit, donate_argnums=1)
+    def after(
+        state: Any,
+        caches: Caches,
+        tokens: jax.Array,
+        mask: jax.Array | None,
+        last: jax.Array,
+        key: jax.Array | None,
+        temperature: jax.Array,
+        top_p: jax.Array,
+    ) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, state)
+        x, longer = model._states(tokens, mask, caches)
+        logits = model._logits(x[jnp.arange(len(x)), last][:, None])[:, -1]
+        new = chosen(logits, key, temperature, top_p)
+        return new.astype(tokens.dtype)[:, None], longer
+
+    return after

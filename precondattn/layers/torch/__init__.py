@@ -1,7 +1,8 @@
 """Attention layers of PyTorch: `from precondattn.layers.torch import Attention`."""
 
 from precondattn.layers.torch.attention import Attention
-from precondattn.layers.torch.decoder import Block, Decoder
+from precondattn.layers.torch.block import Block
+from precondattn.layers.torch.decoder import Decoder
 from precondattn.layers.torch.weights import to_torch
 
 __all__ = ["Attention", "Block", "Decoder", "to_torch"]

@@ -1,4 +1,4 @@
-"""A small decoder around `Attention`: blocks, an embedding, a tied head, and `generate`."""
+"""A small decoder: an embedding, blocks, a tied head, and `generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from precondattn.cache import Cache
 from precondattn.layers.decoder import (
-    EPS,
     Layers,
     arguments_of,
     check_generation,
@@ -17,112 +16,13 @@ from precondattn.layers.decoder import (
     check_vocabulary,
     counted,
     embedding_weight,
-    gain_weight,
-    gated_mlp,
-    hidden_width,
-    mlp_weights,
 )
-from precondattn.layers.functions import linear, rms_norm
-from precondattn.layers.torch.attention import Attention
+from precondattn.layers.functions import linear
+from precondattn.layers.torch.block import Block, Norm
 from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.sampling import chosen
 
 Caches = tuple[Cache, ...]
-
-
-class _Norm(nn.Module):
-    """γ RMSNorm(x)."""
-
-    def __init__(self, width: int, device: Any, dtype: Any) -> None:
-        super().__init__()
-        self.weight = gain_weight(width)
-        register(self, "gain", self.weight, device, dtype)
-
-    def reset_parameters(self) -> None:
-        fill(self.gain, self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = rms_norm(x, EPS, self.gain)
-        return y
-
-
-class _GatedMLP(nn.Module):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
-
-    def __init__(self, width: int, hidden: int, device: Any, dtype: Any) -> None:
-        super().__init__()
-        self.weights = mlp_weights(width, hidden)
-        for name, weight in self.weights.items():
-            register(self, name, weight, device, dtype)
-
-    def reset_parameters(self) -> None:
-        for name, weight in self.weights.items():
-            fill(self.get_parameter(name), weight)
-
-    def forward(self, y: Tensor) -> Tensor:
-        out: Tensor = gated_mlp(y, self.gate, self.up, self.down)
-        return out
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), and to this its gated MLP, after a norm.
-
-    Parameters
-    ----------
-    width : int
-        The width of x.
-    hidden : int, optional
-        The inner width of the MLP; 8/3 of the width by default.
-    device, dtype
-        Of all parameters.
-    **attention
-        The arguments of `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from precondattn.layers.torch import Block
-    >>> Block(32, heads=4, mechanism="gla")(torch.randn(2, 6, 32)).shape
-    torch.Size([2, 6, 32])
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        hidden: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        **attention: Any,
-    ) -> None:
-        super().__init__()
-        self.attention = Attention(width, device=device, dtype=dtype, **attention)
-        self.attention_norm = _Norm(width, device, dtype)
-        self.mlp_norm = _Norm(width, device, dtype)
-        self.mlp = _GatedMLP(width, hidden_width(width, hidden), device, dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights anew."""
-        for module in self.children():
-            module.reset_parameters()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
-        donate: bool = False,
-    ) -> Any:
-        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
-        y = self.attention(
-            self.attention_norm(x), mask=mask, positions=positions, cache=cache, donate=donate
-        )
-        y, after = (y, None) if cache is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if cache is None else (x, after)
 
 
 class Decoder(nn.Module):
@@ -172,7 +72,7 @@ class Decoder(nn.Module):
             Block(width, hidden=hidden, device=device, dtype=dtype, **arguments)
             for arguments in arguments_of(layers, heads)
         )
-        self.norm = _Norm(width, device, dtype)
+        self.norm = Norm(width, device, dtype)
         self._embedding = embedding_weight(vocabulary, width)
         register(self, "embedding", self._embedding, device, dtype)
         self.reset_parameters()
@@ -282,20 +182,8 @@ class Decoder(nn.Module):
             if i:
                 x, caches = self._states(drawn[-1], None, caches, True)
             logits, _ = self._logits(x, caches)
-            new = _chosen(logits[:, -1], temperature, top_p, generator)[:, None]
+            new = chosen(logits[:, -1], temperature, top_p, generator)[:, None]
             if stop is not None and drawn:
                 new = torch.where(drawn[-1] == stop, stop, new)
             drawn.append(new)
         return torch.cat(drawn, 1)
-
-
-def _chosen(
-    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
-) -> Tensor:
-    """A token (b,) for each row of logits (b, vocabulary)."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    p, order = torch.sort((logits.float() / temperature).softmax(-1), descending=True)
-    before = p.cumsum(-1) - p
-    p = p.masked_fill(before >= top_p, 0)
-    return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]

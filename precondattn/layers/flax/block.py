@@ -1,0 +1,94 @@
+"""A pre-norm block around `Attention`, with a gated MLP, and the norm that a decoder uses too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from precondattn.cache import Cache
+from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_weights
+from precondattn.layers.flax.attention import Attention
+from precondattn.layers.flax.module import parameter
+from precondattn.layers.functions import rms_norm
+
+
+class Norm(nnx.Module):
+    """γ RMSNorm(x)."""
+
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.gain = parameter(gain_weight(width), dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y: jax.Array = rms_norm(x, EPS, self.gain[...])
+        return y
+
+
+class GatedMLP(nnx.Module):
+    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+
+    def __init__(self, width: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        weights = mlp_weights(width, hidden)
+        self.gate = parameter(weights["gate"], dtype, rngs)
+        self.up = parameter(weights["up"], dtype, rngs)
+        self.down = parameter(weights["down"], dtype, rngs)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        out: jax.Array = gated_mlp(y, self.gate[...], self.up[...], self.down[...])
+        return out
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), and to this its gated MLP, after a norm.
+
+    Parameters
+    ----------
+    width : int
+        The width of x.
+    hidden : int, optional
+        The inner width of the MLP; 8/3 of the width by default.
+    dtype, rngs
+        As in `Attention`.
+    **attention
+        Other arguments of `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import Block
+    >>> block = Block(32, heads=4, mechanism="gla", rngs=nnx.Rngs(0))
+    >>> block(jax.numpy.ones((2, 6, 32), "float32")).shape
+    (2, 6, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **attention: Any,
+    ) -> None:
+        self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
+        self.attention_norm = Norm(width, dtype, rngs)
+        self.mlp_norm = Norm(width, dtype, rngs)
+        self.mlp = GatedMLP(width, hidden_width(width, hidden), dtype, rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        y = self.attention(self.attention_norm(x), mask=mask, positions=positions, cache=cache)
+        y, after = (y, None) if cache is None else y
+        x = x + y
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if cache is None else (x, after)

@@ -1,0 +1,110 @@
+"""A pre-norm block around `Attention`, with a gated MLP, and the norm that a decoder uses too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.cache import Cache
+from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_weights
+from precondattn.layers.functions import rms_norm
+from precondattn.layers.torch.attention import Attention
+from precondattn.layers.torch.module import fill, register
+
+
+class Norm(nn.Module):
+    """γ RMSNorm(x)."""
+
+    def __init__(self, width: int, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.weight = gain_weight(width)
+        register(self, "gain", self.weight, device, dtype)
+
+    def reset_parameters(self) -> None:
+        fill(self.gain, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = rms_norm(x, EPS, self.gain)
+        return y
+
+
+class GatedMLP(nn.Module):
+    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+
+    def __init__(self, width: int, hidden: int, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.weights = mlp_weights(width, hidden)
+        for name, weight in self.weights.items():
+            register(self, name, weight, device, dtype)
+
+    def reset_parameters(self) -> None:
+        for name, weight in self.weights.items():
+            fill(self.get_parameter(name), weight)
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = gated_mlp(y, self.gate, self.up, self.down)
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), and to this its gated MLP, after a norm.
+
+    Parameters
+    ----------
+    width : int
+        The width of x.
+    hidden : int, optional
+        The inner width of the MLP; 8/3 of the width by default.
+    device, dtype
+        Of all parameters.
+    **attention
+        The arguments of `Attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.torch import Block
+    >>> Block(32, heads=4, mechanism="gla")(torch.randn(2, 6, 32)).shape
+    torch.Size([2, 6, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(width, device=device, dtype=dtype, **attention)
+        self.attention_norm = Norm(width, device, dtype)
+        self.mlp_norm = Norm(width, device, dtype)
+        self.mlp = GatedMLP(width, hidden_width(width, hidden), device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        for module in self.children():
+            module.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        donate: bool = False,
+    ) -> Any:
+        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        y = self.attention(
+            self.attention_norm(x), mask=mask, positions=positions, cache=cache, donate=donate
+        )
+        y, after = (y, None) if cache is None else y
+        x = x + y
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if cache is None else (x, after)
