@@ -1,0 +1,97 @@
+"""What this integration uses of Hugging Face Transformers.
+
+The other files import these names from here, so that a version of Transformers that moves one of
+them fails once, at import, and says what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+TRIED = ("5.23.0",)
+"""The versions that the tests have passed with."""
+
+USED = {
+    "transformers": ("PreTrainedConfig", "PreTrainedModel"),
+    "transformers.cache_utils": (
+        "Cache",
+        "CacheLayerMixin",
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "StaticLayer",
+        "StaticSlidingWindowLayer",
+    ),
+    "transformers.masking_utils": (
+        "ALL_MASK_ATTENTION_FUNCTIONS",
+        "and_masks",
+        "causal_mask_function",
+        "packed_sequence_mask_function",
+        "remap_positions_for_packed_sequence",
+        "sdpa_mask",
+        "sliding_window_overlay",
+    ),
+    "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS",),
+}
+"""The names, by module."""
+
+PARAMETERS = {
+    "sdpa_mask": ("q_length", "kv_length", "q_offset", "kv_offset", "allow_is_causal_skip"),
+}
+"""Parameters that a function has to have: a mask function of ours is called with them."""
+
+
+def _load() -> dict[str, Any]:
+    """The names, or an ImportError that lists those that are missing."""
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise ImportError(
+            "precondattn.integrations.transformers needs Hugging Face Transformers: "
+            "pip install 'precondattn[transformers]'"
+        ) from error
+    found, missing = {}, []
+    for module_name, names in USED.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            missing.append(module_name)
+            continue
+        for name in names:
+            if hasattr(module, name):
+                found[name] = getattr(module, name)
+            else:
+                missing.append(f"{module_name}.{name}")
+    for name, wanted in PARAMETERS.items():
+        if name in found:
+            has = inspect.signature(found[name]).parameters
+            missing += [f"parameter {p} of {name}" for p in wanted if p not in has]
+    if missing:
+        raise ImportError(
+            f"precondattn.integrations.transformers was tried with Transformers "
+            f"{', '.join(TRIED)}; version {version} has no {', no '.join(missing)}"
+        )
+    return found
+
+
+_found = _load()
+
+PreTrainedConfig = _found["PreTrainedConfig"]
+PreTrainedModel = _found["PreTrainedModel"]
+
+HFCache = _found["Cache"]
+CacheLayerMixin = _found["CacheLayerMixin"]
+DynamicLayer = _found["DynamicLayer"]
+DynamicSlidingWindowLayer = _found["DynamicSlidingWindowLayer"]
+StaticLayer = _found["StaticLayer"]
+StaticSlidingWindowLayer = _found["StaticSlidingWindowLayer"]
+
+ATTENTION_FUNCTIONS = _found["ALL_ATTENTION_FUNCTIONS"]
+MASK_FUNCTIONS = _found["ALL_MASK_ATTENTION_FUNCTIONS"]
+
+and_masks = _found["and_masks"]
+causal_mask_function = _found["causal_mask_function"]
+packed_sequence_mask_function = _found["packed_sequence_mask_function"]
+remap_positions_for_packed_sequence = _found["remap_positions_for_packed_sequence"]
+sliding_window_overlay = _found["sliding_window_overlay"]
