@@ -8,7 +8,7 @@ A full call of few tokens, with D the decay of pairs, 0 above the diagonal:
 
     C q̄ = (D ∘ q̄ k̄ᵀ) k̄,    M = D k̄,    n = D 1.
 
-Arrays have rows before tokens, (b, m, r, t, …), for the r queries of m statistics.
+Arrays of one token are (b, m, r, …), for the r queries of m statistics; those of few, (b, h, t, …).
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def _of_one_token(
     if leaf.has_decay:
         kept = xp.exp(leaf.log_decay(x, frame)[:, :, 0, ...])
         second, first, n = second * kept, first * kept, n * kept
-    q, k, contraction = _rows(ops, leaf, x, frame, second.shape[1])
-    q, contraction = q[:, :, :, 0, :], contraction[:, :, :, 0, :]
+    (b, _, h, d), m = x["q"].shape, second.shape[1]
+    q, k = _units(ops, leaf, x)
+    q, k = xp.reshape(q, (b, m, h // m, d)), repeat_heads(where_valid(k, frame), m)
+    contraction = xp.reshape(x["contraction"], (b, m, h // m, 1))
     second = ops.plus_product(second, transpose(k), k)
     first, n = first + k, n + _counted(k, frame)
     out = _contracted(ops, ops.product(q, second), first, _positive(n, 1, frame), q, contraction)
@@ -68,38 +70,23 @@ def _of_one_token(
 
 
 def _of_few_tokens(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
-    xp, t, s = namespace(x["q"]), x["q"].shape[1], x["k"].shape[1]
-    decays = leaf.has_decay or frame.k_segment is not None
-    g = leaf.log_decay(x, frame) if decays else None
-    heads = x["k"].shape[2] if g is None else g.shape[1]
-    q, k, contraction = _rows(ops, leaf, x, frame, heads)
-    b, m, r, _, d = q.shape
-    scores = ops.product(xp.reshape(q, (b, m, r * t, d)), transpose(k))
-    scores = xp.reshape(scores, (b, m, r, t, s))
-    if g is None:
+    """Statistics are repeated for each of their queries: those of few tokens are small."""
+    (_, t, h, _), s = x["q"].shape, x["k"].shape[1]
+    q, k = _units(ops, leaf, x)
+    k = repeat_heads(where_valid(k, frame), h)
+    scores = ops.product(q, transpose(k))
+    if leaf.has_decay or frame.k_segment is not None:
+        decay = decay_of_pairs(ops, leaf.log_decay(x, frame))[:, :, s - t :, :, 0]
+        weights = repeat_heads(ops.lower(decay, s - t), h)
+        scores = ops.multiply(scores, weights)
+        total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
+    else:
         scores = ops.lower(scores, s - t)
         total, n = ops.running_sum(k, axis=2), _running_count(ops, k, frame, t)
         if t < s:
             total = total[:, :, s - t :, :]
-    else:
-        weights = ops.lower(decay_of_pairs(ops, g)[:, :, s - t :, :, 0], s - t)
-        scores = ops.multiply(scores, weights[:, :, None, ...])
-        total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
-    a = xp.reshape(ops.product(xp.reshape(scores, (b, m, r * t, s)), k), (b, m, r, t, d))
-    total, n = total[:, :, None, ...], _positive(n, s, frame)[:, :, None, ...]
-    out = _contracted(ops, a, total, n, q, contraction)
-    return time_first(xp.reshape(out, (b, m * r, t, d)))
-
-
-def _rows(
-    ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, m: int
-) -> tuple[Array, Array, Array]:
-    """q̄ (b, m, r, t, d), k̄ (b, m, s, d), 0 where masked, and λ (b, m, r, t, 1)."""
-    xp, (b, t, h, d) = namespace(x["q"]), x["q"].shape
-    q, k = _units(ops, leaf, x)
-    k = repeat_heads(where_valid(k, frame), m)
-    contraction = xp.reshape(time_first(x["contraction"]), (b, m, h // m, t, 1))
-    return xp.reshape(q, (b, m, h // m, t, d)), k, contraction
+    a, n = ops.product(scores, k), _positive(n, s, frame)
+    return time_first(_contracted(ops, a, total, n, q, time_first(x["contraction"][..., None])))
 
 
 def _units(ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array]:
