@@ -367,10 +367,5 @@ def extending_frame(
 ) -> Frame:
     """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots."""
     masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
-    if longest is not None:
-        return RaggedFrame(length, longest, capacity, t, **masks)
-    new = arange_like(t, length)[None, :]
-    q_position = new + length[:, None]
-    q_valid = None if lengths is None else new < lengths[:, None]
-    k_valid = _valid_keys(length, capacity, t, **masks)
-    return Frame(q_position, _key_positions(q_position, capacity), q_valid, k_valid)
+    frame = RaggedFrame(length, capacity if longest is None else longest, capacity, t, **masks)
+    return Frame(*frame.arrays) if longest is None else frame

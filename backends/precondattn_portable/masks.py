@@ -14,6 +14,7 @@ import numpy as np
 
 from precondattn.arrays import Array, device_of, host_array
 from precondattn.frame import Frame
+from precondattn.segments import runs
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -57,13 +58,10 @@ class Mask:
         ids = None if ids is None or device_of(ids) != "cpu" else host_array(ids)
         if ids is None or ids.shape[1] != self.keys:
             return None
-        key = np.arange(self.keys)
-        is_first = np.ones(ids.shape, dtype=bool)
-        is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        is_last = np.roll(is_first, -1, axis=1)  # The last key is before the first one of a row.
-        begin = np.maximum.accumulate(np.where(is_first, key, 0), axis=1)
-        end = np.where(is_last, key + 1, self.keys)[:, ::-1]
-        return begin.min(axis=0), np.minimum.accumulate(end, axis=1)[:, ::-1].max(axis=0)
+        starts, lengths = runs(ids)
+        begin = np.repeat(starts % self.keys, lengths).reshape(ids.shape)
+        end = begin + np.repeat(lengths, lengths).reshape(ids.shape)
+        return begin.min(axis=0), end.max(axis=0)
 
     def of(self, sequences: slice) -> Mask:
         """The mask of some sequences of the batch."""

@@ -107,9 +107,7 @@ def sizes_of_terms(
         heads = inputs["q"] if isinstance(leaf, pa.Tempered) else cotangent
         given[name] = np.broadcast_to(inputs[name], (*cotangent.shape[:2], heads.shape[2]))
     given |= dict.fromkeys(parts, inputs.get("v"))
-    group = Group(Program(separate, mechanism.program.out))
-    _, pullback = group.vjp(**{n: given[n] for n in group.inputs}, **masks, backend="reference")
-    terms = {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
+    terms = _sizes_of_gradients(Program(separate, mechanism.program.out), given, cotangent, masks)
     sizes = {
         name: np.max(np.sum(terms[name], axis=(0, 1) if leaf.per == "head" else None))
         for name, leaf in summed.items()
@@ -160,11 +158,21 @@ def sizes_of_feature_maps(
             maps += [value for _, value in call.arguments if value in inputs]
     if not maps:
         return {}
-    group = Group(Program(calls, program.out))
-    given = {name: inputs[name] for name in group.inputs}
-    _, pullback = group.vjp(**given, **masks, backend="reference")
-    terms = pullback(cotangent)
-    return {name: float(np.max(np.abs(terms[name]))) for name in maps}
+    terms = _sizes_of_gradients(Program(calls, program.out), inputs, cotangent, masks)
+    return {name: float(np.max(terms[name])) for name in maps}
+
+
+def _sizes_of_gradients(
+    program: Program,
+    given: Mapping[str, np.ndarray],
+    cotangent: np.ndarray,
+    masks: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """The absolute gradients of a program's inputs, by the reference."""
+    group = Group(program)
+    inputs = {name: given[name] for name in group.inputs}
+    _, pullback = group.vjp(**inputs, **masks, backend="reference")
+    return {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
 
 
 def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -> dict[str, float]:

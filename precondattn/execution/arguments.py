@@ -157,9 +157,9 @@ def bind_extension(
     mechanism, cache = call.mechanism, call.cache
     owner, sizes = str(mechanism), ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
-    cached_mask = cache.store.get(KEY_MASK)
+    cached_mask, old_lengths = cache.store.get(KEY_MASK), host_integers(cache.length)
     if lengths is None and key_mask is None and cached_mask is None:
-        held = _held_by_all(cache.length, t, capacity)
+        held = _held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
             uniform = UniformFrame(cache.length, held, capacity, t)
             return BoundCall(ready, inputs, uniform, dtypes_before=before)
@@ -171,7 +171,6 @@ def bind_extension(
         raise ValueError(
             f"{owner}: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
         )
-    old_lengths = host_integers(cache.length)
     new_counts = [t] * b if lengths is None else host_integers(lengths)
     if old_lengths is None or new_counts is None:
         checks.require(cache.length >= 0, NEGATIVE)
@@ -198,9 +197,8 @@ def bind_extension(
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
 
 
-def _held_by_all(length: Array, t: int, capacity: int) -> int | None:
+def _held_by_all(lengths: list[int] | None, t: int, capacity: int) -> int | None:
     """How many tokens every sequence holds, if that is known and there is room for t more."""
-    lengths = host_integers(length)
     if not lengths or lengths.count(lengths[0]) < len(lengths):
         return None
     held = lengths[0]

@@ -40,6 +40,7 @@ from precondattn.execution.moved_rows import Rows, moved
 from precondattn.execution.preparation import prepared_part
 from precondattn.frame import full_frame
 from precondattn.limits import KEPT
+from precondattn.segments import runs
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -117,7 +118,7 @@ def _is_of_tokens(pattern: Pattern) -> bool:
 def _split(segments: np.ndarray, valid: np.ndarray | None) -> Split | None:
     """The batches for segment ids (b, s), of which `valid` (b,) tokens are no padding."""
     b, s = segments.shape
-    starts, lengths = _runs(segments)
+    starts, lengths = runs(segments)
     if valid is not None:
         lengths = np.minimum(lengths, valid[starts // s] - starts % s)
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -134,14 +135,6 @@ def _split(segments: np.ndarray, valid: np.ndarray | None) -> Split | None:
         batches.append(batch)
     moves = _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
     return Split(tuple(batches), moves)
-
-
-def _runs(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first token of each segment, counted over all sequences, and its number of tokens."""
-    is_first = np.ones(segments.shape, dtype=bool)
-    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = np.flatnonzero(is_first)
-    return starts, np.diff(starts, append=segments.size)
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:

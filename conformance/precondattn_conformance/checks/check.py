@@ -175,15 +175,19 @@ class Trial:
         smallest = smallest_measured(self.case.dtype)
         for what, (result, expected) in pairs.items():
             size = (terms or {}).get(what, 0.0)
-            axes = self.axes(what)
             result = _without_overflow(result, expected, self.case.dtype)
             limit = self.bound_of(what)
-            if result.shape == expected.shape and error(result, expected, size, smallest) > limit:
+            same_shape = result.shape == expected.shape
+            found = error(result, expected, size, smallest) if same_shape else np.nan
+            if not found <= limit:  # It may be NaN.
                 error_of_model = model().get(what) if model else None
                 if error_of_model is None:
                     error_of_model = self._error_of_model(what, expected)
                 limit = max(limit, 2 * error_of_model)
-            found = agree(what, result, expected, limit, terms=size, smallest=smallest, axes=axes)
+                axes = self.axes(what)
+                found = agree(
+                    what, result, expected, limit, terms=size, smallest=smallest, axes=axes
+                )
             if found / limit >= worst.error / worst.bound:
                 worst = Measured(found, limit)
         return worst
