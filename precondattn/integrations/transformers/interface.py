@@ -14,7 +14,15 @@ TRIED = ("5.23.0",)
 """The versions that the tests have passed with."""
 
 USED = {
-    "transformers": ("PreTrainedConfig", "PreTrainedModel"),
+    "huggingface_hub.dataclasses": ("strict",),
+    "transformers": (
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "GenerationMixin",
+        "PreTrainedConfig",
+        "PreTrainedModel",
+    ),
     "transformers.cache_utils": (
         "Cache",
         "CacheLayerMixin",
@@ -32,14 +40,25 @@ USED = {
         "sdpa_mask",
         "sliding_window_overlay",
     ),
+    "transformers.modeling_layers": ("GradientCheckpointingLayer",),
+    "transformers.modeling_outputs": ("BaseModelOutputWithPast", "CausalLMOutputWithPast"),
     "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS",),
+    "transformers.utils": ("can_return_tuple",),
+    "transformers.utils.output_capturing": ("capture_outputs",),
 }
 """The names, by module."""
 
 PARAMETERS = {
     "sdpa_mask": ("q_length", "kv_length", "q_offset", "kv_offset", "allow_is_causal_skip"),
+    "GenerationMixin._prepare_cache_for_generation": (
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ),
 }
-"""Parameters that a function has to have: a mask function of ours is called with them."""
+"""Parameters that a function has to have, or a method: ours in its place is called with them."""
 
 
 def _load() -> dict[str, Any]:
@@ -64,8 +83,10 @@ def _load() -> dict[str, Any]:
             else:
                 missing.append(f"{module_name}.{name}")
     for name, wanted in PARAMETERS.items():
-        if name in found:
-            has = inspect.signature(found[name]).parameters
+        owner, _, method = name.partition(".")
+        if owner in found:
+            function = getattr(found[owner], method, None) if method else found[owner]
+            has = inspect.signature(function).parameters if function else ()
             missing += [f"parameter {p} of {name}" for p in wanted if p not in has]
     if missing:
         raise ImportError(
@@ -77,6 +98,12 @@ def _load() -> dict[str, Any]:
 
 _found = _load()
 
+strict = _found["strict"]
+
+AutoConfig = _found["AutoConfig"]
+AutoModel = _found["AutoModel"]
+AutoModelForCausalLM = _found["AutoModelForCausalLM"]
+GenerationMixin = _found["GenerationMixin"]
 PreTrainedConfig = _found["PreTrainedConfig"]
 PreTrainedModel = _found["PreTrainedModel"]
 
@@ -95,3 +122,9 @@ causal_mask_function = _found["causal_mask_function"]
 packed_sequence_mask_function = _found["packed_sequence_mask_function"]
 remap_positions_for_packed_sequence = _found["remap_positions_for_packed_sequence"]
 sliding_window_overlay = _found["sliding_window_overlay"]
+
+GradientCheckpointingLayer = _found["GradientCheckpointingLayer"]
+BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]
+CausalLMOutputWithPast = _found["CausalLMOutputWithPast"]
+can_return_tuple = _found["can_return_tuple"]
+capture_outputs = _found["capture_outputs"]

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from precondattn.integrations.transformers import interface  # noqa: E402
+from precondattn.integrations.transformers import interface
 
 
 def test_a_name_that_has_moved_is_named_with_the_versions(monkeypatch):
     masks = importlib.import_module("transformers.masking_utils")
     monkeypatch.delattr(masks, "and_masks")
-    monkeypatch.setattr(transformers, "__version__", "6.0.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.0.0")
     with pytest.raises(ImportError) as raised:
         interface._load()
     message = str(raised.value)

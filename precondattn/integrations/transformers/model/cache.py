@@ -1,0 +1,181 @@
+"""`PrecondattnCache`: the caches of all layers, as a cache of Transformers.
+
+A layer's `precondattn.Cache` counts the valid tokens of each sequence. Transformers counts columns,
+those of padding too: the length that it sees, `seen`, is the same for all sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from precondattn.cache import Cache
+from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache
+from precondattn.layers.torch import Attention
+
+ROOM = 32
+"""Tokens for which a new cache has room, beyond those that it is made for."""
+
+
+class LayerCache(CacheLayerMixin):
+    """The cache of one layer, which grows as needed unless it has a fixed capacity."""
+
+    is_compileable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.held: Cache | None = None
+        self.seen = 0
+        """The number of columns, with those of padding."""
+
+    def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
+        """The layer's cache, with room for `count` more tokens of `batch` sequences."""
+        needed = self.seen + count
+        if self.held is None:
+            return attention.init_cache(batch, self.capacity or needed + ROOM)
+        if self.held.length.shape[0] != batch:
+            raise ValueError(
+                f"past_key_values has {self.held.length.shape[0]} sequences; found {batch} in the "
+                f"batch"
+            )
+        room = self.held.capacity
+        if self.capacity is None and room is not None and needed > room:
+            self.held = self.held.grow(max(needed, 2 * room))
+        return self.held
+
+    def hold(self, cache: Cache, count: int) -> None:
+        """Keep the cache after `count` more columns."""
+        self.held = cache
+        self.seen += count
+        self.is_initialized = True
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be removed again; unknown, and so False, of an empty cache."""
+        return self.held is not None and self.held.can_crop
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1 if self.capacity is None else self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def reset(self) -> None:
+        self.held, self.seen, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.held is not None:
+            self.held = self.held.reorder(beam_idx.to(self.held.length.device))
+
+    def lazy_initialization(self, *args: Any) -> NoReturn:
+        self._refuse()
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def offload(self) -> NoReturn:
+        raise TypeError("PrecondattnCache can not be offloaded")
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(
+            "PrecondattnCache is filled by PrecondattnForCausalLM only; another model has a cache "
+            "of its own"
+        )
+
+
+class PrecondattnCache(HFCache):
+    """The cache of a `PrecondattnForCausalLM`, to be passed as `past_key_values`.
+
+    Parameters
+    ----------
+    config : PrecondattnConfig
+        Of the model.
+    capacity : int, optional
+        The greatest number of tokens, whose memory is taken at once. Without it the cache grows.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.integrations.transformers import (
+    ...     PrecondattnCache, PrecondattnConfig, PrecondattnForCausalLM
+    ... )
+    >>> config = PrecondattnConfig(
+    ...     vocab_size=50, hidden_size=16, num_attention_heads=2, layer_types=["gla", "lucid"]
+    ... )
+    >>> model, cache = PrecondattnForCausalLM(config), PrecondattnCache(config)
+    >>> _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    >>> cache.get_seq_length(), cache.is_croppable
+    (3, False)
+    """
+
+    def __init__(self, config: Any, capacity: int | None = None) -> None:
+        if capacity is not None and (type(capacity) is not int or capacity < 1):
+            raise ValueError(f"capacity must be a whole number, 1 or above; found {capacity!r}")
+        super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
+        self.valid: Tensor | None = None
+        """(b, seen), False for padding; None without padding."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.valid = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes sequence `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, beam_idx.to(self.valid.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        held = self.layers[0].held
+        if held is not None:
+            batch = torch.arange(held.length.shape[0], device=held.length.device)
+            self.reorder_cache(batch.repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; their number is negative, as Transformers passes it.
+
+        Raises
+        ------
+        ValueError
+            if a layer's cache is a state, a window or has rewritten rows; and for a number out of
+            range.
+        """
+        seen = self.get_seq_length()
+        if not -seen <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"crop: tokens_to_remove must be between {-seen} and 0; found {tokens_to_remove}"
+            )
+        if tokens_to_remove == 0:
+            return
+        fixed = [i for i, layer in enumerate(self.layers) if not layer.is_croppable]
+        if fixed:
+            raise ValueError(
+                f"crop: the cache of layer {fixed[0]} has the buffers "
+                f"{', '.join(self.layers[fixed[0]].held.store)}, which can not be cropped; copy "
+                f"the cache before the tokens instead"
+            )
+        left = seen + tokens_to_remove
+        if self.valid is not None:
+            self.valid = self.valid[:, :left]
+        for layer in self.layers:
+            lengths: Any = left
+            if self.valid is not None:
+                lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
+            layer.held = layer.held.crop(lengths)
+            layer.seen = left
+
+    def activate_past_recording(self) -> None:
+        """Nothing to record: `crop` works without, or not at all."""

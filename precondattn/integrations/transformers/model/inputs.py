@@ -1,0 +1,95 @@
+"""Checks of what a model is called with, and the mask of the new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.integrations.transformers.model.cache import PrecondattnCache
+
+RECORDED = ("output_hidden_states",)
+"""Arguments that Transformers' own decorators read."""
+WITHOUT_EFFECT = ("output_attentions", "is_causal", "debug_io")
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""Arguments of Transformers' loss function."""
+
+
+def check_arguments(given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Raise an error for arguments that would change nothing."""
+    if given.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: the weights of attention are never computed; found True"
+        )
+    if given.get("is_causal", True) is not True:
+        raise ValueError(f"is_causal: the model is causal; found {given['is_causal']!r}")
+    unknown = [
+        name
+        for name, value in given.items()
+        if value is not None and name not in (*RECORDED, *WITHOUT_EFFECT, *allowed)
+    ]
+    if unknown:
+        raise TypeError(f"{unknown[0]} is no argument of this model")
+
+
+def check_cache(cache: Any, layers: int) -> None:
+    """Raise an error unless the cache is one of this model."""
+    if cache is None:
+        return
+    if not isinstance(cache, PrecondattnCache):
+        raise TypeError(
+            f"past_key_values must be a PrecondattnCache, from PrecondattnCache(model.config) or "
+            f"an earlier call; found {type(cache).__name__}"
+        )
+    if len(cache.layers) != layers:
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers, and the model has {layers}"
+        )
+
+
+def mask_of_new(attention_mask: Any, batch: int, count: int, cache: Any) -> Tensor | None:
+    """True for the valid new tokens (b, count); None if all are. The cache remembers it."""
+    past = 0 if cache is None else cache.get_seq_length()
+    valid = None
+    if attention_mask is not None:
+        _check_mask(attention_mask, batch, count, past)
+        valid = attention_mask != 0
+        if not torch.compiler.is_compiling() and valid.all():
+            valid = None
+    if cache is not None:
+        if valid is None and cache.valid is not None:
+            new = cache.valid.new_ones(batch, count)
+            cache.valid = torch.cat([cache.valid, new], 1)
+        else:
+            cache.valid = valid
+    if valid is None:
+        return None
+    new = valid[:, past:]
+    # Padding of the prompt only: the new tokens of every step are valid.
+    return None if not torch.compiler.is_compiling() and new.all() else new
+
+
+def check_positions(positions: Any, mask: Any, cache: Any) -> None:
+    """Raise an error for several texts in one row, which positions that start again tell."""
+    if positions is None or mask is not None or torch.compiler.is_compiling():
+        return
+    if positions.ndim != 2:
+        raise ValueError(f"position_ids must have shape (b, t); found {tuple(positions.shape)}")
+    if (positions.diff(dim=1) < 1).any():
+        raise ValueError(
+            "position_ids: they must increase; several texts packed into one row are not "
+            "supported, pad them instead"
+        )
+
+
+def _check_mask(mask: Any, batch: int, count: int, past: int) -> None:
+    if not isinstance(mask, Tensor) or mask.is_floating_point():
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"attention_mask must be a tensor of integers or booleans; found {found}")
+    if tuple(mask.shape) != (batch, past + count):
+        raise ValueError(
+            f"attention_mask must have shape {(batch, past + count)}, a column for each of the "
+            f"{past} cached and {count} new tokens; found {tuple(mask.shape)}"
+        )

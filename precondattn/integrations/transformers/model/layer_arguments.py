@@ -1,0 +1,111 @@
+"""From a configuration to the arguments of each layer's `Attention`, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers.model.recipes import from_json, to_json
+from precondattn.layers.plan import plan_for
+
+DEFAULT = "softmax"
+SIZES = {
+    "kv_heads": "num_key_value_heads",
+    "value_heads": "num_value_heads",
+    "head_dim": "head_dim",
+    "value_dim": "value_head_dim",
+    "slots": "num_slots",
+}
+"""The name in a configuration of each size of `Attention` that may be None."""
+ARGUMENTS = ("heads", *SIZES, "recipes")
+
+
+def mechanism_text(mechanism: Any) -> str:
+    """A mechanism as the text that a configuration stores.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for an unknown mechanism, one that is not causal, and one that its text does not name.
+    """
+    if isinstance(mechanism, str):
+        parsed = parse(mechanism)
+    elif isinstance(mechanism, Mechanism):
+        parsed = mechanism
+        if parse(str(parsed)) != parsed:
+            raise ValueError(
+                f"mechanism: a configuration stores its text, and {str(parsed)!r} is another one"
+            )
+    else:
+        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+    if not parsed.offers.causal:
+        raise ValueError(f"mechanism: {parsed} is not causal, as a language model has to be")
+    return str(parsed)
+
+
+def attention_arguments(given: Any, mechanisms: Sequence[str]) -> dict[str, dict[str, Any]] | None:
+    """Arguments of `Attention` by mechanism, as plain JSON.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a mechanism that no layer has, and for names that are no arguments.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or not all(isinstance(a, Mapping) for a in given.values()):
+        raise TypeError(
+            f"attention_arguments must be a dict of dicts, by mechanism; found {given!r}"
+        )
+    plain = {}
+    for mechanism, arguments in given.items():
+        text = mechanism_text(mechanism)
+        if text not in mechanisms:
+            raise ValueError(
+                f"attention_arguments: no layer is {text!r}; the layers are {', '.join(mechanisms)}"
+            )
+        unknown = [name for name in arguments if name not in ARGUMENTS]
+        if unknown:
+            raise ValueError(
+                f"attention_arguments: {unknown[0]!r} of {text} is none of {', '.join(ARGUMENTS)}"
+            )
+        plain[text] = dict(arguments)
+        if "recipes" in arguments:
+            plain[text]["recipes"] = to_json(arguments["recipes"])
+    return plain
+
+
+def layer_arguments(config: Any) -> list[dict[str, Any]]:
+    """The arguments of `Attention` for each layer of a configuration.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for sizes that do not fit a mechanism, recipes for inputs that it has not, and
+        `layer_types` of another length than `num_hidden_layers`.
+    """
+    count = config.num_hidden_layers
+    types = config.layer_types or [config.mechanism] * count
+    if len(types) != count:
+        raise ValueError(
+            f"layer_types must have an entry for each of the num_hidden_layers={count} layers; "
+            f"found {len(types)}"
+        )
+    shared: dict[str, Any] = {own: getattr(config, name) for own, name in SIZES.items()}
+    shared.update(heads=config.num_attention_heads, recipes=config.recipes)
+    arguments = []
+    for depth, mechanism in enumerate(types):
+        own = (config.attention_arguments or {}).get(mechanism, {})
+        given = {**shared, **own, "mechanism": mechanism, "depth": depth}
+        given["recipes"] = from_json(given["recipes"])
+        arguments.append(given)
+    return arguments
+
+
+def check_layers(config: Any) -> None:
+    """Raise the error that making the layers would raise."""
+    for arguments in layer_arguments(config):
+        options = dict(arguments)
+        plan_for(config.hidden_size, options.pop("heads"), options.pop("mechanism"), **options)

@@ -1,0 +1,265 @@
+"""`PrecondattnModel` and `PrecondattnForCausalLM`: layers of this library as Transformers' models.
+
+logits = norm(block(… block(E[tokens]))) Hᵀ,    H = E where they are tied
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.integrations.transformers.interface import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    GenerationMixin,
+    GradientCheckpointingLayer,
+    PreTrainedModel,
+    can_return_tuple,
+    capture_outputs,
+)
+from precondattn.integrations.transformers.model.cache import PrecondattnCache
+from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
+from precondattn.integrations.transformers.model.inputs import (
+    LOSS,
+    RECORDED,
+    check_arguments,
+    check_cache,
+    check_positions,
+    mask_of_new,
+)
+from precondattn.integrations.transformers.model.layer_arguments import layer_arguments
+from precondattn.layers.torch import Block
+from precondattn.layers.torch.block import Norm
+
+
+class PrecondattnBlock(GradientCheckpointingLayer, Block):
+    """A `Block` whose cache is a layer of a `PrecondattnCache`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: PrecondattnCache | None = None,
+    ) -> Any:
+        """The new x (b, t, width)."""
+        if next(self.attention.parameters()).is_meta is not x.is_meta:
+            raise RuntimeError(
+                "device_map: weights of this model can not be offloaded; give each layer a device "
+                "that computes"
+            )
+        if past_key_values is None:
+            return super().forward(x, mask=mask, positions=positions)
+        layer = past_key_values.layers[self.index]
+        batch, count = x.shape[:2]
+        x, cache = super().forward(
+            x,
+            mask=mask,
+            positions=positions,
+            cache=layer.room_for(self.attention, batch, count),
+            donate=not torch.is_grad_enabled(),
+        )
+        layer.hold(cache, count)
+        return x
+
+
+class PrecondattnPreTrainedModel(PreTrainedModel):
+    """What both models are for Transformers."""
+
+    config_class = PrecondattnConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PrecondattnBlock"]  # noqa: RUF012  Transformers' own names.
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": PrecondattnBlock}  # noqa: RUF012
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: `_init_weights` below keeps loaded weights, as Transformers' own models do."""
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """The first values of the weights that were not loaded."""
+        if not isinstance(module, Block | Norm):
+            super()._init_weights(module)
+            return
+        loaded = [
+            (parameter, parameter.clone())
+            for parameter in module.parameters()
+            if getattr(parameter, "_is_hf_initialized", False)
+        ]
+        if len(loaded) < len([*module.parameters()]):
+            module.reset_parameters()
+            for parameter, value in loaded:
+                parameter.copy_(value)
+
+
+class PrecondattnModel(PrecondattnPreTrainedModel):
+    """An embedding, blocks and a norm: the hidden states of `PrecondattnForCausalLM`."""
+
+    def __init__(self, config: PrecondattnConfig) -> None:
+        super().__init__(config)
+        arguments = layer_arguments(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            PrecondattnBlock(config.hidden_size, hidden=config.intermediate_size, **given)
+            for given in arguments
+        )
+        for index, block in enumerate(self.layers):
+            block.index = index
+        self.norm = Norm(config.hidden_size, None, None)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PrecondattnCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The hidden states (b, t, width); arguments as of `PrecondattnForCausalLM`."""
+        check_arguments(kwargs, ())
+        check_cache(past_key_values, len(self.layers))
+        if use_cache is None:
+            use_cache = self.config.use_cache and not torch.is_grad_enabled()
+        if self.gradient_checkpointing and self.training and (use_cache or past_key_values):
+            raise ValueError("use_cache: gradient checkpointing would fill a cache twice")
+        if (input_ids is None) is (inputs_embeds is None):
+            raise ValueError("pass input_ids or inputs_embeds, and not both")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = PrecondattnCache(self.config)
+        check_positions(position_ids, attention_mask, past_key_values)
+        mask = mask_of_new(attention_mask, x.shape[0], x.shape[1], past_key_values)
+        for block in self.layers:
+            x = block(x, mask=mask, positions=position_ids, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(x), past_key_values=past_key_values
+        )
+
+
+class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
+    """A language model of attention layers, with all that Transformers has for one.
+
+    Parameters
+    ----------
+    config : PrecondattnConfig
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.integrations.transformers import (
+    ...     PrecondattnConfig, PrecondattnForCausalLM
+    ... )
+    >>> config = PrecondattnConfig(
+    ...     vocab_size=50, hidden_size=16, num_attention_heads=2, layer_types=["gla", "lucid"]
+    ... )
+    >>> model = PrecondattnForCausalLM(config)
+    >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: PrecondattnConfig) -> None:
+        super().__init__(config)
+        self.model = PrecondattnModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether a cache can not be cropped, so that drafts can not be rejected."""
+        return any(not b.attention.init_cache(1, 1).can_crop for b in self.model.layers)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PrecondattnCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """The logits, and the loss if there are labels.
+
+        Parameters
+        ----------
+        input_ids : integer tensor (b, t)
+        attention_mask : tensor of integers or booleans (b, cached + t), optional
+            0 for padding, at any place.
+        position_ids : integer tensor (b, t) or (1, t), optional
+            For rotations; by default the valid tokens are counted.
+        past_key_values : PrecondattnCache, optional
+            From an earlier call; it is updated in place.
+        inputs_embeds : tensor (b, t, width), optional
+            In place of `input_ids`.
+        labels : integer tensor (b, t), optional
+            The tokens themselves, −100 where there is no loss.
+        use_cache : bool, optional
+            Whether a cache is made; that of the configuration by default, without gradients only.
+        logits_to_keep : int or tensor
+            Logits of the last tokens only, or of these; 0 for all.
+        """
+        check_arguments(kwargs, () if labels is None else LOSS)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{name: kwargs.pop(name) for name in RECORDED if name in kwargs},
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            options = {name: kwargs[name] for name in LOSS if name in kwargs}
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """The cache of `generate`: of our own class, growing or of the length that is needed."""
+        given = model_kwargs.get("past_key_values")
+        check_cache(given, len(self.model.layers))
+        kind = generation_config.cache_implementation
+        if given is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        elif kind in (None, "dynamic"):
+            model_kwargs["past_key_values"] = PrecondattnCache(self.config)
+        elif kind == "static":
+            length = max(max_cache_length, generation_config.max_cache_len or 0)
+            model_kwargs["past_key_values"] = PrecondattnCache(self.config, length)
+        else:
+            raise ValueError(
+                f"cache_implementation must be 'dynamic' or 'static' for this model; found {kind!r}"
+            )

@@ -1,0 +1,450 @@
+"""`PrecondattnForCausalLM`: all that Transformers does with a model."""
+
+import copy
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+)
+
+import precondattn as pa
+from precondattn.integrations.transformers import (
+    PrecondattnCache,
+    PrecondattnConfig,
+    PrecondattnForCausalLM,
+)
+from precondattn.layers.recipes import Rotary
+from tests.layers.layer_cases import MECHANISMS, sizes_for
+
+VOCABULARY = 61
+HYBRID = ("gated_delta", "lucid")
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "head_dim": 6,
+}
+MODES = {
+    "greedy": {"do_sample": False},
+    "beam": {"do_sample": False, "num_beams": 3},
+    "sampled": {"do_sample": True, "top_p": 0.9},
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def configuration(mechanism=None, **options):
+    """A small configuration with the odd sizes that the layers are tested with."""
+    sizes = sizes_for(mechanism) if mechanism else {}
+    odd = {
+        "value_head_dim": sizes.get("value_dim"),
+        "num_key_value_heads": sizes.get("kv_heads"),
+        "num_value_heads": sizes.get("value_heads"),
+        "num_slots": sizes.get("slots"),
+    }
+    return PrecondattnConfig(**{**SMALL, **odd, "mechanism": mechanism, **options})
+
+
+def made(mechanism=None, **options):
+    """A model whose logits are far apart, so that a wrong cache changes the text."""
+    model = PrecondattnForCausalLM(configuration(mechanism, **options)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    return model
+
+
+def prompts():
+    """Two prompts (2, 9), and the mask of the first one's left padding."""
+    ids, mask = torch.randint(1, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    return ids, mask
+
+
+def written(model, ids, mask, **options):
+    """Tokens and logits of a seeded `generate`."""
+    torch.manual_seed(1)
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padded", [False, True], ids=["one prompt", "left-padded batch"])
+def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism, mode, padded):
+    model, (ids, mask) = made(mechanism), prompts()
+    if not padded:
+        ids, mask = ids[1:], mask[1:]
+    cached = written(model, ids, mask, **MODES[mode])
+    uncached = written(model, ids, mask, use_cache=False, **MODES[mode])
+    assert cached.past_key_values.get_seq_length() == ids.shape[1] + 4
+    assert cached.sequences.tolist() == uncached.sequences.tolist()
+    for a, b in zip(cached.logits, uncached.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_a_prompt_with_padding_writes_what_it_writes_alone():
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    padded, alone = written(model, ids, mask), written(model, ids[:1, 4:], mask[:1, 4:])
+    assert padded.sequences[0, 9:].tolist() == alone.sequences[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_saved_model_is_the_same_model(mechanism, tmp_path):
+    model, (ids, mask) = made(mechanism), prompts()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    assert type(again) is PrecondattnForCausalLM
+    assert torch.equal(again(ids, mask).logits, model(ids, mask).logits)
+
+
+def test_a_configuration_is_json_with_options_and_recipes(tmp_path):
+    slow = Rotary(theta=500_000.0)
+    config = configuration(
+        layer_types=[pa.parse("lucid[scale=0.5]"), "softmax"],
+        attention_arguments={"softmax": {"recipes": {"q": slow}, "kv_heads": 2}},
+    )
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["layer_types"] == ["lucid[scale=0.5]", "softmax"]
+    assert stored["attention_arguments"]["softmax"]["recipes"]["q"]["theta"] == 500_000.0
+    assert again.attention_arguments == config.attention_arguments
+    layers = PrecondattnForCausalLM(again).model.layers
+    assert layers[1].attention.plan == PrecondattnForCausalLM(config).model.layers[1].attention.plan
+    assert "500000" in repr(layers[1].attention)
+
+
+def test_recipes_of_every_layer_are_stored_too(tmp_path):
+    config = configuration("lucid", recipes={"q": Rotary(theta=7.0), "k": Rotary(theta=7.0)})
+    config.save_pretrained(tmp_path)
+    layers = PrecondattnForCausalLM(AutoConfig.from_pretrained(tmp_path)).model.layers
+    assert all("θ = 7," in repr(layer.attention) for layer in layers)
+
+
+def test_the_base_model_reads_the_same_file(tmp_path):
+    model, (ids, _) = made(layer_types=HYBRID), prompts()
+    model.save_pretrained(tmp_path)
+    states = AutoModel.from_pretrained(tmp_path)(ids).last_hidden_state
+    outputs = model(ids, output_hidden_states=True)
+    assert torch.equal(states, outputs.hidden_states[-1])
+    assert len(outputs.hidden_states) == 3
+    assert torch.equal(model.lm_head(states), outputs.logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_embedding_if_they_are_tied(tied, tmp_path):
+    model = PrecondattnForCausalLM(configuration("gla", tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_weights_that_a_file_lacks_start_as_declared_and_the_others_are_loaded(tmp_path):
+    model = made("gla")
+    missing = {name for name in model.state_dict() if "layers.1.attention.inputs.g" in name}
+    kept = {name: w for name, w in model.state_dict().items() if name not in missing}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in model.state_dict().items():
+        if name in missing:
+            assert again[name].abs().max() < 3
+        else:
+            assert torch.equal(again[name], weight), name
+    down = again["model.layers.1.attention.inputs.g.down"]
+    assert 0.1 < down.std() < 0.4  # 24 terms: deviation 0.2.
+
+
+def test_a_model_made_on_meta_takes_no_memory_until_it_is_filled():
+    with torch.device("meta"):
+        model = PrecondattnForCausalLM(configuration(layer_types=HYBRID))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.init_weights()
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert model(prompts()[0]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+    model, (ids, mask) = PrecondattnForCausalLM(configuration(layer_types=HYBRID)), prompts()
+
+    def gradients():
+        model.zero_grad()
+        model(ids, mask, labels=ids).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    model.train()
+    plain, calls = gradients(), []
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for block in model.model.layers:
+        block.attention.register_forward_hook(lambda *_: calls.append(1))
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(calls) == 4  # Each of the two layers is computed twice.
+    with pytest.raises(ValueError, match="use_cache: gradient checkpointing"):
+        model(ids, use_cache=True)
+
+
+def test_labels_give_the_loss_of_transformers():
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    labels = ids.masked_fill(mask == 0, -100)
+    outputs = model(ids, mask, labels=labels)
+    by_hand = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    torch.testing.assert_close(outputs.loss, by_hand)
+    valid = (labels[:, 1:] != -100).sum()
+    summed = model(ids, mask, labels=labels, num_items_in_batch=2 * valid).loss
+    torch.testing.assert_close(summed, by_hand / 2)
+
+
+def test_no_cache_is_made_where_gradients_are():
+    model, (ids, _) = made("lucid"), prompts()
+    assert model(ids).past_key_values is None
+    with torch.no_grad():
+        assert model(ids).past_key_values.get_seq_length() == 9
+        assert model(ids, use_cache=False).past_key_values is None
+
+
+def test_a_cache_is_continued_over_two_calls_of_generate():
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    first = written(model, ids, mask, do_sample=False)
+    longer = torch.cat([mask, mask.new_ones(2, 5)], 1)
+    cache = copy.deepcopy(first.past_key_values)
+    second = written(model, first.sequences, longer, do_sample=False, past_key_values=cache)
+    whole = written(model, first.sequences, longer, do_sample=False, use_cache=False)
+    assert second.sequences.tolist() == whole.sequences.tolist()
+    assert first.past_key_values.get_seq_length() == 13
+    assert cache.get_seq_length() == 18
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 2}, {"num_beams": 2}]
+)
+def test_other_ways_to_fill_a_cache_write_the_same(options):
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    found = written(model, ids, mask, do_sample=False, **options)
+    only_beams = {name: n for name, n in options.items() if name == "num_beams"}
+    expected = written(model, ids, mask, do_sample=False, use_cache=False, **only_beams)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    if "cache_implementation" in options:
+        assert found.past_key_values.get_max_length() == 13
+
+
+def test_drafts_are_rejected_by_cropping_the_cache():
+    model, (ids, _) = made("lucid(laser)"), prompts()
+    greedy = model.generate(ids[:1], max_new_tokens=20, do_sample=False)
+    draft = made("softmax")
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+        found = model.generate(ids[:1], max_new_tokens=20, do_sample=False, **options)
+        assert found.tolist() == greedy.tolist()
+
+
+def test_a_state_can_not_reject_drafts():
+    model, (ids, _) = made(layer_types=HYBRID), prompts()
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        model.generate(ids[:1], max_new_tokens=3, prompt_lookup_num_tokens=3)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    with pytest.raises(ValueError, match=r"layer 0 has the buffers .*can not be cropped"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="between -9 and 0; found -10"):
+        cache.crop(-10)
+
+
+@torch.no_grad()
+def test_operations_on_a_cache_with_padding():
+    model, (ids, mask) = made("lucid"), prompts()
+    full = model(ids, mask).logits
+    cache = PrecondattnCache(model.config)
+    model(ids[:, :8], mask[:, :8], past_key_values=cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 5
+    assert cache.layers[0].held.length.tolist() == [1, 5]
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    rest = model(ids.flip(0)[:, 5:], mask.flip(0), past_key_values=cache).logits
+    torch.testing.assert_close(rest, full.flip(0)[:, 5:], rtol=0, atol=1e-4)
+    cache.reset()
+    again = model(ids, mask, past_key_values=cache).logits
+    torch.testing.assert_close(again, full, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_growing_cache_keeps_its_tokens_and_a_fixed_one_is_full():
+    model, ids = made("lucid"), torch.randint(1, VOCABULARY, (1, 60))
+    growing, fixed = PrecondattnCache(model.config), PrecondattnCache(model.config, 16)
+    parts = [model(part, past_key_values=growing).logits for part in ids.split(10, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0, atol=1e-4)
+    model(ids[:, :16], past_key_values=fixed)
+    with pytest.raises(ValueError, match="at most 16 tokens"):
+        model(ids[:, 16:17], past_key_values=fixed)
+
+
+def test_compiled_it_gives_the_same_without_a_break_in_the_graph():
+    model, (ids, mask) = made(layer_types=["gla", "softmax"]), prompts()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found = compiled(ids, mask, use_cache=False).logits
+        expected = model(ids, mask, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_a_device_map_places_the_weights(device_map, tmp_path):
+    pytest.importorskip("accelerate")
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert torch.equal(again(ids, mask).logits.cpu(), model(ids, mask).logits)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_that_are_offloaded_are_refused(tmp_path):
+    pytest.importorskip("accelerate")
+    made("lucid").save_pretrained(tmp_path)
+    where = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    where |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=where, offload_folder=tmp_path / "offloaded"
+    )
+    with pytest.raises(RuntimeError, match="can not be offloaded"):
+        again(prompts()[0])
+
+
+def test_half_precision_and_autocast(tmp_path):
+    model, (ids, mask) = made(layer_types=HYBRID), prompts()
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert written(half, ids, mask).logits[0].isfinite().all()
+    assert half.dtype == half(ids).logits.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, mask, labels=ids).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_embeddings_are_resized():
+    model = made("gla")
+    model.resize_token_embeddings(70, mean_resizing=False)
+    assert model(prompts()[0]).logits.shape == (2, 9, 70)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mechanism": "lucidd"}, ValueError, "lucid"),
+        ({"mechanism": 3}, TypeError, "mechanism must be a text or a mechanism; found 3"),
+        ({"mechanism": "softmax[causal=false]"}, ValueError, "causal"),
+        ({"mechanism": "gla", "layer_types": ["gla"]}, ValueError, "not both"),
+        ({"layer_types": ["gla"] * 3}, ValueError, "each of the num_hidden_layers=2 .*found 3"),
+        ({"layer_types": "gla"}, TypeError, "layer_types must be a list"),
+        ({"layer_types": []}, TypeError, "layer_types must be a list"),
+        ({"layer_types": ["gla", {"heads": 2}]}, TypeError, "mechanism must be a text or a mech"),
+        (
+            {"attention_arguments": {"gla": {"heads": 2}}},
+            ValueError,
+            "no layer is 'gla'; .* softmax",
+        ),
+        (
+            {"attention_arguments": {"softmax": {"head": 2}}},
+            ValueError,
+            "'head' of softmax is none",
+        ),
+        ({"attention_arguments": {"softmax": 2}}, TypeError, "must be a dict of dicts"),
+        ({"mechanism": "gla", "num_key_value_heads": 3}, ValueError, "kv_heads must divide heads"),
+        ({"mechanism": "delta", "num_key_value_heads": 2}, ValueError, "kv_heads: delta has"),
+        ({"mechanism": "gla", "num_slots": 2}, ValueError, "slots: gla has none"),
+        ({"mechanism": "gla", "head_dim": None, "hidden_size": 30}, ValueError, "4 query heads"),
+        ({"mechanism": "gla", "recipes": {"q": 1}}, TypeError, "recipes: that of q must be one"),
+        ({"mechanism": "gla", "recipes": {"a": Rotary()}}, ValueError, "no input 'a'"),
+        ({"mechanism": "gla", "recipes": {"q": {"recipe": "os"}}}, ValueError, "found 'os'"),
+        (
+            {"mechanism": "gla", "recipes": {"q": {"recipe": "Rotary", "base": 1}}},
+            ValueError,
+            "Rotary has no option 'base'; it has bias, theta, fraction",
+        ),
+    ],
+)
+def test_a_configuration_that_can_not_be_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        PrecondattnConfig(**{**SMALL, **options})
+
+
+def test_a_configuration_that_was_changed_is_checked_again(tmp_path):
+    config = configuration(layer_types=HYBRID)
+    config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="num_hidden_layers=3 layers; found 2"):
+        PrecondattnForCausalLM(config)
+
+
+class Own(Rotary):
+    pass
+
+
+def test_a_recipe_that_a_file_can_not_name_is_refused():
+    with pytest.raises(TypeError, match="which a configuration can store; found Own"):
+        configuration("lucid", recipes={"q": Own()})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"attention_mask": torch.ones(2, 8, dtype=int)}, ValueError, r"shape \(2, 9\), a column"),
+        ({"attention_mask": torch.ones(2, 9)}, TypeError, "integers or booleans; found .*float32"),
+        ({"attention_mask": [[1] * 9] * 2}, TypeError, "integers or booleans; found list"),
+        ({"past_key_values": DynamicCache()}, TypeError, "PrecondattnCache.*found DynamicCache"),
+        ({"inputs_embeds": torch.ones(2, 9, 24)}, ValueError, "input_ids or inputs_embeds"),
+        ({"output_attentions": True}, ValueError, "never computed"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, TypeError, "cu_seq_lens_q is no argument"),
+        ({"token_type_ids": torch.ones(2, 9)}, TypeError, "token_type_ids is no argument"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}, ValueError, "packed"),
+        ({"position_ids": torch.arange(9)}, ValueError, r"shape \(b, t\); found \(9,\)"),
+    ],
+)
+def test_a_call_that_can_not_be_is_refused(options, error, message):
+    model = made("gla")
+    with pytest.raises(error, match=message):
+        model(prompts()[0], **options)
+
+
+def test_caches_that_can_not_be_are_refused():
+    model, (ids, _) = made("lucid"), prompts()
+    with pytest.raises(ValueError, match="'dynamic' or 'static' for this model; found 'quantized'"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="quantized")
+    with pytest.raises(ValueError, match="has 2 layers, and the model has 1"):
+        made("lucid", num_hidden_layers=1)(ids, past_key_values=PrecondattnCache(model.config))
+    with pytest.raises(ValueError, match="capacity must be a whole number"):
+        PrecondattnCache(model.config, 0)
+    cache = PrecondattnCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="2 sequences; found 1"):
+            model(ids[:1], past_key_values=cache)
+    with pytest.raises(TypeError, match="filled by PrecondattnForCausalLM only"):
+        cache.update(torch.ones(1), torch.ones(1), 0)
