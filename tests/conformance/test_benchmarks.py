@@ -17,14 +17,15 @@ import precondattn as pa
 from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import command, correct, plot
-from precondattn_conformance.bench.cases import COMPARED, chosen, declared, layout
+from precondattn_conformance.bench import command, correct, layers, plot
+from precondattn_conformance.bench.cases import COMPARED, declared, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
+from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -73,6 +74,36 @@ class Rescaled(Backend):
 def rescaled(only_the_reference):
     register_backend(Rescaled("right", 1.0))
     register_backend(Rescaled("wrong", 1.01))
+
+
+def test_every_layer_by_hand_gives_what_ours_gives(tmp_path):
+    """A row that is timed has an output, and dx or a decoded token, that agree in float64."""
+    code, printed = run_quick("layer_*", save=tmp_path / "run.json")
+    assert code == 0, printed
+    rows = load(tmp_path / "run.json").rows
+    assert {row.mechanism for row in rows} == set(layers.WRITTEN)
+    assert {row.work for row in rows} == set(layers.WORKS)
+    for row in rows:
+        assert row.status == TIMED, row.case
+        assert row.error < 2e-5, row.case
+        assert row.ratios["by_hand"]["error"] < 2e-5, row.case
+
+
+@pytest.mark.parametrize("name", ["layer_softmax", "layer_lucid_decode"])
+def test_a_layer_that_differs_from_the_one_by_hand_is_not_timed(monkeypatch, tmp_path, name):
+    from precondattn.layers.recipes.projections import Projection, Rotary
+
+    monkeypatch.setattr(Rotary, "make", Projection.make)
+    code, printed = run_quick(name, save=tmp_path / "run.json")
+    (row,) = load(tmp_path / "run.json").rows
+    assert (code, row.status) == (1, WRONG), printed
+    assert "of our layer is off by" in row.reason
+
+
+def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
+    run_quick(mechanisms=("path",), works=("layer_step",), save=tmp_path / "run.json")
+    (row,) = load(tmp_path / "run.json").rows
+    assert "path is not written by hand" in row.reason
 
 
 @pytest.mark.parametrize("name", ["packed_lucid_backward", "numpy_packed_laser_backward"])

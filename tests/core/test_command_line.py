@@ -123,7 +123,8 @@ def test_explain_keeps_the_defaults_of_sizes_that_are_not_named():
 
 
 def test_bench_keeps_the_sizes_that_are_not_named():
-    from precondattn_conformance.bench.cases import layout, with_sizes
+    from precondattn_conformance.bench.cases import layout
+    from precondattn_conformance.bench.selection import with_sizes
 
     assert with_sizes(layout(t=2048, d=128), "t=64") == layout(t=64, d=128)
 

@@ -204,8 +204,8 @@ def test_the_worst_row_of_a_benchmark_is_its_status(tmp_path):
 
 
 def test_peers_of_headlines_are_peers():
-    from precondattn_conformance.bench.cases import chosen
     from precondattn_conformance.bench.command import _require_peers
+    from precondattn_conformance.bench.selection import chosen
 
     for each in headline.HEADLINES:
         cases = chosen(mechanisms=(each.mechanism,), works=each.works, sizes=(each.sizes,))

@@ -6,11 +6,15 @@ The files, in the order in which a run uses them:
 
 ==============  =====================================================================
 cases           the measurements, by name: a mechanism, its sizes, and the work
+selection       the requested ones
 computation     one mechanism on one backend, ready to run forward, backward or decode
 peers           the implementations to compare with, by mechanism
 naive_lucid     one of the peers: LUCID as in its paper
+by_hand         peers of small calls
+layers          attention layers, beside the same by hand in `layers_by_hand`
 timed_suite     the cases as tests, timed by pytest-benchmark
 measure         one case: checked, timed, compared with its peers
+plan            a row before it is measured: description, backends
 correct         whether a result is correct; a wrong one is not timed
 paired          the ratio of two times that were measured in turns
 cost            FLOPs and bytes, by mechanism and work

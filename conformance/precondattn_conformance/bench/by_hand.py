@@ -1,8 +1,8 @@
 """Small calls written by hand, as a user would write them who needs only one mechanism.
 
-They are what the `overhead_*` cases compare with. None of them checks its arguments, masks
-anything, or is fit for many tokens. Times are those of a call from Python, so they import nothing
-when they are called.
+They are what the `overhead_*` cases compare with; `layers_by_hand.py` is for the `layer_*` cases.
+None of them checks its arguments, masks anything, or is fit for many tokens. Times are those of a
+call from Python, so they import nothing when they are called.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
+from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, token_count
 from precondattn_conformance.inputs import Arrays
@@ -136,11 +137,14 @@ DECODERS = {("gated_delta", "torch"): GatedDeltaDecoder, ("lucid", "torch"): Luc
 
 def is_written(mechanism: pa.Mechanism, library: str) -> bool:
     """Whether the mechanism is written by hand in this library, for some work."""
-    return (str(mechanism), library) in {**FORWARD, **DECODERS}
+    is_layer = library == "torch" and str(mechanism) in layers.WRITTEN
+    return is_layer or (str(mechanism), library) in {**FORWARD, **DECODERS}
 
 
 def lack(case: BenchCase, library: str) -> str:
     """Why nothing is written for a case; empty if something is."""
+    if case.work in layers.WORKS:
+        return "" if case.mechanism in layers.WRITTEN else "is not written for its layer"
     if case.calls == 1:
         return "is for small calls"
     known: Mapping[Any, Any] = {"forward": FORWARD, "decode": DECODERS}.get(case.work, {})

@@ -18,9 +18,10 @@ from rich.table import Table
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
-from precondattn_conformance.bench.cases import BenchCase, chosen, declared
+from precondattn_conformance.bench.cases import BenchCase, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
+from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.bench.table import duration, print_record
 from precondattn_conformance.writable import require_writable
 

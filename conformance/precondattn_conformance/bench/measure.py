@@ -8,7 +8,7 @@ turns.
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,10 @@ import numpy as np
 import precondattn as pa
 from precondattn.backend import UnsupportedError
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import machine
+from precondattn_conformance.bench import layers, machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
-    allowed,
     backward_run,
     decode_run,
     forward_run,
@@ -28,7 +27,6 @@ from precondattn_conformance.bench.computation import (
     packed,
 )
 from precondattn_conformance.bench.correct import (
-    LARGEST,
     Checked,
     UncheckedError,
     WrongResultError,
@@ -38,9 +36,10 @@ from precondattn_conformance.bench.correct import (
     inputs_of,
     oracle,
 )
-from precondattn_conformance.bench.cost import flops, keeps_tokens, moved_bytes
+from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread, timed
 from precondattn_conformance.bench.peers import lacks, peers_of
+from precondattn_conformance.bench.plan import empty_row, plan
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
 from precondattn_conformance.inputs import Layout
 from precondattn_conformance.libraries import Library
@@ -63,32 +62,14 @@ class Options:
     quick: bool = False
 
 
-def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
-    """A row with the description of a measurement, and no results."""
-    m = pa.parse(case.mechanism)
-    letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
-    known = case.layout.sizes
-    sizes = {letter: known[letter] for letter in "btshnudem" if letter in letters}
-    requested = backend or "default"
-    return Row(
-        case.name,
-        str(m),
-        case.work,
-        case.library,
-        device or "cpu",
-        case.dtype,
-        sizes,
-        requested,
-    )
-
-
 def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results."""
     row = empty_row(case, backend, options.device)
     library = libraries.named(case.library, options.device)
     try:
         with library.precision(case.dtype):
-            _measure(case, backend, options, benchmark, library, row)
+            one = _measure_layer if case.work in layers.WORKS else _measure
+            one(case, backend, options, benchmark, library, row)
     except (UnsupportedError, UncheckedError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
     except WrongResultError as wrong:
@@ -104,7 +85,7 @@ def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Ro
     """A row of peaks at multiples of the number of tokens, each call in its own process."""
     row = empty_row(case, backend, options.device)
     try:
-        _plan(case, backend, options, row, case.layout)
+        plan(case, backend, options.device, row, case.layout)
         _measure_peaks(case, backend, options, case.multiples, row)
         row.status = TIMED
     except (UnsupportedError, NoPeakError) as reason:
@@ -112,33 +93,6 @@ def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Ro
     except Exception as error:
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
     return row
-
-
-def _plan(case: BenchCase, backend: str | None, options: Options, row: Row, layout: Layout) -> None:
-    """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
-    m = pa.parse(case.mechanism)
-    library = libraries.named(case.library, options.device)
-    few = layout._replace(t=1, s=1) if case.work == "decode" else layout
-    like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}
-    row.device = machine.device_name(library, next(iter(like.values())))
-    names = allowed(backend)
-    if case.work == "decode":
-        cache = m.init_cache(**like, capacity=layout.t)
-        explanation = m.explain(**like, cache=cache, backend=names)
-    else:
-        verb = "forward" if case.work == "forward" else "vjp"
-        explanation = m.explain(**like, verb=verb, backend=names)
-    row.backends = list(explanation.backends)
-    if names is not None and names[0] not in row.backends:
-        raise UnsupportedError(f"{names[0]} supports none of this:\n{explanation}")
-    slow = any(
-        call.backend.name == "reference" and any(map(keeps_tokens, call.piece.program.leaves))
-        for call in explanation.plan.calls
-    )
-    if slow and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
-        raise UnsupportedError(
-            f"the reference would run a piece of this, and needs memory quadratic in t={layout.t}"
-        )
 
 
 def _measure(
@@ -152,13 +106,60 @@ def _measure(
     # Decoding needs one token more than its context.
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
-    _plan(case, backend, options, row, layout)
+    plan(case, backend, options.device, row, layout)
     contender = ours(pa.parse(case.mechanism), backend)
     if case.packed:
         contender = packed(contender, library)
     run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
     peers = _correct_peers(case, backend, options, layout, row)
+    _time(run, peers, case, options, benchmark, row)
+    _add_rates(case, options, layout, row)
+    row.status = TIMED
+    if options.memory and case.work != "decode":
+        try:
+            _measure_peaks(case, backend, options, (1,), row)
+        except NoPeakError as reason:
+            row.reason = str(reason)
+    _add_extra(benchmark, row)
+
+
+def _measure_layer(
+    case: BenchCase,
+    backend: str | None,
+    options: Options,
+    benchmark: Any,
+    library: Library,
+    row: Row,
+) -> None:
+    if backend is not None:
+        raise UnsupportedError("a layer is measured on the backends that are chosen by default")
+    of_mechanism = replace(case, work=layers.WORKS[case.work])
+    plan(of_mechanism, backend, options.device, row, case.layout)
+    found = layers.measured(case, library)
+    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
+    row.first_call_seconds = found.first_call_seconds
+    peers = {peer.name: found.by_hand for peer in peers_of(case) if peer.name == "by_hand"}
+    row.ratios = {name: {"error": found.hand_error} for name in peers}
+    _time(found.ours, peers, case, options, benchmark, row)
+    row.status = TIMED
+    _add_extra(benchmark, row)
+
+
+def _add_extra(benchmark: Any, row: Row) -> None:
+    """Write the row to pytest-benchmark's own record."""
+    benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
+
+
+def _time(
+    run: Run,
+    peers: dict[str, Run],
+    case: BenchCase,
+    options: Options,
+    benchmark: Any,
+    row: Row,
+) -> None:
+    """Write the times of the rounds, and the ratios to peers, to the row."""
     turns = Turns(peers)
 
     def before_each_round() -> None:
@@ -173,14 +174,6 @@ def _measure(
     for name, ratio in turns.ratios(times).items():
         own = spread(turns.times[name][-len(times) :]).median / case.calls
         row.ratios[name] |= {**ratio._asdict(), "seconds": own}
-    _add_rates(case, options, layout, row)
-    row.status = TIMED
-    if options.memory and case.work != "decode":
-        try:
-            _measure_peaks(case, backend, options, (1,), row)
-        except NoPeakError as reason:
-            row.reason = str(reason)
-    benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
 
 
 def _checked_run(
