@@ -1,11 +1,26 @@
-"""Mechanisms in models of Hugging Face Transformers 5."""
+"""Mechanisms in models of Hugging Face Transformers 5.
 
-from precondattn.integrations.transformers import interface as interface
+`interface.py` has what is used of Transformers. For a model as it is, `replace.py` and `options.py`
+put a mechanism into it, `attention.py` and `masks.py` are what Transformers calls, and
+`cache_layers.py` puts layers of ours into its caches: `dynamic_cache.py` and `static_cache.py`.
+`model/` is a model of its own.
+"""
+
+from precondattn.integrations.transformers.cache_layers import static_cache
 from precondattn.integrations.transformers.model import (
     PrecondattnCache,
     PrecondattnConfig,
     PrecondattnForCausalLM,
     PrecondattnModel,
 )
+from precondattn.integrations.transformers.replace import replace_attention, restore_attention
 
-__all__ = ["PrecondattnCache", "PrecondattnConfig", "PrecondattnForCausalLM", "PrecondattnModel"]
+__all__ = [
+    "PrecondattnCache",
+    "PrecondattnConfig",
+    "PrecondattnForCausalLM",
+    "PrecondattnModel",
+    "replace_attention",
+    "restore_attention",
+    "static_cache",
+]

@@ -1,0 +1,123 @@
+"""The attention function of this integration, and the hook that gives it the layer of the cache.
+
+Transformers updates the cache before it calls the attention function, and does not pass the cache
+on. So a hook before an attention module puts a layer of ours into the cache, and passes it on among
+the keyword arguments that reach the attention function.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers.cache_layers import layer_for
+from precondattn.integrations.transformers.learned import Input, values
+from precondattn.integrations.transformers.masks import read
+from precondattn.integrations.transformers.options import Options
+
+NAME = "precondattn"
+"""The implementation's name in Transformers, and the attribute of a module with its mechanism."""
+CACHES = ("past_key_values", "layer_past")
+"""The names that attention modules have for the cache."""
+LAYER = "precondattn_cache_layer"
+"""The keyword argument with the layer of the cache."""
+
+
+class Replacement(NamedTuple):
+    """What takes the place of the softmax of one attention module."""
+
+    mechanism: Mechanism
+    options: Options
+    inputs: tuple[Input, ...]
+    handle: Any
+    """Removes the hook."""
+
+
+def pass_cache_layer(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook before an attention module."""
+    cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+    if cache is None:
+        return None
+    return args, {**kwargs, LAYER: layer_for(cache, module.layer_idx)}
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The mechanism's output (b, t, h, e), as Transformers calls it: q, k, v (b, heads, t, width).
+
+    Raises
+    ------
+    ValueError
+        for what the mechanism does not have: dropout, returned weights, a position bias, another
+        scale, window or cap than when the attention was replaced, and a mask of one's own.
+    """
+    replacement: Replacement | None = getattr(module, NAME, None)
+    if replacement is None:
+        raise ValueError(
+            f"{type(module).__name__} has no mechanism; call replace_attention(model, ...), which "
+            f"sets attn_implementation={NAME!r} itself"
+        )
+    layer = others.pop(LAYER, None)
+    _check(replacement, scaling, dropout, others)
+    arrays = {
+        "q": query.transpose(1, 2),
+        "k": key.transpose(1, 2),
+        "v": value.transpose(1, 2),
+        **values(module, replacement.inputs),
+    }
+    if replacement.options.sink:
+        arrays["sink"] = others["s_aux"]
+    key_mask, segment_ids = read(attention_mask)
+    if layer is not None:
+        if segment_ids is not None:
+            raise ValueError("position_ids: packed sequences can not be cached")
+        return layer.extend(replacement.mechanism, arrays, key_mask), None
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries, from a cache that "
+            f"the mechanism did not fill"
+        )
+    out = replacement.mechanism(**arrays, key_mask=key_mask, segment_ids=segment_ids)
+    return out, None
+
+
+def _check(
+    replacement: Replacement, scaling: float | None, dropout: float, others: dict[str, Any]
+) -> None:
+    """Raise for what the mechanism does not have, or was not told when the model was changed."""
+    mechanism, options = replacement.mechanism, replacement.options
+    if dropout:
+        raise ValueError(
+            f"dropout: {mechanism} has no weights to drop; set attention_dropout to 0 in the "
+            f"model's config; found {dropout}"
+        )
+    for name, expected in (("scaling", options.scale), ("softcap", options.softcap)):
+        found = scaling if name == "scaling" else others.get(name)
+        if found != expected:
+            raise ValueError(
+                f"{name}: the model had {expected} when its attention was replaced; found {found}"
+            )
+    if others.get("sliding_window", options.window) != options.window:
+        raise ValueError(
+            f"sliding_window: the model's config says {options.window} for this layer; found "
+            f"{others['sliding_window']}"
+        )
+    if (others.get("s_aux") is not None) != options.sink:
+        raise ValueError("s_aux: a sink has come or gone since the attention was replaced")
+    for name in ("output_attentions", "position_bias", "head_mask", "cache"):
+        if others.get(name) is not None and others[name] is not False:
+            raise ValueError(f"{name}: {mechanism} has none")
+    if others.get("is_causal") is False:
+        raise ValueError("is_causal: the mechanism is causal; found False")

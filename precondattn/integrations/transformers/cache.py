@@ -1,0 +1,91 @@
+"""Layers of a Transformers cache that hold a `Cache` of ours.
+
+Transformers calls `update(k, v)` before attention. Here it only passes the new tokens on: the
+attention function calls `extend`, which has q too and stores what the mechanism needs.
+
+Every slot is a token, padding too, as in Transformers' own layers. Padding is masked by the buffer
+`key_mask`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.cache import Cache
+from precondattn.integrations.transformers.interface import CacheLayerMixin
+
+ANY = 2**30
+"""A capacity that no window reaches, so that the cache is that of the window."""
+
+NOT_OFFLOADED = (
+    "past_key_values: an offloaded cache moves copies of keys and values between devices, and a "
+    "mechanism's cache has other buffers; use one without offloading"
+)
+
+
+class CacheLayer(CacheLayerMixin):
+    """What the growing and the static layer share: operations on the sequences of a batch."""
+
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Cache | None = None
+        """What `extend` has stored; None before the first tokens."""
+
+    @abstractmethod
+    def extend(
+        self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
+    ) -> Tensor:
+        """The output for new tokens, which are stored.
+
+        Parameters
+        ----------
+        arrays
+            The mechanism's inputs by name: q, k, v (b, t, heads, width), and parameters.
+        key_mask : boolean tensor (b, t) or (b, s), optional
+            False for padding: of the new tokens, or of all slots from the first on.
+
+        Raises
+        ------
+        ValueError
+            if tokens that are stored already have another mask now.
+        """
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise TypeError("this layer of a cache is initialised by `extend`")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new tokens, as they are."""
+        return key_states, value_states
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken back without a recording of them."""
+        return self.cache is None or self.cache.can_crop
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cache is not None:
+            self.cache = self.cache.reorder(beam_idx.to(self.cache.length.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            rows = torch.arange(self.cache.length.shape[0], device=self.cache.length.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        raise TypeError(NOT_OFFLOADED)
+
+    def prefetch(self) -> None:
+        raise TypeError(NOT_OFFLOADED)

@@ -1,0 +1,90 @@
+"""Layers of ours in a cache of Transformers, in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from precondattn.integrations.transformers.cache import NOT_OFFLOADED, CacheLayer
+from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
+from precondattn.integrations.transformers.interface import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    HFCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from precondattn.integrations.transformers.static_cache import StaticCacheLayer
+
+
+def layer_for(cache: Any, index: int) -> CacheLayer:
+    """The layer of a cache, which is made ours if it is empty.
+
+    Raises
+    ------
+    TypeError
+        for a cache that is not Transformers' dynamic or static one: offloaded, quantised, a tuple.
+    ValueError
+        for a layer that holds tokens of another attention.
+    """
+    if not isinstance(cache, HFCache) or not hasattr(cache, "layers"):
+        raise TypeError(
+            f"past_key_values: a DynamicCache or a StaticCache expected; found "
+            f"{type(cache).__name__}"
+        )
+    if cache.offloading:
+        raise TypeError(NOT_OFFLOADED)
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if not isinstance(layer, CacheLayer):
+        layer = cache.layers[index] = _ours(layer, cache)
+    return layer
+
+
+def _ours(layer: Any, cache: Any) -> CacheLayer:
+    """An empty layer of ours, for the same use."""
+    if layer.is_initialized and layer.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values: this cache holds keys and values of another attention; begin with an "
+            "empty one after replace_attention"
+        )
+    kind = type(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        return DynamicCacheLayer(getattr(layer, "record_past", False))
+    if kind is StaticLayer:
+        return StaticCacheLayer(layer.max_cache_len)
+    if kind is StaticSlidingWindowLayer:
+        return StaticCacheLayer(_capacity(layer, cache))
+    raise TypeError(
+        f"past_key_values: a layer of DynamicCache or StaticCache expected; found {kind.__name__}, "
+        f"whose copies of keys and values (quantised ones, say) a mechanism can not use"
+    )
+
+
+def _capacity(layer: Any, cache: Any) -> int | None:
+    """The number of tokens that a static cache is made for.
+
+    A layer with a window knows it only if it is below the window.
+    """
+    whole = [
+        other.max_cache_len
+        for other in cache.layers
+        if type(other) is StaticLayer or isinstance(other, StaticCacheLayer)
+    ]
+    known = [length for length in whole if length is not None]
+    return max(known) if known else None
+
+
+def static_cache(model: nn.Module, max_cache_len: int) -> Any:
+    """A static cache for a model whose attention was replaced: `past_key_values=` of `generate`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    max_cache_len : int
+        The number of tokens, padding included, that fit.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    return HFCache(layers=[StaticCacheLayer(max_cache_len) for _ in range(count)])

@@ -1,0 +1,150 @@
+"""The mask function of this integration, which Transformers calls once for all layers of a type.
+
+A mechanism is causal and has its window itself, so that all it needs is which slots are padding, or
+which packed sequence each token belongs to. That is a tensor (b, 1, 1, s) in place of the mask
+(b, 1, t, s): with four axes, Transformers passes it on as it is.
+
+    boolean   False for padding
+    integers  the number of the packed sequence
+    None      neither
+
+Transformers describes the pattern of a mask by a function of indices. A pattern that is neither
+causal, nor a causal window, nor either of these packed, raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.integrations.transformers.interface import (
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+    sliding_window_overlay,
+)
+
+Pattern = Callable[..., Any]
+
+
+def mask_of_tokens(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Tensor | int = 0,
+    kv_offset: Tensor | int = 0,
+    mask_function: Pattern = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Tensor | None:
+    """Padding or packed sequences (b, 1, 1, s), with the signature of Transformers' `sdpa_mask`."""
+    if use_vmap:
+        raise ValueError(UNKNOWN)
+    sequences = packed_sequences(mask_function)
+    if sequences is not None:
+        return sequences.to(torch.int32)[:, None, None, :]
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask: padding (b, s) expected; found the shape {(*attention_mask.shape,)}"
+        )
+    if not torch.compiler.is_compiling() and allow_is_causal_skip:
+        seen = int(q_offset) + q_length
+        if attention_mask.shape[1] >= seen and bool(attention_mask[:, :seen].all()):
+            return None
+    return _columns(attention_mask.bool(), kv_offset, kv_length)[:, None, None, :]
+
+
+def _columns(mask: Tensor, start: Tensor | int, count: int) -> Tensor:
+    """Columns `start` to `start + count` of a mask (b, s); those beyond its end are False."""
+    index = torch.arange(count, device=mask.device) + start
+    inside = index < mask.shape[1]
+    return mask.index_select(1, index.clamp(max=mask.shape[1] - 1)) & inside
+
+
+UNKNOWN = (
+    "attention_mask: the model asks for a pattern that is neither causal nor a causal sliding "
+    "window (such as bidirectional attention among image tokens), which no mechanism has"
+)
+
+
+def _nothing(*indices: Any) -> Any:
+    return None
+
+
+_AND = and_masks(_nothing).__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_PACKED = packed_sequence_mask_function(None).__code__
+_REMAPPED = remap_positions_for_packed_sequence(_nothing, None).__code__
+
+
+def packed_sequences(pattern: Pattern) -> Tensor | None:
+    """The packed sequences (b, t) of a causal pattern, None without any.
+
+    Raises
+    ------
+    ValueError
+        for a pattern that is not causal, or has more than a window.
+    """
+    if pattern is causal_mask_function:
+        return None
+    sequences, is_causal = None, False
+    waiting = [pattern]
+    while waiting:
+        part = waiting.pop()
+        if part is causal_mask_function:
+            is_causal = True
+            continue
+        code = getattr(part, "__code__", None)
+        held = _held(part)
+        if code is _AND:
+            waiting += held["mask_functions"]
+        elif code is _REMAPPED:
+            waiting.append(held["mask_function"])
+        elif code is _PACKED:
+            sequences = held["packed_sequence_mask"]
+        elif code is not _WINDOW:
+            raise ValueError(UNKNOWN)
+    if not is_causal:
+        raise ValueError(UNKNOWN)
+    return sequences
+
+
+def _held(function: Pattern) -> dict[str, Any]:
+    """What a nested function holds of the function around it, by name."""
+    names = function.__code__.co_freevars
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+class Masks(NamedTuple):
+    """The masks of one call, in the names of a mechanism."""
+
+    key_mask: Tensor | None
+    segment_ids: Tensor | None
+
+
+def read(mask: Tensor | None) -> Masks:
+    """The masks that an attention function gets.
+
+    Raises
+    ------
+    ValueError
+        for a mask that was not made by `mask_of_tokens`.
+    """
+    if mask is None:
+        return Masks(None, None)
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask: padding (b, s) expected; found a mask of your own of the shape "
+            f"{(*mask.shape,)} and {mask.dtype}, and a mechanism's pattern can not be replaced"
+        )
+    rows = mask[:, 0, 0]
+    return Masks(rows, None) if mask.dtype == torch.bool else Masks(None, rows)

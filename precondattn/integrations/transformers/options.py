@@ -1,0 +1,73 @@
+"""A mechanism with the options of a model: scale, sliding window, soft cap and sink.
+
+They are options of plain softmax, which is the base of every mechanism that can take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.spec.softmax import Softmax
+
+
+class Options(NamedTuple):
+    """What the attention of a model has, besides queries, keys and values."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sink: bool
+
+
+def options_of(module: nn.Module, config: Any, index: int) -> Options:
+    """The options of one attention module."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is not None and types[index] == "full_attention":
+        window = None
+    return Options(
+        getattr(module, "scaling", None),
+        window,
+        getattr(module, "attn_logit_softcapping", None),
+        getattr(module, "sinks", None) is not None,
+    )
+
+
+def with_options(mechanism: Mechanism, options: Options) -> Mechanism:
+    """The mechanism with these options in its base.
+
+    Raises
+    ------
+    TypeError, ValueError
+        if its base is not softmax, if it is not causal, if an option of its own differs, and where
+        the mechanism refuses one.
+    """
+    base = getattr(mechanism, "base", None)
+    if base is not None:
+        return replace(mechanism, base=with_options(base, options))  # type: ignore[type-var]
+    if type(mechanism) is not Softmax:
+        raise TypeError(
+            f"{mechanism} is not softmax; what can take the place of a model's softmax are softmax "
+            f"and its preconditioners, such as 'lucid' or 'lucid(laser)'"
+        )
+    if not mechanism.causal:
+        raise ValueError(f"{mechanism}: the model is causal, and the mechanism is not")
+    return replace(
+        mechanism,
+        scale=_one("scale", mechanism.scale, options.scale),
+        window=_one("window", mechanism.window, options.window),
+        softcap=_one("softcap", mechanism.softcap, options.softcap),
+        sink=mechanism.sink or options.sink,
+    )
+
+
+def _one(name: str, own: Any, of_model: Any) -> Any:
+    """The option of whichever has it."""
+    if own is None or of_model is None or math.isclose(own, of_model):
+        return of_model if own is None else own
+    raise ValueError(f"{name}: the mechanism has {own}, and the model {of_model}")

@@ -1,0 +1,187 @@
+"""A mechanism in place of the softmax of a model: everything is checked, and then changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers import learned
+from precondattn.integrations.transformers.attention import (
+    NAME,
+    Replacement,
+    attention,
+    pass_cache_layer,
+)
+from precondattn.integrations.transformers.interface import (
+    ATTENTION_FUNCTIONS,
+    MASK_FUNCTIONS,
+    PreTrainedModel,
+)
+from precondattn.integrations.transformers.masks import mask_of_tokens
+from precondattn.integrations.transformers.options import Options, options_of, with_options
+
+PREVIOUS = "precondattn_replaces"
+"""The attribute of a model with the name of its former implementation."""
+
+# Without a mask function of the same name, Transformers passes no mask at all.
+ATTENTION_FUNCTIONS.register(NAME, attention)
+MASK_FUNCTIONS.register(NAME, mask_of_tokens)
+
+
+def replace_attention(
+    model: Any,
+    mechanism: str | Mechanism | None = None,
+    *,
+    layers: Sequence[str | Mechanism] | None = None,
+) -> Any:
+    """Put a mechanism in place of softmax attention, in all layers of a model.
+
+    The model's projections, rotations, scale, grouped heads, sliding windows, soft cap and sinks
+    stay. A temperature, a scale of each dimension and a new sink become parameters of the attention
+    modules, under `mechanism_inputs`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder whose attention goes through Transformers' `AttentionInterface`. It is
+        changed in place.
+    mechanism : str or Mechanism, optional
+        Softmax or preconditioners of it, such as `"lucid(laser)"`.
+    layers : sequence of str or Mechanism, optional
+        One for each layer, in place of `mechanism`.
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a model or a mechanism that does not fit, with the reason. The model is then unchanged.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from precondattn.integrations.transformers import replace_attention
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ... )
+    >>> model = replace_attention(LlamaForCausalLM(config), layers=["softmax", "lucid"])
+    >>> model.config._attn_implementation
+    'precondattn'
+    """
+    config, modules = _decoder(model)
+    mechanisms = _for_layers(mechanism, layers, len(modules))
+    chosen = []
+    for index, (module, wanted) in enumerate(zip(modules, mechanisms, strict=True)):
+        options = options_of(module, config, index)
+        complete = with_options(wanted, options)
+        chosen.append((complete, options, learned.learned_inputs(complete, options.sink)))
+    _set_implementation(model, NAME)
+    for module, (complete, options, inputs) in zip(modules, chosen, strict=True):
+        _replace(module, config, complete, options, inputs)
+    return model
+
+
+def restore_attention(model: Any) -> Any:
+    """Give a model its own attention back, and remove the parameters that were added."""
+    previous = getattr(model, PREVIOUS, None)
+    if previous is None:
+        raise ValueError("model: its attention has not been replaced")
+    for module in _decoder(model)[1]:
+        _forget(module)
+    model.set_attn_implementation(previous)
+    delattr(model, PREVIOUS)
+    return model
+
+
+def _decoder(model: Any) -> tuple[Any, list[nn.Module]]:
+    """The config of a decoder, and its attention modules in order."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: a PreTrainedModel of Transformers expected; found {type(model).__name__}"
+        )
+    config: Any = model.config
+    if config.is_encoder_decoder or not getattr(config, "is_causal", True):
+        raise TypeError(f"model: a causal decoder expected; found {type(model).__name__}")
+    if config.get_text_config(decoder=True) is not config:
+        raise TypeError(
+            f"model: {type(model).__name__} has several models in it; pass its language model alone"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        raise TypeError("model: chunked attention is a pattern that no mechanism has")
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+    if [m.layer_idx for m in found] != [*range(config.num_hidden_layers)]:
+        raise TypeError(
+            f"model: one attention module in each of {config.num_hidden_layers} layers expected; "
+            f"{type(model).__name__} has {len(found)}"
+        )
+    if any(hasattr(m, "lambda_q1") for m in found):
+        raise TypeError(
+            f"model: {type(model).__name__} calls attention twice in a layer and subtracts; its "
+            f"own attention is differential already"
+        )
+    return config, found
+
+
+def _for_layers(
+    mechanism: str | Mechanism | None, layers: Sequence[str | Mechanism] | None, count: int
+) -> list[Mechanism]:
+    """One mechanism for each layer."""
+    if (mechanism is None) is (layers is None):
+        raise TypeError("replace_attention: mechanism or layers expected, and not both")
+    if isinstance(layers, str):
+        raise TypeError(f"layers: a mechanism for each layer expected; found the text {layers!r}")
+    wanted = [mechanism] * count if layers is None else [*layers]
+    if len(wanted) != count:
+        raise ValueError(f"layers: {count} mechanisms expected, one a layer; found {len(wanted)}")
+    parsed = [parse(one) if isinstance(one, str) else one for one in wanted]
+    for one in parsed:
+        if not isinstance(one, Mechanism):
+            raise TypeError(f"mechanism: a text or a Mechanism expected; found {one!r}")
+    return parsed  # type: ignore[return-value]
+
+
+def _set_implementation(model: Any, name: str) -> None:
+    previous = model.config._attn_implementation
+    if previous == name:
+        return
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise TypeError(
+            f"model: the attention of {type(model).__name__} does not go through Transformers' "
+            f"AttentionInterface"
+        )
+    setattr(model, PREVIOUS, previous)
+
+
+def _replace(
+    module: nn.Module,
+    config: Any,
+    mechanism: Mechanism,
+    options: Options,
+    inputs: tuple[learned.Input, ...],
+) -> None:
+    _forget(module)
+    width = getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)
+    sizes = {"h": config.num_attention_heads, "d": width}
+    learned.add_parameters(module, mechanism, inputs, sizes)
+    handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
+    setattr(module, NAME, Replacement(mechanism, options, inputs, handle))
+
+
+def _forget(module: nn.Module) -> None:
+    """Undo an earlier replacement."""
+    earlier: Replacement | None = getattr(module, NAME, None)
+    if earlier is None:
+        return
+    earlier.handle.remove()
+    delattr(module, NAME)
+    if hasattr(module, learned.NAME):
+        delattr(module, learned.NAME)

@@ -1,0 +1,111 @@
+"""The layer of a cache whose buffers keep their addresses, for compiled decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.cache import Cache
+from precondattn.cache.kinds import holding
+from precondattn.integrations.transformers.cache import ANY, CacheLayer
+from precondattn.integrations.transformers.padding import check_held, new_columns
+
+
+class StaticCacheLayer(CacheLayer):
+    """A cache for `max_cache_len` tokens, written to in place.
+
+    The number of tokens is a tensor, so that a compiled step is one graph for all of them. Without
+    `max_cache_len` there is no limit, and the mechanism must read a window of tokens only.
+    """
+
+    is_compileable = True
+    is_croppable = True
+
+    def __init__(self, max_cache_len: int | None) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+
+    def extend(
+        self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
+    ) -> Tensor:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values()):
+            raise ValueError(
+                "past_key_values: a static cache is written to in place, so it has no gradient; "
+                "use a DynamicCache, or torch.no_grad()"
+            )
+        if self.cache is None:
+            self.cache = self._empty(mechanism, arrays)
+        new, cache = arrays["q"].shape[1], self.cache
+        if not torch.compiler.is_compiling():
+            check_held(cache, key_mask, int(cache.length[0]), new)
+        if key_mask is not None:
+            key_mask = new_columns(key_mask, cache.length[0], new)
+        # A donation empties the dict, and the buffers stay.
+        given = holding(cache, cache.length, dict(cache.store))
+        out, longer = mechanism.extend(given, **arrays, key_mask=key_mask, donate=True)
+        self._write(longer)
+        return out
+
+    def _empty(self, mechanism: Mechanism, arrays: dict[str, Tensor]) -> Cache:
+        capacity = self.max_cache_len
+        if capacity is None:
+            if mechanism.program.reach is None:
+                raise ValueError(
+                    f"past_key_values: Transformers' static cache of a sliding window does not say "
+                    f"how many tokens will follow, and {mechanism} stores all of them; pass "
+                    f"past_key_values=static_cache(model, max_cache_len)"
+                )
+            capacity = ANY
+        cache = mechanism.init_cache(**arrays, capacity=capacity, key_mask=True)
+        if not torch.compiler.is_compiling():
+            for buffer in (cache.length, *cache.store.values()):
+                torch._dynamo.mark_static_address(buffer)
+        self.is_initialized = True
+        self.batch_size = cache.length.shape[0]
+        return cache
+
+    def _write(self, longer: Cache) -> None:
+        """Copy what is not in its buffer already."""
+        assert self.cache is not None
+        for name, buffer in self.cache.store.items():
+            if longer.store[name] is not buffer:
+                buffer.copy_(longer.store[name])
+        self.cache.length.copy_(longer.length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.cache is not None:
+            self.batch_size = self.cache.length.shape[0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens: −3 for the last three, as in Transformers.
+
+        Raises
+        ------
+        ValueError
+            for a positive number, and for a mechanism whose cache can not be cropped.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: minus the number of tokens to remove expected; found {tokens_to_remove}"
+            )
+        if self.cache is not None and tokens_to_remove:
+            self._write(self.cache.crop(self.cache.length + tokens_to_remove))
+
+    def reset(self) -> None:
+        if self.cache is not None:
+            for buffer in (self.cache.length, *self.cache.store.values()):
+                buffer.zero_()
+
+    def get_seq_length(self) -> Tensor | int:
+        return 0 if self.cache is None else self.cache.length[0].long()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
+        """The number of slots, and that of the first of them."""
+        if self.max_cache_len is None:
+            return query_length, self.get_seq_length()
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_cache_len is None else self.max_cache_len
