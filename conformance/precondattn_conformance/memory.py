@@ -28,7 +28,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.declared import is_bounded
+from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import Layout, make_inputs
 from precondattn_conformance.libraries import Library
 
@@ -132,9 +132,7 @@ def _prepared(
 def _arrays(call: MeasuredCall, library: Library, layout: Layout) -> tuple[dict[str, Any], Any]:
     """Inputs, and a cotangent of the output."""
     m = pa.parse(call.mechanism)
-    arrays = make_inputs(m, layout, "clustered")
-    if not is_bounded(m) and "k" in arrays:
-        arrays["k"] = 0.5 * arrays["k"]
+    arrays = with_harmless_keys(m, make_inputs(m, layout, "clustered"))
     inputs = {name: library.array(array, call.dtype) for name, array in arrays.items()}
     sizes = m.inputs.sizes(str(m), {name: array.shape for name, array in arrays.items()})
     shape = m.program.output.shape(sizes)

@@ -18,10 +18,11 @@ from precondattn_conformance.cancellation import (
     sizes_when_overwritten,
     sizes_when_saturated,
 )
-from precondattn_conformance.declared import is_bounded, is_smooth, is_softmax, mechanism_of
+from precondattn_conformance.declared import is_smooth, is_softmax, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.expecting import HELPED, REFERENCE
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
+from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
@@ -107,8 +108,7 @@ def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
         inputs = at_an_extreme(m, layout, kind, dtype)
     else:
         inputs = make_inputs(m, layout, kind)
-    if not is_bounded(m) and "k" in inputs:
-        inputs["k"] = 0.5 * inputs["k"]
+    inputs = with_harmless_keys(m, inputs)
     return {name: rounded(array, dtype) for name, array in inputs.items()}
 
 

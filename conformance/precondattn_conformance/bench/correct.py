@@ -30,7 +30,7 @@ from precondattn_conformance.bench.computation import (
     decode_run,
     token_count,
 )
-from precondattn_conformance.declared import is_bounded
+from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs, slice_tokens
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound, error
@@ -90,9 +90,7 @@ class Oracle:
 def inputs_of(mechanism: str, layout: Layout, dtype: str, library: str) -> Arrays:
     """The inputs, rounded to the dtype as the library does it, in float64."""
     m = pa.parse(mechanism)
-    arrays = make_inputs(m, layout, KIND)
-    if not is_bounded(m) and "k" in arrays:
-        arrays["k"] = 0.5 * arrays["k"]
+    arrays = with_harmless_keys(m, make_inputs(m, layout, KIND))
     return {name: _rounded(array, dtype, library) for name, array in arrays.items()}
 
 
