@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.cache import Cache
-from precondattn.layers.functions import linear, rotation
+from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
 from precondattn.layers.parameters import Weights
 from precondattn.layers.plan import OUT, PROJECTION, Entry, Plan
 from precondattn.layers.recipe import Tokens
+from precondattn.layers.segments import Segments
 
 
 def apply(
@@ -22,6 +24,7 @@ def apply(
     mask: Array | None = None,
     positions: Array | None = None,
     cache: Cache | None = None,
+    segments: Segments | None = None,
     donate: bool = False,
 ) -> tuple[Array, Cache | None]:
     """y (b, t, width), and the cache after these tokens."""
@@ -35,13 +38,14 @@ def apply(
             positions = tokens.packed(xp.broadcast_to(positions, x.shape[:2]))
     count = None if tokens is None else tokens.count
     inner, rows = (None, None) if cache is None else split(cache, plan)
-    histories = Histories(rows, count)
+    place = None if segments is None else segments.place
+    histories = Histories(rows, count, place)
     wide = x.dtype if x.dtype.itemsize >= 4 else namespace(x).float32
     angles: dict[tuple[int, float], tuple[Array, Array]] = {}
 
     def rotation_of(width: int, theta: float) -> tuple[Array, Array]:
         if (width, theta) not in angles:  # Once for queries and keys.
-            at = _positions(x, cache) if positions is None else positions
+            at = _positions(x, cache, segments) if positions is None else positions
             angles[width, theta] = rotation(at, width, theta, wide)
         return angles[width, theta]
 
@@ -49,7 +53,9 @@ def apply(
     for entry in plan.entries[:-1]:
         values[entry.name] = _made(entry, weights, x, rotation_of, values, histories)
     inputs = {name: values[name] for name in plan.inputs}
-    masks = {} if count is None else {"lengths": count}
+    masks: dict[str, Any] = {} if count is None else {"lengths": count}
+    if segments is not None:
+        masks = segments.masks
     if inner is None:
         values[OUT] = plan.mechanism(**inputs, **masks)
         after = None
@@ -63,8 +69,10 @@ def apply(
     return (y if tokens is None else tokens.unpacked(y)), after
 
 
-def _positions(x: Array, cache: Cache | None) -> Array:
+def _positions(x: Array, cache: Cache | None, segments: Segments | None) -> Array:
     """The positions of new tokens, (b, t) or (1, t)."""
+    if segments is not None:
+        return segments.place
     positions = arange_like(x.shape[1], x)[None, :]
     return positions if cache is None else positions + cache.length[:, None]
 
@@ -77,8 +85,9 @@ def _made(
     values: dict[str, Array],
     histories: Histories,
 ) -> Array:
-    def preceded(rows: Array, number: int) -> Array:
-        return histories.preceded(entry.name, rows, number)
+    def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
+        before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
+        return causal_convolution(before, weight, bias, histories.place)
 
     read = {own: values[value] for own, value in entry.reads}
-    return entry.recipe.make(Tokens(x, rotation_of, read, preceded), weights[entry.name])
+    return entry.recipe.make(Tokens(x, rotation_of, read, convolved), weights[entry.name])

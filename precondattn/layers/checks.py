@@ -22,8 +22,13 @@ def check_call(
     positions: Any,
     cache: Any,
     is_cast: Callable[[Array], bool],
+    *,
+    is_packed: bool = False,
 ) -> None:
-    """Raise an error for arguments that do not fit; `is_cast`: autocast chooses the dtype of x."""
+    """Raise an error for arguments that do not fit.
+
+    `is_cast`: autocast chooses the dtype of x. `is_packed`: there are segments.
+    """
     library = library_of(weight)
     if library_of(x) != library:
         raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
@@ -47,6 +52,12 @@ def check_call(
             raise ValueError(
                 f"positions must have shape ({t},) or {(b, t)}; found {tuple(positions.shape)}"
             )
+    if is_packed and mask is not None:
+        raise ValueError(
+            "mask can not be given with segments; give padding a segment of its own instead"
+        )
+    if is_packed and cache is not None:
+        raise ValueError("cache can not be given with segments: its sequences are a batch")
     if cache is not None:
         _check_cache(plan, cache, b)
 

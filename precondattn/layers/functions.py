@@ -10,7 +10,7 @@ import math
 import sys
 from typing import Any
 
-from precondattn.arrays import Array, cast, library_of, namespace, placement
+from precondattn.arrays import Array, cast, library_of, namespace, placement, zero_where_not
 
 
 def linear(x: Array, weight: Array, axes: int = 1) -> Array:
@@ -99,14 +99,28 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
     return cast(namespace(x).concat(parts, axis=-1), x.dtype)
 
 
-def causal_convolution(rows: Array, weight: Array, bias: Array | None) -> Array:
-    """y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows (b, c − 1 + t, …), w (c, …)."""
+def causal_convolution(
+    rows: Array, weight: Array, bias: Array | None, place: Array | None = None
+) -> Array:
+    """y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows (b, c − 1 + t, …), w (c, …).
+
+    With the `place` (b, t) of each token in its segment, rows before the segment are 0.
+    """
     size = weight.shape[0]
     t = rows.shape[1] - size + 1
-    if t == 1:
+    if t == 1 and place is None:
         y = namespace(rows).sum(rows * weight, axis=1, keepdims=True)
         return y if bias is None else y + bias
-    y = rows[:, :t, ...] * weight[0, ...]
+
+    def earlier(i: int) -> Array:
+        """x_{t−c+1+i}"""
+        x = rows[:, i : i + t, ...]
+        if place is None or i == size - 1:
+            return x
+        is_inside = namespace(place).reshape(place, (*place.shape, *(1,) * (x.ndim - 2)))
+        return zero_where_not(is_inside >= size - 1 - i, x)
+
+    y = earlier(0) * weight[0, ...]
     for i in range(1, size):
-        y = y + rows[:, i : i + t, ...] * weight[i, ...]
+        y = y + earlier(i) * weight[i, ...]
     return y if bias is None else y + bias

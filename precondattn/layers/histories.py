@@ -56,11 +56,15 @@ def joined(inner: Cache, rows: Arrays, kinds: Kinds) -> Cache:
 class Histories:
     """The rows before the new tokens of one call, and those to keep for the next call."""
 
-    def __init__(self, before: Arrays | None, count: Array | None) -> None:
+    def __init__(
+        self, before: Arrays | None, count: Array | None, place: Array | None = None
+    ) -> None:
         self.before = before
         """The rows that the cache keeps; None without a cache."""
         self.count = count
         """The number of valid new tokens of each sequence; None if all are."""
+        self.place = place
+        """The place of each token in its segment; None without segments."""
         self.kept: Arrays = {}
 
     def preceded(self, name: str, rows: Array, number: int) -> Array:

@@ -24,9 +24,10 @@ class Tokens(NamedTuple):
     """`rotation(width, theta)`: cos and sin of the angles of the tokens' positions."""
     values: Mapping[str, Array]
     """The values that the recipe `reads`, by its own names of them."""
-    preceded: Callable[[Array, int], Array]
-    """`preceded(rows, n)` is `rows` (b, t, …) after the n rows before them, which the cache keeps;
-    those before the first token are 0."""
+    convolved: Callable[[Array, Array, Array | None], Array]
+    """`convolved(rows, w, b)` is y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows x
+    (b, t, …) with w (c, …). Rows before the first token of a sequence are 0, and the cache keeps
+    the last c − 1, the recipe's `history()`."""
 
 
 class Recipe:

@@ -17,6 +17,7 @@ from precondattn.layers.flax.module import parameter
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
+from precondattn.layers.segments import segments_of
 
 
 class Attention(nnx.Module):
@@ -107,6 +108,8 @@ class Attention(nnx.Module):
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: Cache | None = None,
+        segment_ids: jax.Array | None = None,
+        cu_seqlens: Any = None,
     ) -> Any:
         """y, or y and the longer cache if there is one.
 
@@ -120,13 +123,36 @@ class Attention(nnx.Module):
             For rotations; by default the valid tokens are counted, from the cache's length on.
         cache : Cache, optional
             From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+        segment_ids : integer array (b, t), optional
+            Packed sequences: each run of equal ids is a sequence of its own, for positions,
+            convolutions and the mechanism. Not with `mask` or `cache`.
+        cu_seqlens : int32 array (n + 1,), optional
+            The same for b = 1: the bounds of n sequences, from 0 to t.
         """
-        check_call(self.plan, self._projection(), x, mask, positions, cache, lambda x: False)
+        check_call(
+            self.plan,
+            self._projection(),
+            x,
+            mask,
+            positions,
+            cache,
+            lambda x: False,
+            is_packed=segment_ids is not None or cu_seqlens is not None,
+        )
+        segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights = {
             name: {own: array[...] for own, array in parameters.items()}
             for name, parameters in self.inputs.items()
         }
-        y, after = apply(self.plan, weights, x, mask=mask, positions=positions, cache=cache)
+        y, after = apply(
+            self.plan,
+            weights,
+            x,
+            mask=mask,
+            positions=positions,
+            cache=cache,
+            segments=segments,
+        )
         return y if cache is None else (y, after)
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:

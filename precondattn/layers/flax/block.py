@@ -85,9 +85,18 @@ class Block(nnx.Module):
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: Cache | None = None,
+        segment_ids: jax.Array | None = None,
+        cu_seqlens: Any = None,
     ) -> Any:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
-        y = self.attention(self.attention_norm(x), mask=mask, positions=positions, cache=cache)
+        y = self.attention(
+            self.attention_norm(x),
+            mask=mask,
+            positions=positions,
+            cache=cache,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+        )
         y, after = (y, None) if cache is None else y
         x = x + y
         x = x + self.mlp(self.mlp_norm(x))

@@ -80,7 +80,13 @@ class Decoder(nnx.Module):
         self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
 
     def __call__(
-        self, tokens: jax.Array, *, mask: jax.Array | None = None, caches: Caches | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        caches: Caches | None = None,
+        segment_ids: jax.Array | None = None,
+        cu_seqlens: Any = None,
     ) -> Any:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
 
@@ -92,23 +98,30 @@ class Decoder(nnx.Module):
             False for padding, at any place.
         caches : tuple of Cache, optional
             From `init_caches` or an earlier call.
+        segment_ids, cu_seqlens
+            Packed sequences, as in `Attention`; without caches.
         """
         check_tokens(tokens, "jax", mask, caches)
-        x, longer = self._states(tokens, mask, caches)
+        segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        x, longer = self._states(tokens, mask, caches, **segments)
         return self._logits(x) if caches is None else (self._logits(x), longer)
 
     def _states(
-        self, tokens: jax.Array, mask: jax.Array | None, caches: Caches | None
+        self,
+        tokens: jax.Array,
+        mask: jax.Array | None,
+        caches: Caches | None,
+        **segments: Any,
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         if caches is None:
             for block in self.blocks:
-                x = block(x, mask=mask)
+                x = block(x, mask=mask, **segments)
             return x, None
         longer = []
         for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache)
+            x, cache = block(x, mask=mask, cache=cache, **segments)
             longer.append(cache)
         return x, tuple(longer)
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import (
-    causal_convolution,
     linear,
     rotated,
     sigmoid,
@@ -89,8 +88,8 @@ class Convolution(Recipe):
         return self.size - 1
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        rows = tokens.preceded(linear(tokens.x, p["weight"]), self.size - 1)
-        return silu(causal_convolution(rows, p["convolution"], p.get("bias")))
+        rows = linear(tokens.x, p["weight"])
+        return silu(tokens.convolved(rows, p["convolution"], p.get("bias")))
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,7 @@ class Direction(Recipe):
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         w = linear(linear(tokens.x, p["down"]), p["up"])
-        rows = tokens.preceded(w, self.size - 1)
-        return unit_rows(silu(causal_convolution(rows, p["convolution"], None)), self.eps)
+        return unit_rows(silu(tokens.convolved(w, p["convolution"], None)), self.eps)
 
 
 @dataclass(frozen=True)

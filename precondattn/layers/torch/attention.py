@@ -16,6 +16,7 @@ from precondattn.layers.checks import check_batch, check_call
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
+from precondattn.layers.segments import segments_of
 from precondattn.layers.torch.module import fill, parameters_of, register
 
 
@@ -125,6 +126,8 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Any = None,
         donate: bool = False,
     ) -> Any:
         """y, or y and the longer cache if there is one.
@@ -139,6 +142,11 @@ class Attention(nn.Module):
             For rotations; by default the valid tokens are counted, from the cache's length on.
         cache : Cache, optional
             From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+        segment_ids : integer tensor (b, t), optional
+            Packed sequences: each run of equal ids is a sequence of its own, for positions,
+            convolutions and the mechanism. Not with `mask` or `cache`.
+        cu_seqlens : int32 tensor (n + 1,), optional
+            The same for b = 1: the bounds of n sequences, from 0 to t.
         donate : bool
             Write into the cache's own buffers; the old cache can then not be used again.
         """
@@ -150,12 +158,21 @@ class Attention(nn.Module):
             positions,
             cache,
             is_autocast,
+            is_packed=segment_ids is not None or cu_seqlens is not None,
         )
+        segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights = {}
         for name, declared in self.plan.weights:
             weights[name] = parameters_of(self.inputs[name], declared)
         y, after = apply(
-            self.plan, weights, x, mask=mask, positions=positions, cache=cache, donate=donate
+            self.plan,
+            weights,
+            x,
+            mask=mask,
+            positions=positions,
+            cache=cache,
+            segments=segments,
+            donate=donate,
         )
         return y if cache is None else (y, after)
 

@@ -98,11 +98,19 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Any = None,
         donate: bool = False,
     ) -> Any:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
         y = self.attention(
-            self.attention_norm(x), mask=mask, positions=positions, cache=cache, donate=donate
+            self.attention_norm(x),
+            mask=mask,
+            positions=positions,
+            cache=cache,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            donate=donate,
         )
         y, after = (y, None) if cache is None else y
         x = x + y

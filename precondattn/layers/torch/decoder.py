@@ -89,6 +89,8 @@ class Decoder(nn.Module):
         *,
         mask: Tensor | None = None,
         caches: Caches | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Any = None,
         donate: bool = False,
     ) -> Any:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
@@ -100,24 +102,32 @@ class Decoder(nn.Module):
             False for padding, at any place.
         caches : tuple of Cache, optional
             From `init_caches` or an earlier call.
+        segment_ids, cu_seqlens
+            Packed sequences, as in `Attention`; without caches.
         donate : bool
             Write into the caches' own buffers.
         """
         check_tokens(tokens, "torch", mask, caches)
-        return self._logits(*self._states(tokens, mask, caches, donate))
+        segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        return self._logits(*self._states(tokens, mask, caches, donate, **segments))
 
     def _states(
-        self, tokens: Tensor, mask: Tensor | None, caches: Caches | None, donate: bool
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        caches: Caches | None,
+        donate: bool,
+        **segments: Any,
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = nn.functional.embedding(tokens, self.embedding)
         if caches is None:
             for block in self.blocks:
-                x = block(x, mask=mask)
+                x = block(x, mask=mask, **segments)
             return x, None
         longer = []
         for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache, donate=donate)
+            x, cache = block(x, mask=mask, cache=cache, donate=donate, **segments)
             longer.append(cache)
         return x, tuple(longer)
 

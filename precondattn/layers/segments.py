@@ -1,0 +1,67 @@
+"""Packed sequences: where in its own segment each token is.
+
+A layer starts anew with each segment: positions count from 0, convolutions read no rows of another
+segment, and the mechanism is given the same segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    as_index,
+    host_array,
+    namespace,
+    on_device_of,
+    take_tokens,
+)
+from precondattn.execution.cu_seqlens import packed_by
+from precondattn.execution.masks import INTEGERS, ValueChecks, check_mask, is_contiguous
+
+
+class Segments(NamedTuple):
+    """The segments of one call."""
+
+    masks: dict[str, Any]
+    """`segment_ids` or `cu_seqlens`, as the mechanism takes it."""
+    place: Array
+    """(b, t), the number of tokens before each token in its segment."""
+
+
+def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> Segments | None:
+    """The segments of x (b, t, width); None without any.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for anything but integers (b, t) with equal ids in one run, or what `cu_seqlens` may be.
+    """
+    if segment_ids is None and cu_seqlens is None:
+        return None
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
+    b, t = x.shape[:2]
+    checks = ValueChecks(owner)
+    if cu_seqlens is not None:
+        ids, on_host = packed_by(owner, cu_seqlens, x, b, t, checks)
+        masks = {"cu_seqlens": cu_seqlens}
+    else:
+        ids = check_mask(owner, "segment_ids", segment_ids, x, (b, t), INTEGERS, "(b t)")
+        on_host, masks = host_array(ids), {"segment_ids": ids}
+        good = is_contiguous(ids if on_host is None else on_host)
+        checks.require(good, "segment_ids must be contiguous: each id in one run")
+    place = _place(ids) if on_host is None else on_device_of(x, _place(on_host))
+    return Segments(masks, place)
+
+
+def _place(ids: Array) -> Array:
+    """How many tokens of the same run are before each token of ids (b, t)."""
+    xp = namespace(ids)
+    index = xp.broadcast_to(arange_like(ids.shape[1], ids)[None, :], tuple(ids.shape))
+    is_first = xp.concat([index[:, :1] == 0, ids[:, 1:] != ids[:, :-1]], axis=1)
+    firsts = xp.sort(xp.where(is_first, index, ids.shape[1]), axis=1)
+    # Not the standard's `cumulative_sum`, which PyTorch's compiler can not follow.
+    run = xp.astype(is_first, index.dtype).cumsum(1) - 1
+    return index - take_tokens(firsts, as_index(run))
