@@ -38,7 +38,9 @@ class StaticCacheLayer(CacheLayer):
             self.cache = self._empty(mechanism, arrays)
         new, cache = arrays["q"].shape[1], self.cache
         if not torch.compiler.is_compiling():
-            check_held(cache, key_mask, int(cache.length[0]), new)
+            held = int(cache.length[0])
+            self._check_room(held, new)
+            check_held(cache, key_mask, held, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, cache.length[0], new)
         # A donation empties the dict, and the buffers stay.
@@ -46,6 +48,13 @@ class StaticCacheLayer(CacheLayer):
         out, longer = mechanism.extend(given, **arrays, key_mask=key_mask, donate=True)
         self._write(longer)
         return out
+
+    def _check_room(self, held: int, new: int) -> None:
+        if self.max_cache_len is not None and held + new > self.max_cache_len:
+            raise ValueError(
+                f"past_key_values: this static cache is for {self.max_cache_len} tokens; found "
+                f"{new} new ones after {held}"
+            )
 
     def _empty(self, mechanism: Mechanism, arrays: dict[str, Tensor]) -> Cache:
         capacity = self.max_cache_len
