@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import precondattn as pa
@@ -185,6 +186,19 @@ def test_a_copy_is_a_model_of_its_own_and_files_have_the_model_s_weights(tmp_pat
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert loaded.config._attn_implementation != NAME
         torch.testing.assert_close(replace_attention(loaded, "lucid")(ids).logits, expected)
+
+
+def test_added_parameters_are_saved_and_loaded_after_the_model(tmp_path):
+    model = replace_attention(model_of(), "temperature[per=head]")
+    with torch.no_grad():
+        for module in attentions(model):
+            module.mechanism_inputs.tau.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = replace_attention(model_of(), "temperature[per=head]")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert not loaded.load_state_dict(weights).missing_keys
+    ids, _ = prompts()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 REFUSED = {
