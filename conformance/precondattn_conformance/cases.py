@@ -17,6 +17,14 @@ from precondattn_conformance.grid import LAYOUTS, LEVELS, data
 from precondattn_conformance.inputs import KINDS, Layout
 from precondattn_conformance.layout_names import layout_named
 
+IsNarrow = Callable[[str, str], bool]
+"""Whether an expression is computed in float32 at most, with arrays of a library (`widest.py`)."""
+
+
+def never_narrow(expression: str, library: str) -> bool:
+    return False
+
+
 HARMFUL = ("duplicate", "real", *EXTREMES)
 """Kinds of data for mechanisms whose result is bounded for any keys."""
 
@@ -29,11 +37,13 @@ def cases(
     only_checks: tuple[str, ...] = (),
     only_dtypes: tuple[str, ...] = (),
     blocks: tuple[int, ...] = (),
+    is_narrow: IsNarrow = never_narrow,
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
     `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
     each other, since they share the oracle's results. `blocks` are those that a backend declares.
+    Where it `is_narrow`, cases in float64 become cases in float32.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
@@ -47,11 +57,13 @@ def cases(
                 raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
     mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
     chosen = only_libraries or tuple(libraries.installed())
-    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes, blocks)
+    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes, blocks, is_narrow)
 
 
 def known_cases(
-    blocks: tuple[int, ...] = (), is_wanted: Callable[[str], bool] = lambda expression: True
+    blocks: tuple[int, ...] = (),
+    is_wanted: Callable[[str], bool] = lambda expression: True,
+    is_narrow: IsNarrow = never_narrow,
 ) -> Iterator[Case]:
     """Every case of every library, installed or not: the last level contains all others.
 
@@ -59,7 +71,7 @@ def known_cases(
     """
     every_library = tuple(cls.name for cls in libraries.ALL)
     wanted = tuple(filter(is_wanted, expressions()))
-    return _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks)
+    return _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks, is_narrow)
 
 
 def _cases(
@@ -69,6 +81,7 @@ def _cases(
     checks: tuple[str, ...],
     only_dtypes: tuple[str, ...],
     blocks: tuple[int, ...],
+    is_narrow: IsNarrow,
 ) -> Iterator[Case]:
     dtypes = {name: libraries.named(name).dtypes for name in chosen}
     is_alone = len(chosen) == 1
@@ -81,25 +94,36 @@ def _cases(
             for library in chosen:
                 if dtype not in dtypes[library]:
                     continue
+                traits = {"is_alone": is_alone, "is_narrow": is_narrow(mechanism, library)}
                 for check in checks:
-                    for layout, kind in data(level, check, library, dtype, mechanism, is_alone):
+                    for layout, kind in data(level, check, library, dtype, mechanism, **traits):
                         case = Case(check, mechanism, library, dtype, layout, kind)
                         if makes_sense(case):
                             yield case
         for library in chosen:
-            for case in designed(level, mechanism, library, blocks):
+            narrow = is_narrow(mechanism, library)
+            for case in designed(level, mechanism, library, blocks, is_narrow=narrow):
                 is_wanted = not only_dtypes or case.dtype in only_dtypes
                 if is_wanted and case.check in checks and case.id not in ids:
                     ids.add(case.id)
                     yield case
 
 
-def designed(level: str, mechanism: str, library: str, blocks: tuple[int, ...] = ()) -> list[Case]:
+def designed(
+    level: str,
+    mechanism: str,
+    library: str,
+    blocks: tuple[int, ...] = (),
+    *,
+    is_narrow: bool = False,
+) -> list[Case]:
     """The cases of the design's rows at a level. Those of one expression follow each other."""
     made = design(mechanism, library, blocks)
     found: dict[str, Case] = {}
     for row in rows(level, mechanism, library, blocks):
         check, layout, kind, dtype, expression = made.entry(row)
+        if is_narrow and dtype == "float64":
+            dtype = "float32"
         case = Case(check, expression, library, dtype, layout, kind)
         if makes_sense(case):
             found[case.id] = case

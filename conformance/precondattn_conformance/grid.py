@@ -15,7 +15,7 @@ from precondattn.algebra import registry
 from precondattn_conformance.declared import derived
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
-from precondattn_conformance.libraries import HALF
+from precondattn_conformance.libraries import HALF, WIDE
 
 LEVELS = ("smoke", "full", "stress")
 
@@ -107,6 +107,9 @@ SPECIAL: dict[str, Data] = {
 OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
 """Where half precision overflows, or a state in it loses what was written."""
 
+OF_KERNELS = ("stability", "packing", "padding", "determinism")
+"""Checks for kernels in JAX, even where only a few cases are run."""
+
 DECODED = (OWN_HEADS, "huge_logits")
 """Of the check `caching`: a step too subtracts a maximum, of cached and of new tokens."""
 
@@ -114,9 +117,20 @@ STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
 
 
 def data(
-    level: str, check: str, library: str, dtype: str, mechanism: str, is_alone: bool = False
+    level: str,
+    check: str,
+    library: str,
+    dtype: str,
+    mechanism: str,
+    *,
+    is_alone: bool = False,
+    is_narrow: bool = False,
 ) -> Data:
-    """Layouts and kinds of keys. `is_alone`: no other library is checked in this run."""
+    """Layouts and kinds of keys.
+
+    `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
+    mechanism in float32 at most (`widest.py`).
+    """
     if check == "threads":
         # Long sequences. Of the libraries only PyTorch has a number of threads.
         is_short = library == "torch" and mechanism.isidentifier() and mechanism not in derived()
@@ -125,9 +139,12 @@ def data(
         # It compiles twice for each mechanism, which takes too long for the first level.
         return SPECIAL[check] if dtype == "float32" and level != "smoke" else ()
     if level == "smoke":
-        if library == "jax" and is_alone:
-            return _smoke_of_jax(check, dtype, mechanism in derived())
-        return _smoke(check, library, dtype, mechanism)
+        if library == "jax" and (is_alone or is_narrow):
+            return _smoke_of_jax(check, dtype, mechanism in derived(), is_narrow)
+        if not is_narrow or dtype not in WIDE:
+            return _smoke(check, library, dtype, mechanism)
+        both = [_smoke(check, library, each, mechanism) for each in WIDE]
+        return tuple(dict.fromkeys(sum(both, ()))) if dtype == "float32" else ()
     if check in ("leaks", "memory"):
         # They measure a process, not arithmetic.
         once = dtype == "float32" and library in ("numpy", "torch", "cupy")
@@ -148,8 +165,13 @@ def data(
     return (*several, DECODED) if check == "caching" else several
 
 
-def _smoke_of_jax(check: str, dtype: str, is_derived: bool) -> Data:
-    """One mask for each check, each time a different one, since every case has to be compiled."""
+def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> Data:
+    """One mask for each check, each time a different one, since every case has to be compiled.
+
+    A backend without float64 is one of kernels, which read behind the end of an array.
+    """
+    if is_narrow and not is_derived and dtype == "float32" and check in OF_KERNELS:
+        return SPECIAL[check][:1]
     if is_derived or check not in ("outputs", "gradients", "caching"):
         return ()
     if dtype != "float32":

@@ -20,6 +20,7 @@ from precondattn_conformance.isolation import TIMEOUT, run_isolated
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.status import COMPARED
+from precondattn_conformance.widest import is_narrow
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,18 @@ class Session:
             only_checks=self.checks,
             only_dtypes=self.dtypes,
             blocks=self.blocks,
+            is_narrow=self.is_narrow,
         )
         return list(chosen)
+
+    def is_narrow(self, expression: str, library: str) -> bool:
+        """Whether cases in float64 run in float32, the widest dtype of the backend under test.
+
+        Not if only float64 is requested: then the backend says why it declines.
+        """
+        if not self.backend or (self.dtypes and "float32" not in self.dtypes):
+            return False
+        return is_narrow(self.backend, expression, library, self.device)
 
     def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
         """The pairs of levels of the design that were looked at; none for cases given by id."""
@@ -106,7 +117,7 @@ class Session:
         def is_wanted(expression: str) -> bool:
             return names is None or name_of(expression) in names
 
-        others = partial(known_cases, self.blocks, is_wanted)
+        others = partial(known_cases, self.blocks, is_wanted, self.is_narrow)
         expectations.require_true(_chained(todo, others))
         return expectations
 

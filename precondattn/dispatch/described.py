@@ -35,16 +35,21 @@ def explain_described(
     device: str | None,
     verb: str,
     sizes: Mapping[str, int],
+    *,
+    backend: tuple[str, ...] | None = None,
 ) -> Explanation:
     """The plan of a call with these sizes by letter; the others have a default.
 
     There are as many keys as queries (s = t), as many key/value and value heads as query heads
-    (n = u = h), and values as wide as keys (e = d). A cache has room for c = s tokens.
+    (n = u = h), and values as wide as keys (e = d). A cache has room for c = s tokens. `backend`
+    names the backends that may run it; None for all but those that run only by name.
 
     Raises
     ------
     ValueError
         for a name that is unknown, or sizes that do not fit.
+    UnsupportedError
+        if backends are named, and none of them supports one of the leaf calls.
     """
     _check("library", library, tuple(DEVICES))
     _check("dtype", dtype, tuple(sorted(FLOATING)))
@@ -62,9 +67,9 @@ def explain_described(
     request = Request(verb, library, kind, dtype, tuple(shapes.items()), frozenset())
     discovered = discover()
     with ExitStack() as stack:
-        for backend in discovered.backends:
-            stack.enter_context(getattr(backend, "describing", nullcontext)(kind))
-        plan = uncached_plan(mechanism, request, complete["c"] if keeps_tokens else None)
+        for each in discovered.backends:
+            stack.enter_context(getattr(each, "describing", nullcontext)(kind))
+        plan = uncached_plan(mechanism, request, complete["c"] if keeps_tokens else None, backend)
     return Explanation(str(mechanism), mechanism.program, request, plan, discovered)
 
 

@@ -93,9 +93,14 @@ def make_plan(
     return plan
 
 
-def uncached_plan(mechanism: Mechanism, request: Request, capacity: int | None) -> Plan:
+def uncached_plan(
+    mechanism: Mechanism,
+    request: Request,
+    capacity: int | None,
+    allowed: tuple[str, ...] | None = None,
+) -> Plan:
     """The plan for a request, without a warning, and not kept for later calls."""
-    return _plan.__wrapped__(mechanism, request, capacity, None, discover())[0]
+    return _plan.__wrapped__(mechanism, request, capacity, allowed, discover())[0]
 
 
 @lru_cache(maxsize=KEPT)

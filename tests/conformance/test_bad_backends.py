@@ -51,6 +51,24 @@ def test_a_faulty_backend_fails(tmp_path, backend):
     assert f"{backend}: " in printed
 
 
+@pytest.mark.parametrize(
+    ("backend", "check"), [("overflows", "stability"), ("varies", "determinism")]
+)
+def test_smoke_finds_the_fault_of_a_backend_without_float64(tmp_path, backend, check):
+    code, record, _ = recorded(tmp_path, backend)
+    assert code == 1
+    failed = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert {(outcome.check, outcome.dtype) for outcome in failed} == {(check, "float32")}
+
+
+def test_smoke_runs_the_same_checks_in_the_widest_dtype_of_a_backend(tmp_path):
+    code, record, _ = recorded(tmp_path, "narrow")
+    assert code == 0
+    assert {outcome.dtype for outcome in record.outcomes} == {"float32"}
+    _, wide, _ = recorded(tmp_path, "reference")
+    assert {outcome.check for outcome in record.outcomes} == {o.check for o in wide.outcomes}
+
+
 def test_a_failure_shows_its_position_its_size_and_code_that_reproduces_it(tmp_path):
     _, record, printed = recorded(tmp_path, "shuffles", "--dtype", "float64", "--check", "outputs")
     (plain,) = [o for o in record.outcomes if o.layout == "plain"]

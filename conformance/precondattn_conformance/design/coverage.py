@@ -49,9 +49,12 @@ def pairs(
             made = design(mechanism, library, blocks)
             total += len(made.pairs)
             for row in rows(level, mechanism, library, blocks):
-                check, layout, kind, dtype, expression = made.entry(row)
-                if Case(check, expression, library, dtype, layout, kind).id in compared:
-                    looked_at |= {(library, p) for p in pairs_of(row) if p in made.pairs}
+                # A backend without float64 gets the row in float32.
+                for compared_row in (row, {**row, "dtype": "float32"}):
+                    check, layout, kind, dtype, expression = made.entry(compared_row)
+                    if Case(check, expression, library, dtype, layout, kind).id in compared:
+                        seen = made.pairs.intersection(pairs_of(compared_row))
+                        looked_at |= {(library, pair) for pair in seen}
         found.append(Pairs(mechanism, len(looked_at), total))
     return found
 

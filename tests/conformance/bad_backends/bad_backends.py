@@ -130,6 +130,41 @@ class Locks(Definition):
         return super().forward(mechanism, inputs, frame)
 
 
+class Narrow(Definition):
+    """Right, and without float64."""
+
+    name = "narrow"
+
+    def supports(self, mechanism, request):
+        if request.dtype == "float64":
+            return pa.Support.no("has no float64")
+        return super().supports(mechanism, request)
+
+
+class Overflows(Narrow):
+    """Does not subtract the largest logit before `exp`."""
+
+    name = "overflows"
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        q, k = (np.linalg.norm(inputs[name], axis=-1).max() for name in "qk")
+        largest = q * k / np.sqrt(inputs["q"].shape[-1])
+        return np.where(88 < largest < np.inf, np.nan, out).astype(out.dtype), residuals
+
+
+class Varies(Narrow):
+    """Every other call differs in its last bit."""
+
+    name = "varies"
+    is_odd = False
+
+    def forward(self, mechanism, inputs, frame):
+        out, residuals = super().forward(mechanism, inputs, frame)
+        self.is_odd = not self.is_odd
+        return np.nextafter(out, 2 * out) if self.is_odd else out, residuals
+
+
 class Quadratic(Definition):
     """Declares linear memory, but stores every pair of query and key."""
 
