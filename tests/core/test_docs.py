@@ -50,6 +50,16 @@ def test_the_page_of_recipes_is_up_to_date():
     )
 
 
+def test_the_tutorial_shows_the_saved_run():
+    maker = runpy.run_path(str(DOCS / "make_tutorial.py"))
+    saved = maker["load"]()
+    assert {*saved["runs"]} == {*maker["MECHANISMS"]}
+    assert all(len(run["losses"]) == saved["steps"] for run in saved["runs"].values())
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
+        "run python docs/make_tutorial.py --draw"
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     text = page.read_text(encoding="utf-8")
