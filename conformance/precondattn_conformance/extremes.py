@@ -15,8 +15,8 @@ long_keys      keys whose squares overflow float16, and queries as much shorter:
 far_below      every logit of a row is below −10⁹ (−10³⁰ in float32 and float64), and one is far
                above the others: a finite number in place of masked logits is larger
 overwritten    a large value is written to a state and removed again, before anything is read
-opposite_values  queries of 0, that average 64 values of 256, 64 of −256, and small ones: a sum that
-               is kept in half precision has lost the small ones
+opposite_values  queries of 0, that average 64 values of 256, 64 of −256, and small ones (16 and −16
+               in float32 and float64): a sum that is kept in half precision has lost the small ones
 =============  ==================================================================================
 
 The result stays well conditioned: a correct computation is as accurate as on harmless inputs.
@@ -51,6 +51,9 @@ HIGH = {"float64": 800.0}
 HIGH_ELSEWHERE = 100.0
 """Values whose exponentials overflow, by dtype."""
 LARGE = 256.0
+OPPOSITE = {"float16": 256.0, "bfloat16": 256.0}
+OPPOSITE_ELSEWHERE = 16.0
+"""With 256, the rounding of the partial sums alone exceeds the bound of float32."""
 CHUNK, LONGEST_CHUNK = 64, 128
 """Tokens in a chunk of a recurrence, of most kernels and of some."""
 LONG = 512.0
@@ -134,7 +137,8 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str
         _write_twice(arrays)
     if kind == "opposite_values":
         arrays["q"] = np.zeros_like(arrays["q"])
-        for start, value in ((16, LARGE), (80, -LARGE)):
+        by = OPPOSITE.get(dtype, OPPOSITE_ELSEWHERE)
+        for start, value in ((16, by), (80, -by)):
             arrays["v"][:, start : start + 64] = value
     if kind == "far_values" and "v" in arrays:
         signs = np.sign(np.random.default_rng(5).normal(size=arrays["v"].shape))
