@@ -55,9 +55,14 @@ def mask_of_tokens(
         raise ValueError(
             f"attention_mask: padding (b, s) expected; found the shape {(*attention_mask.shape,)}"
         )
-    if not torch.compiler.is_compiling() and allow_is_causal_skip:
+    if not torch.compiler.is_compiling():
         seen = int(q_offset) + q_length
-        if attention_mask.shape[1] >= seen and bool(attention_mask[:, :seen].all()):
+        if attention_mask.shape[1] < seen:
+            raise ValueError(
+                f"attention_mask: {seen} tokens, with those in the cache, need as many columns; "
+                f"found {attention_mask.shape[1]}"
+            )
+        if allow_is_causal_skip and bool(attention_mask[:, :seen].all()):
             return None
     return _columns(attention_mask.bool(), kv_offset, kv_length)[:, None, None, :]
 

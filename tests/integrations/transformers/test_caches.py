@@ -189,6 +189,8 @@ def test_another_mask_of_tokens_in_the_cache_is_refused(kind):
         with pytest.raises(ValueError, match="masked otherwise than when they were stored"):
             model(ids[:, 8:], attention_mask=after, past_key_values=filled(before))
     model(ids[:, 8:], attention_mask=None, past_key_values=filled(ones))
+    with pytest.raises(ValueError, match="11 tokens, with those in the cache, need as many col"):
+        model(ids[:, 8:], attention_mask=mask[:, 8:], past_key_values=filled(mask))
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lucid", "lucid(laser)"])

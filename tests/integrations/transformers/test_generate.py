@@ -109,6 +109,15 @@ def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism, cache, wa
     outcome(mechanism, cache, way, batch)
 
 
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_left_padded_prompt_writes_what_it_writes_alone(mechanism):
+    model, (ids, mask) = replaced(mechanism), prompts()
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    padded = model.generate(ids, attention_mask=mask, **options)[1:]
+    alone = model.generate(ids[1:, 4:], attention_mask=mask[1:, 4:], **options)
+    assert torch.equal(padded[:, 4:], alone)
+
+
 def test_the_page_has_the_table_of_these_outcomes():
     lines = [
         f"| one prompt / left-padded batch | {' | '.join(WAYS)} |",
