@@ -31,6 +31,7 @@ USED = {
         "StaticLayer",
         "StaticSlidingWindowLayer",
     ),
+    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
     "transformers.masking_utils": (
         "ALL_MASK_ATTENTION_FUNCTIONS",
         "and_masks",
@@ -128,3 +129,4 @@ BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]
 CausalLMOutputWithPast = _found["CausalLMOutputWithPast"]
 can_return_tuple = _found["can_return_tuple"]
 capture_outputs = _found["capture_outputs"]
+force_accelerate_hooks = _found["force_accelerate_hooks"]

@@ -1,0 +1,60 @@
+"""`use_backend_for`: the linear layers of a model of Transformers, computed by this library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.integrations.transformers.linear.layers import (
+    KINDS,
+    linear_layers,
+    replace_functions,
+    restore_functions,
+)
+
+
+def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) -> Any:
+    """Compute the recurrences of a model's linear layers by this library, from now on.
+
+    Weights, convolutions, caches and outputs stay those of Transformers; the outputs are equal up
+    to rounding, 1e-5 in float32.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A model with gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) or Mamba-2's (Mamba-2,
+        Bamba, Falcon-H1, Granite's hybrids, Zamba-2). It is changed in place; others of
+        its class are not.
+    backend : str or tuple of str, optional
+        As in every call of a mechanism; all installed ones by default.
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a model without such layers, and for layers of another recurrence, such as
+        Kimi-Linear's, whose decay is one for each channel.
+
+    Examples
+    --------
+    >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+    >>> from precondattn.integrations.transformers import use_backend_for
+    >>> config = Mamba2Config(
+    ...     vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8,
+    ...     state_size=8, n_groups=2,
+    ... )
+    >>> model = use_backend_for(Mamba2ForCausalLM(config))
+    """
+    for layer, kind in [*linear_layers(model)]:
+        replace_functions(layer, KINDS[kind].functions(backend))
+    return model
+
+
+def restore_backend_for(model: Any) -> Any:
+    """Give the linear layers of a model Transformers' own functions back."""
+    for layer, _ in [*linear_layers(model)]:
+        restore_functions(layer)
+    return model

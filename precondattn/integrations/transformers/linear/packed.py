@@ -1,0 +1,13 @@
+"""Several texts in one row, which Transformers' own functions refuse as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def refuse_packed(kwargs: Mapping[str, Any]) -> None:
+    """Raise an error if a call says that its rows hold several texts."""
+    for name in ("cu_seqlens", "seq_idx"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: several texts packed into one row are not supported")

@@ -1,0 +1,160 @@
+"""Linear layers of existing models, computed by this library: the outputs of Transformers' own."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from precondattn.integrations.transformers import restore_backend_for, use_backend_for
+
+VOCABULARY = 61
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1}
+SMALL |= {"eos_token_id": None, "num_hidden_layers": 4}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
+CONFIGURATIONS = {
+    "Qwen3Next": {**ATTENTION, **DELTA, "head_dim": 8, "num_experts": 0, "mlp_only_layers": []},
+    "OlmoHybrid": {**ATTENTION, **DELTA, "linear_num_key_heads": 4},
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8},
+    "Qwen3_5Text": {**ATTENTION, **DELTA, "head_dim": 8},
+    "FalconH1": {**ATTENTION, **MAMBA, "head_dim": 8, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
+    "GraniteMoeHybrid": {
+        **ATTENTION,
+        **MAMBA,
+        "mamba_chunk_size": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 32,
+    },
+    "Zamba2": {
+        **ATTENTION,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 8,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+    },
+    "Bamba": {**ATTENTION, **MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 8},
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def made(name):
+    """A model whose linear layers matter: larger weights, and states that last for many tokens."""
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **CONFIGURATIONS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+            if parameter_name.endswith("dt_bias"):
+                parameter.fill_(-3)
+            if parameter_name.endswith("conv1d.weight") and parameter.std() < 0.5:
+                parameter.mul_(10)
+    return model
+
+
+def prompts():
+    ids, mask = torch.randint(2, VOCABULARY, (2, 21)), torch.ones(2, 21, dtype=torch.int64)
+    mask[0, :4] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def close(found, expected):
+    """Equal to 1e-5 of the largest entry."""
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_outputs_and_gradients_are_those_of_transformers(name):
+    model, (ids, mask) = made(name), prompts()
+    ours = use_backend_for(copy.deepcopy(model))
+    results = []
+    for each in (model, ours):
+        outputs = each(ids, attention_mask=mask, labels=ids, use_cache=False)
+        outputs.loss.backward()
+        results.append(outputs)
+    close(results[1].logits, results[0].logits)
+    for (parameter, expected), found in zip(
+        model.named_parameters(), ours.parameters(), strict=True
+    ):
+        if expected.grad is not None and expected.grad.abs().max() > 1e-6:
+            scale = expected.grad.abs().max().item()
+            torch.testing.assert_close(
+                found.grad, expected.grad, rtol=0, atol=1e-4 * scale, msg=parameter
+            )
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beam"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_generation_uses_the_caches_of_transformers(name, options):
+    model, (ids, mask) = made(name), prompts()
+    ours = use_backend_for(copy.deepcopy(model))
+    options = {**options, "max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    expected, found = (
+        each.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+        for each in (model, ours)
+    )
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        close(a, b)
+
+
+def test_the_backend_is_called_and_the_model_of_another_instance_is_not_changed(monkeypatch):
+    from precondattn.execution import run
+
+    model, (ids, mask) = made("Qwen3Next"), prompts()
+    other, calls = copy.deepcopy(model), []
+    original = run.extend
+    monkeypatch.setattr(run, "extend", lambda *a, **k: calls.append(1) or original(*a, **k))
+    use_backend_for(model)
+    copied = copy.deepcopy(model)
+    for each, expected in ((model, 9), (copied, 9), (other, 0)):
+        each.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        assert len(calls) == expected  # Three linear layers, for the prompt and two tokens.
+        calls.clear()
+    restore_backend_for(model)
+    model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert not calls
+
+
+def test_a_backend_can_be_chosen():
+    model, (ids, _) = made("Mamba2"), prompts()
+    expected = model(ids).logits
+    with pytest.raises(ValueError, match="nonesuch"):
+        use_backend_for(model, "nonesuch")(ids)
+    close(use_backend_for(model, "reference")(ids).logits, expected)
+
+
+def test_other_models_are_refused_with_the_reason():
+    llama = transformers.LlamaConfig(**{**SMALL, **ATTENTION, "num_hidden_layers": 1})
+    with pytest.raises(ValueError, match="no layer that calls torch_chunk_gated_delta_rule"):
+        use_backend_for(transformers.LlamaForCausalLM(llama))
+    with pytest.raises(TypeError, match="a PreTrainedModel of Transformers expected; found Linear"):
+        use_backend_for(torch.nn.Linear(2, 2))
+    with torch.device("meta"):
+        kimi = transformers.AutoModelForCausalLM.from_config(transformers.KimiLinearConfig())
+    with pytest.raises(ValueError, match="a decay for each channel"):
+        use_backend_for(kimi)
+
+
+def test_packed_texts_are_refused():
+    model, (ids, _) = made("Qwen3Next"), prompts()
+    use_backend_for(model)
+    with pytest.raises(ValueError, match="packed into one row"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 10, 21], dtype=torch.int32), use_cache=False)
