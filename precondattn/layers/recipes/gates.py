@@ -38,10 +38,24 @@ class Sigmoid(Recipe):
 
 
 @dataclass(frozen=True)
+class StepOfSolve(Sigmoid):
+    """f σ(W x + b), f = `factor`
+
+    At W x = 0 it is 1, which is LUCID without weights.
+
+    Source: LUCID (arXiv 2602.10410), 3.4 and Table 5, which learns it but does not say by which
+    map; σ is DeltaNet's, and the factor ours.
+    """
+
+    factor: float = 2.0
+
+
+@dataclass(frozen=True)
 class LogSigmoid(Recipe):
     """log σ(W x + b) / c, c = `normalizer`
 
-    Source: forgetting transformer (arXiv 2503.02130); without b, GSA (arXiv 2409.07146).
+    Source: forgetting transformer (arXiv 2503.02130); without b and with c = 8, GSA (arXiv
+    2409.07146), fla/layers/gsa.py.
     """
 
     normalizer: float = 1.0

@@ -43,8 +43,9 @@ class Norm(Recipe):
 class GatedNorm(Norm):
     """γ RMSNorm(o) SiLU(W x), head by head
 
-    Source: RetNet (arXiv 2307.08621), Eq. 8; GLA (arXiv 2312.06635); Gated DeltaNet (arXiv
-    2412.06464), 3.4.
+    Source: RetNet (arXiv 2307.08621), Eq. 8, with RMSNorm for its group norm as in
+    flash-linear-attention, fla/layers/multiscale_retention.py; GLA (arXiv 2312.06635),
+    fla/layers/gla.py; Gated DeltaNet (arXiv 2412.06464), 3.4.
     """
 
     def parameters(self) -> dict[str, Parameter]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import (
     linear,
+    rms_norm,
     rotated,
     sigmoid,
     silu,
@@ -52,8 +53,28 @@ class Rotary(Projection):
     fraction: float = 1.0
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        x = super().make(tokens, p)
+        x = self.projected(tokens, p)
         return rotated(x, *tokens.rotation(round(x.shape[-1] * self.fraction), self.theta))
+
+    def projected(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        """What is rotated."""
+        return super().make(tokens, p)
+
+
+@dataclass(frozen=True)
+class NormedRotary(Rotary):
+    """RoPE(γ RMSNorm(W x + b)), head by head, with θ = `theta`, on `fraction` of the channels
+
+    Source: Qwen3 (arXiv 2505.09388), 2; Transformers, models/qwen3/modeling_qwen3.py.
+    """
+
+    eps: float = 1e-6
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {**super().parameters(), "gain": Parameter("d", Constant(1))}
+
+    def projected(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return rms_norm(super().projected(tokens, p), self.eps, p["gain"])
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,8 @@ class UnitConvolution(Convolution):
 class Direction(Recipe):
     """L2(SiLU(conv(B A x))), A x of rank `rank`, conv over `size` tokens
 
-    Source: PaTH (arXiv 2505.16381); flash-linear-attention, fla/layers/path_attn.py.
+    Source: PaTH (arXiv 2505.16381); flash-linear-attention, fla/layers/path_attn.py, which has
+    `UnitConvolution(size=3)`, a full map, where queries share keys.
     """
 
     rank: int = 32

@@ -22,6 +22,7 @@ from precondattn.layers.recipes.gates import (
     LogSigmoid,
     LowRankLogSigmoid,
     Sigmoid,
+    StepOfSolve,
     StepSize,
     Written,
 )
@@ -99,7 +100,7 @@ def published(depth: int) -> dict[str, Recipes]:
             "s": Written(),
             "out": Activated(),
         },
-        "lucid_solve": {"lucid_beta": Sigmoid(2.0)},
+        "lucid_solve": {"lucid_beta": StepOfSolve()},
         "conditioned_query": contraction,
         "query_weighted_query": contraction,
         "difference": of_vectors,
