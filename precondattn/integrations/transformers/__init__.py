@@ -7,7 +7,11 @@ put a mechanism into it, `attention.py` and `masks.py` are what Transformers cal
 """
 
 from precondattn.integrations.transformers.cache_layers import static_cache
-from precondattn.integrations.transformers.linear import restore_backend_for, use_backend_for
+from precondattn.integrations.transformers.linear import (
+    add_ccq,
+    restore_backend_for,
+    use_backend_for,
+)
 from precondattn.integrations.transformers.model import (
     PrecondattnCache,
     PrecondattnConfig,
@@ -21,6 +25,7 @@ __all__ = [
     "PrecondattnConfig",
     "PrecondattnForCausalLM",
     "PrecondattnModel",
+    "add_ccq",
     "replace_attention",
     "restore_attention",
     "restore_backend_for",

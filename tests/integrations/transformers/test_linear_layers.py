@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from precondattn.integrations.transformers import restore_backend_for, use_backend_for
+from precondattn.integrations.transformers import add_ccq, restore_backend_for, use_backend_for
 
 VOCABULARY = 61
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1}
@@ -158,3 +158,68 @@ def test_packed_texts_are_refused():
     use_backend_for(model)
     with pytest.raises(ValueError, match="packed into one row"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 10, 21], dtype=torch.int32), use_cache=False)
+
+
+GATED = ("Qwen3Next", "OlmoHybrid", "Qwen3_5Text")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_ccq_changes_the_outputs_by_as_little_as_its_gate(name):
+    model, (ids, mask) = made(name), prompts()
+    expected = model(ids, attention_mask=mask).logits
+    close(add_ccq(copy.deepcopy(model), 1e-7)(ids, attention_mask=mask).logits, expected)
+    changes = [
+        (add_ccq(copy.deepcopy(model), first)(ids, attention_mask=mask).logits - expected).norm()
+        for first in (0.001, 0.01, 0.1)
+    ]
+    assert 0 < changes[0] < changes[1] / 5 < changes[2] / 25
+    assert changes[1] < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_ccq_keeps_its_states_in_the_caches_of_transformers(name):
+    model, (ids, mask) = add_ccq(made(name), 0.5), prompts()
+    for options in ({}, {"num_beams": 2}):
+        options |= {"max_new_tokens": 5, "do_sample": False}
+        cached = model.generate(ids, attention_mask=mask, **options)
+        uncached = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+        assert cached.tolist() == uncached.tolist()
+    whole = model(ids, attention_mask=mask, use_cache=False).logits
+    alone = model(ids[:1, 4:], use_cache=False).logits
+    close(whole[:1, 4:], alone)
+    with torch.no_grad():
+        first = model(ids[1:, :20])
+        close(model(ids[1:, 20:], past_key_values=first.past_key_values).logits, whole[1:, 20:])
+
+
+def test_the_gate_of_ccq_is_trained_and_saved_and_each_copy_has_its_own():
+    model, (ids, _) = add_ccq(made("Qwen3Next")), prompts()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    gates = [name for name, _ in model.named_parameters() if "contraction_gate" in name]
+    assert len(gates) == 6
+    assert all(model.get_parameter(name).grad.abs().max() > 0 for name in gates)
+    assert set(gates) <= set(model.state_dict())
+    before, copied = model(ids).logits, copy.deepcopy(model)
+    with torch.no_grad():
+        copied.get_parameter(gates[1]).fill_(2.0)
+    assert torch.equal(model(ids).logits, before)
+    assert not torch.allclose(copied(ids).logits, before, atol=1e-2)
+
+
+def test_a_model_gets_its_own_layers_back():
+    model, (ids, mask) = made("Qwen3Next"), prompts()
+    names, expected = set(model.state_dict()), model(ids, attention_mask=mask).logits
+    add_ccq(model, 0.5)
+    with pytest.raises(ValueError, match="it has ccq; pass the backend to add_ccq"):
+        use_backend_for(model)
+    restore_backend_for(model)
+    assert set(model.state_dict()) == names
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+def test_ccq_is_refused_where_it_does_not_fit():
+    with pytest.raises(ValueError, match="Mamba2ForCausalLM are Mamba-2's, which do not"):
+        add_ccq(made("Mamba2"))
+    for contraction in (0.0, 1.0, 2.0, "0.1"):
+        with pytest.raises(ValueError, match="contraction must be between 0 and 1; found"):
+            add_ccq(made("Qwen3Next"), contraction)

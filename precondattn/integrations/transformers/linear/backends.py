@@ -35,8 +35,8 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     Raises
     ------
     TypeError, ValueError
-        for a model without such layers, and for layers of another recurrence, such as
-        Kimi-Linear's, whose decay is one for each channel.
+        for a model without such layers, one with gates of `add_ccq`, and layers of another
+        recurrence, such as Kimi-Linear's, whose decay is one for each channel.
 
     Examples
     --------
@@ -48,13 +48,18 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     ... )
     >>> model = use_backend_for(Mamba2ForCausalLM(config))
     """
-    for layer, kind in [*linear_layers(model)]:
+    layers = [*linear_layers(model)]
+    if any(hasattr(layer, "contraction_gate") for layer, _ in layers):
+        raise ValueError("model: it has ccq; pass the backend to add_ccq")
+    for layer, kind in layers:
         replace_functions(layer, KINDS[kind].functions(backend))
     return model
 
 
 def restore_backend_for(model: Any) -> Any:
-    """Give the linear layers of a model Transformers' own functions back."""
+    """Give the linear layers of a model Transformers' own functions back, without gates of ccq."""
     for layer, _ in [*linear_layers(model)]:
         restore_functions(layer)
+        if hasattr(layer, "contraction_gate"):
+            del layer.contraction_gate
     return model

@@ -57,8 +57,15 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
     yield from found
 
 
-def replace_functions(layer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Let a layer call these functions in place of those of the same names."""
+def replace_functions(
+    layer: nn.Module,
+    functions: Mapping[str, Callable[..., Any]],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> None:
+    """Let a layer call these functions in place of those of the same names.
+
+    `around` may put something around the layer's forward.
+    """
     decorated = type(layer).forward
     own = inspect.unwrap(decorated)
     forward: Any = FunctionType(
@@ -71,7 +78,7 @@ def replace_functions(layer: nn.Module, functions: Mapping[str, Callable[..., An
     forward.__kwdefaults__ = own.__kwdefaults__
     if own is not decorated:
         forward = force_accelerate_hooks("conv1d")(forward)
-    set_forward(layer, forward)
+    set_forward(layer, forward if around is None else around(forward))
 
 
 def set_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:

@@ -1,0 +1,156 @@
+"""CCQ around the gated delta layers of a model: its queries are contracted before they are read.
+
+    λ = σ(w·q̄ + b) for each head,      o = ccq(gated_delta)(q, k, v, g, β, λ)
+
+With w = 0 and b = log(λ₀ / (1 − λ₀)) every λ is λ₀ at first. λ₀ = 0 would be the model as it was.
+The states of CCQ and of the delta rule are one row of numbers for each sequence, which a cache of
+Transformers keeps in place of the delta rule's state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.cache import Cache
+from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
+from precondattn.integrations.transformers.linear.layers import linear_layers, replace_functions
+from precondattn.integrations.transformers.linear.packed import refuse_packed
+from precondattn.preconditioners.ccq import CCQ
+from precondattn.spec.contraction_gate import ContractionGate
+from precondattn.spec.delta import GatedDelta
+
+CONDITIONED = CCQ(GatedDelta())
+_GATE: ContextVar[Gate] = ContextVar("contraction_gate")
+"""The gate of the layer whose forward is running: the functions in it are not given the layer."""
+
+
+class Gate(nn.Module):
+    """λ = σ(w·q̄ + b) for each head."""
+
+    def __init__(self, heads: int, width: int, first: float, like: Tensor) -> None:
+        super().__init__()
+        kind: Any = {"dtype": like.dtype, "device": like.device}
+        self.weight = nn.Parameter(torch.zeros(heads, width, **kind))
+        self.bias = nn.Parameter(torch.full((heads,), math.log(first / (1 - first)), **kind))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """λ (b, t, h) in float32, from q (b, t, h, d)."""
+        gate: Tensor = ContractionGate()(q, weight=self.weight.float(), bias=self.bias.float())
+        return gate
+
+
+def add_ccq(model: Any, contraction: float = 0.01, backend: Any = None) -> Any:
+    """Put `ccq` around the gated delta layers of a model; its outputs hardly change at first.
+
+    Each layer gets two parameters more, `contraction_gate.weight` (h, d) and
+    `contraction_gate.bias` (h), to be trained with the others. They are in the `state_dict`: to
+    load a saved model, call `add_ccq` before the weights are loaded.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid). It is changed in place.
+    contraction : float
+        The first λ of every token and head, in (0, 1).
+    backend : str or tuple of str, optional
+        As in `use_backend_for`.
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a model whose linear layers are others, and for a contraction out of range. The
+        model is then unchanged.
+    """
+    if not isinstance(contraction, float) or not 0 < contraction < 1:
+        raise ValueError(f"contraction must be between 0 and 1; found {contraction!r}")
+    layers = [*linear_layers(model)]
+    if any(kind != "gated_delta" for _, kind in layers):
+        raise ValueError(
+            f"model: ccq normalises queries, as gated delta layers do; the linear layers of "
+            f"{type(model).__name__} are Mamba-2's, which do not"
+        )
+    for layer, _ in layers:
+        own: Any = layer
+        if not hasattr(layer, "contraction_gate"):
+            own.contraction_gate = Gate(own.num_k_heads, own.head_k_dim, contraction, own.dt_bias)
+        replace_functions(layer, functions(backend), around=_with_gate)
+    return model
+
+
+def functions(backend: Any) -> dict[str, Callable[..., Any]]:
+    """What to call in place of Transformers' gated delta rule."""
+
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        refuse_packed(kwargs)
+        if not use_qk_l2norm_in_kernel:
+            raise ValueError("use_qk_l2norm_in_kernel: ccq normalises queries; found False")
+        q, k = query.float(), key.float()
+        inputs = {"q": q, "k": k, "v": value.float(), "g": g.float(), "beta": beta.float()}
+        inputs["contraction"] = _GATE.get()(q)
+        masks = _masks(k)
+        if initial_state is None and not output_final_state:
+            out = CONDITIONED(**inputs, **masks, backend=backend)
+            return out.to(query.dtype), None
+        cache = CONDITIONED.init_cache(**inputs)
+        if initial_state is not None:
+            cache = _unpacked(initial_state, cache)
+        out, cache = CONDITIONED.extend(cache, **inputs, **masks, backend=backend)
+        return out.to(query.dtype), _packed(cache) if output_final_state else None
+
+    return {CHUNKS: rule, STEP: rule}
+
+
+def _with_gate(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer, with its gate at hand."""
+
+    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _GATE.set(self.contraction_gate)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _GATE.reset(token)
+
+    return gated
+
+
+def _masks(k: Tensor) -> dict[str, Tensor]:
+    """The mask of padding, whose keys Transformers sets to 0: the covariance must not count it."""
+    valid = (k != 0).flatten(2).any(-1)
+    return {} if valid.all() else {"key_mask": valid}
+
+
+def _packed(cache: Cache) -> Tensor:
+    """All states of a cache as one tensor (b, numbers)."""
+    return torch.cat([state.flatten(1).float() for state in cache.store.values()], 1)
+
+
+def _unpacked(states: Tensor, like: Cache) -> Cache:
+    """The reverse of `_packed`; `like` has the shapes."""
+    sizes = [state[0].numel() for state in like.store.values()]
+    parts = states.split(sizes, 1)
+    store = {
+        name: part.reshape(state.shape).to(state.dtype)
+        for (name, state), part in zip(like.store.items(), parts, strict=True)
+    }
+    return Cache(like.length, store, like.kinds)
