@@ -1,0 +1,126 @@
+"""Layers of PyTorch under its own machinery: autocast, compilers, checkpointing, meta, FSDP2."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from precondattn.layers.torch import Attention
+from tests.layers.fsdp_process import fsdp_process
+from tests.layers.layer_cases import layer
+
+FEW = ("softmax", "path", "ssd", "gated_delta", "ccq(gla)", "differential(laser)")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def made(expression, **options):
+    return layer(Attention, expression, **{"dtype": torch.float64, **options})
+
+
+def hidden(b, t, width=24, dtype=torch.float64):
+    return torch.randn(b, t, width, dtype=dtype)
+
+
+@pytest.mark.parametrize("expression", FEW)
+def test_bfloat16_weights_and_autocast(expression):
+    attn, x = made(expression, dtype=torch.float32), hidden(2, 6, dtype=torch.float32)
+    expected = attn(x)
+    half = copy.deepcopy(attn).to(torch.bfloat16)
+    y = half(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).norm() < 0.03 * expected.norm()
+    _, cache = half(x[:, :4].bfloat16(), cache=half.init_cache(2, 8))
+    last, _ = half(x[:, 4:].bfloat16(), cache=cache)
+    assert (last.float() - expected[:, 4:]).norm() < 0.05 * expected.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attn(x)
+        cache = attn.init_cache(2, 8)
+        _, cache = attn(x[:, :4], cache=cache)
+        last, _ = attn(x[:, 4:], cache=cache)
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).norm() < 0.03 * expected.norm()
+    assert (last.float() - expected[:, 4:]).norm() < 0.05 * expected.norm()
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in attn.parameters())
+
+
+@pytest.mark.parametrize("expression", ["ccq(gated_delta)"])
+def test_a_compiled_layer_is_one_graph_and_gives_the_same(expression):
+    torch._dynamo.reset()
+    attn, x = made(expression, dtype=torch.float32), hidden(2, 9, dtype=torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    torch.testing.assert_close(y, attn(x), rtol=1e-4, atol=1e-5)
+    y.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in attn.named_parameters()}
+    attn.zero_grad()
+    attn(x).sum().backward()
+    for name, parameter in attn.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        _, cache = attn(x[:, :8], cache=attn.init_cache(2, 16))
+        out, _ = compiled(x[:, 8:], cache=cache)
+        torch.testing.assert_close(out, attn(x)[:, 8:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
+def test_a_layer_is_exported_for_any_batch_and_length(expression):
+    attn = made(expression, dtype=torch.float32)
+    sizes = {"x": {0: torch.export.Dim("b", max=64), 1: torch.export.Dim("t", min=4, max=512)}}
+    x = hidden(2, 9, dtype=torch.float32)
+    program = torch.export.export(attn, (x,), dynamic_shapes=sizes)
+    other = hidden(3, 14, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(other), attn(other), rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    attn, x = made("gated_delta"), hidden(1, 6)
+    attn(x).sum().backward()
+    expected = [p.grad.clone() for p in attn.parameters()]
+    attn.zero_grad()
+    torch.utils.checkpoint.checkpoint(attn, x, use_reentrant=False).sum().backward()
+    for parameter, gradient in zip(attn.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_layer_made_on_meta_is_filled_later():
+    attn = made("hedgehog(gla)", device="meta")
+    assert all(p.is_meta for p in attn.parameters())
+    attn = attn.to_empty(device="cpu")
+    attn.reset_parameters()
+    assert torch.equal(attn.inputs["q_weight"].weight, torch.eye(6, dtype=torch.float64))
+    assert torch.isfinite(attn(hidden(1, 5))).all()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fsdp_shards_a_layer_and_gives_the_same(tmp_path, count):
+    """Each process has one sequence; gradients are the means over them."""
+    torch.multiprocessing.spawn(fsdp_process, (count, tmp_path), nprocs=count)
+    assert (tmp_path / f"done {count - 1}").exists()
+
+
+NAMES = {
+    "softmax": "inputs.q.weight inputs.k.weight inputs.v.weight inputs.out.projection",
+    "gated_delta": (
+        "inputs.q.weight inputs.q.convolution inputs.k.weight inputs.k.convolution "
+        "inputs.v.weight inputs.v.convolution inputs.g.weight inputs.g.dt_bias inputs.g.A_log "
+        "inputs.beta.weight inputs.out.gain inputs.out.gate inputs.out.projection"
+    ),
+    "differential": (
+        "inputs.q.weight inputs.k.weight inputs.v.weight inputs.q2.weight inputs.k2.weight "
+        "inputs.lam.q1 inputs.lam.k1 inputs.lam.q2 inputs.lam.k2 inputs.out.gain "
+        "inputs.out.projection"
+    ),
+}
+
+
+@pytest.mark.parametrize("expression", NAMES)
+def test_names_of_a_state_dict_stay(expression):
+    assert set(made(expression).state_dict()) == set(NAMES[expression].split())
