@@ -17,7 +17,7 @@ from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.libraries import named
 
 GRADIENT = re.compile(r"(vjp|autograd) of (\w+)")
-MODULES = ("jax", "torch")
+MODULES = ("contextlib", "jax", "precondattn", "torch")
 
 
 def snippet(
@@ -95,7 +95,7 @@ def _imports(case: Case, call: str) -> str:
 def _call(check: Check, case: Case, error: DisagreementError | None) -> str:
     """The check's call. Of a plain call, its worst element beside the oracle's."""
     if not check.is_plain or error is None or not error.what:
-        return check.snippet
+        return check.written_out(case, error)
     lines = ["expected = expected_of(case{where})  # By the oracle, in float64."]
     found, right = "out", "expected.out"
     code = VJP if "vjp" in error.what else Check.snippet

@@ -4,6 +4,7 @@ it passes. One planted fault for each check.
 
 import contextlib
 import io
+import re
 import threading
 from dataclasses import replace
 
@@ -205,6 +206,53 @@ def test_the_code_of_a_failure_reproduces_it_and_passes_without_the_fault(carrie
     text, failed = printed(outcome.snippet)
     assert not failed, text
     assert text.startswith("passed")
+
+
+def option_ignored():
+    """The options of the first call are those of all later ones with these shapes."""
+    first = {}
+
+    def planted(truth, call):
+        mechanism = first.setdefault(call.inputs["q"].shape, call.mechanism)
+        return truth(replace(call, mechanism=mechanism))
+
+    return planted
+
+
+def option_kept():
+    """A call without options gets those of the first call that had some."""
+    kept = []
+
+    def planted(truth, call):
+        if call.mechanism != pa.Softmax():
+            kept.append(call.mechanism)
+            return truth(call)
+        return truth(replace(call, mechanism=(kept or [call.mechanism])[0]))
+
+    return planted
+
+
+@pytest.mark.parametrize("fault", [option_ignored, option_kept])
+def test_the_code_of_a_failure_with_options_calls_them_in_turn(carrier, fault):
+    def carry():
+        carrier.carry(Fault("softmax", "softmax", (FORWARD,), "leaves", "", "planted", fault()))
+
+    carry()
+    outcome = run_case(
+        case_of("order_of_calls-numpy-float64-plain-clustered-softmax"), carrier.name
+    )
+    assert outcome.status == FAILED
+    numbers = re.search(r": (\S+) found, (\S+) expected", outcome.reason).groups()
+    carry()
+    text, failed = printed(outcome.snippet)
+    assert failed
+    shown = [float(number) for number in text.splitlines()[-1].split()]
+    np.testing.assert_allclose(shown, [float(number) for number in numbers], rtol=1e-6)
+    carry()
+    only_written_out = re.sub("outcome = replay.*", "outcome = ''", outcome.snippet)
+    text, _ = printed(only_written_out)
+    shown = [float(number) for number in text.splitlines()[-1].split()]
+    np.testing.assert_allclose(shown, [float(number) for number in numbers], rtol=1e-6)
 
 
 def test_the_code_of_a_memory_failure_reproduces_it(carrier, monkeypatch):

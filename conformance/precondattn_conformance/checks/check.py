@@ -13,7 +13,7 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.disagreement import agree, require_unchanged
+from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
 from precondattn_conformance.expecting import expected_by
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.libraries import Library
@@ -256,6 +256,10 @@ class Check:
     def run(self, trial: Trial) -> Measured:
         """The worst error. Raises DisagreementError, or the backend's UnsupportedError."""
         raise NotImplementedError
+
+    def written_out(self, case: Case, error: DisagreementError | None) -> str:
+        """Code of the call whose result was wrong, where there is more than one."""
+        return self.snippet
 
     @property
     def anchor(self) -> str:

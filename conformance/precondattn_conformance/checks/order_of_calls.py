@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,10 @@ from precondattn_conformance.oracle import oracle
 
 BLOCK = 16
 """For the window that is wider than a block."""
+
+OF_OPTION = "the output of {option}, called after {plain} with the same shapes,"
+AFTER_OPTIONS = "the output after other options"
+"""The names of results, by which the code of a failure finds the call."""
 
 
 class OrderOfCalls(Check):
@@ -35,12 +41,22 @@ gradients = pullback(out)"""
     def applies(self, case: Case) -> bool:
         return case.layout.mask is None and not case.layout.order
 
+    def written_out(self, case: Case, error: DisagreementError | None) -> str:
+        what = error.what if error is not None else ""
+        option = re.fullmatch(
+            OF_OPTION.format(option="(.+)", plain=re.escape(case.mechanism)), what
+        )
+        worst = f"[{', '.join(map(str, error.index))}]" if error and error.index else ""
+        if option is not None:
+            return _code_of_option(replace(case, mechanism=option[1]), worst)
+        return _code_after_options(case, worst) if what == AFTER_OPTIONS else self.snippet
+
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")
         worst = [trial.agree(_held(trial), _terms(trial)).error]
         for expression in _with_the_same_inputs(trial.case.mechanism):
             worst.append(_in_turn(trial, expression))
-        found = {"the output after other options": _output(trial, trial.mechanism, trial.expected)}
+        found = {AFTER_OPTIONS: _output(trial, trial.mechanism, trial.expected)}
         return Measured(max(*worst, trial.agree(found).error), trial.bound)
 
 
@@ -99,7 +115,7 @@ def _in_turn(trial: Trial, expression: str) -> float:
         found = _output(trial, mechanism, expected)
     except pa.UnsupportedError:
         return 0.0  # A backend may have the mechanism without this option.
-    what = f"the output of {expression}, called after {case.mechanism} with the same shapes,"
+    what = OF_OPTION.format(option=expression, plain=case.mechanism)
     try:
         return trial.agree({what: found}).error
     except DisagreementError as error:
@@ -111,3 +127,25 @@ def _in_turn(trial: Trial, expression: str) -> float:
 def _output(trial: Trial, mechanism: Any, expected: Any) -> tuple[np.ndarray, np.ndarray]:
     given = trial.arrays(expected.inputs)
     return trial.numpy(mechanism(**given, backend=trial.backend)), expected.out
+
+
+def _code_of_option(case: Case, worst: str) -> str:
+    """A call of the mechanism, and then the wrong one: with another option."""
+    return f"""mechanism(**inputs, backend={{backend}})
+option = {case.id!r}
+other, given = call_of(option{{where}})  # The same shapes.
+out = other(**given, backend={{backend}})
+print(out{worst}, expected_of(option{{where}}).out{worst})  # The worst element."""
+
+
+def _code_after_options(case: Case, worst: str) -> str:
+    """The call with each other option, and then the wrong one: without them."""
+    options = _with_the_same_inputs(case.mechanism)
+    ids = "".join(f"    {replace(case, mechanism=text).id!r},\n" for text in options)
+    return f"""for option in (
+{ids}):
+    other, given = call_of(option{{where}})  # The same shapes.
+    with contextlib.suppress(precondattn.UnsupportedError):
+        other(**given, backend={{backend}})
+out = mechanism(**inputs, backend={{backend}})
+print(out{worst}, expected_of(case{{where}}).out{worst})  # The worst element."""
