@@ -10,7 +10,7 @@ import importlib
 import inspect
 from typing import Any
 
-TRIED = ("5.23.0",)
+TRIED = ("5.19.0", "5.22.2", "5.23.0")
 """The versions that the tests have passed with."""
 
 USED = {
@@ -37,7 +37,6 @@ USED = {
         "and_masks",
         "causal_mask_function",
         "packed_sequence_mask_function",
-        "remap_positions_for_packed_sequence",
         "sdpa_mask",
         "sliding_window_overlay",
     ),
@@ -60,6 +59,17 @@ PARAMETERS = {
     ),
 }
 """Parameters that a function has to have, or a method: ours in its place is called with them."""
+
+ABSTRACT = {
+    "CacheLayerMixin": {
+        "get_mask_sizes",
+        "get_max_length",
+        "get_seq_length",
+        "lazy_initialization",
+        "update",
+    },
+}
+"""The abstract methods of a class that ours fill in."""
 
 
 def _load() -> dict[str, Any]:
@@ -89,6 +99,10 @@ def _load() -> dict[str, Any]:
             function = getattr(found[owner], method, None) if method else found[owner]
             has = inspect.signature(function).parameters if function else ()
             missing += [f"parameter {p} of {name}" for p in wanted if p not in has]
+    for name, known in ABSTRACT.items():
+        if name in found:
+            others = sorted(found[name].__abstractmethods__ - known)
+            missing += [f"{name} without the abstract method {other}" for other in others]
     if missing:
         raise ImportError(
             f"precondattn.integrations.transformers was tried with Transformers "
@@ -121,7 +135,12 @@ MASK_FUNCTIONS = _found["ALL_MASK_ATTENTION_FUNCTIONS"]
 and_masks = _found["and_masks"]
 causal_mask_function = _found["causal_mask_function"]
 packed_sequence_mask_function = _found["packed_sequence_mask_function"]
-remap_positions_for_packed_sequence = _found["remap_positions_for_packed_sequence"]
+remap_positions_for_packed_sequence = getattr(
+    importlib.import_module("transformers.masking_utils"),
+    "remap_positions_for_packed_sequence",
+    None,
+)
+"""How packed sequences are described from 5.23 on, besides `packed_sequence_mask_function`."""
 sliding_window_overlay = _found["sliding_window_overlay"]
 
 GradientCheckpointingLayer = _found["GradientCheckpointingLayer"]

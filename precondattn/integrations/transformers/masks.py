@@ -87,7 +87,11 @@ def _nothing(*indices: Any) -> Any:
 _AND = and_masks(_nothing).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(None).__code__
-_REMAPPED = remap_positions_for_packed_sequence(_nothing, None).__code__
+_REMAPPED = (
+    remap_positions_for_packed_sequence(_nothing, None).__code__
+    if remap_positions_for_packed_sequence
+    else None
+)
 
 
 def packed_sequences(pattern: Pattern) -> Tensor | None:
@@ -111,7 +115,7 @@ def packed_sequences(pattern: Pattern) -> Tensor | None:
         held = _held(part)
         if code is _AND:
             waiting += held["mask_functions"]
-        elif code is _REMAPPED:
+        elif code is not None and code is _REMAPPED:
             waiting.append(held["mask_function"])
         elif code is _PACKED:
             sequences = held["packed_sequence_mask"]

@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from precondattn.integrations.transformers import replace_attention, static_cache
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
@@ -293,8 +293,12 @@ def test_caches_that_hold_something_else_are_refused():
     offloaded.offloading = True
     with pytest.raises(TypeError, match="an offloaded cache moves copies"):
         model(ids, past_key_values=offloaded)
-    quantised = QuantizedCache(backend="fp8", config=model.config)
-    with pytest.raises(TypeError, match="found Fp8QuantizedLayer"):
+
+    class Quantised(DynamicLayer):
+        pass
+
+    quantised = Cache(layers=[Quantised(), Quantised()])
+    with pytest.raises(TypeError, match="found Quantised, whose copies"):
         model(ids, past_key_values=quantised)
 
 

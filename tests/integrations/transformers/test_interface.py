@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+from abc import abstractmethod
 
 import pytest
 
@@ -34,6 +35,18 @@ def test_a_parameter_that_has_moved_is_named(monkeypatch):
     sdpa_mask.__signature__ = of_5_0
     monkeypatch.setattr(masks, "sdpa_mask", sdpa_mask)
     with pytest.raises(ImportError, match="no parameter q_length of sdpa_mask"):
+        interface._load()
+
+
+def test_an_abstract_method_that_ours_lack_is_named(monkeypatch):
+    class CacheLayerMixin(interface.CacheLayerMixin):
+        @abstractmethod
+        def get_max_cache_shape(self):
+            pass
+
+    caches = importlib.import_module("transformers.cache_utils")
+    monkeypatch.setattr(caches, "CacheLayerMixin", CacheLayerMixin)
+    with pytest.raises(ImportError, match="without the abstract method get_max_cache_shape"):
         interface._load()
 
 
