@@ -16,10 +16,24 @@ from precondattn.arrays import Array, cast, library_of, namespace, placement, ze
 def linear(x: Array, weight: Array, axes: int = 1) -> Array:
     """Σ x w over the last `axes` axes of x, which are the first of the weight."""
     # Not tensordot: under autocast it refuses x and w of two dtypes, which a product casts.
+    if library_of(x) == "jax" and sys.modules["jax"].typeof(x).sharding.mesh.explicit_axes:
+        return _linear_of_shards(x, weight, axes)
     xp = namespace(x)
     terms = math.prod(weight.shape[:axes])
     y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
     return y if weight.ndim == axes + 1 else xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+
+
+def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
+    """`linear` in JAX's explicit mode, where the sharding of a sum over shards has to be given.
+
+    Each axis of the result is sharded as it was in x or in the weight.
+    """
+    jax = sys.modules["jax"]
+    own, of_weight = (jax.typeof(array).sharding.spec for array in (x, weight))
+    spec = jax.sharding.PartitionSpec(*own[: x.ndim - axes], *of_weight[axes:])
+    summed = (range(x.ndim - axes, x.ndim), range(axes))
+    return jax.lax.dot_general(x, weight, (summed, ((), ())), out_sharding=spec)
 
 
 def upcast(x: Array) -> Array:

@@ -71,9 +71,8 @@ class Histories:
         """`rows` (b, t, …) after the `number` rows before them."""
         xp = namespace(rows)
         if self.before is None:
-            shape = (rows.shape[0], number, *rows.shape[2:])
-            before = xp.zeros(shape, dtype=rows.dtype, **placement(rows))
-            return xp.concat([before, rows], axis=1)
+            before = xp.zeros_like(rows[:, :1, ...])  # Sharded as the rows are.
+            return xp.concat([*[before] * number, rows], axis=1)
         before = self.before[name]
         longer = xp.concat([cast(before, rows.dtype), rows], axis=1)
         if self.count is None:

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import precondattn as pa
 from precondattn.layers.flax import Attention, to_flax
+from tests.backends.jax.four_devices import assert_pass_on_four_devices
 from tests.layers.layer_cases import layer
 
 COMPOSED = ("lucid(path)", "ccq(gated_delta)", "differential(laser)")
@@ -132,22 +133,8 @@ def test_axes_of_parameters_have_the_usual_names():
         assert specs["inputs"][name][weight].get_value() == PartitionSpec(*names), (name, weight)
 
 
-def test_a_layer_with_sharded_parameters_gives_the_same():
-    attn, x = made("softmax"), hidden(2, 5)
-    expected = attn(x)
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    rules = {"heads": "model", "kv_heads": "model"}
-    graph, state = nnx.split(attn)
-
-    def placed(array, spec):
-        axes = PartitionSpec(*(rules.get(name) for name in spec))
-        return jax.device_put(array, jax.sharding.NamedSharding(mesh, axes))
-
-    state = jax.tree.map(placed, state, nnx.get_partition_spec(state))
-    sharded = nnx.merge(graph, state)
-    assert sharded.inputs["q"]["weight"][...].sharding.spec[1] == "model"
-    y = nnx.jit(lambda attn, x: attn(x))(sharded, x)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+def test_a_layer_with_sharded_parameters_gives_the_same_on_four_devices():
+    assert_pass_on_four_devices("../../layers/on_four_devices.py")
 
 
 def test_bfloat16_parameters():

@@ -17,8 +17,8 @@ FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_lev
 
 
 def assert_pass_on_four_devices(name):
-    """The tests of a file of this folder."""
-    tests = Path(__file__).with_name(name)
+    """The tests of a file, by its path from this folder."""
+    tests = Path(__file__).parent / name
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", tests],
         env={**os.environ, **ENVIRONMENT, "XLA_FLAGS": FLAGS},
