@@ -16,13 +16,14 @@ from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
+from precondattn.cache.kinds import STATE, Kind
 from precondattn.integrations.transformers.linear.packed import refuse_packed
-from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.spec.delta import GatedDelta
 
 CHUNKS, STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 """The names of Transformers' functions for many tokens and for one."""
-NORMALISED = QKNorm(GatedDelta(), norm="l2")
+RULE = GatedDelta()
+KIND = str(Kind(STATE, is_wide=True))
 
 
 def functions(backend: Any) -> dict[str, Callable[..., Any]]:
@@ -40,23 +41,44 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_packed(kwargs)
-        mechanism: Mechanism = NORMALISED if use_qk_l2norm_in_kernel else GatedDelta()
-        names = dict(zip("qkv", (query.float(), key.float(), value.float()), strict=True))
-        inputs = {**names, "g": g.float(), "beta": beta.float()}
+        q, k = query.float(), key.float()
+        if use_qk_l2norm_in_kernel:
+            q, k = unit_rows(q), unit_rows(k)
+        inputs = {"q": q, "k": k, "v": value.float(), "g": g.float(), "beta": beta.float()}
         if initial_state is None and not output_final_state:
-            out = mechanism(**inputs, backend=backend)
+            out = RULE(**inputs, backend=backend)
             return out.to(query.dtype), None
-        cache = mechanism.init_cache(**inputs)
-        if initial_state is not None:
-            cache = with_state(cache, initial_state.float())
-        out, cache = mechanism.extend(cache, **inputs, backend=backend)
+        if initial_state is None:
+            cache = RULE.init_cache(**inputs)
+        else:
+            cache = holding_state(RULE, initial_state.float())
+        out, cache = extended(RULE, cache, inputs, backend)
         state = next(iter(cache.store.values())) if output_final_state else None
         return out.to(query.dtype), state
 
     return {CHUNKS: rule, STEP: rule}
 
 
-def with_state(cache: Cache, state: Tensor) -> Cache:
-    """The cache with another state, the only one that it has."""
-    (name,) = cache.store
-    return Cache(torch.zeros_like(cache.length), {name: state}, cache.kinds)
+def unit_rows(x: Tensor) -> Tensor:
+    """L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes it."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def holding_state(mechanism: Mechanism, state: Tensor) -> Cache:
+    """A cache of the mechanism with that state (b, …), the only one that it has."""
+    (name,) = mechanism.program.slots
+    length = torch.zeros(state.shape[0], dtype=torch.int32, device=state.device)
+    return Cache(length, {name: state}, {name: {KIND: ()}})
+
+
+def extended(
+    mechanism: Mechanism, cache: Cache, inputs: dict[str, Tensor], backend: Any
+) -> tuple[Tensor, Cache]:
+    """The output for new tokens, and the longer cache.
+
+    Without gradients the state is computed in its own memory: Transformers writes the new state
+    there in any case.
+    """
+    donate = not torch.is_grad_enabled()
+    out, longer = mechanism.extend(cache, **inputs, backend=backend, donate=donate)
+    return out, longer

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
 
-from precondattn.integrations.transformers.linear.gated_delta import with_state
+from precondattn.integrations.transformers.linear.gated_delta import extended, holding_state
 from precondattn.integrations.transformers.linear.packed import refuse_packed
-from precondattn.interop.mamba2 import mamba2_inputs
 from precondattn.spec.ssd import SSD
 
 CHUNKS, STEP = "mamba2_chunk_scan", "mamba2_selective_state_update"
 """The names of Transformers' functions for many tokens and for one."""
+RULE = SSD()
 
 
 def functions(backend: Any) -> dict[str, Callable[..., Any]]:
@@ -28,22 +28,24 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
 
     def run(
         x: Tensor,
-        dt: Tensor,
+        size: Tensor,
         given: tuple[Tensor, Tensor, Tensor],
         skip: Tensor | None,
         state: Tensor | None,
         returns_state: bool,
-        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """The outputs (b, t, u, e) for step sizes Δ (b, t, u), and the state if it is wanted."""
         x = x.float()
-        inputs = mamba2_inputs(x, dt.float(), *(a.float() for a in given), **options)
+        a, b, c = (array.float() for array in given)
+        inputs = {"q": c, "k": b, "v": size[..., None] * x, "g": size * a}
         if state is None and not returns_state:
-            y, after = SSD()(**inputs, backend=backend), None
+            y, after = RULE(**inputs, backend=backend), None
         else:
-            cache = SSD().init_cache(**inputs)
-            if state is not None:
-                cache = with_state(cache, state.float().mT)
-            y, cache = SSD().extend(cache, **inputs, backend=backend)
+            if state is None:
+                cache = RULE.init_cache(**inputs)
+            else:
+                cache = holding_state(RULE, state.float().mT)
+            y, cache = extended(RULE, cache, inputs, backend)
             after = next(iter(cache.store.values())).mT
         return (y if skip is None else y + skip.float()[:, None] * x), after
 
@@ -65,17 +67,8 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         refuse_packed(kwargs)
         if kwargs.get("z") is not None:
             raise ValueError("z: Transformers' own scan has no gate; found one")
-        y, state = run(
-            hidden_states,
-            dt,
-            (A, B, C),
-            D,
-            initial_states,
-            return_final_states,
-            dt_bias=None if dt_bias is None else dt_bias.float(),
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-        )
+        size = step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+        y, state = run(hidden_states, size, (A, B, C), D, initial_states, return_final_states)
         return (y, state) if return_final_states else y
 
     def step(
@@ -93,18 +86,26 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
     ) -> Tensor:
         """One token. Step sizes, A, D and the bias are expanded over the axes of the state."""
         refuse_packed(kwargs)
+        own_bias = None if dt_bias is None else dt_bias[:, 0]
         y, after = run(
             hidden_states[:, None],
-            dt[:, None, :, 0],
+            step_size(dt[:, None, :, 0], own_bias, dt_softplus),
             (A[:, 0, 0], B[:, None], C[:, None]),
             None if D is None else D[:, 0],
             state,
             True,
-            dt_bias=None if dt_bias is None else dt_bias[:, 0].float(),
-            dt_softplus=dt_softplus,
         )
-        state.copy_(after)
+        if after is not None and after.data_ptr() != state.data_ptr():
+            state.copy_(after)
         y = y[:, 0] if z is None else y[:, 0] * silu(z)
         return y.to(hidden_states.dtype)
 
     return {CHUNKS: scan, STEP: step}
+
+
+def step_size(dt: Tensor, bias: Tensor | None, has_softplus: bool) -> Tensor:
+    """Δ = softplus(dt + bias) in float32, or without softplus or bias."""
+    size = dt.float()
+    if bias is not None:
+        size = size + bias.float()
+    return softplus(size) if has_softplus else size
