@@ -21,12 +21,17 @@ def is_narrow(
 
     It is asked about a small call, on the kind of the device, or on all that the library has.
     """
+    return not runs(backend, expression, library, "float64", device) and runs(
+        backend, expression, library, "float32", device
+    )
+
+
+def runs(
+    backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str | None = None
+) -> bool:
+    """Whether the first of these backends runs a part of the mechanism in this dtype."""
     kinds = (device,) if device else DEVICES[library]
-
-    def runs(dtype: str) -> bool:
-        return any(_runs(backend, expression, library, dtype, kind) for kind in kinds)
-
-    return not runs("float64") and runs("float32")
+    return any(_runs(backend, expression, library, dtype, kind) for kind in kinds)
 
 
 def _runs(backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str) -> bool:
