@@ -28,9 +28,9 @@ $ nox -f conformance/versions/noxfile.py -s "numpy(lowest)"  # one session
 ```
 
 The session `numpy` installs neither PyTorch nor JAX, and tests that need them are skipped;
-`frameworks` installs both; `kernels` interprets the kernels of Triton and Pallas, and runs the
-kernel tools; `everything` is the whole test suite. CI runs `everything` with the pinned set, and
-`numpy(lowest)`.
+`frameworks` installs both and, from the next saved run on, Flax for the tests of layers; `kernels`
+interprets the kernels of Triton and Pallas, and runs the kernel tools; `everything` is the whole
+test suite. CI runs `everything` with the pinned set, and `numpy(lowest)`.
 
 *Not run* means that no run is saved. For `precondattn conformance`, *skipped* are the cases that it
 lists as unsupported. The suite's own pytest run has the lower bound of pytest in the extra

@@ -37,7 +37,7 @@ every_bound = nox.parametrize(
 
 NAMED = [
     *("numpy", "array-api-compat", "torch", "triton", "jax", "ml_dtypes", "nvidia-cuda-nvrtc"),
-    *("hypothesis", "pytest", "typer", "rich", "jinja2", "pytest-benchmark", "matplotlib"),
+    *("flax", "hypothesis", "pytest", "typer", "rich", "jinja2", "pytest-benchmark", "matplotlib"),
 ]
 """The packages whose versions are saved."""
 
@@ -84,12 +84,13 @@ def numpy(session: nox.Session, versions: str) -> None:
 @nox.session
 @every_bound
 def frameworks(session: nox.Session, versions: str) -> None:
-    """PyTorch and JAX. The mathematics is tested by the session `numpy`."""
+    """PyTorch, JAX and Flax. The mathematics is tested by the session `numpy`."""
     tried = Tried(session, versions)
-    tried.install("torch", "jax", "test")
+    tried.install("torch", "jax", "flax", "test")
     tried.smoke()
     folders = "tests/core tests/backends/jax tests/backends/portable tests/backends/reference"
     tried.pytest(folders, "-n=auto", "--dist=loadfile")
+    tried.pytest("tests/layers", "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
