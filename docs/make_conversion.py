@@ -1,0 +1,162 @@
+"""Convert a trained model to other mechanisms, train it further, save the losses, and draw them.
+
+python docs/make_conversion.py           train, convert, save, draw, and update the page
+python docs/make_conversion.py --draw    draw what was saved, and update the page
+
+The text and its batches are those of `train_a_language_model.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from make_tutorial import LINE, commit, functions
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "transformers.md"
+RECORD = DOCS / "measurements" / "conversion" / "losses.json"
+FIGURE = DOCS / "figures" / "conversion.svg"
+
+MECHANISMS = ("softmax", "lucid", "laser", "lucid(laser)")
+WIDTH, STEPS, FURTHER = 64, 800, 200
+EVERY = 20
+"""Steps between two measurements of the held-out loss."""
+RATE = 1e-3
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def record() -> dict[str, Any]:
+    """One model trained with its own softmax; copies of it, converted and trained further."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from precondattn.integrations.transformers import replace_attention
+
+    torch.set_num_threads(1)
+    page = functions()
+    config = LlamaConfig(
+        vocab_size=len(page["alphabet"]),
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    start = time.process_time()
+    losses = train(page, model, STEPS, seed=1)
+    runs = {}
+    for mechanism in MECHANISMS:
+        # The first is a control: the same further steps of the model as it was.
+        copy = replace_attention(deepcopy(model), mechanism)
+        runs[mechanism] = train(page, copy, FURTHER, seed=3)
+    return {
+        "torch": torch.__version__,
+        "commit": commit(),
+        "characters": len(page["text"]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "width": WIDTH,
+        "steps": STEPS,
+        "every": EVERY,
+        "seconds_of_one_core": round(time.process_time() - start),
+        "softmax_at_first": losses,
+        "runs": runs,
+    }
+
+
+def train(page: dict[str, Any], model: Any, steps: int, seed: int) -> list[float]:
+    """The held-out loss before the first step, and every so many steps."""
+    import torch
+
+    def logits(tokens: Any) -> Any:
+        return model(tokens, use_cache=False).logits
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    generator = torch.Generator().manual_seed(seed)
+    losses = [page["test"](logits)]
+    for step in range(1, steps + 1):
+        value = page["loss"](logits, *page["batch"](page["training"], generator))
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % EVERY == 0:
+            losses.append(page["test"](logits))
+    return [round(value, 4) for value in losses]
+
+
+def measured(saved: dict[str, Any]) -> str:
+    """What the page says about the saved run."""
+    about = (
+        f"A Llama of four layers and {saved['parameters']:,} parameters was trained for "
+        f"{saved['steps']} steps with its own softmax, on the text of the [tutorial]"
+        f"(train_a_language_model.md). Copies of it were converted and trained for "
+        f"{FURTHER} more steps; that of `softmax` is the control. Losses are of held-out text, in "
+        f"nats for each character. One seed and one small model rank nothing. All of it took "
+        f"{saved['seconds_of_one_core']} seconds of one core; `python docs/make_conversion.py` "
+        f"repeats it."
+    )
+    lines = [
+        "![Held-out loss before and after the conversion](figures/conversion.svg)",
+        "",
+        fill(about, LINE, break_long_words=False),
+        "",
+        f"| mechanism | before | converted | after {FURTHER} steps |",
+        "|---|---:|---:|---:|",
+    ]
+    before = saved["softmax_at_first"][-1]
+    for mechanism, losses in saved["runs"].items():
+        lines.append(f"| `{mechanism}` | {before:.2f} | {losses[0]:.2f} | {losses[-1]:.2f} |")
+    return "\n".join(lines)
+
+
+def page(saved: dict[str, Any]) -> str:
+    """The page, with what was measured between its two marks."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{measured(saved)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def draw(saved: dict[str, Any]) -> None:
+    """The loss of the model, and one curve for each conversion."""
+    import matplotlib as mpl
+    import numpy as np
+    from make_figures import STYLE, panels
+
+    first, every = saved["softmax_at_first"], saved["every"]
+    with mpl.rc_context(STYLE):
+        figure, (ax,) = panels(1, height=2.8)
+        shown = len(first) // 2  # The fast descent before it would hide the rest.
+        steps = every * np.arange(len(first))
+        ax.plot(steps[shown:], first[shown:], color="black", linewidth=1.2, label="before")
+        colours = mpl.color_sequences["tab10"]
+        for colour, (mechanism, losses) in zip(colours, saved["runs"].items(), strict=False):
+            steps = saved["steps"] + every * np.arange(len(losses))
+            ax.plot(steps, losses, label=mechanism, color=colour, linewidth=1.2)
+        ax.axvline(saved["steps"], color="grey", linewidth=0.6)
+        ax.set(xlabel="step", ylabel="held-out loss (nats)")
+        ax.legend()
+        figure.savefig(FIGURE, metadata={"Date": None})
+
+
+def load() -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return saved
+
+
+if __name__ == "__main__":
+    if "--draw" not in sys.argv:
+        text = json.dumps(record(), indent=1, ensure_ascii=False)
+        text = re.sub(r"\[[^\[\]]*\]", lambda found: " ".join(found[0].split()), text)
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text(text + "\n", encoding="utf-8")
+    draw(load())
+    PAGE.write_text(page(load()), encoding="utf-8")
