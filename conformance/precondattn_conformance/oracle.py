@@ -28,7 +28,9 @@ from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
-"""Inputs whose gradients are nearly 0 if one key has all the weight."""
+"""Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
+OF_SCORES = (*QUERIES_AND_KEYS, "bias", "w", "beta", "g")
+"""The same, where softmax has no slots: every input that only scores depend on."""
 NEARLY_ZERO = 1e-8
 """A gradient smaller than this part of its terms is what rounding in float32 leaves of them."""
 
@@ -77,8 +79,9 @@ def _computed(mechanism: str, layout: Layout, kind: str, dtype: str, by: str) ->
         terms |= sizes_when_saturated(inputs, cotangent)
     elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
         # A query may have all its weight on one key, or on one slot.
+        of_scores = OF_SCORES if is_softmax(m) else QUERIES_AND_KEYS
         for name, size in sizes_when_saturated(inputs, cotangent).items():
-            is_only_query = layout.t == 1 and name in {*QUERIES_AND_KEYS, *of_maps}
+            is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
             if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
                 terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:
