@@ -105,9 +105,12 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         refuse_packed(kwargs)
         if not use_qk_l2norm_in_kernel:
             raise ValueError("use_qk_l2norm_in_kernel: ccq normalises queries; found False")
-        q, k = query.float(), key.float()
+        gate = _GATE.get()
+        # Up to 5.22, Transformers repeats queries and keys for each of their value heads.
+        repeats = query.shape[2] // gate.bias.shape[0]
+        q, k = query[:, :, ::repeats].float(), key[:, :, ::repeats].float()
         inputs = {"q": q, "k": k, "v": value.float(), "g": g.float(), "beta": beta.float()}
-        inputs["contraction"] = _GATE.get()(q)
+        inputs["contraction"] = gate(q)
         masks = _masks(k)
         if initial_state is None and not output_final_state:
             out = CONDITIONED(**inputs, **masks, backend=backend)
