@@ -29,7 +29,11 @@ from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
-OF_SCORES = (*QUERIES_AND_KEYS, "per_dim", "bias", "w", "beta", "g")
+OF_SCORES = (
+    *QUERIES_AND_KEYS,
+    *("q_gain", "k_gain", "per_dim", "bias", "g"),
+    *("w", "beta", "w2", "beta2"),
+)
 """The same, where softmax has no slots: every input that only scores depend on."""
 NEARLY_ZERO = 1e-8
 """A gradient smaller than this part of its terms is what rounding in float32 leaves of them."""
