@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import precondattn as pa  # noqa: E402
+from precondattn.spec.recurrence import RECURRENT, Stream  # noqa: E402
 from precondattn_conformance.cases import case_of  # noqa: E402
 from precondattn_conformance.rounding.attention import RoundedMean, rounded_attention  # noqa: E402
+from precondattn_conformance.rounding.delta_rule import RoundedDeltaRule  # noqa: E402
 from precondattn_conformance.runner import run_case  # noqa: E402
 from precondattn_conformance.status import FAILED, PASSED  # noqa: E402
 from precondattn_conformance.tolerance import bound  # noqa: E402
@@ -24,6 +27,8 @@ DATA = (
     "real_short-real",
 )
 PACKED = "packed-zero"
+COHERENT = "b2t53s53h4n2d16e16u2block16.lengths_apart.expanded_tokens"
+"""One β, one gate and one cotangent for all tokens: their errors add up."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,6 +71,8 @@ def test_the_models_meet_every_bound(mechanism, dtype):
         "gradients-torch-bfloat16-fewer_queries-clustered-differential",
         "gradients-torch-bfloat16-block_less_one-clustered-laser",
         "gradients-torch-float16-block_and_one-clustered-lucid_solve",
+        f"gradients-torch-float16-{COHERENT}-clustered-gated_delta",
+        "outputs-torch-bfloat16-b1t1s64h1n1d5e256block64.segments_edge.every_other_element-duplicate-delta",
     ],
 )
 def test_a_bound_that_exceeds_the_usual_is_twice_the_error_of_the_model(name):
@@ -138,3 +145,24 @@ def test_sums_or_scores_in_half_precision_fail(monkeypatch, forward, data, dtype
 
     monkeypatch.setattr(backends, "rounded_attention", model)
     assert outcome(name).status == FAILED
+
+
+@pytest.mark.parametrize(("s", "t", "r"), [(130, 130, 2), (64, 1, 1), (7, 5, 3)])
+def test_the_model_of_the_delta_rule_is_the_recurrence_where_nothing_is_rounded(s, t, r):
+    rng = np.random.default_rng(0)
+    b, m, d, e = 2, 2, 5, 3
+    k = rng.normal(size=(b, m, s, d))
+    k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    g = -rng.exponential(size=(b, m, s, 1, 1))
+    g[:, :, 3] = -np.inf
+    q, v, beta = (rng.uniform(-1, 1, size=(b, m, *size)) for size in ((t, r, d), (s, e), (s,)))
+    x, state = Stream(q, k, v, g, np.abs(beta)), rng.normal(size=(b, m, d, e))
+    d_o, d_final = rng.normal(size=(b, m, t, r, e)), rng.normal(size=(b, m, d, e))
+    model = RoundedDeltaRule(lambda array: array, scale=1.0)
+    for found, expected in zip(model.forward(x, state), RECURRENT.forward(x, state), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-9)
+    found, expected = (form.vjp(x, state, d_o, d_final) for form in (model, RECURRENT))
+    for one, other in zip(
+        (*found.stream, found.state), (*expected.stream, expected.state), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-9)

@@ -3,6 +3,7 @@
 =================  ===============================================================================
 `attention`        softmax attention and LASER, as in flash attention
 `lucid`            LUCID's solve
+`delta_rule`       delta and gated delta, as in flash-linear-attention
 `model`            the error of a call that rounds so, from which bounds are derived
 =================  ===============================================================================
 """

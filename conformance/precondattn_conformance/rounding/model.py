@@ -2,8 +2,9 @@
 
 In float32 it is that of the definition: the reference in float32, which has no blocks. In half
 precision the model is a backend of NumPy arrays: the reference, but that softmax attention, LASER,
-PaTH and LUCID's solve round the factors of their products (`attention.py`, `lucid.py`). Everything
-else is in float64, so its error is that of these roundings alone.
+PaTH, LUCID's solve and the delta rule round the factors of their products (`attention.py`,
+`lucid.py`, `delta_rule.py`). Everything else is in float64, so its error is that of these roundings
+alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from precondattn_conformance.inputs import Layout
 from precondattn_conformance.oracle import Oracle, oracle, rounded
 from precondattn_conformance.rounding import lucid
 from precondattn_conformance.rounding.attention import rounded_attention
+from precondattn_conformance.rounding.delta_rule import without_scale
 from precondattn_conformance.tolerance import error, smallest_measured
 
 NAME = "rounding_model"
@@ -57,7 +59,9 @@ class RoundingModel(pa.Backend):
             return pa.Support.yes()
         if type(mechanism) is pa.LucidSolve and lucid.has_model(mechanism):
             return pa.Support.yes()
-        return pa.Support.no("rounds softmax attention and LUCID only")
+        if type(mechanism) in (pa.Delta, pa.GatedDelta):
+            return pa.Support.yes()
+        return pa.Support.no("rounds softmax attention, LUCID and the delta rule only")
 
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Any], frame: Frame
@@ -65,6 +69,9 @@ class RoundingModel(pa.Backend):
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
             return lucid.forward(mechanism, x, frame, self.to), ()
+        if isinstance(mechanism, pa.Delta | pa.GatedDelta):
+            leaf, form = without_scale(mechanism, x["q"].shape[3], self.to.call)
+            return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
         return rounded_attention(mechanism, self.to.call).forward(x, frame)[0], ()
 
     def backward(
@@ -79,6 +86,11 @@ class RoundingModel(pa.Backend):
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
             return lucid.backward(mechanism, x, frame, self.to.call(out), cotangent, self.to)
+        if isinstance(mechanism, pa.Delta | pa.GatedDelta):
+            leaf, form = without_scale(mechanism, x["q"].shape[3], self.to.call)
+            zeros = leaf.zero_state(x)
+            d: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, form)[0]
+            return d
         leaf = rounded_attention(mechanism, self.to.call)
         return leaf.backward(x, frame, out, (), cotangent)
 
