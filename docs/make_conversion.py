@@ -17,8 +17,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from make_tutorial import LINE, commit, functions
-
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers.md"
 RECORD = DOCS / "measurements" / "conversion" / "losses.json"
@@ -29,6 +27,7 @@ WIDTH, STEPS, FURTHER = 64, 800, 200
 EVERY = 20
 """Steps between two measurements of the held-out loss."""
 RATE = 1e-3
+LINE = 110
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -36,6 +35,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 def record() -> dict[str, Any]:
     """One model trained with its own softmax; copies of it, converted and trained further."""
     import torch
+    from make_tutorial import commit, functions
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from precondattn.integrations.transformers import replace_attention
