@@ -348,8 +348,7 @@ class Attention(Algorithm):
         b, _, r, _, _ = view.q.shape
         cached_k, cached_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
-        mask_frame = known.frame.replaced(q_valid=frame.q_valid) if leaf.bias else known.frame
-        mask = Mask(mask_frame, s, known.offset, window=leaf.window)
+        mask = Mask(known.frame, s, known.offset, window=leaf.window)
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):

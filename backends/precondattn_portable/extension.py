@@ -42,7 +42,8 @@ def filled(frame: Frame, capacity: int) -> Filled:
     xp = namespace(frame.q_position)
     count = min(longest_held(frame), capacity)
     part = frame.of_slots(count)
-    is_plain = int(xp.min(frame.q_position[:, 0])) == count and bool(xp.all(part.k_valid))
+    # A sequence that holds fewer tokens has slots that are not valid.
+    is_plain = bool(xp.all(part.k_valid))
     k_valid = None if is_plain else part.k_valid
     filled_frame = Frame(frame.q_position, part.k_position, None, k_valid)
     return Filled(count, count if is_plain else None, filled_frame)

@@ -274,8 +274,8 @@ class PastSystem:
         self.rms: Array | None = None
         if leaf.normalize == "keys":
             r = past_heads(past["rms"], count)[:, :, None, :]
-            # Empty slots, which are masked, hold 0.
-            self.rms = r if known.offset is not None and leaf.eps else xp.where(r > 0, r, 1.0)
+            # Empty slots, which are masked, hold 0. A norm is positive (`rms`).
+            self.rms = r if known.offset is not None else xp.where(r > 0, r, 1.0)
         self.mask = Mask(known.frame, count, known.offset, window=leaf.window, strict=True)
 
     def weights(self, part: Part, i0: int, i1: int) -> Array:

@@ -78,8 +78,7 @@ def transported_step(
         reflected = transpose(ops.product(z_now, w_k[:, :, :count, :]))
         recent = ops.add_product(recent, reflected, w_now, -1.0)
         old = time_first(xp.concat([old, recent[:, :, :waiting, :]], axis=2))
-        whole = xp.concat([old, past["key"][:, start:, ...]], axis=1)
-        updates["key"] = Rewrite(whole, time_first(recent[:, :, waiting:, :]))
+        updates["key"] = Rewrite(old, time_first(recent[:, :, waiting:, :]))
     else:
         updates["key"] = Append(x["k"])
     if flush > 1:

@@ -1,5 +1,7 @@
 """One token of a recurrence is computed by its definition, not in chunks."""
 
+from dataclasses import dataclass
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -154,3 +156,29 @@ def test_a_donated_cache_gives_what_one_that_is_kept_gives(expression, library):
             out, cache = mechanism.extend(cache, **token, donate=donate)
             outs[donate].append(np.asarray(out))
     np.testing.assert_allclose(outs[True], outs[False], rtol=1e-12, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class LucidWithWindows(pa.Preconditioner):
+    """LUCID whose system has another window than its softmax."""
+
+    base: pa.Mechanism = pa.Softmax()
+    window: int | None = None
+
+    def steps(self):
+        return pa.step("y", pa.LucidSolve(window=self.window)), pa.step("out", self.base, v="y")
+
+
+LucidWithWindows.name = "lucid_with_windows"  # A class with a name would be registered.
+
+
+@pytest.mark.parametrize(("of_system", "of_softmax"), [(3, None), (None, 3), (None, None), (3, 3)])
+def test_a_token_of_lucid_sees_what_is_in_both_windows(of_system, of_softmax):
+    mechanism = LucidWithWindows(pa.Softmax(window=of_softmax), window=of_system)
+    x = make_inputs(mechanism, Layout("test", t=6, s=6), "random")
+    cache, outs = mechanism.init_cache(**x, capacity=6), []
+    for i in range(6):
+        out, cache = mechanism.extend(cache, **slice_tokens(mechanism, x, i, i + 1))
+        outs.append(out)
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(np.concat(outs, axis=1), expected, rtol=1e-12, atol=1e-12)
