@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from precondattn.layers.recipe import Recipe
-from precondattn.layers.recipes.published import published
+from precondattn.layers.recipes.published import PUBLISHED
 
 PAGE = Path(__file__).with_name("recipes.md")
 
@@ -32,7 +32,7 @@ This page is generated from the declarations by `docs/make_recipes.py`.
 def page() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
-    for leaf, recipes in published(depth=0).items():
+    for leaf, recipes in PUBLISHED.items():
         lines = [f"## `{leaf}`", "", "| input | recipe | equation | source |", "|---|---|---|---|"]
         for name, recipe in recipes.items():
             own, _, like = name.partition("/")

@@ -21,6 +21,7 @@ def apply(
     weights: Weights,
     x: Array,
     *,
+    depth: Any,
     mask: Array | None = None,
     positions: Array | None = None,
     cache: Cache | None = None,
@@ -51,7 +52,7 @@ def apply(
 
     values: dict[str, Array] = {}
     for entry in plan.entries[:-1]:
-        values[entry.name] = _made(entry, weights, x, rotation_of, values, histories)
+        values[entry.name] = _made(entry, weights, x, rotation_of, values, histories, depth)
     inputs = {name: values[name] for name in plan.inputs}
     masks: dict[str, Any] = {} if count is None else {"lengths": count}
     if segments is not None:
@@ -64,7 +65,7 @@ def apply(
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if donate:
             cache.store.clear()  # type: ignore[union-attr]
-    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories)
+    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth)
     y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
     return (y if tokens is None else tokens.unpacked(y)), after
 
@@ -84,10 +85,12 @@ def _made(
     rotation_of: Callable[[int, float], tuple[Array, Array]],
     values: dict[str, Array],
     histories: Histories,
+    depth: Any,
 ) -> Array:
     def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
         before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
         return causal_convolution(before, weight, bias, histories.place)
 
     read = {own: values[value] for own, value in entry.reads}
-    return entry.recipe.make(Tokens(x, rotation_of, read, convolved), weights[entry.name])
+    tokens = Tokens(x, rotation_of, read, convolved, depth)
+    return entry.recipe.make(tokens, weights[entry.name])

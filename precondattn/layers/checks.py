@@ -62,6 +62,11 @@ def check_call(
         _check_cache(plan, cache, b)
 
 
+def check_depth(depth: Any) -> None:
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
+
+
 def check_batch(batch: Any) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ValueError(f"batch must be a whole number, 1 or above; found {batch!r}")

@@ -91,7 +91,6 @@ def plan_for(
     head_dim: int | None,
     value_dim: int | None,
     slots: int | None,
-    depth: int,
     recipes: Mapping[str, Recipe] | None,
 ) -> Plan:
     """The plan of a layer.
@@ -106,10 +105,8 @@ def plan_for(
         mechanism = parse(mechanism)
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-        raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
     sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
-    entries = _in_order(_entries(mechanism, depth, dict(recipes or {})))
+    entries = _in_order(_entries(mechanism, dict(recipes or {})))
     shapes = {entry.name: _shape(mechanism, entry, sizes) for entry in entries}
     return Plan(
         mechanism,
@@ -134,12 +131,12 @@ def _shape(mechanism: Mechanism, entry: Entry, sizes: Sizes) -> Shape:
     return tuple(axis.size(sizes.of) for axis in axes)
 
 
-def _entries(mechanism: Mechanism, depth: int, given: dict[str, Recipe]) -> list[Entry]:
+def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[Entry]:
     program = mechanism.program
     entries: dict[str, Entry] = {}
     made = meanings(program)
     for name, (call, formal) in made.items():
-        table = recipes_for(call.leaf, depth)
+        table = recipes_for(call.leaf)
         names = {own: origin(program, value) for own, value in call.arguments}
         helpers = {key.partition("/")[0]: key.partition("/")[2] for key in table if "/" in key}
         for helper, like in helpers.items():
@@ -153,9 +150,9 @@ def _entries(mechanism: Mechanism, depth: int, given: dict[str, Recipe]) -> list
                 f"recipes={{{name!r}: ...}}"
             )
         entries[name] = _entry(name, chosen, mechanism.inputs[name], names)
-    call = output_call(program, lambda call: OUT in recipes_for(call.leaf, depth))
+    call = output_call(program, lambda call: OUT in recipes_for(call.leaf))
     names = {own: origin(program, value) for own, value in call.arguments}
-    recipe = given.pop(OUT, recipes_for(call.leaf, depth).get(OUT, Unchanged()))
+    recipe = given.pop(OUT, recipes_for(call.leaf).get(OUT, Unchanged()))
     entries[OUT] = _entry(OUT, recipe, program.output, names)
     if given:
         raise ValueError(

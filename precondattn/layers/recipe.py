@@ -28,6 +28,8 @@ class Tokens(NamedTuple):
     """`convolved(rows, w, b)` is y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows x
     (b, t, …) with w (c, …). Rows before the first token of a sequence are 0, and the cache keeps
     the last c − 1, the recipe's `history()`."""
+    depth: Any
+    """The index of the layer in its model, from 0: a number, or an integer array ()."""
 
 
 class Recipe:

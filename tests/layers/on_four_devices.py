@@ -1,4 +1,4 @@
-"""Layers of Flax, sharded over four devices; `test_flax_attention.py` runs this file."""
+"""Layers and decoders of Flax on four devices; `test_flax_attention.py` runs this file."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,15 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from precondattn.layers.flax import Attention
+from precondattn.layers.flax import Attention, Decoder
 
-RULES = {"heads": "model", "kv_heads": "model"}
+RULES = {"heads": "model", "kv_heads": "model", "mlp": "model", "vocab": "model"}
+KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])
-def test_a_sharded_layer_gives_the_same_output_and_gradients(mechanism, kind):
-    attn = Attention(32, heads=4, mechanism=mechanism, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (2, 6, 32), "float32")
-    graph, state = nnx.split(attn)
+def assert_the_same_on_a_mesh(module, x, kind):
+    """Output and gradients, with sharded weights and batches, which are returned."""
+    graph, state = nnx.split(module)
 
     @jax.jit
     def run(state, x):
@@ -39,9 +37,32 @@ def test_a_sharded_layer_gives_the_same_output_and_gradients(mechanism, kind):
         rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         gradients, sharded = run(state, rows)
         assert "data" in sharded.sharding.spec
-        weight = gradients["inputs"]["q"]["weight"][...]
-        assert {s.data.shape for s in weight.addressable_shards} == {(32, 2, 8)}
         np.testing.assert_allclose(sharded, y, rtol=1e-5, atol=1e-5)
         for found, wanted in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
             size = float(np.abs(wanted).max())
             np.testing.assert_allclose(found, wanted, atol=1e-5 * size + 1e-6)
+    return gradients, sharded
+
+
+def shapes_of_shards(weight):
+    return {shard.data.shape for shard in weight[...].addressable_shards}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])
+def test_a_sharded_layer_gives_the_same_output_and_gradients(mechanism, kind):
+    attn = Attention(32, heads=4, mechanism=mechanism, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 6, 32), "float32")
+    gradients, _ = assert_the_same_on_a_mesh(attn, x, kind)
+    assert shapes_of_shards(gradients["inputs"]["q"]["weight"]) == {(32, 2, 8)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_decoder_gives_the_same_logits_and_gradients(kind):
+    layers = ["linear", {"mechanism": "softmax", "kv_heads": 2}]  # Quick to compile.
+    model = Decoder(50, 32, heads=4, layers=layers, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
+    gradients, logits = assert_the_same_on_a_mesh(model, tokens, kind)
+    assert logits.sharding.spec[2] == "model"
+    assert shapes_of_shards(gradients["embedding"]) == {(25, 32)}
+    assert shapes_of_shards(gradients["blocks"][0]["mlp"]["down"]) == {(44, 32)}

@@ -106,8 +106,7 @@ def test_a_compiled_decoder_is_one_graph_and_gives_the_same_with_padding():
 
 def test_depth_counts_blocks():
     model = Decoder(9, 24, heads=2, layers=["differential"] * 3)
-    depths = [block.attention.plan.entries[-1].recipe.depth for block in model.blocks]
-    assert depths == [0, 1, 2]
+    assert [block.attention.depth for block in model.blocks] == [0, 1, 2]
 
 
 def test_names_of_a_state_dict_stay(model):

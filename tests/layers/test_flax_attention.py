@@ -22,8 +22,8 @@ def from_numpy(array):
     return pytest.importorskip("torch").tensor(array)
 
 
-def made(expression, seed=0, **options):
-    return layer(Attention, expression, rngs=nnx.Rngs(seed), **options)
+def made(expression, rngs=None, **options):
+    return layer(Attention, expression, rngs=rngs or nnx.Rngs(0), **options)
 
 
 def hidden(b, t, width=24, dtype="float32", seed=1):
@@ -88,35 +88,45 @@ def test_any_split_of_a_sequence_gives_the_full_call_under_jit(expression):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(cache))
 
 
-def test_layers_are_scanned_and_computed_again_in_the_gradient():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stack(rngs):
-        return layer(Attention, "linear", rngs=rngs)
+def test_scanned_layers_have_a_depth_each_and_are_computed_again_in_the_gradient():
+    def one(rngs, depth):
+        return made("differential", rngs=rngs, depth=depth)
 
-    layers = stack(nnx.Rngs(0))
-    assert layers.inputs["q"]["weight"].shape == (3, 24, 4, 6)
+    layers = nnx.split_rngs(splits=4)(nnx.vmap(one))(nnx.Rngs(0), jnp.arange(4))
+    assert layers.inputs["q"]["weight"].shape == (4, 24, 4, 6)
+    depths = nnx.state(layers, nnx.Not(nnx.Param))
+    assert [leaf.tolist() for leaf in jax.tree.leaves(depths)] == [[0, 1, 2, 3]]
 
-    def loss(layers, x):
+    def scanned(layers, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         def through(x, attn):
             return x + nnx.remat(lambda attn, x: attn(x))(attn, x)
 
         return jnp.sum(through(x, layers) ** 2)
 
-    def unrolled(layers, x):
-        graph, state = nnx.split(layers)
-        for i in range(3):
-            attn = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], state))
-            x = x + attn(x)
+    graphs = [nnx.graphdef(made("differential", depth=depth)) for depth in range(4)]
+
+    def in_turn(layers, x):
+        weights = nnx.state(layers, nnx.Param)
+        for i, graph in enumerate(graphs):
+            x = x + nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], weights))(x)
         return jnp.sum(x**2)
 
     x = hidden(1, 5)
-    value, gradients = nnx.jit(nnx.value_and_grad(loss))(layers, x)
-    expected, of_unrolled = nnx.jit(nnx.value_and_grad(unrolled))(layers, x)
+    value, gradients = nnx.jit(nnx.value_and_grad(scanned))(layers, x)
+    expected, of_layers = nnx.jit(nnx.value_and_grad(in_turn))(layers, x)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_unrolled), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    for found, wanted in zip(*map(jax.tree.leaves, (gradients, of_layers)), strict=True):
+        size = float(jnp.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(
+    "depth", [-1, 1.5, True, np.arange(2), jnp.arange(2), jnp.ones(()), jnp.asarray(-1)], ids=str
+)
+def test_a_wrong_depth_is_named(depth):
+    with pytest.raises(ValueError, match="depth must be a whole number"):
+        made("differential", depth=depth)
 
 
 def test_axes_of_parameters_have_the_usual_names():

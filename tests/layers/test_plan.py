@@ -5,15 +5,16 @@ import pytest
 
 import precondattn as pa
 from precondattn.layers.plan import plan_for
+from precondattn.layers.recipe import Tokens
 from precondattn.layers.recipes import Convolution, Projection, Rotary, Sigmoid, UnitConvolution
 from tests.layers.layer_cases import MECHANISMS, sizes_for
 
 SIZES = ("kv_heads", "value_heads", "head_dim", "value_dim", "slots")
 
 
-def plan(expression, width=24, heads=4, depth=0, recipes=None, **sizes):
+def plan(expression, width=24, heads=4, recipes=None, **sizes):
     given = {**dict.fromkeys(SIZES), **sizes}
-    return plan_for(width, heads, expression, depth=depth, recipes=recipes, **given)
+    return plan_for(width, heads, expression, recipes=recipes, **given)
 
 
 def recipes_of(expression, **options):
@@ -64,9 +65,11 @@ def test_differential_attention_has_half_the_width_in_each_map_as_published():
 
 def test_lambda_starts_as_published():
     for depth, expected in ((0, 0.2), (3, 0.8 - 0.6 * np.exp(-0.9))):
-        recipe = recipes_of("differential", depth=depth)["lam"]
+        recipe = recipes_of("differential")["lam"]
         zeros = dict.fromkeys(("q1", "q2", "k1", "k2"), np.zeros(4))
-        assert np.isclose(recipe.make(None, zeros), expected)
+        for index in (depth, np.asarray(depth)):
+            tokens = Tokens(None, None, {}, None, index)
+            assert np.isclose(recipe.make(tokens, zeros), expected)
 
 
 def test_a_recipe_can_be_replaced():
@@ -88,7 +91,6 @@ def test_a_recipe_can_be_replaced():
         ("delta", {"value_heads": 6}, ValueError, "heads must divide value_heads"),
         ("gla", {"value_heads": 8}, ValueError, "gla has no value heads of its own; found 8"),
         ("gla", {"slots": 8}, ValueError, "slots: gla has none; found 8"),
-        ("softmax", {"depth": -1}, ValueError, "depth must be a whole number, 0 or above"),
         ("softmax[bias=true]", {}, TypeError, "there is none for the input bias"),
         ("softmax", {"recipes": {"beta": Sigmoid()}}, ValueError, "has no input 'beta'; it has q"),
         ("softmax", {"recipes": {"q": None}}, TypeError, "none for the input q|must be a Recipe"),

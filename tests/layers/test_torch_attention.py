@@ -50,7 +50,7 @@ def test_recipes_are_functions_of_arrays_and_run_on_numpy_too(expression):
         name: {own: p.detach().numpy() for own, p in module.named_parameters()}
         for name, module in attn.inputs.items()
     }
-    y, _ = apply(attn.plan, weights, x.numpy(), mask=mask.numpy())
+    y, _ = apply(attn.plan, weights, x.numpy(), depth=attn.depth, mask=mask.numpy())
     torch.testing.assert_close(torch.tensor(y), attn(x, mask=mask).detach(), rtol=1e-9, atol=1e-9)
 
 
@@ -174,6 +174,12 @@ def test_first_values_are_those_of_the_papers():
     assert abs(weight.std() * 512**0.5 - 1) < 0.02
     contraction = Attention(32, heads=4, mechanism="ccq").inputs["contraction"].bias
     torch.testing.assert_close(contraction.sigmoid(), torch.full((4,), 0.1))
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, True, torch.tensor(1)], ids=str)
+def test_a_wrong_depth_is_named(depth):
+    with pytest.raises(ValueError, match="depth must be a whole number, 0 or above; found"):
+        made("differential", depth=depth)
 
 
 X = torch.zeros(2, 3, 24)

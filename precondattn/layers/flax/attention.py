@@ -13,6 +13,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import check_batch, check_call
+from precondattn.layers.flax.depth import Depth, depth_of
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
@@ -35,8 +36,12 @@ class Attention(nnx.Module):
         The number h of query heads; of pairs of heads in differential attention.
     mechanism : str or Mechanism
         Such as `"ccq(gated_delta)"`.
-    kv_heads, value_heads, head_dim, value_dim, slots, depth, recipes
-        As in `precondattn.layers.torch.Attention`. With `nnx.vmap` all layers have the same depth.
+    kv_heads, value_heads, head_dim, value_dim, slots, recipes
+        As in `precondattn.layers.torch.Attention`.
+    depth : int or integer array ()
+        The index of the layer in its model, from 0, on which λ of differential attention depends.
+        Layers that `nnx.vmap` makes for `nnx.scan` need an array, to have a depth each; it is then
+        a variable of the layer that is not trained.
     dtype
         Of all parameters, and of x. float32 by default.
     rngs : nnx.Rngs
@@ -72,11 +77,12 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         slots: int | None = None,
-        depth: int = 0,
+        depth: int | jax.Array = 0,
         recipes: Mapping[str, Recipe] | None = None,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        self.depth = depth_of(depth)
         self.plan = plan_for(
             width,
             heads,
@@ -86,7 +92,6 @@ class Attention(nnx.Module):
             head_dim=head_dim,
             value_dim=value_dim,
             slots=slots,
-            depth=depth,
             recipes=recipes,
         )
         self.inputs = nnx.Dict()
@@ -148,6 +153,7 @@ class Attention(nnx.Module):
             self.plan,
             weights,
             x,
+            depth=self.depth[...] if isinstance(self.depth, Depth) else self.depth,
             mask=mask,
             positions=positions,
             cache=cache,

@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
         **segments: Any,
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the caches."""
-        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        x = embedded(self.embedding[...], tokens)
         if caches is None:
             for block in self.blocks:
                 x = block(x, mask=mask, **segments)
@@ -192,6 +192,17 @@ class Decoder(nnx.Module):
                 new = jnp.where(drawn[-1] == stop, stop, new)
             drawn.append(new)
         return jnp.concatenate(drawn, axis=1)
+
+
+def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows (b, t, width) of the table (vocabulary, width); NaN for tokens that it has not."""
+    kinds = jax.typeof(table).sharding, jax.typeof(tokens).sharding
+    spec = None
+    if any(kind.mesh.explicit_axes for kind in kinds):
+        # In the explicit mode the sharding of the result has to be given.
+        of_table, of_tokens = (kind.spec for kind in kinds)
+        spec = jax.sharding.PartitionSpec(*of_tokens, *of_table[1:])
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=spec)
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,8 @@
 """λ and the norm of differential attention.
 
-In the layer with index `depth`, from 0,
+In the layer with index l, from 0,
 
-    λ_init = 0.8 − 0.6 e^{−0.3 depth}.
+    λ_init = 0.8 − 0.6 e^{−0.3 l}.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import upcast
@@ -19,20 +20,20 @@ from precondattn.layers.recipes.gates import Sigmoid
 from precondattn.layers.recipes.outputs import Norm
 
 
-def first_lambda(depth: int) -> float:
-    return 0.8 - 0.6 * math.exp(-0.3 * depth)
+def first_lambda(depth: Any) -> Any:
+    """λ_init, of the kind of `depth`: a number, or an array ()."""
+    exp = math.exp if isinstance(depth, int) else namespace(depth).exp
+    return 0.8 - 0.6 * exp(-0.3 * depth)
 
 
 @dataclass(frozen=True)
 class LambdaOfVectors(Recipe):
-    """e^{a₁·b₁} − e^{a₂·b₂} + λ_init, λ_init = 0.8 − 0.6 e^{−0.3 l}, layer l = `depth`
+    """e^{a₁·b₁} − e^{a₂·b₂} + λ_init, λ_init = 0.8 − 0.6 e^{−0.3 l} in layer l
 
     The four vectors are N(0, 0.1²) at the start.
 
     Source: Differential Transformer (arXiv 2410.05258), 2.1.
     """
-
-    depth: int = 0
 
     def parameters(self) -> dict[str, Parameter]:
         return {name: Parameter("… d", Normal(0.1)) for name in ("q1", "k1", "q2", "k2")}
@@ -42,7 +43,7 @@ class LambdaOfVectors(Recipe):
             namespace(p["q1"]).sum(upcast(p[f"q{i}"]) * upcast(p[f"k{i}"]), axis=-1) for i in (1, 2)
         )
         exp = namespace(first).exp
-        return exp(first) - exp(second) + first_lambda(self.depth)
+        return exp(first) - exp(second) + first_lambda(tokens.depth)
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,10 @@ class LambdaOfToken(Sigmoid):
 
 @dataclass(frozen=True)
 class DifferenceNorm(Norm):
-    """(1 − λ_init) γ RMSNorm(o), head by head, λ_init as of layer `depth`
+    """(1 − λ_init) γ RMSNorm(o), head by head, λ_init as for λ
 
     Source: Differential Transformer (arXiv 2410.05258), 2.1; microsoft/unilm, with γ.
     """
 
-    depth: int = 0
-
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        return (1 - first_lambda(self.depth)) * super().make(tokens, p)
+        return (1 - first_lambda(tokens.depth)) * super().make(tokens, p)

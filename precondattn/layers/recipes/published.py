@@ -7,8 +7,6 @@ such as `linear[normalize=true]`, is looked up by its whole text first.
 
 from __future__ import annotations
 
-from functools import cache
-
 from precondattn.algebra.mechanism import Leaf
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.differential import (
@@ -54,67 +52,62 @@ DELTA: Recipes = {
     "v": Convolution(),
     "beta": Sigmoid(),
 }
+OF_VECTORS: Recipes = {"lam": LambdaOfVectors(), "out": DifferenceNorm()}
+CONTRACTION: Recipes = {"contraction": Contraction()}
+GAIN: Recipes = {"gain": Learned(1.0)}
+
+PUBLISHED: dict[str, Recipes] = {
+    "softmax": {
+        "q": Rotary(),
+        "k": Rotary(),
+        "v": Projection(),
+        "g": LogSigmoid(),
+        "sink": Learned(),
+    },
+    "path": {
+        **ROWS,
+        "w": Direction(),
+        "beta": Sigmoid(2.0, bias=True),
+        "g": LogSigmoid(),
+        "sink": Learned(),
+    },
+    "linear": {**ROWS, "out": Norm()},
+    "linear[normalize=true]": ROWS,
+    "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
+    "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
+    "delta": {**DELTA, "out": Norm()},
+    "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
+    "ssd": {
+        "q": Convolution(bias=True),
+        "k": Convolution(bias=True),
+        "x/v": Convolution(bias=True),
+        "dt/g": StepSize(),
+        "v": Stepped(),
+        "g": DecayOfStep(),
+        "out": GatedGroupNorm(),
+    },
+    "gsa": {
+        "q": Activation(),
+        "k": Activation(),
+        "v": Activation(),
+        "g": LogSigmoid(8.0, bias=False),
+        "s": Written(),
+        "out": Activated(),
+    },
+    "lucid_solve": {"lucid_beta": StepOfSolve()},
+    "conditioned_query": CONTRACTION,
+    "query_weighted_query": CONTRACTION,
+    "difference": OF_VECTORS,
+    "difference[per=token]": {"lam": LambdaOfToken(), "out": Unchanged()},
+    "hedgehog_map": {"weight": LearnedIdentity(), "bias": Learned()},
+    "tempered": {"tau": Positive()},
+    "scaled_dims": {"per_dim": Learned()},
+    "rms_norm": GAIN,
+    "layer_norm": GAIN,
+    "l2_norm": GAIN,
+}
 
 
-@cache
-def published(depth: int) -> dict[str, Recipes]:
-    """The recipes of every leaf, for the layer with index `depth`."""
-    of_vectors = {"lam": LambdaOfVectors(depth), "out": DifferenceNorm(depth=depth)}
-    contraction: Recipes = {"contraction": Contraction()}
-    gain: Recipes = {"gain": Learned(1.0)}
-    return {
-        "softmax": {
-            "q": Rotary(),
-            "k": Rotary(),
-            "v": Projection(),
-            "g": LogSigmoid(),
-            "sink": Learned(),
-        },
-        "path": {
-            **ROWS,
-            "w": Direction(),
-            "beta": Sigmoid(2.0, bias=True),
-            "g": LogSigmoid(),
-            "sink": Learned(),
-        },
-        "linear": {**ROWS, "out": Norm()},
-        "linear[normalize=true]": ROWS,
-        "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
-        "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
-        "delta": {**DELTA, "out": Norm()},
-        "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
-        "ssd": {
-            "q": Convolution(bias=True),
-            "k": Convolution(bias=True),
-            "x/v": Convolution(bias=True),
-            "dt/g": StepSize(),
-            "v": Stepped(),
-            "g": DecayOfStep(),
-            "out": GatedGroupNorm(),
-        },
-        "gsa": {
-            "q": Activation(),
-            "k": Activation(),
-            "v": Activation(),
-            "g": LogSigmoid(8.0, bias=False),
-            "s": Written(),
-            "out": Activated(),
-        },
-        "lucid_solve": {"lucid_beta": StepOfSolve()},
-        "conditioned_query": contraction,
-        "query_weighted_query": contraction,
-        "difference": of_vectors,
-        "difference[per=token]": {"lam": LambdaOfToken(), "out": Unchanged()},
-        "hedgehog_map": {"weight": LearnedIdentity(), "bias": Learned()},
-        "tempered": {"tau": Positive()},
-        "scaled_dims": {"per_dim": Learned()},
-        "rms_norm": gain,
-        "layer_norm": gain,
-        "l2_norm": gain,
-    }
-
-
-def recipes_for(leaf: Leaf, depth: int = 0) -> Recipes:
+def recipes_for(leaf: Leaf) -> Recipes:
     """The published recipes of a leaf, by its names of its inputs; empty for an unknown leaf."""
-    table = published(depth)
-    return table.get(str(leaf), table.get(leaf.name, {}))
+    return PUBLISHED.get(str(leaf), PUBLISHED.get(leaf.name, {}))

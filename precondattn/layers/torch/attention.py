@@ -12,7 +12,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.execution.autocast import target
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import check_batch, check_call
+from precondattn.layers.checks import check_batch, check_call, check_depth
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
@@ -87,6 +87,8 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_depth(depth)
+        self.depth = depth
         self.plan = plan_for(
             width,
             heads,
@@ -96,7 +98,6 @@ class Attention(nn.Module):
             head_dim=head_dim,
             value_dim=value_dim,
             slots=slots,
-            depth=depth,
             recipes=recipes,
         )
         self.inputs = nn.ModuleDict()
@@ -168,6 +169,7 @@ class Attention(nn.Module):
             self.plan,
             weights,
             x,
+            depth=self.depth,
             mask=mask,
             positions=positions,
             cache=cache,

@@ -107,5 +107,5 @@ def layer_arguments(config: Any) -> list[dict[str, Any]]:
 def check_layers(config: Any) -> None:
     """Raise the error that making the layers would raise."""
     for arguments in layer_arguments(config):
-        options = dict(arguments)
+        options = {name: given for name, given in arguments.items() if name != "depth"}
         plan_for(config.hidden_size, options.pop("heads"), options.pop("mechanism"), **options)
