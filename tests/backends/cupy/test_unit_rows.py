@@ -38,6 +38,21 @@ def test_rows_and_their_gradient(t, h, e, dtype, detach, order):
 
 
 @needs_simulator
+@pytest.mark.parametrize("detach", [True, False])
+def test_rows_about_as_long_as_eps(detach):
+    rng = np.random.default_rng(0)
+    o, d_y = rng.normal(size=(2, 1, 24, 2, 40)) / 6
+    o *= np.linspace(0.3, 2.0, 24)[:, None, None]
+    o[:, 12:] *= np.arange(40) == 31  # One entry, that of a warp's last thread.
+    leaf = pa.UnitRows(detach=detach, eps=1.0 / 8)
+    y, pullback = leaf.vjp(o.astype(np.float32), backend=BACKEND)
+    result = pullback(d_y.astype(np.float32))["o"]
+    expected, pullback = leaf.vjp(o, backend="reference")
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, pullback(d_y)["o"], rtol=1e-4, atol=1e-5)
+
+
+@needs_simulator
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20, 3e38])
 def test_rows_whose_squares_overflow_or_vanish(size):
     o = (np.random.default_rng(0).uniform(-1, 1, size=(1, 4, 2, 8)) * size).astype(np.float32)
