@@ -1,6 +1,7 @@
 """Linear layers of existing models, computed by this library: the outputs of Transformers' own."""
 
 import copy
+import io
 
 import pytest
 
@@ -54,9 +55,10 @@ def seeded():
     torch.manual_seed(0)
 
 
-def made(name):
+def made(name, **options):
     """A model whose linear layers matter: larger weights, and states that last for many tokens."""
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **CONFIGURATIONS[name]})
+    options = {**SMALL, **CONFIGURATIONS[name], **options}
+    config = getattr(transformers, f"{name}Config")(**options)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -131,6 +133,39 @@ def test_the_backend_is_called_and_the_model_of_another_instance_is_not_changed(
     restore_backend_for(model)
     model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert not calls
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+def test_a_model_can_be_compiled_as_one_graph_as_before(name):
+    model, (ids, _) = made(name, num_hidden_layers=1), prompts()
+    other = copy.deepcopy(model)
+    for each in (use_backend_for(model), other):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            expected = other(ids, use_cache=False).logits
+            compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
+            close(compiled(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("change", [use_backend_for, lambda model: add_ccq(model, 0.5)])
+def test_a_pickled_model_computes_the_same(change, monkeypatch):
+    from precondattn.execution import run
+
+    model, (ids, _) = change(made("Qwen3Next")), prompts()
+    expected, calls = model(ids).logits, []
+    original = run.extend
+    monkeypatch.setattr(run, "extend", lambda *a, **k: calls.append(1) or original(*a, **k))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(ids).logits, expected)
+    assert len(calls) == 3
+    layer = type(loaded.model.layers[0].linear_attn)
+    restore_backend_for(loaded)
+    assert type(loaded.model.layers[0].linear_attn) is layer.__base__
+    loaded(ids)
+    assert len(calls) == 3
 
 
 def test_a_backend_can_be_chosen():

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from precondattn.integrations.transformers.linear.layers import (
-    KINDS,
-    linear_layers,
-    replace_functions,
-    restore_functions,
-)
+from precondattn.integrations.transformers.linear.computed import compute_by, restore
+from precondattn.integrations.transformers.linear.layers import KINDS, linear_layers
 
 
 def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) -> Any:
@@ -52,14 +48,14 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     if any(hasattr(layer, "contraction_gate") for layer, _ in layers):
         raise ValueError("model: it has ccq; pass the backend to add_ccq")
     for layer, kind in layers:
-        replace_functions(layer, KINDS[kind].functions(backend))
+        compute_by(layer, KINDS[kind].functions, backend)
     return model
 
 
 def restore_backend_for(model: Any) -> Any:
     """Give the linear layers of a model Transformers' own functions back, without gates of ccq."""
     for layer, _ in [*linear_layers(model)]:
-        restore_functions(layer)
+        restore(layer)
         if hasattr(layer, "contraction_gate"):
             del layer.contraction_gate
     return model

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.cache import Cache
+from precondattn.integrations.transformers.linear.computed import compute_by
 from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
-from precondattn.integrations.transformers.linear.layers import linear_layers, replace_functions
+from precondattn.integrations.transformers.linear.layers import linear_layers
 from precondattn.integrations.transformers.linear.packed import refuse_packed
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.spec.contraction_gate import ContractionGate
@@ -84,7 +85,7 @@ def add_ccq(model: Any, contraction: float = 0.01, backend: Any = None) -> Any:
         own: Any = layer
         if not hasattr(layer, "contraction_gate"):
             own.contraction_gate = Gate(own.num_k_heads, own.head_k_dim, contraction, own.dt_bias)
-        replace_functions(layer, functions(backend), around=_with_gate)
+        compute_by(layer, functions, backend, _with_gate)
     return model
 
 

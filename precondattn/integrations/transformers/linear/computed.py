@@ -1,0 +1,92 @@
+"""A layer of Transformers whose recurrence is computed by other functions.
+
+A layer calls its recurrence by name, as a function of its module. So it gets a class of its own, a
+subclass with the same `forward` in which these names have other values. The weights and the
+`state_dict` stay as they are, and other layers of its first class too.
+
+The names that this `forward` reads do not say of which module they are: `torch.compile` would take
+the values from that module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from precondattn.integrations.transformers.interface import force_accelerate_hooks
+
+Maker = Callable[[Any], dict[str, Callable[..., Any]]]
+"""From a backend to the functions, by the names that a layer calls them by."""
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From a forward to one with something around it."""
+
+
+def compute_by(layer: nn.Module, maker: Maker, backend: Any, around: Around | None = None) -> None:
+    """Let a layer call the functions that `maker(backend)` has, in place of those of these names.
+
+    `maker` and `around` are functions of a module: a saved layer has their names.
+    """
+    _set_class(layer, _computed(class_of(layer), maker, backend, around))
+
+
+def restore(layer: nn.Module) -> None:
+    """Give a layer the class back that Transformers made it of."""
+    _set_class(layer, class_of(layer))
+
+
+def class_of(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer in Transformers."""
+    found: type[nn.Module] = getattr(type(layer), "_class_in_transformers", type(layer))
+    return found
+
+
+@cache
+def _computed(
+    base: type[nn.Module], maker: Maker, backend: Any, around: Around | None
+) -> type[nn.Module]:
+    """The subclass, the same one for all layers with the same functions: it is compiled once."""
+    decorated = base.forward
+    own: Any = inspect.unwrap(decorated)
+    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
+    forward: Any = FunctionType(
+        own.__code__, {**names, **maker(backend)}, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__, forward.__module__ = own.__kwdefaults__, own.__module__
+    if own is not decorated:
+        forward = force_accelerate_hooks("conv1d")(forward)
+    if around is not None:
+        forward = around(forward)
+
+    def reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        """How the layer is pickled and copied: no module has its class by name."""
+        _, _, *state = object.__reduce_ex__(self, 2)
+        return (_empty, (base, maker, backend, around), *state)
+
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduced,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "_class_in_transformers": base,
+    }
+    return type(base.__name__, (base,), members)
+
+
+def _empty(base: type[nn.Module], maker: Maker, backend: Any, around: Around | None) -> nn.Module:
+    """A layer before its state is set."""
+    cls = _computed(base, maker, backend, around)
+    return cls.__new__(cls)
+
+
+def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a layer, inside accelerate's hooks if it has any."""
+    layer.__class__ = cls
+    if hasattr(layer, "_old_forward"):
+        layer._old_forward = cls.forward.__get__(layer)
+    else:
+        vars(layer).pop("forward", None)
