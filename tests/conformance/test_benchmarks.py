@@ -17,8 +17,8 @@ import precondattn as pa
 from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import command, correct, layers, plot
-from precondattn_conformance.bench.cases import COMPARED, declared, layout
+from precondattn_conformance.bench import command, correct, layers, models, plot
+from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
@@ -104,6 +104,42 @@ def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
     run_quick(mechanisms=("path",), works=("layer_step",), save=tmp_path / "run.json")
     (row,) = load(tmp_path / "run.json").rows
     assert "path is not written by hand" in row.reason
+
+
+def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
+    pytest.importorskip("transformers")
+    code, printed = run_quick("transformers_*", save=tmp_path / "run.json")
+    assert code == 0, printed
+    rows = load(tmp_path / "run.json").rows
+    assert {row.work for row in rows} == set(models.WORKS)
+    assert len(rows) == len(models.WORKS) * len(MODELS)
+    for row in rows:
+        assert row.status == TIMED, row.case
+        assert row.error < 2e-5, row.case
+        assert row.ratios["transformers"]["median"] > 0, row.case
+
+
+@pytest.mark.parametrize("work", ["", "_backward", "_decode"])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "mamba2", "bamba"])
+def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, name, work):
+    """Each model has weights with which a hundredth of an error in its linear layers is seen."""
+    pytest.importorskip("transformers")
+    from precondattn.integrations.transformers.linear import gated_delta, mamba2
+
+    for module, function in ((gated_delta, "unit_rows"), (mamba2, "step_size")):
+        right = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *x, right=right: 1.01 * right(*x))
+    run_quick(f"transformers_{name}{work}", save=tmp_path / "run.json")
+    (row,) = load(tmp_path / "run.json").rows
+    assert row.status == WRONG, row.reason
+    assert "the logits of" in row.reason
+
+
+def test_models_are_not_measured_without_transformers(monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    run_quick("transformers_mamba2", save=tmp_path / "run.json")
+    (row,) = load(tmp_path / "run.json").rows
+    assert (row.status, row.reason) == ("unsupported", "transformers is not installed")
 
 
 @pytest.mark.parametrize("name", ["packed_lucid_backward", "numpy_packed_laser_backward"])

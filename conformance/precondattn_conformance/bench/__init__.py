@@ -12,6 +12,7 @@ peers           the implementations to compare with, by mechanism
 naive_lucid     one of the peers: LUCID as in its paper
 by_hand         peers of small calls
 layers          attention layers, beside the same by hand in `layers_by_hand`
+models          models of Transformers, with our functions and with theirs
 timed_suite     the cases as tests, timed by pytest-benchmark
 measure         one case: checked, timed, compared with its peers
 plan            a row before it is measured: description, backends

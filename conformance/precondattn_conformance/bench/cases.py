@@ -11,10 +11,21 @@ from dataclasses import dataclass
 import precondattn as pa
 from precondattn_conformance.inputs import Layout
 
-WORKS = ("forward", "forward_backward", "decode", "memory", "layer_step", "layer_token")
+WORKS = (
+    "forward",
+    "forward_backward",
+    "decode",
+    "memory",
+    "layer_step",
+    "layer_token",
+    "model_forward",
+    "model_step",
+    "model_token",
+)
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
 backward pass at t tokens and at its multiples; it is not timed. `layer_step` is a training step of
-an attention layer, and `layer_token` a token of a decoder of four blocks."""
+an attention layer, and `layer_token` a token of a decoder of four blocks. `model_*` are the same of
+a model of Transformers, and its forward pass."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
 """The sizes that can be set; there are as many keys as queries."""
@@ -40,12 +51,15 @@ class BenchCase:
     packed: bool = False
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
+    model: str = ""
+    """The model of Transformers whose layers are measured, one of `MODELS`; empty for none."""
 
     def text(self) -> str:
         """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
         packed = ", packed" if self.packed else ""
-        return f"{self.mechanism} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
+        whose = f" of {self.model}" if self.model else ""
+        return f"{self.mechanism}{whose} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> Layout:
@@ -130,6 +144,32 @@ LAYERS = tuple(
     )
 )
 
+MODELS = {
+    "Qwen3Next": ("qwen3_next", "gated_delta", layout(t=512, h=4)),
+    "OlmoHybrid": ("olmo_hybrid", "gated_delta", layout(t=512, h=4)),
+    "Mamba2": ("mamba2", "ssd", layout(t=512, n=1)),
+    "Bamba": ("bamba", "ssd", layout(t=512, n=1)),
+}
+"""By model of Transformers: the name of its cases, its mechanism and the sizes of its layers."""
+
+IN_TRANSFORMERS = tuple(
+    BenchCase(
+        f"transformers_{name}{suffix}",
+        mechanism,
+        work,
+        sizes,
+        peers=("transformers",),
+        calls=calls,
+        model=model,
+    )
+    for model, (name, mechanism, sizes) in MODELS.items()
+    for suffix, work, calls in (
+        ("", "model_forward", 1),
+        ("_backward", "model_step", 1),
+        ("_decode", "model_token", 16),
+    )
+)
+
 COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
@@ -184,6 +224,7 @@ COMPARED = (
     *_PACKED,
     *OVERHEAD,
     *LAYERS,
+    *IN_TRANSFORMERS,
 )  # fmt: skip
 
 

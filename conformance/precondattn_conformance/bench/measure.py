@@ -16,7 +16,7 @@ import numpy as np
 import precondattn as pa
 from precondattn.backend import UnsupportedError
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import layers, machine
+from precondattn_conformance.bench import layers, machine, models
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
@@ -69,6 +69,7 @@ def measure(case: BenchCase, backend: str | None, options: Options, benchmark: A
     try:
         with library.precision(case.dtype):
             one = _measure_layer if case.work in layers.WORKS else _measure
+            one = _measure_model if case.work in models.WORKS else one
             one(case, backend, options, benchmark, library, row)
     except (UnsupportedError, UncheckedError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
@@ -141,6 +142,26 @@ def _measure_layer(
     row.first_call_seconds = found.first_call_seconds
     peers = {peer.name: found.by_hand for peer in peers_of(case) if peer.name == "by_hand"}
     row.ratios = {name: {"error": found.hand_error} for name in peers}
+    _time(found.ours, peers, case, options, benchmark, row)
+    row.status = TIMED
+    _add_extra(benchmark, row)
+
+
+def _measure_model(
+    case: BenchCase,
+    backend: str | None,
+    options: Options,
+    benchmark: Any,
+    library: Library,
+    row: Row,
+) -> None:
+    of_mechanism = replace(case, work=models.WORKS[case.work])
+    plan(of_mechanism, backend, options.device, row, case.layout)
+    found = models.measured(case, backend, library)
+    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
+    row.first_call_seconds = found.first_call_seconds
+    peers = {peer.name: found.theirs for peer in peers_of(case) if peer.name == "transformers"}
+    row.ratios = {name: {} for name in peers}
     _time(found.ours, peers, case, options, benchmark, row)
     row.status = TIMED
     _add_extra(benchmark, row)

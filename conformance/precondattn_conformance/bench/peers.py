@@ -10,7 +10,7 @@ xla            softmax     softmax attention                   JAX
 cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in half precision
 naive_lucid    lucid       the same mechanism                  PyTorch
 transformers   gated       the same mechanism                  PyTorch, with `transformers`
-               delta
+               delta, ssd
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
 by_hand,       some        the same mechanism, for small       PyTorch; NumPy
@@ -192,6 +192,8 @@ def _jax_attention_by(implementation: str) -> Callable[..., Any]:
 def _lacks_transformers(case: BenchCase, device: str) -> str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
+    if case.mechanism == "ssd" and not case.model:
+        return "ssd of Transformers is measured in its models"
     return _no_decoding(case, device)
 
 
@@ -283,7 +285,7 @@ PEERS = (
     Peer(
         "transformers",
         "torch",
-        lambda m: str(m) == "gated_delta",
+        lambda m: str(m) in ("gated_delta", "ssd"),
         _lacks_transformers,
         lambda m, backend: Computation("transformers", m, transformers_gated_delta),
     ),

@@ -39,16 +39,13 @@ def restore(layer: nn.Module) -> None:
     _set_class(layer, class_of(layer))
 
 
-def class_of(layer: nn.Module) -> type[nn.Module]:
+def class_of(layer: nn.Module) -> Any:
     """The class of a layer in Transformers."""
-    found: type[nn.Module] = getattr(type(layer), "_class_in_transformers", type(layer))
-    return found
+    return getattr(type(layer), "_class_in_transformers", type(layer))
 
 
 @cache
-def _computed(
-    base: type[nn.Module], maker: Maker, backend: Any, around: Around | None
-) -> type[nn.Module]:
+def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> Any:
     """The subclass, the same one for all layers with the same functions: it is compiled once."""
     decorated = base.forward
     own: Any = inspect.unwrap(decorated)
@@ -64,8 +61,8 @@ def _computed(
 
     def reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """How the layer is pickled and copied: no module has its class by name."""
-        _, _, *state = object.__reduce_ex__(self, 2)
-        return (_empty, (base, maker, backend, around), *state)
+        parts: Any = object.__reduce_ex__(self, 2)
+        return (_empty, (base, maker, backend, around), *parts[2:])
 
     members = {
         "forward": forward,
@@ -77,13 +74,13 @@ def _computed(
     return type(base.__name__, (base,), members)
 
 
-def _empty(base: type[nn.Module], maker: Maker, backend: Any, around: Around | None) -> nn.Module:
+def _empty(base: Any, maker: Maker, backend: Any, around: Around | None) -> nn.Module:
     """A layer before its state is set."""
     cls = _computed(base, maker, backend, around)
     return cls.__new__(cls)
 
 
-def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(layer: nn.Module, cls: Any) -> None:
     """Change the class of a layer, inside accelerate's hooks if it has any."""
     layer.__class__ = cls
     if hasattr(layer, "_old_forward"):

@@ -1,0 +1,173 @@
+"""Models of Transformers whose linear layers are computed by this library, beside the same without.
+
+`model_forward` is the logits of t tokens, `model_step` a forward and a backward pass, and
+`model_token` one token after t others. The models have four layers and random weights. Only the
+functions of the recurrence differ, so a ratio is what `use_backend_for` changes.
+
+The logits, and the gradient of the embedding, are compared with those of the model that it was. A
+result that differs is not timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from precondattn.backend import UnsupportedError
+from precondattn_conformance.bench.cases import MODELS, BenchCase
+from precondattn_conformance.bench.computation import allowed, finished, no_gradient
+from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
+from precondattn_conformance.bench.paired import Run, timed
+from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.libraries import Library
+from precondattn_conformance.tolerance import bound, error
+
+WORKS = {"model_forward": "forward", "model_step": "forward_backward", "model_token": "decode"}
+"""By the work of a model: that of its mechanism."""
+
+BLOCKS, VOCABULARY = 4, 256
+
+
+class Measured(NamedTuple):
+    """A model with our functions, correct, and the same with those of Transformers."""
+
+    ours: Run
+    theirs: Run
+    checked: Checked
+    first_call_seconds: float
+
+
+def measured(case: BenchCase, backend: str | None, library: Library) -> Measured:
+    """Both runs of a case. Raises `WrongResultError`."""
+    if find_spec("transformers") is None:
+        raise UnsupportedError("transformers is not installed")
+    if case.model not in MODELS:
+        raise UnsupportedError(f"a case {case.work} is of a model: {', '.join(MODELS)}")
+    from precondattn.integrations.transformers import use_backend_for
+
+    theirs = _model(case, library)
+    changed = use_backend_for(copy.deepcopy(theirs), allowed(backend))
+    ours, peer = (_run(model, case, library) for model in (changed, theirs))
+    results: list[Arrays] = []
+    ours.reset()
+    first = timed(lambda: results.append(ours.call()))
+    peer.reset()
+    expected = peer.call()
+    limit = bound(case.dtype, KIND)
+    errors = {
+        name: error(library.numpy(results[0][name]), library.numpy(wanted))
+        for name, wanted in expected.items()
+    }
+    for name, own in errors.items():
+        if not own <= limit:
+            raise WrongResultError(f"{name} of {case.model}", own, limit)
+    what = f"{', '.join(expected)}, with Transformers' own functions"
+    return Measured(ours, peer, Checked(max(errors.values()), limit, what), first)
+
+
+def _model(case: BenchCase, library: Library) -> Any:
+    """A model with the sizes of the case. Its width is that of its heads, Mamba-2's half of it."""
+    import torch
+    import transformers
+
+    sizes = case.layout
+    is_mamba = case.mechanism == "ssd"
+    width = sizes.h * sizes.e // (2 if is_mamba else 1)
+    options: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": width}
+    options |= {"num_hidden_layers": BLOCKS, "pad_token_id": 0, "bos_token_id": 1}
+    options |= {"eos_token_id": None}
+    if case.model != "Mamba2":
+        options |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        options |= {"intermediate_size": 2 * width}
+    options |= {own: getattr(sizes, size) for own, size in _SIZES[case.model].items()}
+    options |= _OPTIONS.get(case.model, {})
+    if case.model == "Qwen3Next":
+        options["head_dim"] = width // 4
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{case.model}Config")(**options)
+    like = library.array(np.zeros(1), case.dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _set_weights(name, parameter)
+    return model.to(like.device, like.dtype)
+
+
+def _set_weights(name: str, parameter: Any) -> None:
+    """Weights with which an error in a linear layer is seen; those of a new model are too small.
+
+    Outputs are as large as inputs, and states last for many tokens.
+    """
+    if name.endswith("dt_bias"):
+        parameter.fill_(-3)
+    elif parameter.ndim > 1:
+        parameter.normal_(std=parameter[0].numel() ** -0.5)
+
+
+_DELTA = {"linear_num_value_heads": "h", "linear_num_key_heads": "n"}
+_DELTA |= {"linear_key_head_dim": "d", "linear_value_head_dim": "e"}
+_SIZES = {
+    "Qwen3Next": _DELTA,
+    "OlmoHybrid": _DELTA,
+    "Mamba2": {"num_heads": "h", "n_groups": "n", "state_size": "d", "head_dim": "e"},
+    "Bamba": {
+        "mamba_n_heads": "h",
+        "mamba_n_groups": "n",
+        "mamba_d_state": "d",
+        "mamba_d_head": "e",
+    },
+}
+"""What each model calls the sizes of its linear layers."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {"num_experts": 0, "mlp_only_layers": []},
+    "Bamba": {"attn_layer_indices": [BLOCKS - 1]},
+}
+
+
+def _run(model: Any, case: BenchCase, library: Library) -> Run:
+    """The work of a case by a model."""
+    import torch
+
+    sizes = case.layout
+    draws = np.random.default_rng(1).integers(2, VOCABULARY, (sizes.b, sizes.t + case.calls))
+    tokens = torch.tensor(draws, device=model.device)
+    context, new = tokens[:, : sizes.t], tokens[:, sizes.t :]
+
+    def forward() -> Arrays:
+        with no_gradient(library):
+            logits = model(context, use_cache=False).logits
+        return finished(library, {"the logits": logits})
+
+    def step() -> Arrays:
+        model.zero_grad()
+        outputs = model(context, labels=context, use_cache=False)
+        outputs.loss.backward()
+        gradient = model.get_input_embeddings().weight.grad
+        logits = outputs.logits.detach()
+        return finished(library, {"the logits": logits, "the gradient of the embedding": gradient})
+
+    if case.work == "model_forward":
+        return Run(forward)
+    if case.work == "model_step":
+        return Run(step)
+    name = "past_key_values"
+    if name not in inspect.signature(model.forward).parameters:
+        name = "cache_params"
+    with no_gradient(library):
+        filled = model(context, use_cache=True)[name]
+    now: dict[str, Any] = {}
+
+    def reset() -> None:
+        now[name] = copy.deepcopy(filled)
+
+    def decode() -> Arrays:
+        with no_gradient(library):
+            for i in range(case.calls):
+                logits = model(new[:, i : i + 1], use_cache=True, **now).logits
+        return finished(library, {"the logits": logits})
+
+    return Run(decode, reset)
