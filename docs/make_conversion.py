@@ -8,14 +8,14 @@ The text and its batches are those of `train_a_language_model.md`.
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 import time
 from copy import deepcopy
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from recorded import load, save, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers.md"
@@ -28,8 +28,6 @@ EVERY = 20
 """Steps between two measurements of the held-out loss."""
 RATE = 1e-3
 LINE = 110
-
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def record() -> dict[str, Any]:
@@ -120,9 +118,8 @@ def measured(saved: dict[str, Any]) -> str:
 
 
 def page(saved: dict[str, Any]) -> str:
-    """The page, with what was measured between its two marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{measured(saved)}\n\n{END}{rest.partition(END)[2]}"
+    """The page, with the saved run."""
+    return with_measured(PAGE, measured(saved))
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -147,16 +144,9 @@ def draw(saved: dict[str, Any]) -> None:
         figure.savefig(FIGURE, metadata={"Date": None})
 
 
-def load() -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return saved
-
-
 if __name__ == "__main__":
     if "--draw" not in sys.argv:
-        text = json.dumps(record(), indent=1, ensure_ascii=False)
-        text = re.sub(r"\[[^\[\]]*\]", lambda found: " ".join(found[0].split()), text)
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(text + "\n", encoding="utf-8")
-    draw(load())
-    PAGE.write_text(page(load()), encoding="utf-8")
+        save(RECORD, record())
+    saved = load(RECORD)
+    draw(saved)
+    PAGE.write_text(page(saved), encoding="utf-8")

@@ -8,7 +8,6 @@ The functions that train are the page's own: its blocks before the first trainin
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from recorded import load, save, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "train_a_language_model.md"
@@ -37,7 +38,6 @@ RANKS = (
     "One seed and so few steps do not rank mechanisms. The run shows that each of them trains in "
     "the same model without further code. `python docs/make_tutorial.py` repeats it."
 )
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def functions() -> dict[str, Any]:
@@ -136,9 +136,8 @@ def measured(saved: dict[str, Any]) -> str:
 
 
 def page(saved: dict[str, Any]) -> str:
-    """The page, with what was measured between its two marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{measured(saved)}\n\n{END}{rest.partition(END)[2]}"
+    """The page, with the saved run."""
+    return with_measured(PAGE, measured(saved))
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -159,17 +158,9 @@ def draw(saved: dict[str, Any]) -> None:
         figure.savefig(FIGURE, metadata={"Date": None})
 
 
-def load() -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return saved
-
-
 if __name__ == "__main__":
     if "--draw" not in sys.argv:
-        text = json.dumps(record(), indent=1, ensure_ascii=False)
-        # The losses of a run are one line.
-        text = re.sub(r"\[[^\[\]]*\]", lambda found: " ".join(found[0].split()), text)
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(text + "\n", encoding="utf-8")
-    draw(load())
-    PAGE.write_text(page(load()), encoding="utf-8")
+        save(RECORD, record())
+    saved = load(RECORD)
+    draw(saved)
+    PAGE.write_text(page(saved), encoding="utf-8")

@@ -1,5 +1,9 @@
 """Random models of two layers, of families whose attention differs, and their prompts."""
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 from transformers import (
     Gemma2Config,

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from precondattn.cache import Cache
 from precondattn.integrations.transformers.linear.computed import compute_by
-from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
+from precondattn.integrations.transformers.linear.gated_delta import called_as_by_transformers
 from precondattn.integrations.transformers.linear.layers import linear_layers
-from precondattn.integrations.transformers.linear.packed import refuse_packed
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import GatedDelta
@@ -92,37 +91,26 @@ def add_ccq(model: Any, contraction: float = 0.01, backend: Any = None) -> Any:
 def functions(backend: Any) -> dict[str, Callable[..., Any]]:
     """What to call in place of Transformers' gated delta rule."""
 
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
+    def compute(
+        inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
     ) -> tuple[Tensor, Tensor | None]:
-        refuse_packed(kwargs)
-        if not use_qk_l2norm_in_kernel:
+        if not normalise:
             raise ValueError("use_qk_l2norm_in_kernel: ccq normalises queries; found False")
         gate = _GATE.get()
         # Up to 5.22, Transformers repeats queries and keys for each of their value heads.
-        repeats = query.shape[2] // gate.bias.shape[0]
-        q, k = query[:, :, ::repeats].float(), key[:, :, ::repeats].float()
-        inputs = {"q": q, "k": k, "v": value.float(), "g": g.float(), "beta": beta.float()}
-        inputs["contraction"] = gate(q)
-        masks = _masks(k)
-        if initial_state is None and not output_final_state:
-            out = CONDITIONED(**inputs, **masks, backend=backend)
-            return out.to(query.dtype), None
+        repeats = inputs["q"].shape[2] // gate.bias.shape[0]
+        inputs |= {name: inputs[name][:, :, ::repeats] for name in ("q", "k")}
+        inputs["contraction"] = gate(inputs["q"])
+        masks = _masks(inputs["k"])
+        if state is None and not returns_state:
+            return CONDITIONED(**inputs, **masks, backend=backend), None
         cache = CONDITIONED.init_cache(**inputs)
-        if initial_state is not None:
-            cache = _unpacked(initial_state, cache)
+        if state is not None:
+            cache = _unpacked(state, cache)
         out, cache = CONDITIONED.extend(cache, **inputs, **masks, backend=backend)
-        return out.to(query.dtype), _packed(cache) if output_final_state else None
+        return out, _packed(cache) if returns_state else None
 
-    return {CHUNKS: rule, STEP: rule}
+    return called_as_by_transformers(compute)
 
 
 def _with_gate(forward: Callable[..., Any]) -> Callable[..., Any]:

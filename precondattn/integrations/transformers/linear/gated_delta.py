@@ -14,20 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.algebra.mechanism import Mechanism
-from precondattn.cache import Cache
-from precondattn.cache.kinds import STATE, Kind
 from precondattn.integrations.transformers.linear.packed import refuse_packed
+from precondattn.integrations.transformers.linear.states import computed_from
 from precondattn.spec.delta import GatedDelta
 
 CHUNKS, STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 """The names of Transformers' functions for many tokens and for one."""
 RULE = GatedDelta()
-KIND = str(Kind(STATE, is_wide=True))
+Compute = Callable[[dict[str, Tensor], bool, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""From inputs in float32, whether q and k are still to be normalised, the state before them and
+whether that after them is wanted, to the output and the state."""
 
 
 def functions(backend: Any) -> dict[str, Callable[..., Any]]:
-    """What to call in place of both functions, which have the same arguments."""
+    """What to call in place of both functions."""
+
+    def compute(
+        inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if normalise:
+            inputs["q"], inputs["k"] = unit_rows(inputs["q"]), unit_rows(inputs["k"])
+        return computed_from(RULE, inputs, state, returns_state, backend)
+
+    return called_as_by_transformers(compute)
+
+
+def called_as_by_transformers(compute: Compute) -> dict[str, Callable[..., Any]]:
+    """Both functions of Transformers, which have the same arguments."""
 
     def rule(
         query: Tensor,
@@ -41,19 +54,9 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_packed(kwargs)
-        q, k = query.float(), key.float()
-        if use_qk_l2norm_in_kernel:
-            q, k = unit_rows(q), unit_rows(k)
-        inputs = {"q": q, "k": k, "v": value.float(), "g": g.float(), "beta": beta.float()}
-        if initial_state is None and not output_final_state:
-            out = RULE(**inputs, backend=backend)
-            return out.to(query.dtype), None
-        if initial_state is None:
-            cache = RULE.init_cache(**inputs)
-        else:
-            cache = holding_state(RULE, initial_state.float())
-        out, cache = extended(RULE, cache, inputs, backend)
-        state = next(iter(cache.store.values())) if output_final_state else None
+        inputs = {"q": query.float(), "k": key.float(), "v": value.float()}
+        inputs |= {"g": g.float(), "beta": beta.float()}
+        out, state = compute(inputs, use_qk_l2norm_in_kernel, initial_state, output_final_state)
         return out.to(query.dtype), state
 
     return {CHUNKS: rule, STEP: rule}
@@ -62,23 +65,3 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
 def unit_rows(x: Tensor) -> Tensor:
     """L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes it."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def holding_state(mechanism: Mechanism, state: Tensor) -> Cache:
-    """A cache of the mechanism with that state (b, …), the only one that it has."""
-    (name,) = mechanism.program.slots
-    length = torch.zeros(state.shape[0], dtype=torch.int32, device=state.device)
-    return Cache(length, {name: state}, {name: {KIND: ()}})
-
-
-def extended(
-    mechanism: Mechanism, cache: Cache, inputs: dict[str, Tensor], backend: Any
-) -> tuple[Tensor, Cache]:
-    """The output for new tokens, and the longer cache.
-
-    Without gradients the state is computed in its own memory: Transformers writes the new state
-    there in any case.
-    """
-    donate = not torch.is_grad_enabled()
-    out, longer = mechanism.extend(cache, **inputs, backend=backend, donate=donate)
-    return out, longer

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from precondattn.integrations.transformers.linear.gated_delta import extended, holding_state
 from precondattn.integrations.transformers.linear.packed import refuse_packed
+from precondattn.integrations.transformers.linear.states import computed_from
 from precondattn.spec.ssd import SSD
 
 CHUNKS, STEP = "mamba2_chunk_scan", "mamba2_selective_state_update"
@@ -38,16 +38,11 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         x = x.float()
         a, b, c = (array.float() for array in given)
         inputs = {"q": c, "k": b, "v": size[..., None] * x, "g": size * a}
-        if state is None and not returns_state:
-            y, after = RULE(**inputs, backend=backend), None
-        else:
-            if state is None:
-                cache = RULE.init_cache(**inputs)
-            else:
-                cache = holding_state(RULE, state.float().mT)
-            y, cache = extended(RULE, cache, inputs, backend)
-            after = next(iter(cache.store.values())).mT
-        return (y if skip is None else y + skip.float()[:, None] * x), after
+        before = None if state is None else state.mT
+        y, after = computed_from(RULE, inputs, before, returns_state, backend)
+        if skip is not None:
+            y = y + skip.float()[:, None] * x
+        return y, None if after is None else after.mT
 
     def scan(
         hidden_states: Tensor,

@@ -1,0 +1,30 @@
+"""What scripts of this folder measured: saved as JSON, and shown on a page between two marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def save(path: Path, run: dict[str, Any]) -> None:
+    """Write a run; each list of numbers is one line."""
+    text = json.dumps(run, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[[^\[\]]*\]", lambda found: " ".join(found[0].split()), text)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved run."""
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return saved
+
+
+def with_measured(path: Path, measured: str) -> str:
+    """The text of a page, with what was measured between its marks."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{measured}\n\n{END}{rest.partition(END)[2]}"
