@@ -9,6 +9,7 @@ import torch
 from precondattn.layers.recipes import Convolution, Rotary
 from precondattn.layers.torch import Attention, Decoder
 from tests.layers.layer_cases import MECHANISMS, layer
+from tests.layers.torch_layers import made
 
 COUNTS = (3, 1, 5, 2)
 BOUNDS = (0, 3, 4, 9, 11)
@@ -20,10 +21,6 @@ IDS = torch.tensor([7, 7, 7, 0, 4, 4, 4, 4, 4, 9, 9])[None]
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def made(expression, **options):
-    return layer(Attention, expression, **{"dtype": torch.float64, **options})
 
 
 def alone(attn, x):

@@ -12,21 +12,12 @@ import precondattn as pa
 from precondattn.layers.apply import apply
 from precondattn.layers.torch import Attention
 from tests.layers.layer_cases import MECHANISMS, layer
-
-FEW = ("softmax", "path", "ssd", "gated_delta", "ccq(gla)", "differential(laser)")
+from tests.layers.torch_layers import FEW, hidden, made
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def made(expression, **options):
-    return layer(Attention, expression, **{"dtype": torch.float64, **options})
-
-
-def hidden(b, t, width=24, dtype=torch.float64):
-    return torch.randn(b, t, width, dtype=dtype)
 
 
 @pytest.mark.parametrize("expression", MECHANISMS)

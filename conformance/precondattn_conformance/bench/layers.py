@@ -11,16 +11,17 @@ not timed.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 from precondattn.backend import UnsupportedError
+from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import finished, no_gradient
-from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
+from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
-from precondattn_conformance.tolerance import bound, error
+from precondattn_conformance.tolerance import bound
 
 WORKS = {"layer_step": "forward_backward", "layer_token": "decode"}
 """By the work of a layer: that of its mechanism."""
@@ -31,17 +32,7 @@ WRITTEN = ("softmax", "lucid", "laser", "gla", "gated_delta", "ccq(gated_delta)"
 BLOCKS, VOCABULARY = 4, 256
 
 
-class Measured(NamedTuple):
-    """A layer and the same by hand, both correct."""
-
-    ours: Run
-    by_hand: Run
-    checked: Checked
-    hand_error: float
-    first_call_seconds: float
-
-
-def measured(case: BenchCase, library: Library) -> Measured:
+def measured(case: BenchCase, library: Library) -> Beside:
     """Both runs of a case. Raises `WrongResultError`."""
     if case.mechanism not in WRITTEN:
         raise UnsupportedError(
@@ -54,22 +45,12 @@ def measured(case: BenchCase, library: Library) -> Measured:
     first = timed(lambda: results.append(ours.call()))
     limit = bound(case.dtype, KIND)
     errors = [
-        _worst(which, result, expected, library, limit)
+        worst(which, result, expected, library, limit)
         for which, result in (("our layer", results[0]), ("the layer by hand", by_hand.call()))
     ]
     what = f"{', '.join(expected)}, with the layer by hand in float64"
-    return Measured(ours, by_hand, Checked(errors[0], limit, what), errors[1], first)
-
-
-def _worst(which: str, results: Arrays, expected: Arrays, library: Library, limit: float) -> float:
-    errors = {
-        name: error(library.numpy(results[name]), library.numpy(wanted))
-        for name, wanted in expected.items()
-    }
-    for name, own in errors.items():
-        if not own <= limit:
-            raise WrongResultError(f"{name} of {which}", own, limit)
-    return max(errors.values())
+    checked = Checked(errors[0], limit, what)
+    return Beside(ours, by_hand, "by_hand", checked, errors[1], first)
 
 
 def _attention(case: BenchCase, like: Any) -> Any:

@@ -68,8 +68,8 @@ def measure(case: BenchCase, backend: str | None, options: Options, benchmark: A
     library = libraries.named(case.library, options.device)
     try:
         with library.precision(case.dtype):
-            one = _measure_layer if case.work in layers.WORKS else _measure
-            one = _measure_model if case.work in models.WORKS else one
+            is_beside = case.work in layers.WORKS or case.work in models.WORKS
+            one = _measure_beside if is_beside else _measure
             one(case, backend, options, benchmark, library, row)
     except (UnsupportedError, UncheckedError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
@@ -125,7 +125,7 @@ def _measure(
     _add_extra(benchmark, row)
 
 
-def _measure_layer(
+def _measure_beside(
     case: BenchCase,
     backend: str | None,
     options: Options,
@@ -133,35 +133,18 @@ def _measure_layer(
     library: Library,
     row: Row,
 ) -> None:
-    if backend is not None:
+    """A layer or a model."""
+    is_layer = case.work in layers.WORKS
+    if is_layer and backend is not None:
         raise UnsupportedError("a layer is measured on the backends that are chosen by default")
-    of_mechanism = replace(case, work=layers.WORKS[case.work])
+    of_mechanism = replace(case, work=(layers.WORKS | models.WORKS)[case.work])
     plan(of_mechanism, backend, options.device, row, case.layout)
-    found = layers.measured(case, library)
+    found = layers.measured(case, library) if is_layer else models.measured(case, backend, library)
     row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
     row.first_call_seconds = found.first_call_seconds
-    peers = {peer.name: found.by_hand for peer in peers_of(case) if peer.name == "by_hand"}
-    row.ratios = {name: {"error": found.hand_error} for name in peers}
-    _time(found.ours, peers, case, options, benchmark, row)
-    row.status = TIMED
-    _add_extra(benchmark, row)
-
-
-def _measure_model(
-    case: BenchCase,
-    backend: str | None,
-    options: Options,
-    benchmark: Any,
-    library: Library,
-    row: Row,
-) -> None:
-    of_mechanism = replace(case, work=models.WORKS[case.work])
-    plan(of_mechanism, backend, options.device, row, case.layout)
-    found = models.measured(case, backend, library)
-    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
-    row.first_call_seconds = found.first_call_seconds
-    peers = {peer.name: found.theirs for peer in peers_of(case) if peer.name == "transformers"}
-    row.ratios = {name: {} for name in peers}
+    peers = {peer.name: found.peer for peer in peers_of(case) if peer.name == found.peer_name}
+    own_error = {} if found.peer_error is None else {"error": found.peer_error}
+    row.ratios = {name: dict(own_error) for name in peers}
     _time(found.ours, peers, case, options, benchmark, row)
     row.status = TIMED
     _add_extra(benchmark, row)

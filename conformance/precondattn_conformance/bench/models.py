@@ -13,18 +13,19 @@ from __future__ import annotations
 import copy
 import inspect
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from precondattn.backend import UnsupportedError
+from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import MODELS, BenchCase
 from precondattn_conformance.bench.computation import allowed, finished, no_gradient
-from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
+from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
-from precondattn_conformance.tolerance import bound, error
+from precondattn_conformance.tolerance import bound
 
 WORKS = {"model_forward": "forward", "model_step": "forward_backward", "model_token": "decode"}
 """By the work of a model: that of its mechanism."""
@@ -32,16 +33,7 @@ WORKS = {"model_forward": "forward", "model_step": "forward_backward", "model_to
 BLOCKS, VOCABULARY = 4, 256
 
 
-class Measured(NamedTuple):
-    """A model with our functions, correct, and the same with those of Transformers."""
-
-    ours: Run
-    theirs: Run
-    checked: Checked
-    first_call_seconds: float
-
-
-def measured(case: BenchCase, backend: str | None, library: Library) -> Measured:
+def measured(case: BenchCase, backend: str | None, library: Library) -> Beside:
     """Both runs of a case. Raises `WrongResultError`."""
     if find_spec("transformers") is None:
         raise UnsupportedError("transformers is not installed")
@@ -58,15 +50,9 @@ def measured(case: BenchCase, backend: str | None, library: Library) -> Measured
     peer.reset()
     expected = peer.call()
     limit = bound(case.dtype, KIND)
-    errors = {
-        name: error(library.numpy(results[0][name]), library.numpy(wanted))
-        for name, wanted in expected.items()
-    }
-    for name, own in errors.items():
-        if not own <= limit:
-            raise WrongResultError(f"{name} of {case.model}", own, limit)
-    what = f"{', '.join(expected)}, with Transformers' own functions"
-    return Measured(ours, peer, Checked(max(errors.values()), limit, what), first)
+    largest = worst(case.model, results[0], expected, library, limit)
+    checked = Checked(largest, limit, f"{', '.join(expected)}, with Transformers' own functions")
+    return Beside(ours, peer, "transformers", checked, None, first)
 
 
 def _model(case: BenchCase, library: Library) -> Any:
