@@ -271,6 +271,25 @@ def gsa() -> Figure:
     return figure
 
 
+def deltaformer() -> Figure:
+    figure, axes = panels(2, height=2.4)
+    tokens, d = 24, 8
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(6, d))[rng.integers(6, size=tokens)]
+    q = k + 0.3 * rng.normal(size=(tokens, d))
+    unit = np.sqrt(d) * k / np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    correlation = np.tril(np.exp((unit @ unit.T - d) / np.sqrt(d)), -1)
+    before = np.tril(np.ones((tokens, tokens), dtype=bool), -1)
+    weights = np.where(before, np.exp(q @ k.T / np.sqrt(d)), 0.0)
+    weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    titles = ("LUCID: Φ, similar keys", "DeltaFormer: P, what a query reads")
+    for ax, matrix, title in zip(axes, (correlation, weights), titles, strict=True):
+        image = ax.imshow(matrix, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        ax.set(title=title, xlabel="earlier token", ylabel="token", xticks=[], yticks=[])
+        figure.colorbar(image, ax=ax).outline.set_visible(False)
+    return figure
+
+
 FIGURES: Sequence[Callable[[], Figure]] = (
     softmax,
     lucid,
@@ -284,6 +303,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     linear,
     delta,
     gsa,
+    deltaformer,
 )
 
 

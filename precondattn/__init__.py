@@ -56,6 +56,7 @@ from precondattn.spec import array_functions
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.gla import GLA
@@ -88,6 +89,7 @@ ssd = shorthand(SSD)
 gla = shorthand(GLA)
 delta = shorthand(Delta)
 gated_delta = shorthand(GatedDelta)
+deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
 lucid = shorthand(Lucid)
 laser = shorthand(Laser)
@@ -114,6 +116,7 @@ __all__ = [
     "ConditionedQuery",
     "ContractionGate",
     "Delta",
+    "DeltaFormer",
     "Difference",
     "Differential",
     "Elu1",
@@ -168,6 +171,7 @@ __all__ = [
     "ccq",
     "contraction_gate",
     "delta",
+    "deltaformer",
     "differential",
     "elu1",
     "gated_delta",

@@ -7,6 +7,7 @@ from typing import Any
 import precondattn as pa
 from precondattn_jax.attention import Attention
 from precondattn_jax.chunkwise import Chunkwise
+from precondattn_jax.deltaformer import DeltaFormer
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_portable.algorithm import Algorithm
@@ -42,6 +43,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
+    pa.DeltaFormer: DeltaFormer(),
     pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),

@@ -18,6 +18,7 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
 from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
+from precondattn_portable.deltaformer import DeltaFormerBlocks
 from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
 from precondattn_portable.query_weighted import QueryWeighted
@@ -54,6 +55,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolveBlocks(),
+    pa.DeltaFormer: DeltaFormerBlocks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),

@@ -84,7 +84,9 @@ def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
 
 def is_softmax(mechanism: pa.Mechanism) -> bool:
     """Whether values are read with weights that sum to 1, so that a single key has weight 1."""
-    return any(isinstance(leaf, pa.Softmax | pa.Path) for leaf in mechanism.program.leaves)
+    return any(
+        isinstance(leaf, pa.Softmax | pa.Path | pa.DeltaFormer) for leaf in mechanism.program.leaves
+    )
 
 
 def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:

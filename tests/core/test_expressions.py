@@ -153,7 +153,7 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
             "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are ccq, d",
         ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
-        ("xyz", "'xyz': unknown mechanism 'xyz'; known are ccq, delta, differential"),
+        ("xyz", "'xyz': unknown mechanism 'xyz'; known are ccq, delta, deltaformer, differential"),
         (
             "lucid[epz=0]",
             "'lucid[epz=0]': lucid has no option 'epz' (did you mean 'eps'?); it has normalize, "

@@ -19,6 +19,7 @@ EXPECTED = {
     "conditioned_query": (6566400, 22982400, 12960),
     "contraction_gate": (5400, 10800, 54),
     "delta": (34675200, 121363200, 60480),
+    "deltaformer": (5760000, 19440000, 115200),
     "difference": (108000, 216000, 1080),
     "differential": (11628000, 39096000, 231480),
     "elu1": (5846400, 19612800, 116064),
@@ -152,7 +153,13 @@ def test_leaves_that_store_tokens_are_those_with_a_buffer_per_token():
         for name, cls in registry.registered().items()
         if issubclass(cls, pa.Leaf) and keeps_tokens(cls())
     }
-    assert quadratic == {"softmax", "path", "lucid_solve", "query_weighted_query"}
+    assert quadratic == {
+        "softmax",
+        "path",
+        "deltaformer",
+        "lucid_solve",
+        "query_weighted_query",
+    }
 
 
 def test_the_pairs_of_a_window_are_counted():

@@ -146,6 +146,7 @@ def entries_of(file, case):
 def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
+    files["deltaformer"] = "deltaformer"
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
@@ -198,6 +199,14 @@ def test_a_mechanism_with_a_state_is_that_of_flash_linear_attention(case):
 def test_retention_is_that_of_flash_linear_attention():
     x, saved = of_fla("retention")
     out, pullback = pa.Retention().vjp(**x)
+    gradients = pullback(saved["cotangent"])
+    assert sorted(gradients) == sorted(x)
+    assert_all_agree(saved, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})
+
+
+def test_deltaformer_is_that_of_flash_linear_attention():
+    x, saved = of_fla("deltaformer")
+    out, pullback = pa.DeltaFormer().vjp(**x)
     gradients = pullback(saved["cotangent"])
     assert sorted(gradients) == sorted(x)
     assert_all_agree(saved, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})

@@ -191,6 +191,11 @@ COMPARED = (
     ),
     BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
+    BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa",)),
+    BenchCase(
+        "deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)
+    ),
+    BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
     BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
     BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
     BenchCase("jax_softmax", "softmax", "forward", layout(), "jax", peers=("sdpa", "xla")),

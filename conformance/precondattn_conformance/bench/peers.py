@@ -82,7 +82,7 @@ def peers_of(case: BenchCase) -> list[Peer]:
 
 
 def _is_softmax_inside(m: pa.Mechanism) -> bool:
-    return any(type(leaf).name in ("softmax", "path") for leaf in m.program.leaves)
+    return any(type(leaf).name in ("softmax", "path", "deltaformer") for leaf in m.program.leaves)
 
 
 def _no_decoding(case: BenchCase, device: str) -> str:

@@ -71,6 +71,12 @@ PUBLISHED: dict[str, Recipes] = {
         "g": LogSigmoid(),
         "sink": Learned(),
     },
+    "deltaformer": {
+        "q": Rotary(),
+        "k": Rotary(),
+        "v": Projection(),
+        "beta": Sigmoid(bias=True),
+    },
     "linear": {**ROWS, "out": Norm()},
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},

@@ -30,6 +30,7 @@ Mechanisms with a state are in five files, by cases (the prefix of the entries),
 `delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
 (`recurrent`) and in chunks of 16 (`chunk`).
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
+`deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
@@ -380,6 +381,23 @@ def gsa_entries():
     return of_cases(gsa=stateful_entries(rng, gsa, inputs, initial))
 
 
+def deltaformer_entries():
+    """Return the entries of deltaformer_fla.npz, without `versions`."""
+
+    def deltaformer(x, initial):
+        return load_naive("deltaformer").naive_deltaformer_attn(**x), {}
+
+    rng = np.random.default_rng(20267)
+    batch, time, heads, dim = 2, 33, 3, 8
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, heads, dim),
+        "beta": betas_of(rng, batch, time, heads) / 2,
+    }
+    return of_cases(deltaformer=stateful_entries(rng, deltaformer, inputs))
+
+
 def qwen3_next_entries():
     """Return the entries of gated_delta_qwen3_next.npz, without `versions`."""
     from transformers.models.qwen3_next import modeling_qwen3_next as peer
@@ -481,6 +499,7 @@ def main():
     save("linear_fla.npz", "fla-core", linear_entries())
     save("delta_fla.npz", "fla-core", delta_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
+    save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
     save("ssd_mamba2.npz", "transformers", mamba2_entries())
 

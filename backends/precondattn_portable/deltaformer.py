@@ -1,0 +1,233 @@
+"""DeltaFormer, one block of rows at a time: its solve and its read share one map.
+
+With P the strict causal softmax of the scores S, λ_t = log Σ_{j<t} e^{S_tj} and w = P u,
+
+    u_t = v_t − β_t w_t,    o_t = a_t w_t + (1 − a_t) u_t,    a_t = 1 / (1 + e^{S_tt − λ_t}),
+
+since causal softmax is P with one more column. So a row block of P is computed once. Its part
+before the block reads u of earlier tokens; its diagonal part is the matrix of the block's own u,
+
+    (I + β_I P_II) u_I = v_I − β_I Σ_{J<I} P_IJ u_J.
+
+Backward, from the last block to the first, with R_I the sum of what later blocks read of u_I:
+
+    (I + β_I P_II)ᵀ x_I = R_I + (1 − a_I) do_I + P_IIᵀ (a_I do_I),    c_I = a_I do_I − β_I x_I,
+    R_J += P_IJᵀ c_I    (J < I),    dv = x,    dβ = −x·w,
+    dS = P ∘ (c uᵀ − δ),    δ = a (do·o) − β (x·w),    dS_tt = (1 − a_t) do_t·(u_t − o_t).
+
+Each product serves both maps, so that the work is that of attention. Saved are w and λ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.backend import ArraySpec
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import (
+    finite_or_zero,
+    repeat_heads,
+    row_sum,
+    sum_heads,
+    transpose,
+)
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.extension import filled, past_heads, step_as_defined
+from precondattn_portable.layout import (
+    at,
+    block_size,
+    blocks,
+    head_groups,
+    time_first,
+    zero_padding,
+)
+from precondattn_portable.masks import Mask
+from precondattn_portable.triangular_inverse import unit_lower_inverse
+
+
+class Rows:
+    """Scores, maps and weights of blocks of rows; arrays have h heads before time."""
+
+    def __init__(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], mask: Mask, past: int = 0
+    ) -> None:
+        self.ops, self.mask = ops, mask
+        self.past = past
+        """Keys of a cache, which precede the tokens of x"""
+        h, self.scale = x["q"].shape[2], leaf.scale_for(x["q"].shape[3])
+        self.q = ops.heads_first(x["q"] * self.scale)
+        self.k = repeat_heads(ops.heads_first(x["k"]), h)
+        self.v = repeat_heads(ops.heads_first(x["v"]), h)
+        self.beta = ops.heads_first(x["beta"])[..., None]
+        self.own = row_sum(self.q * self.k)
+        """S_tt (b, h, t, 1), −∞ where the token's own key is masked"""
+        valid = mask.frame.q_valid
+        if valid is not None:
+            self.own = namespace(self.own).where(valid[:, None, :, None], self.own, -math.inf)
+
+    def low(self, i0: int, i1: int) -> int:
+        """The first key that any of these rows reads."""
+        return min(self.mask.columns(i0, i1)[0], self.past + i0)
+
+    def scores(self, part: Any, i0: int, i1: int, low: int, past_k: Array | None) -> Array:
+        """Masked scores of rows i0 … i1 − 1 and the keys from `low` to the last of these rows."""
+        xp, rows = namespace(self.q), self.q[part][:, :, i0:i1, :]
+        new = self.k[part][:, :, max(low - self.past, 0) : i1, :]
+        block = self.ops.product(rows, transpose(new))
+        if past_k is not None and self.past:
+            block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
+        b, h, _, width = block.shape
+        pairs = xp.reshape(block, (b, h, 1, i1 - i0, width))
+        pairs = self.mask.of(part[0]).apply(self.ops, pairs, i0, i1, low, self.past + i1)
+        return xp.reshape(pairs, block.shape)
+
+    def own_weight(self, part: Any, i0: int, i1: int, log_total: Array) -> Array:
+        """1 − a (b, h, rows, 1), from λ."""
+        xp, own = namespace(log_total), self.own[part][:, :, i0:i1, :]
+        some = own > -math.inf
+        gap = xp.where(some, own, 0.0) - xp.where(some, log_total, 0.0)
+        return xp.where(some, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
+
+
+class DeltaFormerBlocks(Algorithm):
+    """Algorithm of `DeltaFormer`."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        frame = frame.among_keys(x["k"].shape[1])
+        rows = Rows(ops, leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
+        o, w, _, log_total = self._solved(ops, rows)
+        out = zero_padding(time_first(o), frame)
+        return out, (time_first(w), time_first(log_total[..., 0]))
+
+    def _solved(
+        self,
+        ops: Arithmetic,
+        rows: Rows,
+        past_k: Array | None = None,
+        past_u: Array | None = None,
+    ) -> tuple[Array, Array, Array, Array]:
+        """o, w, u and λ of all rows."""
+        xp, (b, h, t, _) = namespace(rows.q), rows.q.shape
+        u = ops.empty(rows.v.shape, rows.v)
+        o, w = ops.empty(u.shape, u), ops.empty(u.shape, u)
+        log_totals = ops.empty((b, h, t, 1), u)
+        size = block_size(t)
+        for part in head_groups(b, h, size * (rows.past + t)):
+            keys = None if past_k is None else past_k[part]
+            for i0, i1 in blocks(t, size):
+                here, low = at(i0, i1), rows.low(i0, i1)
+                block = rows.scores(part, i0, i1, low, keys)
+                largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
+                block = ops.exp(ops.subtract(block, largest))
+                total = row_sum(block)
+                some = total > 0
+                total = xp.where(some, total, 1.0)
+                log_total = xp.where(some, largest + xp.log(total), -math.inf)
+                known, first = ops.zeros(u[part][here].shape, u), max(low - rows.past, 0)
+                start = rows.past + i0 - first
+                if past_u is not None and rows.past:
+                    known = ops.add_product(known, block[..., : rows.past], past_u[part])
+                if first < i0:
+                    earlier = u[part][:, :, first:i0, :]
+                    known = ops.add_product(known, block[..., rows.past : start], earlier)
+                known = known / total
+                among = block[..., start:] / total
+                beta = rows.beta[part][here]
+                inverse = unit_lower_inverse(ops, beta * among)
+                solved = ops.product(inverse, rows.v[part][here] - beta * known)
+                read = ops.add_product(known, among, solved)
+                own = rows.own_weight(part, i0, i1, log_total)
+                u[part][here], w[part][here] = solved, read
+                o[part][here] = (1.0 - own) * read + own * solved
+                log_totals[part][here] = log_total
+        return o, w, u, log_totals
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        n, t = x["k"].shape[2], x["k"].shape[1]
+        frame = frame.among_keys(t)
+        rows = Rows(ops, leaf, x, Mask(frame, t, 0, strict=True))
+        w = ops.heads_first(residuals[0])
+        log_totals = ops.heads_first(residuals[1])[..., None]
+        o, d_o = (ops.heads_first(zero_padding(a, frame)) for a in (out, cotangent))
+        u = rows.v - rows.beta * w
+        d_u, d_v = ops.zeros(u.shape, u), ops.empty(u.shape, u)
+        d_q, d_k = ops.empty(rows.q.shape, u), ops.zeros(rows.q.shape, u)
+        d_beta = ops.empty(rows.beta.shape, u)
+        b, h = u.shape[:2]
+        size = block_size(t)
+        for part in head_groups(b, h, size * t):
+            for i0, i1 in reversed(list(blocks(t, size))):
+                here, low = at(i0, i1), rows.low(i0, i1)
+                log_total = log_totals[part][here]
+                own = rows.own_weight(part, i0, i1, log_total)
+                block = rows.scores(part, i0, i1, low, None)
+                block = ops.exp(ops.subtract(block, finite_or_zero(log_total)))
+                among, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])
+                beta, d_rows = rows.beta[part][here], d_o[part][here]
+                read = (1.0 - own) * d_rows
+                right = d_u[part][here] + own * d_rows + ops.product(transpose(among), read)
+                inverse = unit_lower_inverse(ops, beta * among)
+                solved = ops.product(transpose(inverse), right)
+                d_v[part][here] = solved
+                d_strength = -row_sum(solved * w[part][here])
+                d_beta[part][here] = d_strength
+                combined = read - beta * solved
+                if low < i0:
+                    ops.add_product_at(d_u[part], at(low, i0), earlier, combined)
+                mean = row_sum(d_rows * o[part][here])
+                d_scores = ops.product(combined, transpose(u[part][:, :, low:i1, :]))
+                d_scores = ops.subtract(d_scores, (1.0 - own) * mean + beta * d_strength)
+                d_scores = ops.multiply(d_scores, block)
+                d_own = own * (row_sum(d_rows * u[part][here]) - mean)
+                keys, queries = rows.k[part], rows.q[part][here]
+                d_rows = d_own * keys[here]
+                d_q[part][here] = ops.add_product(d_rows, d_scores, keys[:, :, low:i1, :])
+                ops.add_product_at(d_k[part], at(low, i1), transpose(d_scores), queries)
+                d_k[part][here] = d_k[part][here] + d_own * queries
+        return {
+            "q": time_first(d_q * rows.scale),
+            "k": time_first(sum_heads(d_k, n)),
+            "v": time_first(sum_heads(d_v, n)),
+            "beta": time_first(d_beta[..., 0]),
+        }
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        if frame.is_traced:
+            return step_as_defined(leaf, past, x, frame)
+        t, h = x["q"].shape[1:3]
+        known = filled(frame, past["key"].shape[1])
+        mask = Mask(known.frame.among_keys(t), known.count + t, known.offset, strict=True)
+        rows = Rows(ops, leaf, x, mask, known.count)
+        past_k = repeat_heads(past_heads(past["key"], known.count), h)
+        o, _, u, _ = self._solved(ops, rows, past_k, past_heads(past["solved"], known.count))
+        out = zero_padding(time_first(o), mask.frame)
+        return out, {"key": Append(x["k"]), "solved": Append(time_first(u))}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        (b, s, h, _), dtype = inputs["q"]
+        dtype = dtype if dtype == "float64" else "float32"
+        width = inputs["v"].shape[3]
+        return (ArraySpec((b, s, h, width), dtype), ArraySpec((b, s, h), dtype))
