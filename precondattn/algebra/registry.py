@@ -73,7 +73,7 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     Examples
     --------
     >>> import precondattn as pa
-    >>> sorted(pa.mechanisms())[:3]
-    ['ccq', 'delta', 'differential']
+    >>> sorted(pa.mechanisms())[:2]
+    ['ccq', 'delta']
     """
     return {n: c for n, c in registered().items() if c.role in ("base", "preconditioner")}
