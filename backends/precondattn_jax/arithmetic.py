@@ -44,8 +44,17 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
     """Zeros of like's dtype, which vary over the same axes of a `shard_map`.
 
     A loop's carry must vary over the axes of what is added to it.
+
+    The compiler does not know that they are zeros. If it did, jaxlib 0.10.2 on a CPU would read a
+    product with them, and a sum over it, from memory that nothing has written: one of several
+    errors where it joins sums with products (jax-ml/jax issue 39103).
     """
-    return jnp.zeros_like(like, shape=shape)
+    result = jnp.zeros_like(like, shape=shape)
+    if not shape or not like.size:
+        return result
+    some = like[(0,) * like.ndim]
+    zero = jnp.where(jnp.isnan(some), 0, jnp.minimum(jnp.abs(some), 0))
+    return result + zero * jnp.arange(shape[-1], dtype=like.dtype)
 
 
 def full(shape: tuple[int, ...], value: float, like: Array) -> Array:
