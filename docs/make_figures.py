@@ -46,7 +46,9 @@ def panels(count: int, height: float = 2.1) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def maps(titled: dict[str, np.ndarray], signed: bool = False) -> Figure:
+def maps(
+    titled: dict[str, np.ndarray], signed: bool = False, row: str = "query", column: str = "key"
+) -> Figure:
     """Matrices of weights, rows are queries and columns are keys, on one colour scale."""
     figure, axes = panels(len(titled))
     top = max(np.abs(weights).max() for weights in titled.values())
@@ -58,8 +60,8 @@ def maps(titled: dict[str, np.ndarray], signed: bool = False) -> Figure:
             vmax=top,
             interpolation="nearest",
         )
-        ax.set(title=title, xlabel="key", xticks=[], yticks=[])
-    axes[0].set_ylabel("query")
+        ax.set(title=title, xlabel=column, xticks=[], yticks=[])
+    axes[0].set_ylabel(row)
     bar = figure.colorbar(image, ax=axes, shrink=0.8)
     bar.outline.set_visible(False)
     return figure
@@ -290,6 +292,29 @@ def deltaformer() -> Figure:
     return figure
 
 
+def cross_covariance() -> Figure:
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(1, 200, 1, 12))
+    q = k[..., rng.permutation(12)] + rng.normal(size=k.shape)
+    v = np.concatenate([np.eye(12), np.zeros((188, 12))]).reshape(k.shape)
+    factors = {f"γ = {factor}": np.asarray([float(factor)]) for factor in (1, 4, 16)}
+    attn = pa.CrossCovariance()
+    outs = {title: attn(q, k, v, logit_scale=factor) for title, factor in factors.items()}
+    shown = {title: out[0, :12, 0].T for title, out in outs.items()}
+    return maps(shown, row="channel of q", column="channel of k")
+
+
+def nystrom() -> Figure:
+    k = np.repeat(np.random.default_rng(0).normal(size=(1, 6, 1, 16)), 4, axis=1)
+    k = k + 0.3 * np.random.default_rng(1).normal(size=k.shape)
+    attns = {
+        "softmax": pa.Softmax(causal=False),
+        "landmarks=6": pa.Nystrom(6),
+        "landmarks=3": pa.Nystrom(3),
+    }
+    return maps({title: weights(attn, k, k) for title, attn in attns.items()}, signed=True)
+
+
 FIGURES: Sequence[Callable[[], Figure]] = (
     softmax,
     lucid,
@@ -304,6 +329,8 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     delta,
     gsa,
     deltaformer,
+    cross_covariance,
+    nystrom,
 )
 
 

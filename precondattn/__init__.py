@@ -55,6 +55,7 @@ from precondattn.shorthands import shorthand
 from precondattn.spec import array_functions
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
+from precondattn.spec.cross_covariance import CrossCovariance
 from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
@@ -67,6 +68,7 @@ from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.path import Path
 from precondattn.spec.query_weighted import QueryWeightedQuery
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
@@ -78,6 +80,7 @@ from precondattn.spec.ssd import SSD
 from precondattn.spec.stateful import Stateful
 from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
+from precondattn.spec.whole_sequence import WholeSequence
 
 __version__ = "0.1.0"
 
@@ -91,6 +94,8 @@ delta = shorthand(Delta)
 gated_delta = shorthand(GatedDelta)
 deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
+cross_covariance = shorthand(CrossCovariance)
+nystrom = shorthand(Nystrom)
 lucid = shorthand(Lucid)
 laser = shorthand(Laser)
 ccq = shorthand(CCQ)
@@ -115,6 +120,7 @@ __all__ = [
     "Cache",
     "ConditionedQuery",
     "ContractionGate",
+    "CrossCovariance",
     "Delta",
     "DeltaFormer",
     "Difference",
@@ -138,6 +144,7 @@ __all__ = [
     "Lucid",
     "LucidSolve",
     "Mechanism",
+    "Nystrom",
     "Offers",
     "PassedOverWarning",
     "Path",
@@ -165,11 +172,13 @@ __all__ = [
     "TokenWise",
     "UnitRows",
     "UnsupportedError",
+    "WholeSequence",
     "alignment",
     "alignment_gap",
     "array_functions",
     "ccq",
     "contraction_gate",
+    "cross_covariance",
     "delta",
     "deltaformer",
     "differential",
@@ -187,6 +196,7 @@ __all__ = [
     "mechanisms",
     "merge",
     "namespace",
+    "nystrom",
     "options",
     "pair_values",
     "parse",

@@ -11,6 +11,8 @@ from precondattn_jax.deltaformer import DeltaFormer
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.cross_covariance import CrossCovarianceProducts
+from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
 
@@ -45,6 +47,8 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.LucidSolve: LucidSolve(),
     pa.DeltaFormer: DeltaFormer(),
     pa.QueryWeightedQuery: QueryWeighted(),
+    pa.CrossCovariance: CrossCovarianceProducts(),
+    pa.Nystrom: NystromKernels(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }

@@ -6,12 +6,14 @@ unless the user has set `jax.default_matmul_precision`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Arrays
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -76,6 +78,12 @@ class JaxArithmetic(Arithmetic):
     def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
         result = product(a, b)
         return total + (result if factor == 1.0 else factor * result)
+
+    def summed(self, count: Array, term: Callable[[Any], Arrays]) -> Arrays:
+        def step(i: Any, total: Arrays) -> Arrays:
+            return jax.tree.map(jnp.add, total, term(i))
+
+        return lax.fori_loop(1, count, step, term(0))
 
 
 JAX = JaxArithmetic()

@@ -10,10 +10,13 @@ Arrays have heads before time, (b, n, rows, columns); the last two axes are matr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from precondattn.arrays import Array, library_of, namespace, placement
-from precondattn.spec.l2_norm import l2_norm
+from precondattn.arrays import Array, Arrays, library_of, namespace, placement
+from precondattn.spec import token_convolution
+from precondattn.spec.array_functions import transpose
+from precondattn.spec.l2_norm import l2_norm, length
 
 
 class Scratch:
@@ -108,6 +111,26 @@ class Arithmetic:
     def unit_rows(self, x: Array, eps: float) -> Array:
         """x / √(‖x‖² + eps) of every row, in a new array."""
         return l2_norm(x, eps)
+
+    def channel_lengths(self, x: Array, eps: float) -> Array:
+        """√(Σ_t x_t² + eps) of every channel of x (b, h, t, d), (b, h, 1, d); 1 where it is 0."""
+        return transpose(length(transpose(x), eps))
+
+    def convolved(self, v: Array, weight: Array) -> Array:
+        """The convolution of v (b, h, t, e) over tokens (`spec/token_convolution.py`)."""
+        return token_convolution.convolved(v, weight)
+
+    def convolved_vjp(self, v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+        """Its gradients of v and of the weights."""
+        return token_convolution.convolved_vjp(v, weight, d_y)
+
+    def summed(self, count: Array, term: Callable[[Any], Arrays]) -> Arrays:
+        """term(0) + … + term(count − 1), for an integer array () above 0."""
+        total = term(0)
+        for i in range(1, int(count)):
+            more = term(i)
+            total = {name: self.add(array, more[name]) for name, array in total.items()}
+        return total
 
     def softmax(self, x: Array) -> Array:
         """eˣ / Σ eˣ along the last axis, of rows with at least one finite entry; in x where the

@@ -18,9 +18,11 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
 from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
+from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.deltaformer import DeltaFormerBlocks
 from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
+from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
@@ -58,6 +60,8 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.DeltaFormer: DeltaFormerBlocks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),
+    pa.CrossCovariance: CrossCovarianceProducts(),
+    pa.Nystrom: NystromKernels(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }

@@ -87,6 +87,13 @@ class TorchArithmetic(Arithmetic):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
         return torch.mul(x, norm.mul_(norm).add_(eps).rsqrt_(), out=torch.empty_like(x))
 
+    def channel_lengths(self, x: Tensor, eps: float) -> Tensor:
+        if x.dtype != torch.float32 or not x.is_cpu or not eps:
+            return super().channel_lengths(x, eps)
+        # In float64, no square of a float32 overflows or underflows.
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=torch.float64)
+        return norm.mul_(norm).add_(eps).sqrt_().to(x.dtype)
+
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
 

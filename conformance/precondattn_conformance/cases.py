@@ -166,6 +166,8 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
     """The answer is the same for every dtype."""
     if kind in HARMFUL and not is_bounded(mechanism_of(expression)):
         return False
+    if _is_refused(expression, layout):
+        return False
     if layout.mask is not None and layout.t != layout.s:
         if not _has_keys(expression):
             return False  # Its mask applies to queries.
@@ -173,6 +175,17 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
         if (layout.has("lengths") or layout.has("segment_ids")) and not is_causal:
             return False  # The positions of its queries are not defined.
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
+
+
+def _is_refused(expression: str, layout: Layout) -> bool:
+    """Whether a leaf refuses calls of this size or with these masks."""
+    masks = frozenset({"segment_ids"} if layout.has("segment_ids") else ())
+    try:
+        for leaf in mechanism_of(expression).program.leaves:
+            leaf.check_call({"t": layout.t, "s": layout.s}, masks)
+    except ValueError:
+        return True
+    return False
 
 
 def _has_keys(expression: str) -> bool:

@@ -70,12 +70,13 @@ def mechanism_of(expression: str) -> pa.Mechanism:
 def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
     """Whether the output of a single token does not depend on some input, whose gradient is then 0.
 
-    A normalised channel of one token is ±1, one key has no covariance, the mean over one key is
-    that key, and the inner product of a key of length 1 with itself is 1.
+    A normalised channel of one token is ±1, as in cross-covariance attention. One key has no
+    covariance, the mean over one key is that key, and the inner product of a key of length 1 with
+    itself is 1.
     """
     return any(
         getattr(leaf, "axis", "") == "channel"
-        or isinstance(leaf, pa.ConditionedQuery | pa.QueryWeightedQuery)
+        or isinstance(leaf, pa.CrossCovariance | pa.ConditionedQuery | pa.QueryWeightedQuery)
         or (isinstance(leaf, pa.Linear) and leaf.normalize)
         or (isinstance(leaf, pa.LucidSolve) and leaf.normalize == "rows")
         for leaf in mechanism.program.leaves

@@ -177,6 +177,16 @@ class Leaf(Mechanism):
         """
         return False
 
+    @property
+    def reads_all_queries(self) -> bool:
+        """Whether a query has an effect on the outputs of other tokens."""
+        return False
+
+    @property
+    def mixes_sequences(self) -> bool:
+        """Whether an output depends on the other sequences of its batch."""
+        return False
+
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """FLOPs for one sequence, from the size of every letter of its patterns; None if unknown.
 
@@ -186,6 +196,9 @@ class Leaf(Mechanism):
 
     def meaning(self, name: str) -> object:
         return "attention" if name in ATTENTION_INPUTS else self.name
+
+    def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
+        """Raise a ValueError for sizes, by letter, or masks of a full call that it can not have."""
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         """The output, and the residuals: what the gradient needs besides inputs and output."""

@@ -129,11 +129,12 @@ def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Patte
     heads = 1 if head_axis is None else output.axes[head_axis].size(call.sizes)
     good: Arrays = {}
     bad: dict[str, Array] = {}
+    mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
     for name, pattern in patterns.items():
         rows = _rows(_is_good(call.inputs[name], pattern), pattern)
         good[name] = _as_declared(rows, pattern)
         of_heads = _to_heads(namespace(rows).logical_not(rows), heads)
-        axis = "s" if "s" in pattern.letters else "t"
+        axis = "s" if mixes_queries or "s" in pattern.letters else "t"
         bad[axis] = bad[axis] | of_heads if axis in bad else of_heads
     by_keys = _reached(mechanism, bad["s"], call) if "s" in bad else None
     by_queries = bad.get("t")

@@ -182,6 +182,11 @@ def _bound(
             f"{owner}: heads can not be sharded: the decay of each depends on its number "
             f"among all heads; shard the batch"
         )
+    if any(sharding.divided) and any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+        raise ValueError(
+            f"{owner}: neither the batch nor the heads can be sharded: the output of a sequence "
+            f"depends on all others"
+        )
     if bounds is not None and sharding.counts.get("b", 1) != 1:
         raise ShapeError(
             f"{owner}: cu_seqlens divides one row of tokens, so b = 1 is expected; found "

@@ -6,7 +6,7 @@ share it. Where there is one key/value head, query heads are independent, and ea
 The axes of an array are a text with one letter for each: `b` for sequences, `h` for independent
 heads, and other letters for all other axes. An axis of size 1 is never independent. Nor are heads
 whose output depends on their number, as the decay of retention does: a device does not know which
-of all heads it has.
+of all heads it has. Of a mechanism whose outputs depend on other sequences, no axis is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCH, HEADS = "b", "h"
 INDEPENDENT = BATCH + HEADS
 OTHER = "."
 NUMBERED = "#"
-"""Heads that depend on their number."""
+"""Heads that depend on their number, and heads and sequences that depend on each other."""
 HEAD_LETTERS = "nhu"
 """Key/value heads, query heads and value heads: each number divides the next."""
 
@@ -58,7 +58,9 @@ class _Declared:
     """The axes of arrays, by the declared patterns."""
 
     def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:
-        self.heads = NUMBERED if mechanism.numbers_heads else HEADS
+        mixes = any(leaf.mixes_sequences for leaf in mechanism.program.leaves)
+        self.batch = NUMBERED if mixes else BATCH
+        self.heads = NUMBERED if mixes or mechanism.numbers_heads else HEADS
         self.sequences = max(
             (
                 size
@@ -77,14 +79,14 @@ class _Declared:
 
     def _letter(self, letter: str, size: int) -> str:
         if letter == BATCH:
-            return BATCH if size > 1 else OTHER
+            return self.batch if size > 1 else OTHER
         if letter in HEAD_LETTERS:
             return self.heads if size > 1 else OTHER
         return letter
 
     def axes_of_mask(self, array: Array) -> str:
         """The axes of an array of a frame, (b or 1, tokens)."""
-        return (BATCH if array.shape[0] == self.sequences > 1 else OTHER) + "t"
+        return (self.batch if array.shape[0] == self.sequences > 1 else OTHER) + "t"
 
 
 def axes_of_results(function: Callable[..., Any], arrays: Any, axes: Any) -> Any:

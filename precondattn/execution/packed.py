@@ -97,10 +97,15 @@ def divided(mechanism: Mechanism, call: BoundCall) -> Divided | None:
 def _wants_batches(plan: Plan) -> bool:
     """Whether a piece that relates pairs of tokens runs on a backend that does not skip any."""
     return any(
-        getattr(planned.backend, "segments_as_batch", False)
-        and any(pattern.keeps_tokens for _, pattern in planned.piece.program.slots.values())
+        getattr(planned.backend, "segments_as_batch", False) and _relates_pairs(planned.piece)
         for planned in plan.calls
     )
+
+
+def _relates_pairs(piece: Mechanism) -> bool:
+    """Whether it keeps tokens, or would if it were causal."""
+    keeps = any(pattern.keeps_tokens for _, pattern in piece.program.slots.values())
+    return keeps or any(not leaf.offers.causal for leaf in piece.program.leaves)
 
 
 @lru_cache(maxsize=KEPT)

@@ -121,6 +121,7 @@ def _checked_call(call: GivenCall) -> _Checked:
     sizes = declared.sizes(owner, shapes_of(inputs))
     _check_times(mechanism, sizes, call.masks)
     masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
+    _check_leaves(mechanism, sizes, frozenset(masks))
     patterns = examined(mechanism, is_packed="segment_ids" in masks)
     return _Checked(inputs, library, sizes, masks, (), patterns)
 
@@ -198,6 +199,14 @@ def _check_times(mechanism: Mechanism, sizes: Sizes, masks: Mapping[str, Any]) -
                     f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
                     f"found t = {t} and s = {s}; use key_mask"
                 )
+
+
+def _check_leaves(mechanism: Mechanism, sizes: Sizes, masks: frozenset[str]) -> None:
+    """Raise for sizes or masks that a leaf refuses, each in the leaf's own letters."""
+    program = mechanism.program
+    for call, axes in zip(program.calls, program.axes, strict=True):
+        own = {letter: axis.size(sizes) for letter, axis in axes.items() if axis.letter in sizes}
+        call.leaf.check_call(own, masks)
 
 
 def _masks_of_extension(mechanism: Mechanism, cache: Cache, masks: Mapping[str, Any]) -> set[str]:

@@ -36,6 +36,11 @@ def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) 
 def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tuple[Any, Any]:
     """Tensors and frame of the folded call; a batch axis of size 1 is first expanded to b."""
     mechanism, count = piece_named(piece), info.batch_size
+    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+        raise NotImplementedError(
+            f"vmap of {mechanism} is not supported by this backend: the output of a sequence "
+            f'depends on the others of its batch; use backend="reference"'
+        )
 
     def inner(tensor: Tensor | None, axis: int | None) -> tuple[int, ...]:
         shape = list(tensor.shape) if tensor is not None else [1]

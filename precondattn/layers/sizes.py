@@ -81,13 +81,20 @@ def sizes_of(
                 f"given; found heads={heads}"
             )
         head_dim = width // (heads * pairs)
+    of_d, of_e = k.axes[3].letter, v.axes[3].letter
+    if of_e == of_d:
+        if value_dim not in (None, head_dim):
+            raise ValueError(
+                f"value_dim: {mechanism} has values as wide as keys, {head_dim}; found {value_dim}"
+            )
+        value_dim = head_dim
     kv_heads = kv_heads or heads
     value_heads = value_heads or heads
     _check_divides("kv_heads", kv_heads, "heads", heads)
     _check_divides("heads", heads, "value_heads", value_heads)
     sizes = {
-        k.axes[3].letter: head_dim,
-        v.axes[3].letter: value_dim or head_dim * pairs,
+        of_d: head_dim,
+        of_e: value_dim or head_dim * pairs,
         of_v: value_heads,
         of_k: kv_heads,
         of_q: heads,
@@ -96,7 +103,7 @@ def sizes_of(
         FIXED: 1,
     }
     # Where letters are equal, the last one counts: values have the heads of keys or of their own.
-    widths = {k.axes[3].letter: "head_dim", v.axes[3].letter: "head_dim"}
+    widths = {of_d: "head_dim", of_e: "head_dim"}
     names = {**NAMES, **widths, of_v: "heads", of_k: "kv_heads", of_q: "heads"}
     roles = {MODEL: Axis(WIDTH), "d": k.axes[3], "e": v.axes[3], "u": v.axes[2]}
     return Sizes(sizes, roles, names)

@@ -47,6 +47,8 @@ class Laser(Preconditioner):
         return self.base.offers._replace(read=None)
 
     def refuses(self) -> str | None:
+        if self.base.offers.row_axis == "channel":
+            return "the base takes means over channels, and laser needs one over tokens"
         if self.base.offers.read != "mean":
             return (
                 "laser needs a base that reads a mean of its values, under non-negative weights "

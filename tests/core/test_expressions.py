@@ -150,10 +150,13 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
     [
         (
             "lucd",
-            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are ccq, d",
+            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are ccq, c",
         ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
-        ("xyz", "'xyz': unknown mechanism 'xyz'; known are ccq, delta, deltaformer, differential"),
+        (
+            "xyz",
+            "'xyz': unknown mechanism 'xyz'; known are ccq, cross_covariance",
+        ),
         (
             "lucid[epz=0]",
             "'lucid[epz=0]': lucid has no option 'epz' (did you mean 'eps'?); it has normalize, "

@@ -16,8 +16,11 @@ COMPOSITIONS = (
     "elu1(linear[normalize=true])",
     "qk_norm[gain=true]",
     "softmax[sink=true,window=3]",
+    "nystrom[landmarks=3,skip=true]",
 )
 MECHANISMS = (*sorted(pa.mechanisms()), *COMPOSITIONS)
+CAUSAL = tuple(name for name in MECHANISMS if pa.parse(name).offers.causal)
+"""Those that can have a cache."""
 
 HEADS = 4
 
@@ -27,6 +30,8 @@ def sizes_for(expression):
     inputs = pa.parse(expression).inputs
     of_k, of_v = inputs["k"].axes[2].letter, inputs["v"].axes[2].letter
     sizes = {"width": 24, "heads": HEADS, "head_dim": 6, "value_dim": 5}
+    if inputs["v"].axes[3].letter == inputs["k"].axes[3].letter:
+        del sizes["value_dim"]
     if of_k == "n":
         sizes["kv_heads"] = 2
     if of_v == "u" != of_k:

@@ -90,6 +90,7 @@ def test_a_recipe_can_be_replaced():
         ("delta", {"kv_heads": 2}, ValueError, "as many key heads as query heads, 4; found 2"),
         ("delta", {"value_heads": 6}, ValueError, "heads must divide value_heads"),
         ("gla", {"value_heads": 8}, ValueError, "gla has no value heads of its own; found 8"),
+        ("cross_covariance", {"value_dim": 5}, ValueError, "values as wide as keys, 6; found 5"),
         ("gla", {"slots": 8}, ValueError, "slots: gla has none; found 8"),
         ("softmax[bias=true]", {}, TypeError, "there is none for the input bias"),
         ("softmax", {"recipes": {"beta": Sigmoid()}}, ValueError, "has no input 'beta'; it has q"),

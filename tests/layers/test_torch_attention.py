@@ -11,7 +11,7 @@ import torch
 import precondattn as pa
 from precondattn.layers.apply import apply
 from precondattn.layers.torch import Attention
-from tests.layers.layer_cases import MECHANISMS, layer
+from tests.layers.layer_cases import CAUSAL, MECHANISMS, layer
 from tests.layers.torch_layers import FEW, hidden, made
 
 
@@ -20,7 +20,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("expression", MECHANISMS)
+@pytest.mark.parametrize("expression", CAUSAL)
 def test_any_split_of_a_sequence_gives_the_full_call(expression):
     attn, x = made(expression), hidden(2, 9)
     full = attn(x)

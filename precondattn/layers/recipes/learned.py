@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import upcast
-from precondattn.layers.parameters import Constant, Identity, Parameter
+from precondattn.layers.parameters import Constant, Identity, Normal, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 
 
@@ -33,6 +33,19 @@ class LearnedIdentity(Learned):
 
     def parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter("…", Identity())}
+
+
+@dataclass(frozen=True)
+class LearnedNoise(Learned):
+    """a parameter, N(0, `deviation`²) at the start
+
+    Source: Nyströmformer (arXiv 2102.03902), public code.
+    """
+
+    deviation: float = 0.02
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter("…", Normal(self.deviation))}
 
 
 @dataclass(frozen=True)

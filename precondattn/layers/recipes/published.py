@@ -24,7 +24,7 @@ from precondattn.layers.recipes.gates import (
     StepSize,
     Written,
 )
-from precondattn.layers.recipes.learned import Learned, LearnedIdentity, Positive
+from precondattn.layers.recipes.learned import Learned, LearnedIdentity, LearnedNoise, Positive
 from precondattn.layers.recipes.outputs import (
     Activated,
     GatedGroupNorm,
@@ -77,6 +77,8 @@ PUBLISHED: dict[str, Recipes] = {
         "v": Projection(),
         "beta": Sigmoid(bias=True),
     },
+    "cross_covariance": {**ROWS, "logit_scale": Learned(1.0)},
+    "nystrom": {**ROWS, "skip": LearnedNoise()},
     "linear": {**ROWS, "out": Norm()},
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},

@@ -22,7 +22,7 @@ from precondattn.integrations.transformers import (
     PrecondattnForCausalLM,
 )
 from precondattn.layers.recipes import Rotary
-from tests.layers.layer_cases import MECHANISMS, sizes_for
+from tests.layers.layer_cases import CAUSAL, sizes_for
 
 VOCABULARY = 61
 HYBRID = ("gated_delta", "lucid")
@@ -85,7 +85,7 @@ def written(model, ids, mask, **options):
     )
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", CAUSAL)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [False, True], ids=["one prompt", "left-padded batch"])
 def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism, mode, padded):
@@ -106,7 +106,7 @@ def test_a_prompt_with_padding_writes_what_it_writes_alone():
     assert padded.sequences[0, 9:].tolist() == alone.sequences[0, 5:].tolist()
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", CAUSAL)
 def test_a_saved_model_is_the_same_model(mechanism, tmp_path):
     model, (ids, mask) = made(mechanism), prompts()
     model.save_pretrained(tmp_path)

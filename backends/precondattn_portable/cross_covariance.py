@@ -1,0 +1,106 @@
+"""Cross-covariance attention: all sums over tokens are d × d matrices, made by one product each.
+
+    C = q̂ᵀ k̂,    A = softmax(γ C),    o = v Aᵀ
+
+Backward, with dA = doᵀ v, dL = A ∘ (dA − rowsum(dA ∘ A)) and dC = γ dL. The gradient of the norms
+needs no more sums over tokens, since Σ_t q̂_ti dq̂_ti = Σ_j dC_ij C_ij:
+
+    dq = (k̂ dCᵀ − q̂ diag(rowsum(dC ∘ C))) / ‖q‖,    dk = (q̂ dC − k̂ diag(colsum(dC ∘ C))) / ‖k‖
+    dv = do A,    dγ = Σ dL ∘ C
+
+Division by a norm is a factor of the d × d matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+from precondattn.spec.array_functions import (
+    repeat_heads,
+    row_sum,
+    sum_heads,
+    transpose,
+)
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import time_first
+from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
+
+
+class _Channels(NamedTuple):
+    """Channels divided by their lengths (b, h, t, d), and the lengths (b, h, 1, d)."""
+
+    unit: Array
+    length: Array
+
+
+class CrossCovarianceProducts(WholeSequenceAlgorithm):
+    """Algorithm of `CrossCovariance`."""
+
+    def attend(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+    ) -> Array:
+        valid, h = _both(q_valid, k_valid), x["q"].shape[2]
+        q, k = (_channels(ops, leaf, valid, x[name], h).unit for name in "qk")
+        v = repeat_heads(_rows(ops, valid, x["v"]), h)
+        weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
+        return time_first(ops.product(v, transpose(weights)))
+
+    def attend_vjp(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+        cotangent: Array,
+    ) -> Arrays:
+        xp, valid = namespace(cotangent), _both(q_valid, k_valid)
+        h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
+        q, k = (_channels(ops, leaf, valid, x[name], h) for name in "qk")
+        v, d_o = repeat_heads(_rows(ops, valid, x["v"]), h), _rows(ops, valid, cotangent)
+        cosines = ops.product(transpose(q.unit), k.unit)
+        weights = ops.softmax(gamma * cosines)
+        d_weights = ops.product(transpose(d_o), v)
+        d_logits = weights * (d_weights - row_sum(d_weights * weights))
+        of_scale = d_logits * cosines
+        of_norms, d_cosines = gamma * of_scale, gamma * d_logits
+        of_q = transpose(row_sum(of_norms)) / q.length
+        of_k = xp.sum(of_norms, axis=2, keepdims=True) / k.length
+        d_q = ops.add_product(-(q.unit * of_q), k.unit, transpose(d_cosines) / q.length)
+        d_k = ops.add_product(-(k.unit * of_k), q.unit, d_cosines / k.length)
+        d_v = ops.product(d_o, weights)
+        return {
+            "q": time_first(_only(valid, d_q)),
+            "k": time_first(sum_heads(_only(valid, d_k), n)),
+            "v": time_first(sum_heads(d_v, n)),
+            "logit_scale": xp.sum(of_scale, axis=(0, 2, 3)),
+        }
+
+
+def _both(q_valid: Array | None, k_valid: Array | None) -> Array | None:
+    """Which tokens (b, t) are masked neither as queries nor as keys."""
+    if q_valid is None or k_valid is None:
+        return k_valid if q_valid is None else q_valid
+    return q_valid & k_valid
+
+
+def _only(valid: Array | None, x: Array) -> Array:
+    """x (b, h, t, d), 0 at masked tokens."""
+    return x if valid is None else zero_where_not(valid[:, None, :, None], x)
+
+
+def _rows(ops: Arithmetic, valid: Array | None, x: Array) -> Array:
+    return _only(valid, ops.heads_first(x))
+
+
+def _channels(ops: Arithmetic, leaf: Any, valid: Array | None, x: Array, h: int) -> _Channels:
+    rows = _rows(ops, valid, x)
+    length = ops.channel_lengths(rows, leaf.eps)
+    return _Channels(repeat_heads(rows / length, h), repeat_heads(length, h))

@@ -1,0 +1,206 @@
+"""Nyström attention, a few heads at a time: the two kernels with a row or a column for each token.
+
+    A = softmax(s q̃ k̃ᵀ),    Z ≈ A⁺                              of all heads together
+    B = softmax(s q̃ kᵀ),    W = Z (B v),    F = softmax(s q k̃ᵀ),    o = F W
+
+Backward computes B and F again. With R = B v,
+
+    dW = Fᵀ do,    dF = do Wᵀ,    dZ = dW Rᵀ,    dR = Zᵀ dW,    dB = dR vᵀ,    dv = Bᵀ dR
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+from precondattn.spec.array_functions import (
+    mask_scores,
+    repeat_heads,
+    row_sum,
+    softmax,
+    sum_heads,
+    transpose,
+)
+from precondattn_portable import layout
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.iterated_inverse import steps, steps_vjp
+from precondattn_portable.landmarks import Landmarks
+from precondattn_portable.layout import time_first
+from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
+
+
+class NystromKernels(WholeSequenceAlgorithm):
+    """Algorithm of `Nystrom`."""
+
+    def attend(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+    ) -> Array:
+        call = Call(ops, leaf, x, q_valid, k_valid)
+        outs = []
+        for part in call.parts():
+            read = ops.product(call.from_landmarks(part), call.v[part])
+            w = ops.product(call.z[part], read)
+            outs.append(ops.product(call.to_landmarks(part), w))
+        out = call.joined(outs)
+        if leaf.skip:
+            out = ops.add(out, ops.convolved(call.values, x["skip"]))
+        return time_first(out)
+
+    def attend_vjp(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+        cotangent: Array,
+    ) -> Arrays:
+        call, n = Call(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
+        d_out = ops.heads_first(cotangent)
+        d_o = call.flat(d_out)
+        parts = [call.pulled(part, d_o[part]) for part in call.parts()]
+        of = Gradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
+        d_a = steps_vjp(ops, call.a, call.steps, of.z, of_all=leaf.start == "batch")
+        d_a = softmax_vjp(call.a, d_a)
+        d_q_mean = call.heads(ops.add_product(of.q_mean, d_a, call.k_mean))
+        d_k_mean = call.heads(ops.add_product(of.k_mean, transpose(d_a), call.q_mean))
+        d_q = call.of_queries.add_gradient(call.heads(of.q), d_q_mean)
+        d_k = call.of_keys.add_gradient(call.heads(of.k), d_k_mean)
+        d_v, gradients = call.heads(of.v), {}
+        if leaf.skip:
+            d_skipped, gradients["skip"] = ops.convolved_vjp(call.values, x["skip"], d_out)
+            d_v = ops.add(d_v, d_skipped)
+        if k_valid is not None:
+            d_v = zero_where_not(k_valid[:, None, :, None], d_v)
+        return {
+            "q": time_first(ops.multiply(d_q, call.scale)),
+            "k": time_first(sum_heads(d_k, n)),
+            "v": time_first(sum_heads(d_v, n)),
+            **gradients,
+        }
+
+
+class Gradients(NamedTuple):
+    """Of some heads: of the rows of tokens, of the landmarks and of Z."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_mean: Array
+    k_mean: Array
+    z: Array
+
+
+class Call:
+    """A call; its arrays have one axis for sequences and heads, (b h, tokens, ·), where not stated.
+
+    Queries, and so their landmarks, are multiplied by the scale.
+    """
+
+    def __init__(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+    ) -> None:
+        self.ops = ops
+        self.b, t, self.h, d = x["q"].shape
+        self.scale = leaf.scale_for(d)
+        q = ops.heads_first(x["q"] * self.scale)
+        k, v = (repeat_heads(ops.heads_first(x[name]), self.h) for name in "kv")
+        self.values = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
+        """(b, h, s, e)"""
+        members = q_valid if t == k.shape[2] else None
+        self.of_queries = Landmarks(ops, leaf.landmarks, q, q_valid, None)
+        self.of_keys = Landmarks(ops, leaf.landmarks, k, members, k_valid)
+        self.q, self.k, self.v = self.flat(q), self.flat(k), self.flat(self.values)
+        self.q_mean = self.flat(self.of_queries.of(q))
+        self.k_mean = self.flat(self.of_keys.of(k))
+        self.has_query = self.by_head(self.of_queries.is_any)
+        self.has_key = self.by_head(self.of_keys.is_any)
+        self.is_key = self.by_head(k_valid)
+        whole = (slice(None), ...)
+        self.a = self._softmax(whole, self.q_mean, self.k_mean, self.has_query, self.has_key)
+        self.z, self.steps = steps(ops, self.a, leaf.iterations, of_all=leaf.start == "batch")
+
+    def flat(self, x: Array) -> Array:
+        """(b, h, …) as (b h, …)"""
+        return namespace(x).reshape(x, (-1, *x.shape[2:]))
+
+    def heads(self, x: Array) -> Array:
+        """(b h, …) as (b, h, …)"""
+        return namespace(x).reshape(x, (self.b, self.h, *x.shape[1:]))
+
+    def joined(self, parts: list[Array]) -> Array:
+        return self.heads(_concatenated(parts))
+
+    def by_head(self, mask: Array | None) -> Array | None:
+        """(b or 1, n) as (b h, n)"""
+        if mask is None:
+            return None
+        shape = (self.b, self.h, mask.shape[1])
+        return self.flat(namespace(mask).broadcast_to(mask[:, None, :], shape))
+
+    def parts(self) -> Iterator[Any]:
+        """The index of some sequences and heads, whose kernels together fit a cache."""
+        heads, m = self.q.shape[0], self.a.shape[1]
+        entries = m * max(self.q.shape[1], self.k.shape[1])
+        for start, stop in layout.blocks(heads, max(layout.ROW_BLOCK_ENTRIES // entries, 1)):
+            yield slice(start, stop), ...
+
+    def to_landmarks(self, part: Any) -> Array:
+        """F (heads, t, m)"""
+        return self._softmax(part, self.q[part], self.k_mean[part], None, self.has_key)
+
+    def from_landmarks(self, part: Any) -> Array:
+        """B (heads, m, s)"""
+        return self._softmax(part, self.q_mean[part], self.k[part], self.has_query, self.is_key)
+
+    def _softmax(
+        self, part: Any, rows: Array, columns: Array, is_row: Array | None, is_column: Array | None
+    ) -> Array:
+        """The softmax of rows columnsᵀ, 0 at rows and columns that are not there."""
+        scores = self.ops.product(rows, transpose(columns))
+        if is_row is None and is_column is None:
+            return self.ops.softmax(scores)
+        if is_column is not None:
+            scores = mask_scores(is_column[part][:, None, :], scores)
+        weights = softmax(scores)
+        return weights if is_row is None else zero_where_not(is_row[part][:, :, None], weights)
+
+    def pulled(self, part: Any, d_o: Array) -> Gradients:
+        ops, q, k, v = self.ops, self.q[part], self.k[part], self.v[part]
+        z, q_mean, k_mean = self.z[part], self.q_mean[part], self.k_mean[part]
+        b, f = self.from_landmarks(part), self.to_landmarks(part)
+        read = ops.product(b, v)
+        d_w = ops.product(transpose(f), d_o)
+        d_read = ops.product(transpose(z), d_w)
+        d_v = ops.product(transpose(b), d_read)
+        d_f = softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
+        d_b = softmax_vjp(b, ops.product(d_read, transpose(v)))
+        return Gradients(
+            ops.product(d_f, k_mean),
+            ops.product(transpose(d_b), q_mean),
+            d_v,
+            ops.product(d_b, k),
+            ops.product(transpose(d_f), q),
+            ops.product(d_w, transpose(read)),
+        )
+
+
+def softmax_vjp(weights: Array, d_weights: Array) -> Array:
+    """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A))."""
+    return weights * (d_weights - row_sum(d_weights * weights))
+
+
+def _concatenated(parts: Any) -> Array:
+    """Some heads after others."""
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)

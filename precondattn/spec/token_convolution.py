@@ -1,0 +1,48 @@
+"""A convolution over tokens with c weights for each head, centred on the token.
+
+    y_i = Σ_a w_a v_{i + a − ⌊c/2⌋},    0 where there is no such token
+
+Gradient: dv_j = Σ_a w_a dy_{j − a + ⌊c/2⌋},    dw_a = Σ_i dy_i · v_{i + a − ⌊c/2⌋}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precondattn.arrays import Array, namespace
+
+
+def _overlaps(tokens: int, width: int) -> Iterator[tuple[int, slice, slice]]:
+    """Each weight's number, and the tokens of y and of v that it relates."""
+    for a in range(width):
+        shift = a - width // 2
+        if abs(shift) < tokens:
+            low, high = max(0, -shift), tokens - max(0, shift)
+            yield a, slice(low, high), slice(low + shift, high + shift)
+
+
+def convolved(v: Array, weight: Array) -> Array:
+    """y (b, h, t, e) from v (b, h, t, e) and w (h, c)."""
+    y = namespace(v).zeros_like(v)
+    for a, into, of in _overlaps(v.shape[2], weight.shape[1]):
+        y = y + _padded(weight[:, None, a, None] * v[:, :, of, :], into, v)
+    return y
+
+
+def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+    """The gradients of v and of w."""
+    xp = namespace(v)
+    d_v = xp.zeros_like(v)
+    d_weight = [xp.zeros_like(weight[:, 0])] * weight.shape[1]
+    for a, into, of in _overlaps(v.shape[2], weight.shape[1]):
+        d_rows = d_y[:, :, into, :]
+        d_v = d_v + _padded(weight[:, None, a, None] * d_rows, of, v)
+        d_weight[a] = xp.sum(d_rows * v[:, :, of, :], axis=(0, 2, 3))
+    return d_v, xp.stack(d_weight, axis=1)
+
+
+def _padded(x: Array, tokens: slice, like: Array) -> Array:
+    """x at these tokens, 0 at the others."""
+    xp = namespace(x)
+    zero = xp.zeros_like(like)
+    return xp.concat([zero[:, :, : tokens.start, :], x, zero[:, :, tokens.stop :, :]], axis=2)

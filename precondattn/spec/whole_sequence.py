@@ -1,0 +1,137 @@
+"""Leaves that sum over all tokens of a sequence, and so are not causal.
+
+A packed segment is computed as a sequence of its own. For segment g of a sequence, with [g]_i = 1
+for its tokens,
+
+    x^g = [g] ∘ x,    o = Σ_g [g] ∘ attend(x^g),    dx = Σ_g [g] ∘ attend_vjp(x^g, [g] ∘ do).
+
+The number of segments is read where it is known on the host. Elsewhere there may be as many as
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precondattn.algebra.mechanism import Leaf
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    Residuals,
+    arange_like,
+    cast,
+    is_traced,
+    namespace,
+    zero_where_not,
+)
+from precondattn.frame import Frame
+
+
+@dataclass(frozen=True)
+class WholeSequence(Leaf):
+    """A leaf without a cache, whose outputs depend on all valid tokens of their sequence.
+
+    Subclasses define `attend` and `attend_vjp` of sequences that are not packed.
+    """
+
+    @property
+    def reads_all_queries(self) -> bool:
+        return True
+
+    def attend(
+        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
+    ) -> tuple[Array, Residuals]:
+        """The output and the residuals. `q_valid` (b, t) and `k_valid` (b, s) are None where all
+        tokens are valid."""
+        raise NotImplementedError
+
+    def attend_vjp(
+        self,
+        x: Mapping[str, Array],
+        q_valid: Array | None,
+        k_valid: Array | None,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        """The gradient of every input; without residuals they are computed again."""
+        raise NotImplementedError
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        if frame.k_segment is None:
+            return self.attend(x, *_valid(frame))
+        split = _Segments(frame)
+        out, _ = self.attend(self._split(x, split), *split.valid)
+        return split.joined(out), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        if frame.k_segment is None:
+            return self.attend_vjp(x, *_valid(frame), residuals, cotangent)
+        split = _Segments(frame)
+        gradients = self.attend_vjp(self._split(x, split), *split.valid, (), split.parts(cotangent))
+        return {
+            name: split.joined(array) if self._has_tokens(name) else array
+            for name, array in gradients.items()
+        }
+
+    def _has_tokens(self, name: str) -> bool:
+        return self.inputs[name].time_axis is not None
+
+    def _split(self, x: Mapping[str, Array], split: _Segments) -> Arrays:
+        return {
+            name: split.parts(array) if self._has_tokens(name) else array
+            for name, array in x.items()
+        }
+
+
+def _valid(frame: Frame) -> tuple[Array | None, Array | None]:
+    return frame.q_valid, frame.k_valid
+
+
+def segment_numbers(ids: Array) -> Array:
+    """0, 1, … for the segments of each sequence, (b, t) from their ids."""
+    xp = namespace(ids)
+    is_next = cast(ids[:, 1:] != ids[:, :-1], xp.int32)
+    steps = xp.concat([xp.zeros_like(is_next[:, :1]), is_next], axis=1)
+    return xp.cumulative_sum(steps, axis=1)
+
+
+class _Segments:
+    """The segments of a packed call, each as a sequence: (b, t, …) as (b g, t, …) and back."""
+
+    def __init__(self, frame: Frame) -> None:
+        ids = frame.k_segment
+        assert ids is not None
+        number = segment_numbers(ids)
+        xp = namespace(number)
+        count = number.shape[1] if is_traced(number) else int(xp.max(number)) + 1
+        self.members = number[:, None, :] == arange_like(count, number)[None, :, None]
+        """(b, g, t)"""
+        q, k = (
+            self._flat(self.members if valid is None else self.members & valid[:, None, :])
+            for valid in _valid(frame)
+        )
+        self.valid = q, k
+
+    def parts(self, x: Array) -> Array:
+        return self._flat(zero_where_not(self._like(x.ndim), x[:, None, ...]))
+
+    def joined(self, x: Array) -> Array:
+        xp = namespace(x)
+        x = xp.reshape(x, (*self.members.shape[:2], *x.shape[1:]))
+        return xp.sum(zero_where_not(self._like(x.ndim - 1), x), axis=1)
+
+    def _like(self, rank: int) -> Array:
+        return namespace(self.members).reshape(
+            self.members, (*self.members.shape, *(1,) * (rank - 2))
+        )
+
+    def _flat(self, x: Array) -> Array:
+        return namespace(x).reshape(x, (-1, *x.shape[2:]))
