@@ -15,7 +15,7 @@ from typing import Any
 
 from precondattn.arrays import Array, Arrays, library_of, namespace, placement
 from precondattn.spec import token_convolution
-from precondattn.spec.array_functions import transpose
+from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 
 
@@ -139,6 +139,11 @@ class Arithmetic:
         x = self.exp(self.subtract(x, xp.max(x, axis=-1, keepdims=True)))
         return self.divide(x, xp.sum(x, axis=-1, keepdims=True))
 
+    def softmax_vjp(self, weights: Array, d_weights: Array) -> Array:
+        """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A)), in dA where the library can."""
+        mean = row_sum(d_weights * weights)
+        return self.multiply(self.subtract(d_weights, mean), weights)
+
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         """x where `where` holds, else `otherwise`; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
@@ -212,6 +217,21 @@ class InPlace(Arithmetic):
     def divide(self, x: Array, y: Array) -> Array:
         x /= y
         return x
+
+    def convolved(self, v: Array, weight: Array) -> Array:
+        y = self.zeros(v.shape, v)
+        for a, into, of in token_convolution.overlaps(v.shape[2], weight.shape[1]):
+            y[:, :, into] += weight[:, None, a, None] * v[:, :, of]
+        return y
+
+    def convolved_vjp(self, v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+        xp = namespace(v)
+        d_v, d_weight = self.zeros(v.shape, v), self.zeros(weight.shape, v)
+        for a, into, of in token_convolution.overlaps(v.shape[2], weight.shape[1]):
+            d_rows = d_y[:, :, into]
+            d_v[:, :, of] += weight[:, None, a, None] * d_rows
+            d_weight[:, a] = xp.sum(d_rows * v[:, :, of], axis=(0, 2, 3))
+        return d_v, d_weight
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         namespace(x).copyto(x, otherwise, where=~where)

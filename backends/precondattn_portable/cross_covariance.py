@@ -67,8 +67,7 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm):
         v, d_o = repeat_heads(_rows(ops, valid, x["v"]), h), _rows(ops, valid, cotangent)
         cosines = ops.product(transpose(q.unit), k.unit)
         weights = ops.softmax(gamma * cosines)
-        d_weights = ops.product(transpose(d_o), v)
-        d_logits = weights * (d_weights - row_sum(d_weights * weights))
+        d_logits = ops.softmax_vjp(weights, ops.product(transpose(d_o), v))
         of_scale = d_logits * cosines
         of_norms, d_cosines = gamma * of_scale, gamma * d_logits
         of_q = transpose(row_sum(of_norms)) / q.length

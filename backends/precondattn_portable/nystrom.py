@@ -17,7 +17,6 @@ from precondattn.arrays import Array, Arrays, namespace, zero_where_not
 from precondattn.spec.array_functions import (
     mask_scores,
     repeat_heads,
-    row_sum,
     softmax,
     sum_heads,
     transpose,
@@ -67,11 +66,11 @@ class NystromKernels(WholeSequenceAlgorithm):
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
         of = Gradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
         d_a = steps_vjp(ops, call.a, call.steps, of.z, of_all=leaf.start == "batch")
-        d_a = softmax_vjp(call.a, d_a)
-        d_q_mean = call.heads(ops.add_product(of.q_mean, d_a, call.k_mean))
-        d_k_mean = call.heads(ops.add_product(of.k_mean, transpose(d_a), call.q_mean))
-        d_q = call.of_queries.add_gradient(call.heads(of.q), d_q_mean)
-        d_k = call.of_keys.add_gradient(call.heads(of.k), d_k_mean)
+        d_a = ops.softmax_vjp(call.a, d_a)
+        d_q_mean = ops.add_product(of.q_mean, d_a, call.k_mean)
+        d_k_mean = ops.add_product(of.k_mean, transpose(d_a), call.q_mean)
+        d_q = call.of_queries.add_gradient(call.heads(of.q), call.scale * call.heads(d_q_mean))
+        d_k = call.of_keys.add_gradient(call.heads(of.k), call.scale * call.heads(d_k_mean))
         d_v, gradients = call.heads(of.v), {}
         if leaf.skip:
             d_skipped, gradients["skip"] = ops.convolved_vjp(call.values, x["skip"], d_out)
@@ -79,7 +78,7 @@ class NystromKernels(WholeSequenceAlgorithm):
         if k_valid is not None:
             d_v = zero_where_not(k_valid[:, None, :, None], d_v)
         return {
-            "q": time_first(ops.multiply(d_q, call.scale)),
+            "q": time_first(d_q),
             "k": time_first(sum_heads(d_k, n)),
             "v": time_first(sum_heads(d_v, n)),
             **gradients,
@@ -87,7 +86,7 @@ class NystromKernels(WholeSequenceAlgorithm):
 
 
 class Gradients(NamedTuple):
-    """Of some heads: of the rows of tokens, of the landmarks and of Z."""
+    """Of some heads: of the rows of tokens, of the landmarks (divided by the scale) and of Z."""
 
     q: Array
     k: Array
@@ -100,7 +99,7 @@ class Gradients(NamedTuple):
 class Call:
     """A call; its arrays have one axis for sequences and heads, (b h, tokens, ·), where not stated.
 
-    Queries, and so their landmarks, are multiplied by the scale.
+    Scores are products with landmarks that are multiplied by the scale.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Call:
         self.ops = ops
         self.b, t, self.h, d = x["q"].shape
         self.scale = leaf.scale_for(d)
-        q = ops.heads_first(x["q"] * self.scale)
+        q = ops.heads_first(x["q"])
         k, v = (repeat_heads(ops.heads_first(x[name]), self.h) for name in "kv")
         self.values = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
         """(b, h, s, e)"""
@@ -128,7 +127,9 @@ class Call:
         self.has_key = self.by_head(self.of_keys.is_any)
         self.is_key = self.by_head(k_valid)
         whole = (slice(None), ...)
-        self.a = self._softmax(whole, self.q_mean, self.k_mean, self.has_query, self.has_key)
+        self.scaled_q_mean = self.scale * self.q_mean
+        self.scaled_k_mean = self.scale * self.k_mean
+        self.a = self._softmax(whole, self.scaled_q_mean, self.k_mean, self.has_query, self.has_key)
         self.z, self.steps = steps(ops, self.a, leaf.iterations, of_all=leaf.start == "batch")
 
     def flat(self, x: Array) -> Array:
@@ -158,11 +159,12 @@ class Call:
 
     def to_landmarks(self, part: Any) -> Array:
         """F (heads, t, m)"""
-        return self._softmax(part, self.q[part], self.k_mean[part], None, self.has_key)
+        return self._softmax(part, self.q[part], self.scaled_k_mean[part], None, self.has_key)
 
     def from_landmarks(self, part: Any) -> Array:
         """B (heads, m, s)"""
-        return self._softmax(part, self.q_mean[part], self.k[part], self.has_query, self.is_key)
+        rows = self.scaled_q_mean[part]
+        return self._softmax(part, rows, self.k[part], self.has_query, self.is_key)
 
     def _softmax(
         self, part: Any, rows: Array, columns: Array, is_row: Array | None, is_column: Array | None
@@ -178,27 +180,22 @@ class Call:
 
     def pulled(self, part: Any, d_o: Array) -> Gradients:
         ops, q, k, v = self.ops, self.q[part], self.k[part], self.v[part]
-        z, q_mean, k_mean = self.z[part], self.q_mean[part], self.k_mean[part]
+        z = self.z[part]
         b, f = self.from_landmarks(part), self.to_landmarks(part)
         read = ops.product(b, v)
         d_w = ops.product(transpose(f), d_o)
         d_read = ops.product(transpose(z), d_w)
         d_v = ops.product(transpose(b), d_read)
-        d_f = softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
-        d_b = softmax_vjp(b, ops.product(d_read, transpose(v)))
+        d_f = ops.softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
+        d_b = ops.softmax_vjp(b, ops.product(d_read, transpose(v)))
         return Gradients(
-            ops.product(d_f, k_mean),
-            ops.product(transpose(d_b), q_mean),
+            ops.product(d_f, self.scaled_k_mean[part]),
+            ops.product(transpose(d_b), self.scaled_q_mean[part]),
             d_v,
             ops.product(d_b, k),
             ops.product(transpose(d_f), q),
             ops.product(d_w, transpose(read)),
         )
-
-
-def softmax_vjp(weights: Array, d_weights: Array) -> Array:
-    """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A))."""
-    return weights * (d_weights - row_sum(d_weights * weights))
 
 
 def _concatenated(parts: Any) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from precondattn.arrays import Array, namespace
 
 
-def _overlaps(tokens: int, width: int) -> Iterator[tuple[int, slice, slice]]:
+def overlaps(tokens: int, width: int) -> Iterator[tuple[int, slice, slice]]:
     """Each weight's number, and the tokens of y and of v that it relates."""
     for a in range(width):
         shift = a - width // 2
@@ -24,7 +24,7 @@ def _overlaps(tokens: int, width: int) -> Iterator[tuple[int, slice, slice]]:
 def convolved(v: Array, weight: Array) -> Array:
     """y (b, h, t, e) from v (b, h, t, e) and w (h, c)."""
     y = namespace(v).zeros_like(v)
-    for a, into, of in _overlaps(v.shape[2], weight.shape[1]):
+    for a, into, of in overlaps(v.shape[2], weight.shape[1]):
         y = y + _padded(weight[:, None, a, None] * v[:, :, of, :], into, v)
     return y
 
@@ -34,7 +34,7 @@ def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
     xp = namespace(v)
     d_v = xp.zeros_like(v)
     d_weight = [xp.zeros_like(weight[:, 0])] * weight.shape[1]
-    for a, into, of in _overlaps(v.shape[2], weight.shape[1]):
+    for a, into, of in overlaps(v.shape[2], weight.shape[1]):
         d_rows = d_y[:, :, into, :]
         d_v = d_v + _padded(weight[:, None, a, None] * d_rows, of, v)
         d_weight[a] = xp.sum(d_rows * v[:, :, of, :], axis=(0, 2, 3))

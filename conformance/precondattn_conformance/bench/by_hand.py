@@ -1,8 +1,8 @@
-"""Small calls written by hand, as a user would write them who needs only one mechanism.
+"""Calls written by hand, as a user would write them who needs only one mechanism.
 
 They are what the `overhead_*` cases compare with; `layers_by_hand.py` is for the `layer_*` cases.
-None of them checks its arguments, masks anything, or is fit for many tokens. Times are those of a
-call from Python, so they import nothing when they are called.
+None of them checks its arguments or masks anything, and only those of `ANY_SIZE` are fit for many
+tokens. Times are those of a call from Python, so they import nothing when they are called.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ def ccq_gla() -> Callable[..., Any]:
         decay = g.cumsum(2)
         scores = ((q * decay.exp()) @ (k * (-decay).exp()).mT).tril()
         return (q.shape[3] ** -0.5 * scores @ v).transpose(1, 2)
+
+    return forward
+
+
+def cross_covariance() -> Callable[..., Any]:
+    """o = softmax(γ q̂ k̂ᵀ) v of channels (b, h, d, t), as public code has it."""
+    from torch.nn.functional import normalize
+
+    def forward(q: Any, k: Any, v: Any, logit_scale: Any) -> Any:
+        q, k, v = (x.permute(0, 2, 3, 1) for x in (q, k, v))
+        q, k = normalize(q, dim=-1), normalize(k, dim=-1)
+        weights = (logit_scale[:, None, None] * (q @ k.mT)).softmax(-1)
+        return (weights @ v).permute(0, 3, 1, 2)
 
     return forward
 
@@ -129,8 +142,15 @@ class LucidDecoder(Decoder):
         return self.attention(new["q"], self.all["k"], self.y).transpose(1, 2)
 
 
-FORWARD = {("ccq(gla)", "torch"): ccq_gla, ("softmax", "numpy"): numpy_softmax}
+FORWARD = {
+    ("ccq(gla)", "torch"): ccq_gla,
+    ("cross_covariance", "torch"): cross_covariance,
+    ("softmax", "numpy"): numpy_softmax,
+}
 """By mechanism and library: what makes the function."""
+
+ANY_SIZE = ("cross_covariance",)
+"""Mechanisms whose function is linear in tokens."""
 
 DECODERS = {("gated_delta", "torch"): GatedDeltaDecoder, ("lucid", "torch"): LucidDecoder}
 
@@ -145,9 +165,10 @@ def lack(case: BenchCase, library: str) -> str:
     """Why nothing is written for a case; empty if something is."""
     if case.work in layers.WORKS:
         return "" if case.mechanism in layers.WRITTEN else "is not written for its layer"
-    if case.calls == 1:
+    if case.calls == 1 and case.mechanism not in ANY_SIZE:
         return "is for small calls"
-    known: Mapping[Any, Any] = {"forward": FORWARD, "decode": DECODERS}.get(case.work, {})
+    tables = {"forward": FORWARD, "forward_backward": FORWARD, "decode": DECODERS}
+    known: Mapping[Any, Any] = tables.get(case.work, {})
     return "" if (case.mechanism, library) in known else f"is not written for {case.work}"
 
 

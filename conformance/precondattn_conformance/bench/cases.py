@@ -196,6 +196,14 @@ COMPARED = (
         "deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)
     ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
+    *(
+        BenchCase(name + suffix, name, work, sizes, peers=(peer,))
+        for name, sizes, peer in (
+            ("cross_covariance", layout(t=784, d=48)._replace(b=8), "by_hand"),
+            ("nystrom", layout(), "transformers"),
+        )
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
     BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
     BenchCase("jax_softmax", "softmax", "forward", layout(), "jax", peers=("sdpa", "xla")),

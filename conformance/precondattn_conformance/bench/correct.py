@@ -1,6 +1,6 @@
 """Whether a result is correct. A wrong one is not timed.
 
-The oracle needs quadratic memory, or runs token by token, so it is often too expensive at the
+The oracle often needs quadratic memory, or runs token by token, so that it is too expensive at the
 measured sizes. A causal mechanism is compared with it at these sizes as follows:
 
 * outputs: the outputs of the first tokens equal those of a call on these tokens alone. The outputs
@@ -115,7 +115,8 @@ def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
     m = pa.parse(mechanism)
     inputs = inputs_of(mechanism, layout, dtype, library)
     head = min(layout.t, HEAD)
-    if layout.b * layout.h * layout.t * layout.s <= LARGEST:
+    is_linear = any(isinstance(leaf, pa.WholeSequence) for leaf in m.program.leaves)
+    if is_linear or layout.b * layout.h * layout.t * layout.s <= LARGEST:
         head = layout.t
     has_pairs = any(pattern.is_pairwise for pattern in m.inputs.values())
     if head < layout.t and (has_pairs or not m.offers.causal):

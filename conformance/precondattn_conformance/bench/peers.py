@@ -9,11 +9,13 @@ cudnn_sdpa                 PyTorch's each                      precision
 xla            softmax     softmax attention                   JAX
 cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in half precision
 naive_lucid    lucid       the same mechanism                  PyTorch
-transformers   gated       the same mechanism                  PyTorch, with `transformers`
-               delta, ssd
+transformers   gated       the same mechanism; of Nyström      PyTorch, with `transformers`
+               delta,      attention the one with
+               ssd,        `start="batch"`
+               nystrom
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
-by_hand,       some        the same mechanism, for small       PyTorch; NumPy
+by_hand,       some        the same mechanism, most for small  PyTorch; NumPy
 numpy_by_hand              calls
 base           any         the base alone, on our backend      everywhere
 batch          any         the same sequences as a batch       everywhere, for packed cases
@@ -30,7 +32,8 @@ A peer runs in its own array library on the same numbers, so JAX can be compared
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -43,6 +46,7 @@ from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
+from precondattn_conformance.bench.nystromformer import nystromformer
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 
@@ -208,6 +212,13 @@ def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
     return _transformers_rule()(q, k, v, g=g, beta=beta)[0]
 
 
+def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
+    if isinstance(mechanism, pa.Nystrom):
+        same = replace(mechanism, start="batch")
+        return Computation("transformers", same, partial(nystromformer(), mechanism.landmarks))
+    return Computation("transformers", mechanism, transformers_gated_delta)
+
+
 # flash-linear-attention, whose inputs have the same names as ours, in another order.
 
 _FLA = {
@@ -285,9 +296,9 @@ PEERS = (
     Peer(
         "transformers",
         "torch",
-        lambda m: str(m) in ("gated_delta", "ssd"),
+        lambda m: str(m) in ("gated_delta", "ssd", "nystrom"),
         _lacks_transformers,
-        lambda m, backend: Computation("transformers", m, transformers_gated_delta),
+        _transformers,
     ),
     Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
     *(
