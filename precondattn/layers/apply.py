@@ -13,6 +13,7 @@ from precondattn.layers.padding import packing
 from precondattn.layers.parameters import Weights
 from precondattn.layers.plan import OUT, PROJECTION, Entry, Plan
 from precondattn.layers.recipe import Tokens
+from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import Segments
 
 
@@ -67,6 +68,8 @@ def apply(
             cache.store.clear()  # type: ignore[union-attr]
     out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth)
     y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
+    if AFTER_PROJECTION in weights[OUT]:
+        y = y + weights[OUT][AFTER_PROJECTION]
     return (y if tokens is None else tokens.unpacked(y)), after
 
 

@@ -18,6 +18,7 @@ from precondattn.layers.recipes.gates import (
 from precondattn.layers.recipes.learned import Learned, LearnedIdentity, Positive
 from precondattn.layers.recipes.outputs import (
     Activated,
+    Biased,
     GatedGroupNorm,
     GatedNorm,
     Norm,
@@ -39,6 +40,7 @@ from precondattn.layers.recipes.published import recipes_for
 __all__ = [
     "Activated",
     "Activation",
+    "Biased",
     "Contraction",
     "Convolution",
     "DecayOfStep",

@@ -11,6 +11,9 @@ from precondattn.layers.functions import linear, rms_norm, silu, upcast
 from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 
+AFTER_PROJECTION = "projection_bias"
+"""The parameter of an output's recipe that the layer adds to y."""
+
 
 @dataclass(frozen=True)
 class Unchanged(Recipe):
@@ -20,6 +23,17 @@ class Unchanged(Recipe):
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         return tokens.values["out"]
+
+
+@dataclass(frozen=True)
+class Biased(Unchanged):
+    """o, and a bias after the last projection
+
+    Source: vision transformers (arXiv 2010.11929), public code.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {AFTER_PROJECTION: Parameter("x", Constant(0))}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Attention(nn.Module):
         The widths of keys and of values; width / heads by default. In differential attention the
         keys' is half of it.
     slots : int, optional
-        The number of slots of `gsa`; `head_dim` by default.
+        The number of slots of `gsa`, or of weights of the skip of `nystrom` for each head;
+        `head_dim` by default.
     depth : int
         The index of the layer in its model, from 0, on which λ of differential attention depends.
     recipes : dict, optional

@@ -6,6 +6,12 @@ Layers of Transformers with small widths, random weights, and few digits in x:
     diffllama       DiffLlamaAttention with layer_idx=1: two pairs of query heads, one of keys
     qwen3_next      Qwen3NextGatedDeltaNet: two key heads, four value heads
     mamba2          Mamba2Mixer: two groups, four heads
+    nystromformer   NystromformerSelfAttention: 3 landmarks, a convolution of 5 tokens, and a
+                    linear map of its output
+
+of timm,
+
+    xca             XCA: four heads, q, k and v with a bias
 
 and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
 
@@ -17,12 +23,13 @@ and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all
 
 To run it, in an environment of its own:
 
-    python -m pip install -e '.[peers]' && python tests/layers/peers/make_fixtures.py
+    python -m pip install -e '.[peers]' && python tests/layers/peers/make_fixtures.py [NAME ...]
 """
 
 import functools
 import importlib.metadata
 import inspect
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +38,8 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
+TIMES = {"nystromformer": 12}
+"""Of layers that need another number of tokens."""
 
 
 def llama():
@@ -113,6 +122,34 @@ def mamba2():
     return 16, layer, layer
 
 
+def nystromformer():
+    """A layer of Nyströmformer with the map of its output, and its call."""
+    import torch
+    from transformers import NystromformerConfig
+    from transformers.models.nystromformer import modeling_nystromformer as peer
+
+    config = NystromformerConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_landmarks=3,
+        segment_means_seq_len=TIMES["nystromformer"],
+        conv_kernel_size=5,
+    )
+    layer = torch.nn.ModuleDict(
+        {"self": peer.NystromformerSelfAttention(config), "dense": torch.nn.Linear(32, 32)}
+    )
+    return 32, layer, lambda x: layer["dense"](layer["self"](x)[0])
+
+
+def xca():
+    """Cross-covariance attention of timm, and its call."""
+    from timm.models.xcit import XCA
+
+    layer = XCA(32, num_heads=4, qkv_bias=True)
+    layer.fused_attn = False
+    return 32, layer, layer
+
+
 def without_kernels(module):
     """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
     for name, function in list(vars(module).items()):
@@ -157,11 +194,11 @@ def of_function(make, rng):
     return 32, parameters, functools.partial(call, parameters)
 
 
-def entries(width, parameters, call, rng):
+def entries(width, parameters, call, rng, time):
     """The entries of the file of one layer, without `versions`."""
     import torch
 
-    x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, TIME, width))) / 16
+    x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, time, width))) / 16
     x = torch.tensor(x, dtype=torch.float32, requires_grad=True)
     out = call(x)
     out = out[0] if isinstance(out, tuple) else out
@@ -172,21 +209,25 @@ def entries(width, parameters, call, rng):
     return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
 
-def main():
+def main(names):
+    """Write the files of these layers, or of all."""
     import fla_layers
     import torch
-    import transformers
 
     torch.set_num_threads(1)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    versions += f", fla-core {importlib.metadata.version('fla-core')}"
+    packages = ("torch", "transformers", "timm", "fla-core")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     modules = [(of_module, make) for make in (llama, diffllama, qwen3_next, mamba2)]
     functions = [(of_function, make) for make in fla_layers.LAYERS]
-    for seed, (of, make) in enumerate([*modules, *functions]):
+    later = [(of_module, make) for make in (nystromformer, xca)]
+    for seed, (of, make) in enumerate([*modules, *functions, *later]):
+        name = make.__name__
+        if names and name not in names:
+            continue
         rng = np.random.default_rng(20270 + seed)
-        arrays = entries(*of(make, rng), rng)
-        np.savez_compressed(HERE / f"{make.__name__}.npz", versions=versions, **arrays)
+        arrays = entries(*of(make, rng), rng, TIMES.get(name, TIME))
+        np.savez_compressed(HERE / f"{name}.npz", versions=versions, **arrays)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
