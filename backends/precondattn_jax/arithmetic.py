@@ -54,7 +54,7 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
     result = jnp.zeros_like(like, shape=shape)
     if not shape or not like.size:
         return result
-    some = like[(0,) * like.ndim]
+    some = lax.stop_gradient(like[(0,) * like.ndim])
     zero = jnp.where(jnp.isnan(some), 0, jnp.minimum(jnp.abs(some), 0))
     return result + zero * jnp.arange(shape[-1], dtype=like.dtype)
 

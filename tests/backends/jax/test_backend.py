@@ -1,5 +1,6 @@
 """The JAX backend beyond conformance: real block sizes, JAX's transformations, memory, extremes."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_jax.arithmetic import zeros
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from tests.backends.portable.test_blocked_backends import MECHANISMS
 
@@ -71,6 +73,14 @@ def test_zero_states_are_not_read_from_memory_that_nothing_has_written(dtype):
     result = with_gradient(m, arrays(x, dtype), jnp.asarray(cotangent, dtype=dtype), "jax")
     for name, array in expected.items():
         close(result[name] / np.abs(array).max(), array / np.abs(array).max(), 1e-5)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -math.inf, math.nan])
+def test_zeros_are_zeros_and_do_not_depend_on_the_array_that_they_are_like(value):
+    like = jnp.full((2, 2), value)
+    result, gradient = jax.value_and_grad(lambda x: zeros((3, 4), x).sum())(like)
+    assert result == 0
+    assert not gradient.any()
 
 
 DEFAULT = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(gated_delta)"]
