@@ -29,14 +29,14 @@ def _is_foldable(axes: Any, piece: str) -> bool:
 def _calls(info: Any, axes: Any, tensors: Any, frame: Any) -> Iterator[tuple[Any, Any]]:
     """Tensors and frame of each of the mapped calls."""
 
-    def at(i: int, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        return tensor if tensor is None or axis is None else tensor.select(axis, i)
+    def at(i: int, given: Any, of: Any) -> list[Tensor | None]:
+        return [
+            tensor if tensor is None or axis is None else tensor.select(axis, i)
+            for tensor, axis in zip(given, of, strict=True)
+        ]
 
     for i in range(info.batch_size):
-        yield tuple(
-            [at(i, tensor, axis) for tensor, axis in zip(given, of, strict=True)]
-            for given, of in ((tensors, axes[2]), (frame, axes[3]))
-        )
+        yield at(i, tensors, axes[2]), at(i, frame, axes[3])
 
 
 def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) -> Tensor | None:
