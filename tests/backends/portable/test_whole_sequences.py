@@ -51,12 +51,11 @@ def test_a_packed_call_is_that_of_the_definition(expression, mask, ops):
 
 def test_under_jit_segments_are_summed_in_a_loop():
     jax = pytest.importorskip("jax")
-    with jax.enable_x64(True):
-        for expression in ("cross_covariance", "nystrom[landmarks=3]"):
-            m, x, _ = call_of(expression)
-            expected = m(**x, segment_ids=SEGMENTS)
-            arrays = {name: jax.numpy.asarray(array) for name, array in x.items()}
-            packed = jax.jit(lambda x, ids, m=m: m(**x, segment_ids=ids))
-            assert "while" in str(jax.make_jaxpr(packed)(arrays, jax.numpy.asarray(SEGMENTS)))
-            out = packed(arrays, jax.numpy.asarray(SEGMENTS))
-            assert_close(np.asarray(out), expected)
+    for expression in ("cross_covariance", "nystrom[landmarks=3]"):
+        m, x, _ = call_of(expression)
+        expected = m(**x, segment_ids=SEGMENTS)
+        arrays = {name: jax.numpy.asarray(array) for name, array in x.items()}
+        packed = jax.jit(lambda x, ids, m=m: m(**x, segment_ids=ids))
+        assert "while" in str(jax.make_jaxpr(packed)(arrays, jax.numpy.asarray(SEGMENTS)))
+        out = packed(arrays, jax.numpy.asarray(SEGMENTS))
+        assert_close(np.asarray(out), expected)

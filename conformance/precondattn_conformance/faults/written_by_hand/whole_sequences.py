@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from precondattn.arrays import namespace
-from precondattn.spec import cross_covariance, iterated_inverse, l2_norm, nystrom, segment_means
+from precondattn.spec import (
+    cross_covariance,
+    iterated_inverse,
+    l2_norm,
+    nystrom,
+    segment_means,
+    token_convolution,
+)
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -80,7 +87,7 @@ def _of_landmarks() -> list[Fault]:
             SKIP,
             BOTH,
             "the skip one token late",
-            inside(nystrom.token_convolution, "overlaps", lambda true: _one_later(true)),
+            inside(token_convolution, "overlaps", lambda true: _one_later(true)),
         ),
     ]
 
