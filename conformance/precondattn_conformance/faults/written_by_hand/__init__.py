@@ -20,7 +20,6 @@ from precondattn_conformance.faults.written_by_hand import (
     row_blocks,
     statistics,
     threads,
-    whole_sequences,
     widths,
 )
 
@@ -44,7 +43,6 @@ OF = (
     long_masks,
     widths,
     company,
-    whole_sequences,
 )
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from precondattn.integrations.transformers.linear.computed import compute_by, restore
+from precondattn.integrations.transformers.linear.fla.layers import (
+    compute_fla_by,
+    is_of_fla,
+    restore_fla,
+)
 from precondattn.integrations.transformers.linear.layers import KINDS, linear_layers
 
 
@@ -18,8 +23,9 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     ----------
     model : PreTrainedModel
         A model with gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) or Mamba-2's (Mamba-2,
-        Bamba, Falcon-H1, Granite's hybrids, Zamba-2). It is changed in place; others of
-        its class are not.
+        Bamba, Falcon-H1, Granite's hybrids, Zamba-2), or one of flash-linear-attention's (GLA,
+        HGRN2, GatedDeltaNet, DeltaNet, RetNet, GSA, LinearAttention). It is changed in place;
+        others of its class are not.
     backend : str or tuple of str, optional
         As in every call of a mechanism; all installed ones by default.
 
@@ -44,6 +50,8 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     ... )
     >>> model = use_backend_for(Mamba2ForCausalLM(config))
     """
+    if is_of_fla(model):
+        return compute_fla_by(model, backend)
     layers = [*linear_layers(model)]
     if any(hasattr(layer, "contraction_gate") for layer, _ in layers):
         raise ValueError("model: it has ccq; pass the backend to add_ccq")
@@ -54,6 +62,8 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
 
 def restore_backend_for(model: Any) -> Any:
     """Give the linear layers of a model Transformers' own functions back, without gates of ccq."""
+    if is_of_fla(model):
+        return restore_fla(model)
     for layer, _ in [*linear_layers(model)]:
         restore(layer)
         if hasattr(layer, "contraction_gate"):

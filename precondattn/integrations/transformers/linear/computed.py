@@ -1,10 +1,10 @@
 """A layer of Transformers whose recurrence is computed by other functions.
 
 A layer calls its recurrence by name, as a function of its module. So it gets a class of its own, a
-subclass with the same `forward` in which these names have other values. The weights and the
+subclass with the same methods in which these names have other values. The weights and the
 `state_dict` stay as they are, and other layers of its first class too.
 
-The names that this `forward` reads do not say of which module they are: `torch.compile` would take
+The names that these methods read do not say of which module they are: `torch.compile` would take
 the values from that module.
 """
 
@@ -22,6 +22,8 @@ from precondattn.integrations.transformers.interface import force_accelerate_hoo
 
 Maker = Callable[[Any], dict[str, Callable[..., Any]]]
 """From a backend to the functions, by the names that a layer calls them by."""
+METHODS = ("forward", "step")
+"""The methods of a layer that call functions."""
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a forward to one with something around it."""
 
@@ -44,20 +46,25 @@ def class_of(layer: nn.Module) -> Any:
     return getattr(type(layer), "_class_in_transformers", type(layer))
 
 
+def code_of(cls: Any, method: str) -> Any:
+    """The code of a method; that of an empty function if there is none."""
+    return getattr(inspect.unwrap(getattr(cls, method, _nothing)), "__code__", _nothing.__code__)
+
+
+def _nothing() -> None: ...
+
+
 @cache
 def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> Any:
     """The subclass, the same one for all layers with the same functions: it is compiled once."""
-    decorated = base.forward
-    own: Any = inspect.unwrap(decorated)
-    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
-    forward: Any = FunctionType(
-        own.__code__, {**names, **maker(backend)}, own.__name__, own.__defaults__, own.__closure__
-    )
-    forward.__kwdefaults__, forward.__module__ = own.__kwdefaults__, own.__module__
-    if own is not decorated:
-        forward = force_accelerate_hooks("conv1d")(forward)
+    values = maker(backend)
+    methods = {
+        name: _calling(getattr(base, name), values)
+        for name in METHODS
+        if values.keys() & set(code_of(base, name).co_names)
+    }
     if around is not None:
-        forward = around(forward)
+        methods["forward"] = around(methods["forward"])
 
     def reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """How the layer is pickled and copied: no module has its class by name."""
@@ -65,13 +72,24 @@ def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> A
         return (_empty, (base, maker, backend, around), *parts[2:])
 
     members = {
-        "forward": forward,
+        **methods,
         "__reduce_ex__": reduced,
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_class_in_transformers": base,
     }
     return type(base.__name__, (base,), members)
+
+
+def _calling(decorated: Any, values: dict[str, Callable[..., Any]]) -> Any:
+    """A method in which these names have other values."""
+    own: Any = inspect.unwrap(decorated)
+    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
+    method: Any = FunctionType(
+        own.__code__, {**names, **values}, own.__name__, own.__defaults__, own.__closure__
+    )
+    method.__kwdefaults__, method.__module__ = own.__kwdefaults__, own.__module__
+    return method if own is decorated else force_accelerate_hooks("conv1d")(method)
 
 
 def _empty(base: Any, maker: Maker, backend: Any, around: Around | None) -> nn.Module:

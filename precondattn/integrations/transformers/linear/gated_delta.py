@@ -34,7 +34,9 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
     ) -> tuple[Tensor, Tensor | None]:
         if normalise:
             inputs["q"], inputs["k"] = unit_rows(inputs["q"]), unit_rows(inputs["k"])
-        return computed_from(RULE, inputs, state, returns_state, backend)
+        states = None if state is None else (state,)
+        out, after = computed_from(RULE, inputs, states, returns_state, backend)
+        return out, None if after is None else after[0]
 
     return called_as_by_transformers(compute)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from precondattn.integrations.transformers.interface import PreTrainedModel
 from precondattn.integrations.transformers.linear import gated_delta, mamba2
-from precondattn.integrations.transformers.linear.computed import class_of
+from precondattn.integrations.transformers.linear.computed import class_of, code_of
 
 KINDS = {"gated_delta": gated_delta, "ssd": mamba2}
 """By mechanism, the file with the names of Transformers' functions and ours in their place."""
@@ -35,7 +34,7 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
         )
     found = []
     for module in model.modules():
-        names = _code(module).co_names
+        names = code_of(class_of(module), "forward").co_names
         other = next((OTHERS[name] for name in OTHERS if name in names), None)
         if other:
             raise ValueError(
@@ -50,10 +49,3 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
             f"{' or '.join(own.CHUNKS for own in KINDS.values())}"
         )
     yield from found
-
-
-def _code(module: nn.Module) -> Any:
-    return getattr(inspect.unwrap(class_of(module).forward), "__code__", _NOTHING)
-
-
-_NOTHING = (lambda: None).__code__

@@ -38,11 +38,11 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         x = x.float()
         a, b, c = (array.float() for array in given)
         inputs = {"q": c, "k": b, "v": size[..., None] * x, "g": size * a}
-        before = None if state is None else state.mT
+        before = None if state is None else (state.mT,)
         y, after = computed_from(RULE, inputs, before, returns_state, backend)
         if skip is not None:
             y = y + skip.float()[:, None] * x
-        return y, None if after is None else after.mT
+        return y, None if after is None else after[0].mT
 
     def scan(
         hidden_states: Tensor,

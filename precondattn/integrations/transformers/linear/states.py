@@ -1,4 +1,4 @@
-"""A mechanism with one state, computed from a state that Transformers holds to the next."""
+"""A mechanism of the linear family, computed from states that a model holds to the next."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from precondattn.cache import Cache
 from precondattn.cache.kinds import STATE, Kind
 
 KIND = str(Kind(STATE, is_wide=True))
+States = tuple[Tensor, ...]
+"""The states (b, …) of a mechanism, in the order of its slots."""
 
 
 def computed_from(
     mechanism: Mechanism,
     inputs: dict[str, Tensor],
-    state: Tensor | None,
-    returns_state: bool,
+    states: States | None,
+    returns_states: bool,
     backend: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The output, and the state after it if it is wanted.
+) -> tuple[Tensor, States | None]:
+    """The output, and the states after it if they are wanted.
 
-    Without gradients the state is computed in its own memory: Transformers writes the new state
-    there in any case.
+    Without gradients the states are computed in their own memory: a model puts the new ones in
+    their place in any case.
     """
-    if state is None and not returns_state:
+    if states is None and not returns_states:
         return mechanism(**inputs, backend=backend), None
-    cache = mechanism.init_cache(**inputs) if state is None else _holding(mechanism, state.float())
+    cache = mechanism.init_cache(**inputs) if states is None else _holding(mechanism, states)
     donate = not torch.is_grad_enabled()
     out, cache = mechanism.extend(cache, **inputs, backend=backend, donate=donate)
-    return out, next(iter(cache.store.values())) if returns_state else None
+    return out, tuple(cache.store.values()) if returns_states else None
 
 
-def _holding(mechanism: Mechanism, state: Tensor) -> Cache:
-    """A cache of the mechanism with that state (b, …), the only one that it has."""
-    (name,) = mechanism.program.slots
-    length = torch.zeros(state.shape[0], dtype=torch.int32, device=state.device)
-    return Cache(length, {name: state}, {name: {KIND: ()}})
+def _holding(mechanism: Mechanism, states: States) -> Cache:
+    """A cache of the mechanism with these states, the only ones that it has."""
+    store = dict(zip(mechanism.program.slots, (x.float() for x in states), strict=True))
+    length = torch.zeros(states[0].shape[0], dtype=torch.int32, device=states[0].device)
+    return Cache(length, store, {name: {KIND: ()} for name in store})

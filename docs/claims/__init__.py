@@ -1,1 +1,0 @@
-"""Experiments on the claims of the papers, one module each; `../make_claims.py` runs them."""

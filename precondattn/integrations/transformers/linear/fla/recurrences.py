@@ -1,0 +1,211 @@
+"""Recurrences with the arguments of flash-linear-attention's functions.
+
+All of its functions for one recurrence (in chunks, token by token) have the same arguments. They
+compute in float32 and return the dtype of the queries. A state is (n, heads, d, e) in float32, or
+its transpose, for n sequences. A missing token has k = v = 0, g = 0 and β = 0, which changes no
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers.linear.fla.ragged import as_batch, as_row, valid_slots
+from precondattn.integrations.transformers.linear.gated_delta import unit_rows
+from precondattn.integrations.transformers.linear.states import States, computed_from
+from precondattn.limits import KEPT
+from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.gla import GLA
+from precondattn.spec.gsa import GSA
+from precondattn.spec.linear import Linear
+from precondattn.spec.ssd import SSD
+
+NAMES = {
+    "gla": ("chunk_gla", "fused_recurrent_gla"),
+    "gated_delta": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "delta": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
+    "gsa": ("chunk_gsa", "fused_recurrent_gsa"),
+    "linear": ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"),
+    "retention": (
+        "chunk_retention",
+        "fused_chunk_retention",
+        "fused_recurrent_retention",
+        "parallel_retention",
+    ),
+}
+"""The functions of flash-linear-attention, by recurrence."""
+
+
+def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
+    """What to call in place of these functions."""
+
+    def run(
+        mechanism: Mechanism,
+        scale: float | None,
+        inputs: dict[str, Tensor],
+        states: States | None,
+        returns_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, States | None]:
+        dtype = inputs["q"].dtype
+        inputs = {name: x.float() for name, x in inputs.items()}
+        valid = None if cu_seqlens is None else valid_slots(cu_seqlens)
+        if cu_seqlens is not None and valid is not None:
+            inputs = {name: as_batch(x, cu_seqlens, valid) for name, x in inputs.items()}
+        scaled = _with_scale(mechanism, scale)
+        out, after = computed_from(scaled, inputs, states, returns_state, backend)
+        return (out if valid is None else as_row(out, valid)).to(dtype), after
+
+    def one_state(
+        mechanism: Mechanism,
+        inputs: dict[str, Tensor],
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        _refuse(others)
+        before = _turned(initial_state, state_v_first)
+        states = None if before is None else (before,)
+        wanted = bool(output_final_state)
+        out, after = run(mechanism, scale, inputs, states, wanted, cu_seqlens)
+        return out, None if after is None else _turned(after[0], state_v_first)
+
+    def gla(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        gk: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        decay = gk if g is None else g
+        if decay is None:
+            raise ValueError("gk: a decay for each channel expected; found None")
+        return one_state(GLA(), {"q": q, "k": k, "v": v, "g": decay}, **others)
+
+    def gated_delta(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        **others: Any,
+    ) -> Any:
+        if use_qk_l2norm_in_kernel:
+            q, k = _unit_rows(q), _unit_rows(k)
+        if use_gate_in_kernel and A_log is not None:
+            bias = 0 if dt_bias is None else dt_bias.float()
+            g = -A_log.float().exp() * softplus(g.float() + bias)
+        if use_beta_sigmoid_in_kernel:
+            beta = beta.float().sigmoid() * (2 if allow_neg_eigval else 1)
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        return one_state(GatedDelta(), inputs, **others)
+
+    def delta(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> Any:
+        if use_qk_l2norm_in_kernel:
+            q, k = _unit_rows(q), _unit_rows(k)
+        return one_state(Delta(), {"q": q, "k": k, "v": v, "beta": beta}, **others)
+
+    def retention(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **others: Any
+    ) -> Any:
+        """SSD with log γ for a decay, because a missing token must not decay the state."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale  # That of SSD is 1.
+        heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
+        g = torch.log1p(-torch.exp2(-5 - heads)).expand(q.shape[:3])
+        return one_state(SSD(), {"q": q, "k": k, "v": v, "g": g}, scale=scale, **others)
+
+    def gsa(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        s: Tensor,
+        g: Tensor | None = None,
+        scale: float | None = None,
+        initial_state: States | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, States | None]:
+        _refuse(others)
+        if g is None:
+            raise ValueError("g: a decay for each slot expected; found None")
+        inputs = {"q": q, "k": k, "v": v, "s": s, "g": g}
+        return run(GSA(), scale, inputs, initial_state, bool(output_final_state), cu_seqlens)
+
+    def linear(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        normalize: bool = True,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        _refuse(others)
+        inputs, wanted = {"q": q, "k": k, "v": v}, bool(output_final_state)
+        if normalize and initial_state is not None:
+            # The sum of keys is (n, 1, heads, d).
+            initial_state = (initial_state[0], initial_state[1][:, 0])
+        elif initial_state is not None:
+            initial_state = (initial_state,)
+        mechanism = Linear(normalize=normalize)
+        out, after = run(mechanism, scale, inputs, initial_state, wanted, cu_seqlens)
+        if after is None:
+            return out, None
+        return out, (after[0], after[1][:, None]) if normalize else after[0]
+
+    own: dict[str, Callable[..., Any]]
+    own = {"gla": gla, "gated_delta": gated_delta, "delta": delta, "gsa": gsa}
+    own |= {"linear": linear, "retention": retention}
+    return {name: own[kind] for kind, names in NAMES.items() for name in names}
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    """In float32, and then in the dtype of x, which is that of the output."""
+    return unit_rows(x.float()).to(x.dtype)
+
+
+@lru_cache(maxsize=KEPT)
+def _with_scale(mechanism: Any, scale: float | None) -> Mechanism:
+    scaled: Mechanism = mechanism if scale is None else replace(mechanism, scale=scale)
+    return scaled
+
+
+def _turned(state: Tensor | None, is_value_first: bool) -> Tensor | None:
+    return state.mT if is_value_first and state is not None else state
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raise for an argument that is set and that no mechanism has; some say how, and not what."""
+    for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level"):
+        others.pop(name, None)
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: not supported; found {value!r}")
