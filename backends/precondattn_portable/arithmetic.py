@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, library_of, namespace, placement
-from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 
@@ -116,14 +115,6 @@ class Arithmetic:
         """√(Σ_t x_t² + eps) of every channel of x (b, h, t, d), (b, h, 1, d); 1 where it is 0."""
         return transpose(length(transpose(x), eps))
 
-    def convolved(self, v: Array, weight: Array) -> Array:
-        """The convolution of v (b, h, t, e) over tokens (`spec/token_convolution.py`)."""
-        return token_convolution.convolved(v, weight)
-
-    def convolved_vjp(self, v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
-        """Its gradients of v and of the weights."""
-        return token_convolution.convolved_vjp(v, weight, d_y)
-
     def summed(self, count: Array, term: Callable[[Any], Arrays]) -> Arrays:
         """term(0) + … + term(count − 1), for an integer array () above 0."""
         total = term(0)
@@ -217,21 +208,6 @@ class InPlace(Arithmetic):
     def divide(self, x: Array, y: Array) -> Array:
         x /= y
         return x
-
-    def convolved(self, v: Array, weight: Array) -> Array:
-        y = self.zeros(v.shape, v)
-        for a, into, of in token_convolution.overlaps(v.shape[2], weight.shape[1]):
-            y[:, :, into] += weight[:, None, a, None] * v[:, :, of]
-        return y
-
-    def convolved_vjp(self, v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
-        xp = namespace(v)
-        d_v, d_weight = self.zeros(v.shape, v), self.zeros(weight.shape, v)
-        for a, into, of in token_convolution.overlaps(v.shape[2], weight.shape[1]):
-            d_rows = d_y[:, :, into]
-            d_v[:, :, of] += weight[:, None, a, None] * d_rows
-            d_weight[:, a] = xp.sum(d_rows * v[:, :, of], axis=(0, 2, 3))
-        return d_v, d_weight
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         namespace(x).copyto(x, otherwise, where=~where)

@@ -21,7 +21,7 @@ from precondattn.spec.array_functions import (
     sum_heads,
     transpose,
 )
-from precondattn_portable import layout
+from precondattn_portable import banded_convolution, layout
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.iterated_inverse import steps, steps_vjp
 from precondattn_portable.landmarks import Landmarks
@@ -48,7 +48,7 @@ class NystromKernels(WholeSequenceAlgorithm):
             outs.append(ops.product(call.to_landmarks(part), w))
         out = call.joined(outs)
         if leaf.skip:
-            out = ops.add(out, ops.convolved(call.values, x["skip"]))
+            out = ops.add(out, banded_convolution.convolved(ops, call.values, x["skip"]))
         return time_first(out)
 
     def attend_vjp(
@@ -73,7 +73,9 @@ class NystromKernels(WholeSequenceAlgorithm):
         d_k = call.of_keys.add_gradient(call.heads(of.k), call.scale * call.heads(d_k_mean))
         d_v, gradients = call.heads(of.v), {}
         if leaf.skip:
-            d_skipped, gradients["skip"] = ops.convolved_vjp(call.values, x["skip"], d_out)
+            d_skipped, gradients["skip"] = banded_convolution.convolved_vjp(
+                ops, call.values, x["skip"], d_out
+            )
             d_v = ops.add(d_v, d_skipped)
         if k_valid is not None:
             d_v = zero_where_not(k_valid[:, None, :, None], d_v)

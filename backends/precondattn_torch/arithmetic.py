@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, pad
-from torch.nn.grad import conv2d_input, conv2d_weight
 
 from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
 
@@ -102,17 +100,6 @@ class TorchArithmetic(Arithmetic):
     def softmax_vjp(self, weights: Tensor, d_weights: Tensor) -> Tensor:
         return torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
 
-    def convolved(self, v: Tensor, weight: Tensor) -> Tensor:
-        y = conv2d(v, _filters(weight), **_centred(weight))
-        return y[:, :, : v.shape[2]]  # An even number of weights gives one row more.
-
-    def convolved_vjp(self, v: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        filters, rows = _filters(weight), 1 - weight.shape[1] % 2
-        d_y = pad(d_y, (0, 0, 0, rows)) if rows else d_y
-        d_v = conv2d_input(v.shape, filters, d_y, **_centred(weight))
-        d_weight = conv2d_weight(v, filters.shape, d_y, **_centred(weight))
-        return d_v, d_weight[:, 0, :, 0]
-
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 
@@ -124,15 +111,6 @@ class TorchArithmetic(Arithmetic):
 
     def lower(self, x: Tensor, k: int = 0) -> Tensor:
         return x.tril_(k)
-
-
-def _filters(weight: Tensor) -> Tensor:
-    """(h, c) as the filters of heads that are channels."""
-    return weight[:, None, :, None]
-
-
-def _centred(weight: Tensor) -> dict[str, Any]:
-    return {"padding": (weight.shape[1] // 2, 0), "groups": weight.shape[0]}
 
 
 def _is_stack(x: Tensor) -> bool:

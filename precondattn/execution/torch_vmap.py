@@ -1,29 +1,47 @@
 """vmap of PyTorch's operators: the mapped axis is folded into the batch axis.
 
-Every input except weights has a batch axis. The gradient of a mapped call works the same way.
-Several cotangents at once are refused by PyTorch.
+Calls are made one after another where that is not the same: where an input without a batch axis,
+such as a weight, is mapped, and where sequences of a batch depend on each other. The gradient of a
+mapped call works the same way. Several cotangents at once are refused by PyTorch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from precondattn.algebra.names import piece_named
 from precondattn.execution.torch_operators import forward, inference
 
 
+def _is_foldable(axes: Any, piece: str) -> bool:
+    """Whether the mapped calls are one call with a longer batch."""
+    mechanism = piece_named(piece)
+    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+        return False
+    has_batch = [pattern.letters[:1] == "b" for pattern in mechanism.inputs.values()]
+    return all(has or axis is None for has, axis in zip(has_batch, axes[2], strict=True))
+
+
+def _calls(info: Any, axes: Any, tensors: Any, frame: Any) -> Iterator[tuple[Any, Any]]:
+    """Tensors and frame of each of the mapped calls."""
+
+    def at(i: int, given: Any, of: Any) -> list[Tensor | None]:
+        return [
+            tensor if tensor is None or axis is None else tensor.select(axis, i)
+            for tensor, axis in zip(given, of, strict=True)
+        ]
+
+    for i in range(info.batch_size):
+        yield at(i, tensors, axes[2]), at(i, frame, axes[3])
+
+
 def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) -> Tensor | None:
     """A mapped tensor with the mapped axis folded into its batch axis, which comes first."""
-    if tensor is None:
-        return None
-    if not has_batch:
-        if axis is not None:
-            raise NotImplementedError(
-                "vmap over an input without a batch axis is not supported by this backend; "
-                'use backend="reference"'
-            )
+    if tensor is None or not has_batch:
         return tensor
     tensor = (
         tensor.movedim(axis, 0)
@@ -36,11 +54,6 @@ def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) 
 def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tuple[Any, Any]:
     """Tensors and frame of the folded call; a batch axis of size 1 is first expanded to b."""
     mechanism, count = piece_named(piece), info.batch_size
-    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
-        raise NotImplementedError(
-            f"vmap of {mechanism} is not supported by this backend: the output of a sequence "
-            f'depends on the others of its batch; use backend="reference"'
-        )
 
     def inner(tensor: Tensor | None, axis: int | None) -> tuple[int, ...]:
         shape = list(tensor.shape) if tensor is not None else [1]
@@ -69,6 +82,9 @@ def _unfold(count: int, tensor: Tensor) -> Tensor:
 
 @forward.register_vmap
 def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
+    if not _is_foldable(in_dims, piece):
+        each = [forward(piece, backend, *call) for call in _calls(info, in_dims, tensors, frame)]
+        return [torch.stack(same) for same in zip(*each, strict=True)], [0] * len(each[0])
     folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     outputs = forward(piece, backend, folded, masks)
     return [_unfold(info.batch_size, o) for o in outputs], [0] * len(outputs)
@@ -76,5 +92,8 @@ def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: An
 
 @inference.register_vmap
 def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
+    if not _is_foldable(in_dims, piece):
+        calls = _calls(info, in_dims, tensors, frame)
+        return torch.stack([inference(piece, backend, *call) for call in calls]), 0
     folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
     return _unfold(info.batch_size, inference(piece, backend, folded, masks)), 0

@@ -248,3 +248,36 @@ def test_vmap_of_a_backend_whose_piece_reads_a_single_number(only_the_reference)
     assert "subtraction" in m.explain(**x).backends
     mapped = torch.func.vmap(lambda q: m(q=q, **others))(stack)
     torch.testing.assert_close(mapped[1], m(**x | {"q": -x["q"]}))
+
+
+def of_three_calls(**shapes):
+    rng = np.random.default_rng(0)
+    return {n: torch.from_numpy(rng.normal(size=(3, *shape))) for n, shape in shapes.items()}
+
+
+ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("expression", "inputs"),
+    [
+        ("cross_covariance", of_three_calls(**ROWS, logit_scale=(2,))),
+        ("nystrom[landmarks=3,start=batch]", of_three_calls(**ROWS)),
+    ],
+)
+def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expression, inputs):
+    """Where a weight is mapped, and where sequences of a batch depend on each other."""
+    m = pa.parse(expression)
+    inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    mapped = torch.func.vmap(lambda x: m(**x, backend="torch"))(inputs)
+    single = [m(**{n: a[i] for n, a in inputs.items()}, backend="torch") for i in range(3)]
+    torch.testing.assert_close(mapped, torch.stack(single))
+    inference = torch.func.vmap(lambda x: m(**x, backend="torch"))
+    without = inference({name: tensor.detach() for name, tensor in inputs.items()})
+    torch.testing.assert_close(without, mapped.detach())
+    weights = torch.rand(3, dtype=torch.float64)
+    arrays = list(inputs.values())
+    found = torch.autograd.grad((weights * mapped.sum(dim=(1, 2, 3, 4))).sum(), arrays)
+    total = sum(w * out.sum() for w, out in zip(weights, single, strict=True))
+    for a, b in zip(found, torch.autograd.grad(total, arrays), strict=True):
+        torch.testing.assert_close(a, b)

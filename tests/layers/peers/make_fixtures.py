@@ -12,6 +12,7 @@ Layers of Transformers with small widths, random weights, and few digits in x:
 of timm,
 
     xca             XCA: four heads, q, k and v with a bias
+    xca_block       XCABlock, with its local patch interaction on a grid of 3 × 4
 
 and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
 
@@ -38,7 +39,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
-TIMES = {"nystromformer": 12}
+TIMES = {"nystromformer": 12, "xca_block": 12}
 """Of layers that need another number of tokens."""
 
 
@@ -150,6 +151,15 @@ def xca():
     return 32, layer, layer
 
 
+def xca_block():
+    """A block of XCiT of timm, and its call."""
+    from timm.models.xcit import XCABlock
+
+    layer = XCABlock(32, num_heads=4, mlp_ratio=1.5, qkv_bias=True)
+    layer.attn.fused_attn = False
+    return 32, layer, lambda x: layer(x, 3, 4)
+
+
 def without_kernels(module):
     """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
     for name, function in list(vars(module).items()):
@@ -219,7 +229,7 @@ def main(names):
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     modules = [(of_module, make) for make in (llama, diffllama, qwen3_next, mamba2)]
     functions = [(of_function, make) for make in fla_layers.LAYERS]
-    later = [(of_module, make) for make in (nystromformer, xca)]
+    later = [(of_module, make) for make in (nystromformer, xca, xca_block)]
     for seed, (of, make) in enumerate([*modules, *functions, *later]):
         name = make.__name__
         if names and name not in names:

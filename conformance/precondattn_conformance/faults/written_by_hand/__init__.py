@@ -20,6 +20,7 @@ from precondattn_conformance.faults.written_by_hand import (
     row_blocks,
     statistics,
     threads,
+    whole_sequences,
     widths,
 )
 
@@ -43,6 +44,7 @@ OF = (
     long_masks,
     widths,
     company,
+    whole_sequences,
 )
 
 

@@ -1,0 +1,1 @@
+"""Experiments on the claims of the papers, one module each; `../make_claims.py` runs them."""

@@ -1,0 +1,85 @@
+"""The Jacobian of one output with respect to the logits, as attention saturates.
+
+Softmax: ∂o_c/∂s_j = a_j (v_jc − o_c). LASER: ∂o_c/∂s_j = w_jc − a_j, with the posterior weights
+w_jc = a_j exp(v_jc − o_c). Both are exact, and are read here from the library's own gradient: with
+one-hot keys the logits are the queries' entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from make_figures import BLUE, ORANGE, panels
+from matplotlib.figure import Figure
+
+import precondattn as pa
+from claims.claim import Claim, table
+
+CLAIM = Claim(
+    says="LASER passes larger gradients through attention than softmax, also where it saturates",
+    source="LASER §3, Eq. 5 and 7",
+    verdict="holds in part",
+    because=(
+        "Where attention has settled on one key and the other key's value is larger, LASER's "
+        "gradient is larger, the more so the further the values are apart: 366 times at 8. Where "
+        "it has settled on the larger value, softmax's is larger, 8 times at 8."
+    ),
+)
+SMALL = {"values": (1.0, 8.0)}
+"""Arguments of `run` for a test."""
+ALT = "Norm of the gradient against the gap of the logits for softmax and LASER, in two cases."
+GAPS = tuple(range(0, 17, 2))
+MECHANISMS = {
+    "softmax": pa.Softmax(scale=1.0),
+    "laser": pa.Laser(pa.Softmax(scale=1.0)),
+}
+CASES = {"attention on the smaller value": -1.0, "attention on the larger value": 1.0}
+
+
+def norms(attn: pa.Mechanism, gap: float, apart: float) -> float:
+    """‖∂o/∂s‖ of a query of two keys, whose logits differ by `gap` and values by `apart`."""
+    q = np.zeros((1, 2, 1, 2))
+    q[0, 1, 0] = (gap, 0.0)
+    k = np.eye(2).reshape(1, 2, 1, 2)
+    v = np.array([apart, 0.0]).reshape(1, 2, 1, 1)
+    _, pullback = attn.vjp(q, k, v)
+    d_q = pullback(np.array([0.0, 1.0]).reshape(1, 2, 1, 1))["q"]
+    return float(np.linalg.norm(d_q[0, 1]))
+
+
+def run(values: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)) -> dict[str, Any]:
+    """Norms for each case, mechanism, distance of the values and gap of the logits."""
+    found: dict[str, Any] = {"gaps": list(GAPS), "values": list(values)}
+    for case, sign in CASES.items():
+        for name, attn in MECHANISMS.items():
+            found[f"{case}, {name}"] = [
+                [norms(attn, float(gap), sign * apart) for gap in GAPS] for apart in values
+            ]
+    return found
+
+
+def rows(found: dict[str, Any]) -> str:
+    """LASER's norm over softmax's, at three gaps."""
+    cells = []
+    for case in CASES:
+        for i, apart in enumerate(found["values"]):
+            ratio = np.divide(found[f"{case}, laser"][i], found[f"{case}, softmax"][i])
+            cells.append((case, apart, *(float(ratio[GAPS.index(gap)]) for gap in (0, 4, 12))))
+    head = ("case", "distance of values", "LASER / softmax at gap 0", "at gap 4", "at gap 12")
+    return table(head, cells)
+
+
+def draw(found: dict[str, Any]) -> Figure:
+    """Norms for the distances 1 and 8."""
+    figure, axes = panels(2, height=3.0)
+    for ax, case in zip(axes, CASES, strict=True):
+        for name, colour in (("softmax", BLUE), ("laser", ORANGE)):
+            for apart, style in ((1.0, "--"), (8.0, "-")):
+                y = found[f"{case}, {name}"][found["values"].index(apart)]
+                label = f"{name}, values {apart:.0f} apart"
+                ax.plot(GAPS, y, color=colour, linestyle=style, label=label)
+        ax.set(title=case, yscale="log", xlabel="gap of the logits", ylim=(1e-7, 10))
+    axes[0].set_ylabel("norm of the gradient")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    return figure

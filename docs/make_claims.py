@@ -1,0 +1,114 @@
+"""Try the claims of the papers: run the experiments, save, draw, and update their pages.
+
+python docs/make_claims.py                        all
+python docs/make_claims.py lucid_retrieval        one
+python docs/make_claims.py --draw                 draw what was saved, and update the pages
+
+An experiment is a module of `claims`. Its page is `claims/NAME.md`, its results are
+`measurements/claims/NAME.json`, its figure is `figures/claims_NAME.svg`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from textwrap import fill
+from types import ModuleType
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from make_figures import STYLE
+from recorded import load, save, with_measured
+
+import precondattn as pa
+
+DOCS = Path(__file__).parent
+FRONT = DOCS / "claims" / "index.md"
+NAMES = (
+    "lucid_retrieval",
+    "lucid_conditioning",
+    "laser_gradients",
+    "laser_maximum",
+    "ccq_margin",
+)
+LINE = 110
+
+
+def experiment(name: str) -> ModuleType:
+    """The module of an experiment."""
+    return importlib.import_module(f"claims.{name}")
+
+
+def page(name: str) -> Path:
+    return DOCS / "claims" / f"{name}.md"
+
+
+def record(name: str) -> Path:
+    return DOCS / "measurements" / "claims" / f"{name}.json"
+
+
+def figure(name: str) -> Path:
+    return DOCS / "figures" / f"claims_{name}.svg"
+
+
+def run(name: str) -> dict[str, Any]:
+    """The results of an experiment, with what is needed to repeat it."""
+    start = time.process_time()
+    results = experiment(name).run()
+    return {
+        "precondattn": pa.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seconds_of_one_core": round(time.process_time() - start, 1),
+        "results": results,
+    }
+
+
+def measured(name: str, saved: dict[str, Any]) -> str:
+    """Verdict, figure and table of a page."""
+    module, results = experiment(name), saved["results"]
+    about = (
+        f"`python docs/make_claims.py {name}` made these numbers in "
+        f"{saved['seconds_of_one_core']:.0f} seconds of one core, with NumPy {saved['numpy']}."
+    )
+    return "\n".join(
+        [
+            fill(f"**Verdict: {module.CLAIM.verdict}.** {module.CLAIM.because}", LINE),
+            "",
+            f"![{module.ALT}](../figures/claims_{name}.svg)",
+            "",
+            module.rows(results),
+            "",
+            fill(about, LINE),
+        ]
+    )
+
+
+def front() -> str:
+    """The table of all verdicts."""
+    lines = ["| claim | source | verdict |", "|---|---|---|"]
+    for name in NAMES:
+        claim = experiment(name).CLAIM
+        lines.append(f"| [{claim.says}]({name}.md) | {claim.source} | **{claim.verdict}** |")
+    return "\n".join(lines)
+
+
+def main(names: list[str], only_draw: bool) -> None:
+    for name in names or NAMES:
+        if not only_draw:
+            save(record(name), run(name))
+        saved = load(record(name))
+        with mpl.rc_context(STYLE):
+            experiment(name).draw(saved["results"]).savefig(figure(name), metadata={"Date": None})
+        page(name).write_text(with_measured(page(name), measured(name, saved)), encoding="utf-8")
+    FRONT.write_text(with_measured(FRONT, front()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main([x for x in sys.argv[1:] if x != "--draw"], "--draw" in sys.argv)

@@ -1,0 +1,36 @@
+"""A convolution over tokens by products with a band matrix, against its definition by shifts."""
+
+import numpy as np
+import pytest
+import torch
+
+from precondattn.spec import token_convolution
+from precondattn_portable import banded_convolution
+from precondattn_portable.arithmetic import IN_PLACE
+from precondattn_torch.arithmetic import TORCH
+
+LIBRARIES = {"numpy": (IN_PLACE, np.asarray), "torch": (TORCH, torch.from_numpy)}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("taps", [1, 2, 5, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 30, 64, 130])
+def test_it_is_that_of_the_definition_and_so_are_its_gradients(tokens, taps, dtype, library):
+    """In float32 with 65 weights, PyTorch's own convolution has a wrong gradient."""
+    ops, array = LIBRARIES[library]
+    rng = np.random.default_rng(taps)
+    v, d_y = rng.normal(size=(2, 2, 3, tokens, 4)).astype(dtype)
+    weight = rng.normal(size=(3, taps)).astype(dtype)
+    found = (
+        banded_convolution.convolved(ops, array(v), array(weight)),
+        *banded_convolution.convolved_vjp(ops, array(v), array(weight), array(d_y)),
+    )
+    v, d_y, weight = (x.astype(np.float64) for x in (v, d_y, weight))
+    expected = (
+        token_convolution.convolved(v, weight),
+        *token_convolution.convolved_vjp(v, weight, d_y),
+    )
+    for one, other in zip(found, expected, strict=True):
+        size = 1e-12 if dtype == "float64" else 1e-5
+        np.testing.assert_allclose(np.asarray(one), other, rtol=0, atol=size * np.abs(other).max())
