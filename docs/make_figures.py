@@ -315,6 +315,19 @@ def nystrom() -> Figure:
     return maps({title: weights(attn, k, k) for title, attn in attns.items()}, signed=True)
 
 
+def windowed() -> Figure:
+    figure, axes = panels(2, height=2.3)
+    for ax, shift in zip(axes, (0, 2), strict=True):
+        attn = pa.Windowed(size=4, shift=shift, grid=(8, 8))
+        zeros = np.zeros((1, 64, 1, 4))
+        same = weights(attn, zeros, zeros) > 0
+        first = same.argmax(axis=1)  # The first token of each window.
+        number = np.unique(first, return_inverse=True)[1].reshape(8, 8)
+        ax.imshow(number, cmap="tab10", vmin=0, vmax=9, interpolation="nearest")
+        ax.set(title=f"shift={shift}", xticks=[], yticks=[])
+    return figure
+
+
 FIGURES: Sequence[Callable[[], Figure]] = (
     softmax,
     lucid,
@@ -331,6 +344,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     deltaformer,
     cross_covariance,
     nystrom,
+    windowed,
 )
 
 

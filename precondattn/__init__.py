@@ -81,10 +81,12 @@ from precondattn.spec.stateful import Stateful
 from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
 from precondattn.spec.whole_sequence import WholeSequence
+from precondattn.spec.windowed import Windowed
 
 __version__ = "0.1.0"
 
 softmax = shorthand(Softmax)
+windowed = shorthand(Windowed)
 path = shorthand(Path)
 linear = shorthand(Linear)
 retention = shorthand(Retention)
@@ -173,6 +175,7 @@ __all__ = [
     "UnitRows",
     "UnsupportedError",
     "WholeSequence",
+    "Windowed",
     "alignment",
     "alignment_gap",
     "array_functions",
@@ -215,6 +218,7 @@ __all__ = [
     "unregister_backend",
     "unregister_mechanism",
     "use_backend",
+    "windowed",
     "with_lse",
     "with_lse_vjp",
 ]

@@ -26,6 +26,7 @@ from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
+from precondattn_portable.windowed import WindowedAttention
 
 STATEFUL = (
     pa.Linear,
@@ -62,6 +63,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),
+    pa.Windowed: WindowedAttention(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }

@@ -72,11 +72,12 @@ def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
 
     A normalised channel of one token is ±1, as in cross-covariance attention. One key has no
     covariance, the mean over one key is that key, and the inner product of a key of length 1 with
-    itself is 1.
+    itself is 1. The last window of a grid may have one token.
     """
+    constant = pa.CrossCovariance | pa.ConditionedQuery | pa.QueryWeightedQuery | pa.Windowed
     return any(
         getattr(leaf, "axis", "") == "channel"
-        or isinstance(leaf, pa.CrossCovariance | pa.ConditionedQuery | pa.QueryWeightedQuery)
+        or isinstance(leaf, constant)
         or (isinstance(leaf, pa.Linear) and leaf.normalize)
         or (isinstance(leaf, pa.LucidSolve) and leaf.normalize == "rows")
         for leaf in mechanism.program.leaves
@@ -85,9 +86,8 @@ def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
 
 def is_softmax(mechanism: pa.Mechanism) -> bool:
     """Whether values are read with weights that sum to 1, so that a single key has weight 1."""
-    return any(
-        isinstance(leaf, pa.Softmax | pa.Path | pa.DeltaFormer) for leaf in mechanism.program.leaves
-    )
+    kinds = pa.Softmax | pa.Path | pa.DeltaFormer | pa.Windowed
+    return any(isinstance(leaf, kinds) for leaf in mechanism.program.leaves)
 
 
 def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:

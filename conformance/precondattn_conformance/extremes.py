@@ -209,7 +209,7 @@ def _lengthen(arrays: Arrays, q: str, k: str, by: float, *, is_far: bool) -> Non
 
 def _attends(mechanism: pa.Mechanism) -> bool:
     leaves = mechanism.program.leaves
-    is_softmax = any(isinstance(leaf, pa.Softmax) for leaf in leaves)
+    is_softmax = any(isinstance(leaf, pa.Softmax | pa.Windowed) for leaf in leaves)
     return is_softmax and {"q", "k"} <= mechanism.inputs.keys()
 
 

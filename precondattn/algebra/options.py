@@ -124,6 +124,38 @@ def count_or_none(default: int | None = None) -> Any:
     return option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
 
 
+def _few_counts(lowest: int) -> Kind:
+    def accept(value: Any) -> tuple[int, ...]:
+        numbers = value if isinstance(value, tuple | list) else (value,)
+        numbers = [_python_number(number) for number in numbers]
+        are_counts = all(
+            isinstance(n, int) and not isinstance(n, bool) and lowest <= n <= LONGEST
+            for n in numbers
+        )
+        return tuple(numbers) if are_counts and len(numbers) in (1, 2) else _reject(value)
+
+    def read(text: str) -> Any:
+        words = text.split("/")
+        return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
+
+    return Kind(f"a whole number, {lowest} or above, or two of them such as 7/8", accept, read)
+
+
+def counts(default: tuple[int, ...]) -> Any:
+    """One or two whole numbers, 1 or above, separated by a slash in an expression: `7/8`."""
+    return option(default, _few_counts(1))
+
+
+def counts_or_none() -> Any:
+    """One or two whole numbers, 1 or above, or None."""
+    return option(None, _or_none(_few_counts(1)))
+
+
+def non_negative_counts(default: tuple[int, ...]) -> Any:
+    """One or two whole numbers, 0 or above."""
+    return option(default, _few_counts(0))
+
+
 LONGEST = 2**30
 """No sequence is longer. Differences and sums of two positions or windows then fit in int32."""
 
@@ -215,5 +247,5 @@ def text_of(value: Any) -> str:
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
     if isinstance(value, tuple):
-        return "/".join(value)
+        return "/".join(map(str, value))
     return str(getattr(value, "name", value))

@@ -50,6 +50,7 @@ EXPECTED = {
     "temperature": (5824800, 19569600, 115848),
     "tempered": (64800, 129600, 648),
     "unit_rows": (108000, 216000, 1080),
+    "windowed": (460800, 1555200, 4608),
     "softmax[causal=false]": (11520000, 38880000, 115200),
     "softmax[window=3]": (340416, 1148904, 3456),
     "softmax[causal=false,window=3]": (576000, 1944000, 3456),

@@ -1,0 +1,244 @@
+"""Windowed attention: all windows of a kind are one batch of dense attention.
+
+    gathered:  q, k, v (b, s, h, d) to (b windows, h, w, d);   o by the definition, or a kernel
+    returned:  o to (b, s, h, e), by the slot of each token
+
+No pair of tokens of different windows is computed but those at the border (`windows.py`). Windows
+are computed a few at a time. The gradient recomputes the weights; nothing is kept for it.
+
+Packed sequences have windows of their own. The core divides them into batches of single sequences;
+where it can not, because a compiler traces the call, they are computed by the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    Residuals,
+    arange_like,
+    cast,
+    namespace,
+    placement,
+    zero_where_not,
+)
+from precondattn.backend import Request
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import (
+    log_softmax,
+    mask_scores,
+    repeat_heads,
+    sum_heads,
+    swap_time_and_heads,
+    transpose,
+)
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import ROW_BLOCK_ENTRIES, padded, zero_padding
+from precondattn_portable.windows import Part, Partition, partition
+
+
+class Windows(NamedTuple):
+    """Some windows of a call: queries, keys and values (b windows, heads, w, ·)."""
+
+    part: Part
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    """(1, h, w, w)"""
+    visible: Array | None
+    """(b windows, 1, w, w); None where all pairs are visible."""
+
+
+class WindowedAttention(Algorithm):
+    """Algorithm of `Windowed`."""
+
+    entries_together = ROW_BLOCK_ENTRIES
+    """Scores that are computed together, or terms of LASER's read."""
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        if request.is_symbolic:
+            return "needs to know the number of tokens to find their windows"
+        return None
+
+    def read(self, leaf: Any, windows: Windows) -> Array:
+        """The outputs of some windows, (b windows, h, w, e)."""
+        out: Array = leaf.read.forward(*self.log_weights(leaf, windows), windows.v)
+        return out
+
+    def pull(
+        self, leaf: Any, windows: Windows, out: Array, cotangent: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """The gradients of scores, queries, keys and values of some windows."""
+        log_weights, _ = self.log_weights(leaf, windows)
+        d_scores, d_v = leaf.read.backward(log_weights, windows.v, out, cotangent)
+        d_products = leaf.scale_for(windows.q.shape[3]) * d_scores
+        return d_scores, d_products @ windows.k, transpose(d_products) @ windows.q, d_v
+
+    def log_weights(self, leaf: Any, windows: Windows) -> tuple[Array, Array]:
+        scores = leaf.scale_for(windows.q.shape[3]) * (windows.q @ transpose(windows.k))
+        if windows.bias is not None:
+            scores = scores + windows.bias
+        if windows.visible is not None:
+            scores = mask_scores(windows.visible, scores)
+        return log_softmax(scores)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        if frame.k_segment is not None:
+            out, residuals = leaf.forward(x, frame)
+            return out, residuals
+        b = x["q"].shape[0]
+        call = Call(leaf, x, frame)
+        outs = [_as_slots(self.read(leaf, each), b) for each in call.windows(self.entries_together)]
+        out = call.by_token(outs)
+        return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        if frame.k_segment is not None:
+            gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
+            return gradients
+        b, n = x["k"].shape[0], x["k"].shape[2]
+        call = Call(leaf, x, frame)
+        out, cotangent = (
+            padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
+        )
+        d_q, d_k, d_v, d_bias = [], [], [], None
+        for each in call.windows(self.entries_together):
+            o, d_o = call.gathered(out, each.part), call.cotangents(cotangent, each.part)
+            d_scores, *d_rows = self.pull(leaf, each, o, d_o)
+            heads = (d_rows[0].shape[1], n, n)
+            for total, rows, count in zip((d_q, d_k, d_v), d_rows, heads, strict=True):
+                total.append(_as_slots(sum_heads(rows, count), b))
+            if leaf.bias:
+                here = namespace(d_scores).sum(d_scores, axis=0)
+                d_bias = here if d_bias is None else d_bias + here
+        names = ("q", "k", "v")
+        gradients = {
+            name: call.by_token(each) for name, each in zip(names, (d_q, d_k, d_v), strict=True)
+        }
+        gradients["q"] = gradients["q"][:, call.missing :, ...]
+        if leaf.bias:
+            gradients["bias_table"] = call.table_gradient(d_bias)
+        return gradients
+
+
+class Call:
+    """The arrays of a call, gathered by window."""
+
+    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        self.leaf, self.x, self.frame = leaf, x, frame
+        self.missing = x["k"].shape[1] - x["q"].shape[1]
+        """How many queries are prepended, so that each token has one."""
+
+    @cached_property
+    def all(self) -> Partition:
+        return partition(self.leaf.windows, self.x["k"].shape[1])
+
+    def windows(self, together: int) -> Iterator[Windows]:
+        """All windows, in groups of at most so many scores."""
+        leaf, x = self.leaf, self.x
+        b, _, h, _ = x["q"].shape
+        q = padded(x["q"], self.missing, 0, axis=1)
+        bias = self.bias()
+        w = prod(leaf.windows.size)
+        each = b * h * w * w * (x["v"].shape[3] if leaf.read == LOG_MEAN_EXP else 1)
+        step = max(together // each, 1)
+        for kind in self.all.parts:
+            for start in range(0, len(kind.tokens), step):
+                part = kind.some(start, start + step)
+                rows = self.gathered(q, part)
+                k, v = (repeat_heads(self.gathered(x[name], part), h) for name in ("k", "v"))
+                yield Windows(part, rows, k, v, bias, self.visible(part))
+
+    def index(self, numbers: np.ndarray) -> Array:
+        """Integers of the partition as an array of the call's library and device."""
+        like = self.x["q"]
+        return namespace(like).asarray(numbers, **placement(like))
+
+    def gathered(self, x: Array, part: Part) -> Array:
+        """The tokens of some windows: (b, s, heads, ·) as (b windows, heads, w, ·)."""
+        xp, w = namespace(x), part.tokens.shape[1]
+        slots = xp.take(x, self.index(part.tokens.reshape(-1)), axis=1)
+        return swap_time_and_heads(xp.reshape(slots, (-1, w, *x.shape[2:])))
+
+    def by_token(self, slots: list[Array]) -> Array:
+        """(b, slots, heads, ·) of all windows as (b, s, heads, ·)."""
+        xp = namespace(slots[0])
+        together = slots[0] if len(slots) == 1 else xp.concat(slots, axis=1)
+        return xp.take(together, self.index(self.all.slots), axis=1)
+
+    def cotangents(self, cotangent: Array, part: Part) -> Array:
+        """As `gathered`, with 0 in slots without a token."""
+        rows = self.gathered(cotangent, part)
+        if part.is_token is None:
+            return rows
+        is_token = np.tile(part.is_token, (cotangent.shape[0], 1))
+        return zero_where_not(self.index(is_token[:, None, :, None]), rows)
+
+    def entries(self) -> Array:
+        """The table's entry of each pair of slots, (w w,)."""
+        return self.index(self.all.entries)
+
+    def visible(self, part: Part) -> Array | None:
+        """Which pairs are visible (b windows, 1, w, w); None for all."""
+        xp, b = namespace(self.x["q"]), self.x["q"].shape[0]
+        visible = self.never_hidden(part)
+        of_queries = self.frame.q_valid
+        if of_queries is not None:
+            of_queries = padded(of_queries, self.missing, 0, axis=1)
+        for valid, axis in ((of_queries, 3), (self.frame.k_valid, 2)):
+            if valid is None:
+                continue
+            each = xp.broadcast_to(valid, (b, valid.shape[1]))[:, :, None, None]
+            slots = xp.expand_dims(self.gathered(each, part)[..., 0], axis=axis)
+            visible = slots if visible is None else visible & slots
+        return visible
+
+    def never_hidden(self, part: Part) -> Array | None:
+        """Which pairs are visible without masks (b windows, 1, w, w); None for all."""
+        if part.hidden is None:
+            return None
+        return self.index(np.tile(~part.hidden, (self.x["q"].shape[0], 1, 1))[:, None])
+
+    def bias(self) -> Array | None:
+        """The table's numbers for each pair of slots, (1, h, w, w)."""
+        if not self.leaf.bias:
+            return None
+        table, w = self.x["bias_table"], prod(self.leaf.windows.size)
+        xp = namespace(table)
+        pairs = xp.take(table, self.entries(), axis=0)
+        return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))
+
+    def table_gradient(self, d_bias: Array) -> Array:
+        """Σ over the pairs of each entry, from (h, w, w): a product with a matrix of 0 and 1."""
+        number = arange_like(self.leaf.windows.entries, d_bias)
+        is_entry = cast(self.entries()[None, :] == number[:, None], d_bias.dtype)
+        flat = namespace(d_bias).reshape(d_bias, (d_bias.shape[0], -1))
+        return is_entry @ transpose(flat)
+
+
+def _as_slots(rows: Array, b: int) -> Array:
+    """(b windows, heads, w, ·) as (b, slots, heads, ·)."""
+    xp = namespace(rows)
+    rows = swap_time_and_heads(rows)
+    return xp.reshape(rows, (b, -1, *rows.shape[2:]))

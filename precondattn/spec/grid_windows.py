@@ -1,0 +1,91 @@
+"""Windows of a grid of tokens: which window a token is in, and how far apart two tokens are.
+
+Token p of a grid with rows of W tokens is at row ⌊p / W⌋ and column p mod W; without a grid it is
+at p. Along each axis, windows of w tokens start at …, σ − w, σ, σ + w, …, so that x is in window
+
+    ⌊(x − σ) / w⌋.
+
+These are the windows of Swin's cyclic shift by σ with its region mask: there the window that wraps
+around consists of two parts that do not attend to each other.
+
+Two tokens of a window are Δ = x_i − x_j apart, −w < Δ < w, along each axis. Their entry of the
+table of relative positions is
+
+    (Δ_r + w_r − 1) (2 w_c − 1) + Δ_c + w_c − 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from precondattn.arrays import Array, namespace, running_maximum
+from precondattn.frame import Frame
+
+
+class Windows(NamedTuple):
+    """Windows along each axis of a grid, which has one axis or two."""
+
+    size: tuple[int, ...]
+    """w along each axis."""
+    shift: tuple[int, ...]
+    """σ along each axis, below w."""
+    columns: int | None
+    """W; None without a grid."""
+
+    @property
+    def entries(self) -> int:
+        """The number of entries of the table, for each head."""
+        count = 1
+        for w in self.size:
+            count *= 2 * w - 1
+        return count
+
+    def coordinates(self, position: Array) -> list[Array]:
+        """Where tokens are along each axis."""
+        if self.columns is None:
+            return [position]
+        return [position // self.columns, position % self.columns]
+
+    def share(self, q_position: Array, k_position: Array) -> Array:
+        """Whether queries (b, t) and keys (b, s) are in the same window, (b, t, s)."""
+        axes = zip(
+            self.coordinates(q_position),
+            self.coordinates(k_position),
+            self.size,
+            self.shift,
+            strict=True,
+        )
+        same = q_position[:, :, None] == q_position[:, :, None]
+        for x_q, x_k, w, shift in axes:
+            i, j = ((x + (w - shift)) // w for x in (x_q, x_k))  # No number is negative.
+            same = same & (i[:, :, None] == j[:, None, :])
+        return same
+
+    def entry(self, q_position: Array, k_position: Array) -> Array:
+        """The table's entry for each pair (b, t, s) of a window; any entry for other pairs."""
+        xp = namespace(q_position)
+        axes = zip(
+            self.coordinates(q_position), self.coordinates(k_position), self.size, strict=True
+        )
+        entry = 0 * (q_position[:, :, None] - k_position[:, None, :])
+        for x_q, x_k, w in axes:
+            apart = xp.clip(x_q[:, :, None] - x_k[:, None, :], 1 - w, w - 1)
+            entry = entry * (2 * w - 1) + apart + (w - 1)
+        return entry
+
+
+def positions(frame: Frame) -> tuple[Array, Array]:
+    """The positions of queries and keys in their own sequence: segments start at 0."""
+    k_position, t = frame.k_position, frame.q_position.shape[1]
+    if frame.k_segment is not None:
+        xp, segment = namespace(k_position), frame.k_segment
+        is_new = segment[:, 1:] != segment[:, :-1]
+        is_first = xp.concat([segment[:, :1] != segment[:, :1], is_new], axis=1)
+        k_position = k_position - running_maximum(xp.where(is_first, k_position, 0), axis=1)
+    return k_position[:, k_position.shape[1] - t :], k_position
+
+
+def each_axis(numbers: Sequence[int], axes: int) -> tuple[int, ...]:
+    """One number for each axis, where a single one stands for all."""
+    return tuple(numbers) * axes if len(numbers) == 1 else tuple(numbers)
