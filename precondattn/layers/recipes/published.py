@@ -79,6 +79,7 @@ PUBLISHED: dict[str, Recipes] = {
     },
     "cross_covariance": {**ROWS, "logit_scale": Learned(1.0)},
     "nystrom": {**ROWS, "skip": LearnedNoise()},
+    "windowed": {**ROWS, "bias_table": Learned()},
     "linear": {**ROWS, "out": Norm()},
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
