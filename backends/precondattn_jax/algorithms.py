@@ -10,6 +10,7 @@ from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormer
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
+from precondattn_jax.windowed import Windowed
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.nystrom import NystromKernels
@@ -49,6 +50,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),
+    pa.Windowed: Windowed(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }

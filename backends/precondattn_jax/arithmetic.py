@@ -7,6 +7,7 @@ unless the user has set `jax.default_matmul_precision`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -21,6 +22,11 @@ def precision() -> Any:
     """The precision of products: the user's setting, or full precision."""
     is_set = jax.config.jax_default_matmul_precision is not None
     return None if is_set else lax.Precision.HIGHEST
+
+
+def full_precision() -> AbstractContextManager[Any]:
+    """The same for all products within it."""
+    return nullcontext() if precision() is None else jax.default_matmul_precision("highest")
 
 
 def product(a: Array, b: Array) -> Array:

@@ -65,6 +65,10 @@ class WindowedAttention(Algorithm):
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 
+    def call(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Call:
+        """The arrays of a call, gathered by window."""
+        return Call(leaf, x, frame)
+
     def refuses(self, leaf: Any, request: Request) -> str | None:
         if request.is_symbolic:
             return "needs to know the number of tokens to find their windows"
@@ -99,7 +103,7 @@ class WindowedAttention(Algorithm):
             out, residuals = leaf.forward(x, frame)
             return out, residuals
         b = x["q"].shape[0]
-        call = Call(leaf, x, frame)
+        call = self.call(leaf, x, frame)
         outs = [_as_slots(self.read(leaf, each), b) for each in call.windows(self.entries_together)]
         out = call.by_token(outs)
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
@@ -118,7 +122,7 @@ class WindowedAttention(Algorithm):
             gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
         b, n = x["k"].shape[0], x["k"].shape[2]
-        call = Call(leaf, x, frame)
+        call = self.call(leaf, x, frame)
         out, cotangent = (
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )

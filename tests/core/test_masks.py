@@ -61,6 +61,8 @@ def test_masking_a_key_equals_removing_it(expression):
         pytest.skip("a window counts positions, and dropping a key moves them")
     if "channel" in expression:
         pytest.skip("a channel's norm is over all queries, and dropping a position drops one")
+    if "windowed" in expression:
+        pytest.skip("dropping a key moves later keys to other windows")
     if "nystrom" in expression:
         pytest.skip("a landmark is a mean over all queries, and dropping a position drops one")
     x = make_inputs(m, LAYOUT, "clustered")

@@ -1,0 +1,170 @@
+"""Windowed attention: the grid is cut into windows by reshaping, and all are one batch.
+
+    (b, s, h, ·)  →  grid (b, R, C, h, ·), filled up to whole windows and rolled by the shift
+                  →  (b windows, h, w, ·)
+
+What `precondattn_portable.windows` lists in NumPy's arrays is computed from iotas here: JAX does
+not partition functions that contain arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import Arrays, Residuals
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
+from precondattn_jax.arithmetic import full_precision
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import padded
+from precondattn_portable.windowed import Call, WindowedAttention, Windows
+
+
+class Grid:
+    """A grid of s tokens, of which the last row may be cut short, and its windows."""
+
+    def __init__(self, windows: Any, s: int) -> None:
+        self.windows, self.s = windows, s
+        columns = windows.columns
+        self.shape = (s,) if columns is None else (-(-s // columns), columns)
+        pairs = zip(self.shape, windows.size, strict=True)
+        self.whole = tuple(-(-n // w) * w for n, w in pairs)
+        """Filled up to whole windows."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all windows are whole and none is in two parts."""
+        return self.s == prod(self.whole) and not any(self.windows.shift)
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return tuple(range(1, 1 + len(self.whole)))
+
+    def cut(self, x: Array) -> Array:
+        """(b, s, heads, ·) as (b windows, w, heads, ·), 0 in slots without a token."""
+        b, rest = x.shape[0], x.shape[2:]
+        x = _filled(x, prod(self.shape), 1)
+        x = jnp.reshape(x, (b, *self.shape, *rest))
+        for axis, n in enumerate(self.whole, 1):
+            x = _filled(x, n, axis)
+        x = jnp.roll(x, tuple(-shift for shift in self.windows.shift), self._axes)
+        x = jnp.reshape(x, (b, *self._sides(), *rest))
+        x = jnp.transpose(x, (*self._order(), *range(len(self._order()), x.ndim)))
+        return jnp.reshape(x, (-1, prod(self.windows.size), *rest))
+
+    def joined(self, x: Array, b: int) -> Array:
+        """The transpose of `cut`."""
+        rest, order = x.shape[2:], self._order()
+        sides = self._sides()
+        x = jnp.reshape(x, (b, *(sides[i - 1] for i in order[1:]), *rest))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        x = jnp.transpose(x, (*back, *range(len(order), x.ndim)))
+        x = jnp.roll(jnp.reshape(x, (b, *self.whole, *rest)), tuple(self.windows.shift), self._axes)
+        x = x[(slice(None), *map(slice, self.shape))]
+        return jnp.reshape(x, (b, prod(self.shape), *rest))[:, : self.s]
+
+    def _sides(self) -> tuple[int, ...]:
+        pairs = zip(self.whole, self.windows.size, strict=True)
+        return tuple(side for n, w in pairs for side in (n // w, w))
+
+    def _order(self) -> tuple[int, ...]:
+        """The axes of a grid in windows: which window, and where in it."""
+        last = 2 * len(self.whole) + 1
+        return (0, *range(1, last, 2), *range(2, last, 2))
+
+    def hidden(self) -> Array:
+        """Which pairs do not attend to each other, (windows, w, w)."""
+        position = jnp.arange(self.s)
+        label = jnp.zeros_like(position)
+        axes = zip(
+            self.windows.coordinates(position),
+            self.windows.size,
+            self.windows.shift,
+            self.shape,
+            strict=True,
+        )
+        for x, w, shift, n in axes:
+            label = label * (n + 1) + (x + w - shift) // w
+        label = self.cut(label[None, :, None] + 1)[..., 0]  # 0 without a token
+        return (label[:, :, None] != label[:, None, :]) | (label[:, None, :] == 0)
+
+
+def _filled(x: Array, size: int, axis: int) -> Array:
+    """x with zeros after it, to the size of an axis."""
+    return padded(x, 0, size - x.shape[axis], axis=axis)
+
+
+class GridCall(Call):
+    """The arrays of a call, all windows at once."""
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(self.leaf.windows, self.x["k"].shape[1])
+
+    def windows(self, together: int) -> Iterator[Windows]:
+        x, h = self.x, self.x["q"].shape[2]
+        q = self.gathered(padded(x["q"], self.missing, 0, axis=1))
+        k, v = (repeat_heads(self.gathered(x[name]), h) for name in ("k", "v"))
+        yield Windows(None, q, k, v, self.bias(), self.visible(None))
+
+    def gathered(self, x: Array, part: Any = None) -> Array:
+        return swap_time_and_heads(self.grid.cut(x))
+
+    def cotangents(self, cotangent: Array, part: Any = None) -> Array:
+        return self.gathered(cotangent)
+
+    def by_token(self, slots: list[Array]) -> Array:
+        (rows,) = slots
+        b = rows.shape[0]
+        return self.grid.joined(jnp.reshape(rows, (-1, self.slots, *rows.shape[2:])), b)
+
+    @property
+    def slots(self) -> int:
+        return prod(self.leaf.windows.size)
+
+    def entries(self) -> Array:
+        slot, columns = jnp.arange(self.slots), self.leaf.windows.size[-1]
+        places = [slot] if len(self.leaf.windows.size) == 1 else [slot // columns, slot % columns]
+        entry = jnp.zeros((self.slots, self.slots), slot.dtype)
+        for place, w in zip(places, self.leaf.windows.size, strict=True):
+            entry = entry * (2 * w - 1) + place[:, None] - place[None, :] + w - 1
+        return jnp.reshape(entry, (-1,))
+
+    def never_hidden(self, part: Any) -> Array | None:
+        if self.grid.is_plain:
+            return None
+        visible, b = ~self.grid.hidden(), self.x["q"].shape[0]
+        each = lax.broadcast(visible, (b,))
+        return jnp.reshape(each, (-1, 1, self.slots, self.slots))
+
+
+class Windowed(WindowedAttention):
+    """Algorithm of `Windowed`."""
+
+    def call(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> GridCall:
+        return GridCall(leaf, x, frame)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        with full_precision():
+            return super().forward(ops, leaf, x, frame)
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        with full_precision():
+            return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
