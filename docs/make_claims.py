@@ -35,6 +35,7 @@ NAMES = (
     "laser_gradients",
     "laser_maximum",
     "ccq_margin",
+    "row_norm_conditioning",
 )
 LINE = 110
 
