@@ -36,6 +36,7 @@ NAMES = (
     "laser_maximum",
     "ccq_margin",
     "row_norm_conditioning",
+    "overheads",
 )
 LINE = 110
 
