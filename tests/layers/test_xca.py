@@ -9,39 +9,31 @@ pytest.importorskip("torch")
 
 import torch
 
-from precondattn.layers.torch import LocalPatchInteraction, XCABlock
-from tests.layers.test_public_layers import assert_close, xca
+from precondattn.layers.torch import LocalPatchInteraction, XCABlock, from_timm
+from tests.layers.test_public_layers import assert_close
 
 FIXTURE = Path(__file__).parent / "peers" / "xca_block.npz"
 
 
-def of_block(weights):
-    """The weights of attention by our names; the others have the public names and shapes."""
-    attention = {n.removeprefix("attn."): a for n, a in weights.items() if n.startswith("attn.")}
-    others = {n: a for n, a in weights.items() if not n.startswith("attn.")}
-    return others | {f"attn.inputs.{name}": a for name, a in xca(attention).items()}
-
-
 def test_a_block_with_public_weights_gives_the_public_output_and_gradients():
     with np.load(FIXTURE) as entries:
-        given = dict(entries)
+        given = {name: torch.tensor(entries[name]) for name in entries if name != "versions"}
     weights, gradients = (
-        of_block({n.removeprefix(prefix): a for n, a in given.items() if n.startswith(prefix)})
-        for prefix in ("weight.", "grad.")
+        from_timm({n.removeprefix(p): a for n, a in given.items() if n.startswith(p)}, heads=4)
+        for p in ("weight.", "grad.")
     )
     mechanism = "cross_covariance[eps=1e-24]"
     block = XCABlock(32, heads=4, mechanism=mechanism, hidden=48, eps=1e-5).eval()
-    state = {name: torch.tensor(array.copy()) for name, array in weights.items()}
-    missing = block.load_state_dict(state, strict=False)
+    missing = block.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     assert all("running" in name or "batches" in name for name in missing.missing_keys)
-    x = torch.tensor(given["x"], requires_grad=True)
+    x = given["x"].requires_grad_()
     y = block(x, grid=(3, 4))
-    (y * torch.tensor(given["cotangent"])).sum().backward()
-    assert_close(y.detach(), given["out"], "out")
-    assert_close(x.grad, given["grad_x"], "x")
+    (y * given["cotangent"]).sum().backward()
+    assert_close(y.detach(), given["out"].numpy(), "out")
+    assert_close(x.grad, given["grad_x"].numpy(), "x")
     for name, gradient in gradients.items():
-        assert_close(block.get_parameter(name).grad, gradient, name)
+        assert_close(block.get_parameter(name).grad, gradient.numpy(), name)
 
 
 def test_only_the_local_patch_interaction_depends_on_the_order_of_tokens():

@@ -3,7 +3,20 @@
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
+from precondattn.layers.torch.timm_weights import from_timm
+from precondattn.layers.torch.vision_attention import VisionAttention
+from precondattn.layers.torch.vision_transformer import VisionTransformer
 from precondattn.layers.torch.weights import to_torch
 from precondattn.layers.torch.xca import LocalPatchInteraction, XCABlock
 
-__all__ = ["Attention", "Block", "Decoder", "LocalPatchInteraction", "XCABlock", "to_torch"]
+__all__ = [
+    "Attention",
+    "Block",
+    "Decoder",
+    "LocalPatchInteraction",
+    "VisionAttention",
+    "VisionTransformer",
+    "XCABlock",
+    "from_timm",
+    "to_torch",
+]

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from precondattn.layers.recipes import Biased, Projection
-from precondattn.layers.torch.attention import Attention
+from precondattn.layers.torch.vision_attention import VisionAttention
 
 
 class LocalPatchInteraction(nn.Module):
@@ -83,7 +82,7 @@ class XCABlock(nn.Module):
     heads : int
         The number of heads.
     mechanism : str or Mechanism
-        Such as `"row_normalized(cross_covariance)"`. Public weights need
+        Such as `"row_normalized(cross_covariance)"`. Public weights, which `from_timm` maps, need
         `"cross_covariance[eps=1e-24]"`.
     hidden : int, optional
         The inner width of the MLP; 4 times the width by default.
@@ -117,9 +116,8 @@ class XCABlock(nn.Module):
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        biased = {**dict.fromkeys("qkv", Projection(bias=True)), "out": Biased()}
         hidden = 4 * width if hidden is None else hidden
-        self.attn = Attention(width, heads=heads, mechanism=mechanism, recipes=biased, **made)
+        self.attn = VisionAttention(width, heads=heads, mechanism=mechanism, **made)
         self.local_mp = LocalPatchInteraction(width, **made)
         self.mlp = nn.ModuleDict(
             {"fc1": nn.Linear(width, hidden, **made), "fc2": nn.Linear(hidden, width, **made)}

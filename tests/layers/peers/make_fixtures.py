@@ -13,6 +13,13 @@ of timm,
 
     xca             XCA: four heads, q, k and v with a bias
     xca_block       XCABlock, with its local patch interaction on a grid of 3 × 4
+    vit_attention   Attention of vision transformers: q, k and v with a bias
+    window          WindowAttention with the windows around it, of 2 × 3 tokens on a grid of 4 × 6
+    window_shifted  the same, shifted by 1 row and 2 columns
+    vision_transformer
+                    VisionTransformer with two blocks, for images of 3 × 6 × 8, which x has as rows
+                    of 48 pixels. It has as many logits, 144, as an image has numbers, so that out
+                    has the shape of x
 
 and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
 
@@ -39,7 +46,13 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
-TIMES = {"nystromformer": 12, "xca_block": 12}
+TIMES = {
+    "nystromformer": 12,
+    "xca_block": 12,
+    "window": 24,
+    "window_shifted": 24,
+    "vision_transformer": 3,
+}
 """Of layers that need another number of tokens."""
 
 
@@ -160,6 +173,46 @@ def xca_block():
     return 32, layer, lambda x: layer(x, 3, 4)
 
 
+def vit_attention():
+    """Attention of timm's vision transformers, and its call."""
+    from timm.models.vision_transformer import Attention
+
+    layer = Attention(32, num_heads=4, qkv_bias=True)
+    layer.fused_attn = False
+    return 32, layer, layer
+
+
+def window(shift=0):
+    """Window attention of timm, and its call with the windows around it."""
+    from timm.models.swin_transformer import SwinTransformerBlock
+
+    block = SwinTransformerBlock(
+        32, input_resolution=(4, 6), num_heads=4, window_size=(2, 3), shift_size=shift
+    )
+    return 32, block.attn, lambda x: block._attn(x.reshape(BATCH, 4, 6, 32)).reshape(x.shape)
+
+
+def window_shifted():
+    """The same, shifted."""
+    return window((1, 2))
+
+
+def vision_transformer():
+    """A vision transformer of timm, and its call with images as rows of pixels."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=(6, 8),
+        patch_size=2,
+        embed_dim=16,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=1.5,
+        num_classes=144,
+    )
+    return 48, model, lambda x: model(x.reshape(BATCH, 3, 6, 8)).reshape(x.shape)
+
+
 def without_kernels(module):
     """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
     for name, function in list(vars(module).items()):
@@ -229,7 +282,18 @@ def main(names):
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     modules = [(of_module, make) for make in (llama, diffllama, qwen3_next, mamba2)]
     functions = [(of_function, make) for make in fla_layers.LAYERS]
-    later = [(of_module, make) for make in (nystromformer, xca, xca_block)]
+    later = [
+        (of_module, make)
+        for make in (
+            nystromformer,
+            xca,
+            xca_block,
+            vit_attention,
+            window,
+            window_shifted,
+            vision_transformer,
+        )
+    ]
     for seed, (of, make) in enumerate([*modules, *functions, *later]):
         name = make.__name__
         if names and name not in names:

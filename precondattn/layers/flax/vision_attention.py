@@ -1,0 +1,52 @@
+"""`VisionAttention`: the attention layer of ViT, Swin, XCiT and Nyströmformer, by its mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.flax.attention import Attention
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
+
+
+class VisionAttention(Attention):
+    """`Attention` as vision transformers have it: biases, no rotation, and no order of tokens.
+
+    The layer is that of `precondattn.layers.torch`, which has the table of timm's modules.
+
+    Parameters
+    ----------
+    width, heads, mechanism, qkv_bias, recipes
+        As in `precondattn.layers.torch.VisionAttention`.
+    rngs : nnx.Rngs
+        The stream `params` draws the first values.
+    **sizes
+        `kv_heads`, `head_dim`, `value_dim`, `slots`, `depth` and `dtype` of `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import VisionAttention
+    >>> attn = VisionAttention(32, heads=4, mechanism="cross_covariance", rngs=nnx.Rngs(0))
+    >>> attn(jax.numpy.ones((2, 64, 32), "float32")).shape
+    (2, 64, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        mechanism: str | Mechanism = NOT_CAUSAL,
+        qkv_bias: bool = True,
+        recipes: Mapping[str, Recipe] | None = None,
+        rngs: nnx.Rngs,
+        **sizes: Any,
+    ) -> None:
+        arguments = attention_arguments(mechanism, qkv_bias, recipes)
+        super().__init__(width, heads=heads, rngs=rngs, **arguments, **sizes)

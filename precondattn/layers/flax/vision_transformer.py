@@ -1,0 +1,179 @@
+"""A small vision transformer: patches, blocks with any mechanism, and a classifier.
+
+Its equations and the declared weights are in `precondattn/layers/vision.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from precondattn.layers.flax.module import parameter
+from precondattn.layers.flax.vision_attention import VisionAttention
+from precondattn.layers.functions import upcast
+from precondattn.layers.plan import Weight
+from precondattn.layers.vision import (
+    NOT_CAUSAL,
+    Mechanisms,
+    affine_weights,
+    check_image,
+    mlp_weights,
+    norm_weights,
+    patch_weights,
+    token_weights,
+    vision_sizes,
+)
+
+
+class Affine(nnx.Module):
+    """W x + b."""
+
+    def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
+        self.weight = parameter(weights["weight"], **made)
+        self.bias = parameter(weights["bias"], **made)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        matrix = self.weight[...]
+        y: jax.Array = x @ matrix.reshape(len(matrix), -1).T + self.bias[...]
+        return y
+
+
+class Patches(Affine):
+    """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        b, c, height, width = x.shape
+        rows, columns = self.weight.shape[2:]
+        grid = x.reshape(b, c, height // rows, rows, width // columns, columns)
+        patches = grid.transpose(0, 2, 4, 1, 3, 5).reshape(b, -1, c * rows * columns)
+        return super().__call__(patches)
+
+
+class LayerNorm(Affine):
+    """γ (x − mean x) / √(var x + eps) + β."""
+
+    def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
+        super().__init__(norm_weights(width), made)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = upcast(x)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (upcast(self.weight[...]) * normed + upcast(self.bias[...])).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """W₂ GELU(W₁ x + b₁) + b₂."""
+
+    def __init__(self, width: int, hidden: int, made: dict[str, Any]) -> None:
+        weights = mlp_weights(width, hidden)
+        self.fc1, self.fc2 = Affine(weights["fc1"], made), Affine(weights["fc2"], made)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class VisionBlock(nnx.Module):
+    """x + attention(LN(x)), and to this its MLP, after a layer norm."""
+
+    def __init__(
+        self, width: int, hidden: int, eps: float, made: dict[str, Any], **attention: Any
+    ) -> None:
+        self.norm1 = LayerNorm(width, eps, made)
+        self.attn = VisionAttention(width, **attention, **made)
+        self.norm2 = LayerNorm(width, eps, made)
+        self.mlp = MLP(width, hidden, made)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nnx.Module):
+    """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
+
+    The model is that of `precondattn.layers.torch`, with weights of the same names and shapes.
+    Images are (b, channels, rows, columns), as there.
+
+    Parameters
+    ----------
+    image, patch, width, heads, blocks, classes, mechanism, channels, pool, hidden, qkv_bias, eps
+        As in `precondattn.layers.torch.VisionTransformer`.
+    dtype, rngs
+        As in `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import VisionTransformer
+    >>> model = VisionTransformer(
+    ...     8, 2, 16, heads=4, blocks=2, classes=10, channels=1, rngs=nnx.Rngs(0)
+    ... )
+    >>> model(jax.numpy.ones((5, 1, 8, 8), "float32")).shape
+    (5, 10)
+    """
+
+    def __init__(
+        self,
+        image: int | tuple[int, int],
+        patch: int | tuple[int, int],
+        width: int,
+        *,
+        heads: int,
+        blocks: int,
+        classes: int,
+        mechanism: Mechanisms = NOT_CAUSAL,
+        channels: int = 3,
+        pool: str = "token",
+        hidden: int | None = None,
+        qkv_bias: bool = True,
+        eps: float = 1e-6,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        sizes = vision_sizes(
+            image, patch, width, blocks, classes, channels, pool, hidden, mechanism
+        )
+        made = {"dtype": dtype, "rngs": rngs}
+        self.sizes = sizes
+        for name, weight in token_weights(sizes).items():
+            setattr(self, name, parameter(weight, **made))
+        self.patch_embed = nnx.Dict({"proj": Patches(patch_weights(sizes), made)})
+        self.blocks = nnx.List(
+            [
+                VisionBlock(
+                    width,
+                    sizes.hidden,
+                    eps,
+                    made,
+                    heads=heads,
+                    mechanism=each,
+                    qkv_bias=qkv_bias,
+                    depth=depth,
+                )
+                for depth, each in enumerate(sizes.mechanisms)
+            ]
+        )
+        self.norm = LayerNorm(width, eps, made)
+        self.head = Affine(affine_weights(width, classes), made)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits (b, classes) of images x (b, channels, rows, columns)."""
+        check_image(x, self.sizes)
+        positions = self.pos_embed[...]
+        if x.dtype != positions.dtype:
+            raise TypeError(f"x must be {positions.dtype}, as the weights; found {x.dtype}")
+        tokens = self.patch_embed["proj"](x)
+        if self.sizes.pool == "token":
+            first = jnp.broadcast_to(self.cls_token[...], (len(tokens), 1, tokens.shape[2]))
+            tokens = jnp.concatenate([first, tokens], axis=1)
+        tokens = tokens + positions
+        for block in self.blocks:
+            tokens = block(tokens)
+        pooled = tokens[:, 0] if self.sizes.pool == "token" else jnp.mean(tokens, axis=1)
+        return self.head(self.norm(pooled))

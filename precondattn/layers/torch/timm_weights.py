@@ -1,0 +1,85 @@
+"""Weights of timm's vision transformers by the names of ours.
+
+timm has one matrix for q, k and v, and heads inside the axes of matrices. Its weights of attention
+become `inputs.*` of `VisionAttention`; others, such as those of layer norms, keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def from_timm(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """A `state_dict` of timm for `load_state_dict` of the module here.
+
+    It serves timm's `Attention`, `WindowAttention` and `XCA` for `VisionAttention`, XCiT's block
+    for `XCABlock`, and timm's `VisionTransformer`. A name that is not known here is kept, so that
+    `load_state_dict` names it.
+
+    Parameters
+    ----------
+    state_dict : dict of tensors
+        With the names of timm, of a module or of a model that contains such modules.
+    heads : int
+        Their number of heads.
+
+    Raises
+    ------
+    ValueError
+        for a matrix of q, k and v that does not have this number of heads.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.torch import from_timm
+    >>> weights = {"attn.qkv.weight": torch.ones(24, 6), "norm1.bias": torch.ones(6)}
+    >>> {name: tuple(tensor.shape) for name, tensor in from_timm(weights, heads=2).items()}
+    {'attn.inputs.q.weight': (6, 2, 4), 'attn.inputs.k.weight': (6, 2, 4), \
+'attn.inputs.v.weight': (6, 2, 4), 'norm1.bias': (6,)}
+    """
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise ValueError(f"heads must be a whole number, 1 or above; found {heads!r}")
+    places = {name.removesuffix("qkv.weight") for name in state_dict if _is(name, "qkv.weight")}
+    ours: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        place = next((p for p in sorted(places, key=len, reverse=True) if name.startswith(p)), None)
+        own = None if place is None else _of_attention(name.removeprefix(place), tensor, heads)
+        if own is None:
+            ours[_renamed(name)] = tensor
+        else:
+            ours |= {f"{place}inputs.{key}": value.contiguous() for key, value in own.items()}
+    return ours
+
+
+def _of_attention(name: str, tensor: Tensor, heads: int) -> dict[str, Tensor] | None:
+    """Our weights of one of timm's, of an attention module; None if it is no weight of it."""
+    if name in ("qkv.weight", "qkv.bias"):
+        if tensor.shape[0] % (3 * heads):
+            raise ValueError(
+                f"heads: the {tensor.shape[0]} rows of {name} are not q, k and v of {heads} heads"
+            )
+        # From (3, h, d, x) to (x, h, d) each; biases have no x.
+        parts = tensor.unflatten(0, (3, heads, -1)).unbind(0)
+        kind = name.removeprefix("qkv.")
+        return {
+            f"{row}.{kind}": part.movedim(-1, 0) if kind == "weight" else part
+            for row, part in zip("qkv", parts, strict=True)
+        }
+    if name == "proj.weight":
+        return {"out.projection": tensor.T.unflatten(0, (heads, -1))}
+    if name == "proj.bias":
+        return {"out.projection_bias": tensor}
+    if name == "relative_position_bias_table":
+        return {"bias_table.weight": tensor}
+    return {"logit_scale.weight": tensor.flatten()} if name == "temperature" else None
+
+
+def _is(name: str, last: str) -> bool:
+    return name == last or name.endswith(f".{last}")
+
+
+def _renamed(name: str) -> str:
+    """The last norm, which timm calls otherwise where it follows a mean of tokens."""
+    return name.replace("fc_norm.", "norm.", 1) if name.startswith("fc_norm.") else name

@@ -1,0 +1,65 @@
+"""`VisionAttention`: the attention layer of ViT, Swin, XCiT and Nyströmformer, by its mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.torch.attention import Attention
+from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
+
+
+class VisionAttention(Attention):
+    """`Attention` as vision transformers have it: biases, no rotation, and no order of tokens.
+
+    ===================================================  =====================================
+    mechanism                                            timm's module, of `from_timm`
+    ===================================================  =====================================
+    ``softmax[causal=false]``                            `Attention` of ViT and DeiT
+    ``windowed[size=7,grid=14/14,bias=true]``            `WindowAttention` of Swin and its windows
+    ``windowed[size=7,shift=3,grid=14/14,bias=true]``    the same, shifted
+    ``cross_covariance[eps=1e-24]``                      `XCA` of XCiT
+    ===================================================  =====================================
+
+    x has the tokens of an image, row by row.
+
+    Parameters
+    ----------
+    width : int
+        The width of x and y.
+    heads : int
+        The number of heads.
+    mechanism : str or Mechanism
+        Such as `"row_normalized(softmax[causal=false])"`. Without `causal=false`, softmax is
+        causal.
+    qkv_bias : bool
+        Whether the maps to q, k and v have biases.
+    recipes : dict, optional
+        Other recipes than `precondattn.layers.vision.vision_recipes`.
+    **sizes
+        `kv_heads`, `head_dim`, `value_dim`, `slots`, `depth`, `device` and `dtype` of `Attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.torch import VisionAttention
+    >>> shifted = "row_normalized(windowed[size=4,shift=2,grid=8/8,bias=true])"
+    >>> attn = VisionAttention(32, heads=4, mechanism=shifted)
+    >>> attn(torch.randn(2, 64, 32)).shape
+    torch.Size([2, 64, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        mechanism: str | Mechanism = NOT_CAUSAL,
+        qkv_bias: bool = True,
+        recipes: Mapping[str, Recipe] | None = None,
+        **sizes: Any,
+    ) -> None:
+        arguments = attention_arguments(mechanism, qkv_bias, recipes)
+        super().__init__(width, heads=heads, **arguments, **sizes)

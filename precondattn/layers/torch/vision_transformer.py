@@ -1,0 +1,214 @@
+"""A small vision transformer: patches, blocks with any mechanism, and a classifier.
+
+Its equations and the declared weights are in `precondattn/layers/vision.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.layers.plan import Weight
+from precondattn.layers.torch.attention import is_autocast
+from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.vision_attention import VisionAttention
+from precondattn.layers.vision import (
+    NOT_CAUSAL,
+    Mechanisms,
+    affine_weights,
+    check_image,
+    mlp_weights,
+    norm_weights,
+    patch_weights,
+    token_weights,
+    vision_sizes,
+)
+
+
+class Affine(nn.Module):
+    """W x + b."""
+
+    def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
+        super().__init__()
+        self.weights = weights
+        for name, weight in weights.items():
+            register(self, name, weight, **made)
+
+    def reset_parameters(self) -> None:
+        for name, weight in self.weights.items():
+            fill(self.get_parameter(name), weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Patches(Affine):
+    """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides = self.weights["weight"].shape[2:]
+        rows = nn.functional.conv2d(x, self.weight, self.bias, stride=sides)
+        return rows.flatten(2).transpose(1, 2)
+
+
+class LayerNorm(Affine):
+    """γ (x − mean x) / √(var x + eps) + β."""
+
+    def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
+        super().__init__(norm_weights(width), made)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+class MLP(nn.Module):
+    """W₂ GELU(W₁ x + b₁) + b₂."""
+
+    def __init__(self, width: int, hidden: int, made: dict[str, Any]) -> None:
+        super().__init__()
+        weights = mlp_weights(width, hidden)
+        self.fc1, self.fc2 = Affine(weights["fc1"], made), Affine(weights["fc2"], made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
+        return y
+
+
+class VisionBlock(nn.Module):
+    """x + attention(LN(x)), and to this its MLP, after a layer norm."""
+
+    def __init__(
+        self, width: int, hidden: int, eps: float, made: dict[str, Any], **attention: Any
+    ) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(width, eps, made)
+        self.attn = VisionAttention(width, **attention, **made)
+        self.norm2 = LayerNorm(width, eps, made)
+        self.mlp = MLP(width, hidden, made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class VisionTransformer(nn.Module):
+    """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
+
+    `from_timm` maps the weights of timm's `VisionTransformer` with the same sizes.
+
+    Parameters
+    ----------
+    image : int or pair
+        Rows and columns of pixels.
+    patch : int or pair
+        Those of a patch; they divide the image's.
+    width : int
+        The width of the hidden states.
+    heads, blocks, classes : int
+        The numbers of heads, blocks and logits.
+    mechanism : str, Mechanism or list
+        That of all blocks, or one for each. `windowed` needs `pool="mean"`, because a class token
+        has no place on the grid.
+    channels : int
+        Those of an image.
+    pool : "token" or "mean"
+        What is classified: a learned class token, which precedes the patches, or the mean of all
+        tokens.
+    hidden : int, optional
+        The inner width of the MLPs; 4 times the width by default.
+    qkv_bias : bool
+        Whether the maps to q, k and v have biases.
+    eps : float
+        ε of the layer norms.
+    device, dtype
+        Of all parameters. Images have the same dtype, unless autocast is on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for sizes that do not fit each other, and a class token with a causal mechanism.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.torch import VisionTransformer
+    >>> windows = [f"windowed[size=2,shift={shift},grid=4/4,bias=true]" for shift in (0, 1)]
+    >>> model = VisionTransformer(
+    ...     8, 2, 16, heads=4, blocks=2, classes=10, channels=1, pool="mean", mechanism=windows
+    ... )
+    >>> model(torch.randn(5, 1, 8, 8)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        image: int | tuple[int, int],
+        patch: int | tuple[int, int],
+        width: int,
+        *,
+        heads: int,
+        blocks: int,
+        classes: int,
+        mechanism: Mechanisms = NOT_CAUSAL,
+        channels: int = 3,
+        pool: str = "token",
+        hidden: int | None = None,
+        qkv_bias: bool = True,
+        eps: float = 1e-6,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = vision_sizes(
+            image, patch, width, blocks, classes, channels, pool, hidden, mechanism
+        )
+        made = {"device": device, "dtype": dtype}
+        self.sizes = sizes
+        self._tokens = token_weights(sizes)
+        for name, weight in self._tokens.items():
+            register(self, name, weight, device, dtype)
+        self.patch_embed = nn.ModuleDict({"proj": Patches(patch_weights(sizes), made)})
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                width,
+                sizes.hidden,
+                eps,
+                made,
+                heads=heads,
+                mechanism=each,
+                qkv_bias=qkv_bias,
+                depth=depth,
+            )
+            for depth, each in enumerate(sizes.mechanisms)
+        )
+        self.norm = LayerNorm(width, eps, made)
+        self.head = Affine(affine_weights(width, classes), made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
+        for name, weight in self._tokens.items():
+            fill(self.get_parameter(name), weight)
+        for module in self.modules():
+            if isinstance(module, Affine | VisionAttention):
+                module.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits (b, classes) of images x (b, channels, rows, columns)."""
+        check_image(x, self.sizes)
+        if x.dtype != self.pos_embed.dtype and not is_autocast(x):
+            raise TypeError(f"x must be {self.pos_embed.dtype}, as the weights; found {x.dtype}")
+        tokens = self.patch_embed["proj"](x)
+        if self.sizes.pool == "token":
+            first = self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1)
+            tokens = torch.cat([first, tokens], 1)
+        tokens = tokens + self.pos_embed
+        for block in self.blocks:
+            tokens = block(tokens)
+        pooled = tokens[:, 0] if self.sizes.pool == "token" else tokens.mean(1)
+        logits: Tensor = self.head(self.norm(pooled))
+        return logits

@@ -1,0 +1,217 @@
+"""What the vision transformers of both frameworks share: recipes, declared weights, and checks.
+
+    tokens:  x_i = W_p patch_i + b_p + position_i,   with a class token before them, or without
+    block:   x ← x + attention(LN(x)),   x ← x + W₂ GELU(W₁ LN(x) + b₁) + b₂
+    logits:  W LN(pooled x) + b,   pooled: the class token, or the mean of all tokens
+
+Source: Vision Transformer (arXiv 2010.11929), Eq. 1–4. Parameters have the names and shapes of
+timm's, except those of attention (`from_timm`): a matrix is (outer, inner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.meaning import meanings, output_call
+from precondattn.layers.parameters import Constant, Normal
+from precondattn.layers.plan import OUT, Weight
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes import Biased, Projection, Rotary, Unchanged, recipes_for
+
+NOT_CAUSAL = "softmax[causal=false]"
+POOLS = ("token", "mean")
+
+Mechanisms = str | Mechanism | Sequence[str | Mechanism]
+
+
+def vision_recipes(mechanism: str | Mechanism, *, qkv_bias: bool = True) -> dict[str, Recipe]:
+    """The recipes of vision transformers: linear maps with biases, and no rotation.
+
+    They replace the published ones of linear maps (`Projection`, `Rotary`), for each input of the
+    mechanism, and an output without a norm or a gate gets a bias. Others stay.
+
+    Parameters
+    ----------
+    mechanism : str or Mechanism
+        Such as `"row_normalized(softmax[causal=false])"`.
+    qkv_bias : bool
+        Whether the maps of the inputs have biases too.
+
+    Examples
+    --------
+    >>> from precondattn.layers.vision import vision_recipes
+    >>> vision_recipes("cross_covariance")["q"]
+    Projection(bias=True)
+    """
+    mechanism = parse(mechanism) if isinstance(mechanism, str) else mechanism
+    recipes: dict[str, Recipe] = {}
+    for name, (call, formal) in meanings(mechanism.program).items():
+        if type(recipes_for(call.leaf).get(formal)) in (Projection, Rotary):
+            recipes[name] = Projection(bias=qkv_bias)
+    call = output_call(mechanism.program, lambda call: OUT in recipes_for(call.leaf))
+    if type(recipes_for(call.leaf).get(OUT, Unchanged())) is Unchanged:
+        recipes[OUT] = Biased()
+    return recipes
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """The sizes of a vision transformer."""
+
+    image: tuple[int, int]
+    patch: tuple[int, int]
+    width: int
+    classes: int
+    channels: int
+    pool: str
+    hidden: int
+    mechanisms: tuple[str | Mechanism, ...]
+    """That of each block."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The rows and columns of patches."""
+        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
+
+    @property
+    def tokens(self) -> int:
+        """Patches, and the class token if there is one."""
+        return self.grid[0] * self.grid[1] + int(self.pool == "token")
+
+
+def vision_sizes(
+    image: Any,
+    patch: Any,
+    width: Any,
+    blocks: Any,
+    classes: Any,
+    channels: Any,
+    pool: Any,
+    hidden: Any,
+    mechanism: Any,
+) -> VisionSizes:
+    """The sizes, after their checks.
+
+    Raises
+    ------
+    TypeError
+        for an argument of another type.
+    ValueError
+        for numbers below 1, patches that do not fill the image, another pool, mechanisms for
+        another number of blocks, and a class token with a causal mechanism.
+    """
+    sides, patches = _pair("image", image), _pair("patch", patch)
+    for side, of_patch in zip(sides, patches, strict=True):
+        if side % of_patch:
+            raise ValueError(
+                f"patch: {patches[0]} × {patches[1]} pixels must divide the image; found image="
+                f"{sides}"
+            )
+    hidden = 4 * width if hidden is None and isinstance(width, int) else hidden
+    counts = {"width": width, "blocks": blocks, "classes": classes, "channels": channels}
+    for name, count in {**counts, "hidden": hidden}.items():
+        _check_count(name, count)
+    if pool not in POOLS:
+        raise ValueError(f"pool must be 'token' or 'mean'; found {pool!r}")
+    if isinstance(mechanism, str | Mechanism):
+        mechanism = [mechanism] * blocks
+    if not isinstance(mechanism, Sequence) or len(mechanism) != blocks:
+        raise ValueError(
+            f"mechanism must be one for all blocks, or a list with one for each of {blocks}; "
+            f"found {mechanism!r:.60}"
+        )
+    for each in mechanism:
+        parsed = parse(each) if isinstance(each, str) else each
+        if pool == "token" and isinstance(parsed, Mechanism) and parsed.offers.causal:
+            raise ValueError(
+                f"mechanism: {parsed} is causal, so that the class token, which is the first, "
+                f"would see no patch; use causal=false, another mechanism, or pool='mean'"
+            )
+    return VisionSizes(sides, patches, width, classes, channels, pool, hidden, tuple(mechanism))
+
+
+def check_image(x: Any, sizes: VisionSizes) -> None:
+    """Raise an error unless x has the shape (b, c, H, W) of these sizes."""
+    expected = (sizes.channels, *sizes.image)
+    if getattr(x, "ndim", 0) != 4 or tuple(x.shape[1:]) != expected or x.shape[0] == 0:
+        found = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
+        raise ValueError(
+            f"x must have shape (b, {expected[0]}, {expected[1]}, {expected[2]}); found {found}"
+        )
+
+
+def affine_weights(
+    inner: int, outer: int, names: tuple[str | None, str | None] = (None, None)
+) -> dict[str, Weight]:
+    """W (outer, inner) and b; `names` are the usual ones of the axes of W."""
+    return {
+        "weight": Weight((outer, inner), Normal(inner**-0.5), names),
+        "bias": Weight((outer,), Constant(0), names[:1]),
+    }
+
+
+def norm_weights(width: int) -> dict[str, Weight]:
+    """γ and β of a layer norm."""
+    return {
+        "weight": Weight((width,), Constant(1), ("embed",)),
+        "bias": Weight((width,), Constant(0), ("embed",)),
+    }
+
+
+def mlp_weights(width: int, hidden: int) -> dict[str, dict[str, Weight]]:
+    """Those of both layers of an MLP."""
+    return {
+        "fc1": affine_weights(width, hidden, ("mlp", "embed")),
+        "fc2": affine_weights(hidden, width, ("embed", "mlp")),
+    }
+
+
+def patch_weights(sizes: VisionSizes) -> dict[str, Weight]:
+    """W_p (width, c, rows, columns) and b_p."""
+    shape = (sizes.width, sizes.channels, *sizes.patch)
+    terms = sizes.channels * sizes.patch[0] * sizes.patch[1]
+    return {
+        "weight": Weight(shape, Normal(terms**-0.5), ("embed", None, None, None)),
+        "bias": Weight((sizes.width,), Constant(0), ("embed",)),
+    }
+
+
+def token_weights(sizes: VisionSizes) -> dict[str, Weight]:
+    """The positions, and the class token if there is one."""
+    names, start = (None, None, "embed"), Normal(0.02)
+    weights = {"pos_embed": Weight((1, sizes.tokens, sizes.width), start, names)}
+    if sizes.pool == "token":
+        weights["cls_token"] = Weight((1, 1, sizes.width), start, names)
+    return weights
+
+
+def attention_arguments(
+    mechanism: str | Mechanism, qkv_bias: bool, recipes: Mapping[str, Recipe] | None
+) -> dict[str, Any]:
+    """Arguments of `Attention` for a layer of a vision transformer."""
+    if not isinstance(mechanism, str | Mechanism):
+        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+    if not isinstance(qkv_bias, bool):
+        raise TypeError(f"qkv_bias must be True or False; found {qkv_bias!r}")
+    usual = vision_recipes(mechanism, qkv_bias=qkv_bias)
+    return {"mechanism": mechanism, "recipes": {**usual, **(recipes or {})}}
+
+
+def _pair(name: str, number: Any) -> tuple[int, int]:
+    pair = tuple(number) if isinstance(number, tuple | list) else (number, number)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be one number, or rows and columns; found {number!r}")
+    for side in pair:
+        _check_count(name, side)
+    return pair
+
+
+def _check_count(name: str, number: Any) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a whole number; found {number!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or above; found {number}")

@@ -1,0 +1,200 @@
+"""Vision layers of PyTorch: timm's weights and numbers, any mechanism, and what they refuse."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from precondattn.layers.recipes import Rotary
+from precondattn.layers.torch import VisionAttention, VisionTransformer, XCABlock, from_timm
+from precondattn.layers.vision import vision_recipes
+from tests.layers.test_public_layers import assert_close
+
+PEERS = Path(__file__).parent / "peers"
+WINDOWS = "windowed[size=2/3,grid=4/6,bias=true]"
+SHIFTED = "windowed[size=2/3,shift=1/2,grid=4/6,bias=true]"
+
+
+class OfRows(torch.nn.Module):
+    """A vision transformer of images as rows of pixels, as its fixture has them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.reshape(-1, 3, 6, 8)).reshape(x.shape)
+
+
+def attention(mechanism):
+    return lambda: VisionAttention(32, heads=4, mechanism=mechanism)
+
+
+def transformer(**options):
+    sizes = {"heads": 4, "blocks": 2, "classes": 144, "hidden": 24, **options}
+    return VisionTransformer((6, 8), 2, 16, **sizes)
+
+
+LAYERS = {
+    "vit_attention": attention("softmax[causal=false]"),
+    "window": attention(WINDOWS),
+    "window_shifted": attention(SHIFTED),
+    "xca": attention("cross_covariance[eps=1e-24]"),
+    "vision_transformer": lambda: OfRows(transformer()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_timms_weights_load_and_give_timms_outputs_and_gradients(name):
+    layer = LAYERS[name]()
+    model = layer.model if isinstance(layer, OfRows) else layer
+    with np.load(PEERS / f"{name}.npz") as entries:
+        given = {key: torch.tensor(entries[key]) for key in entries if key != "versions"}
+    weights, gradients = (
+        from_timm({n.removeprefix(p): a for n, a in given.items() if n.startswith(p)}, heads=4)
+        for p in ("weight.", "grad.")
+    )
+    model.load_state_dict(weights)
+    x = given["x"].requires_grad_()
+    y = layer(x)
+    (y * given["cotangent"]).sum().backward()
+    assert_close(y.detach(), given["out"].numpy(), "out")
+    assert_close(x.grad, given["grad_x"].numpy(), "x")
+    for key, gradient in gradients.items():
+        # One bias of all keys moves all scores of a query alike: its gradient is 0, up to rounding.
+        is_zero = key.endswith("inputs.k.bias") and name != "xca"
+        terms = gradients[key.replace("k.bias", "k.weight")] if is_zero else gradient
+        found = model.get_parameter(key).grad
+        assert_close(found, gradient.numpy(), key, terms.numpy())
+
+
+def test_a_norm_after_the_mean_of_tokens_has_another_name_in_timm():
+    ours = transformer(pool="mean").state_dict()
+    timms = {name.replace("norm.", "fc_norm.") if name[:5] == "norm." else name for name in ours}
+    assert set(from_timm(dict.fromkeys(timms, torch.zeros(1)), heads=4)) == set(ours)
+
+
+def test_a_name_that_timm_has_and_a_layer_here_has_not_is_an_error():
+    weights = VisionAttention(8, heads=2).state_dict() | {"q_norm.weight": torch.ones(4)}
+    with pytest.raises(RuntimeError, match=r"q_norm\.weight"):
+        VisionAttention(8, heads=2).load_state_dict(from_timm(weights, heads=2))
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        "row_normalized(softmax[causal=false])",
+        "row_normalized(laser(softmax[causal=false]))",
+        "differential(softmax[causal=false])",
+        "qk_norm(softmax[causal=false])",
+        "row_normalized(cross_covariance)",
+        "row_normalized(nystrom[landmarks=3,skip=true])",
+        ["windowed[size=2,grid=3/4,bias=true]", "row_normalized(windowed[size=2,shift=1,grid=4])"],
+        "gated_delta",
+    ],
+)
+def test_a_vision_transformer_trains_with_any_mechanism(mechanism):
+    torch.manual_seed(0)
+    model = transformer(mechanism=mechanism, pool="mean", classes=5)
+    images, classes = torch.randn(6, 3, 6, 8), torch.tensor([0, 1, 2, 3, 4, 0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        loss = torch.nn.functional.cross_entropy(model(images), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_without_positions_the_order_of_patches_does_not_matter_but_for_windows():
+    torch.manual_seed(0)
+    rows = torch.randn(2, 3, 3, 2, 8)
+    images, others = rows.reshape(2, 3, 6, 8), rows[:, :, [2, 0, 1]].reshape(2, 3, 6, 8)
+    windows = "windowed[size=2,grid=3/4]"
+    for mechanism, is_same in (("softmax[causal=false]", True), (windows, False)):
+        model = transformer(mechanism=mechanism, pool="mean")
+        torch.nn.init.zeros_(model.pos_embed)
+        assert torch.allclose(model(images), model(others), atol=1e-5) is is_same
+
+
+def test_a_class_token_sees_the_patches_and_an_image_only_itself():
+    torch.manual_seed(0)
+    model, images = transformer(), torch.randn(3, 3, 6, 8)
+    logits = model(images)
+    torch.testing.assert_close(model(images[1:2]), logits[1:2])
+    images[0, 2, 5, 7] += 1
+    changed = model(images)
+    assert not torch.allclose(changed[0], logits[0])
+    assert torch.equal(changed[1:], logits[1:])
+
+
+def test_a_model_made_on_meta_is_filled_and_autocast_is_followed():
+    model = transformer(device="meta").to_empty(device="cpu")
+    model.reset_parameters()
+    images = torch.randn(2, 3, 6, 8)
+    expected = model(images)
+    assert expected.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(images)
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
+    half = model.to(torch.bfloat16)
+    assert half(images.bfloat16()).dtype == torch.bfloat16
+
+
+def test_recipes_that_are_more_than_linear_maps_stay():
+    recipes = vision_recipes("differential(softmax[causal=false])", qkv_bias=False)
+    assert not any(recipe.bias for recipe in recipes.values())
+    assert set(recipes) == {"q", "k", "v", "q2", "k2"}
+    assert vision_recipes("gated_delta") == {}
+    attn = VisionAttention(8, heads=2, recipes={"q": Rotary()})
+    assert {entry.name: repr(entry.recipe) for entry in attn.plan.entries}["q"].startswith("Rotary")
+
+
+def test_xcits_block_takes_any_mechanism_of_its_inputs():
+    block = XCABlock(8, heads=2, mechanism="row_normalized(nystrom[landmarks=3])")
+    assert block(torch.randn(1, 12, 8), (3, 4)).shape == (1, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"patch": 4}, ValueError, r"4 × 4 pixels must divide the image; found image=\(6, 8\)"),
+        ({"patch": (2, 2, 2)}, ValueError, "patch must be one number, or rows and columns"),
+        ({"image": 0}, ValueError, "image must be 1 or above; found 0"),
+        ({"width": 16.0}, TypeError, "width must be a whole number; found 16.0"),
+        ({"classes": True}, TypeError, "classes must be a whole number"),
+        ({"hidden": 0}, ValueError, "hidden must be 1 or above"),
+        ({"pool": "max"}, ValueError, "pool must be 'token' or 'mean'; found 'max'"),
+        ({"mechanism": ["softmax[causal=false]"]}, ValueError, "one for each of 2; found"),
+        ({"mechanism": "softmax"}, ValueError, "softmax is causal, so that the class token"),
+        ({"mechanism": 3, "pool": "mean"}, ValueError, "mechanism must be one for all blocks"),
+        ({"mechanism": [3, 3]}, TypeError, "mechanism must be a text or a mechanism; found 3"),
+        ({"qkv_bias": 1}, TypeError, "qkv_bias must be True or False; found 1"),
+        ({"heads": 3}, ValueError, "heads: 3 query heads must divide the width 16"),
+    ],
+)
+def test_bad_sizes_are_named(options, error, message):
+    sizes = {"image": (6, 8), "patch": 2, "width": 16, "heads": 4, "blocks": 2, "classes": 3}
+    with pytest.raises(error, match=message):
+        VisionTransformer(**{**sizes, **options})
+
+
+def test_bad_images_and_weights_are_named():
+    with pytest.raises(ValueError, match=r"x must have shape \(b, 3, 6, 8\); found \(2, 3, 8, 6\)"):
+        transformer()(torch.zeros(2, 3, 8, 6))
+    with pytest.raises(TypeError, match=r"x must be torch\.float32, as the weights"):
+        transformer()(torch.zeros(2, 3, 6, 8, dtype=torch.float64))
+    on_a_grid = transformer(mechanism="windowed[size=2,grid=3/4]")
+    with pytest.raises(ValueError, match="3 rows and 4 columns has 12 tokens; found s = 13"):
+        on_a_grid(torch.zeros(2, 3, 6, 8))
+    with pytest.raises(ValueError, match=r"24 rows of qkv\.weight are not q, k and v of 5 heads"):
+        from_timm({"qkv.weight": torch.zeros(24, 8)}, heads=5)
+    with pytest.raises(ValueError, match="heads must be a whole number, 1 or above; found 0"):
+        from_timm({}, heads=0)
