@@ -63,6 +63,7 @@ from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
 from precondattn.spec.hedgehog import HedgehogMap
+from precondattn.spec.kda import KDA
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear
@@ -94,6 +95,7 @@ ssd = shorthand(SSD)
 gla = shorthand(GLA)
 delta = shorthand(Delta)
 gated_delta = shorthand(GatedDelta)
+kda = shorthand(KDA)
 deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
 cross_covariance = shorthand(CrossCovariance)
@@ -114,6 +116,7 @@ __all__ = [
     "CCQ",
     "GLA",
     "GSA",
+    "KDA",
     "RECURRENT",
     "SSD",
     "Append",
@@ -191,6 +194,7 @@ __all__ = [
     "group_of",
     "gsa",
     "hedgehog",
+    "kda",
     "laser",
     "linear",
     "lucid",

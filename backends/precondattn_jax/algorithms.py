@@ -24,6 +24,7 @@ STATEFUL = (
     pa.GLA,
     pa.Delta,
     pa.GatedDelta,
+    pa.KDA,
     pa.GSA,
     pa.ConditionedQuery,
 )

@@ -36,9 +36,11 @@ class ChannelDecay(channel_decay.ChannelDecay):
             half *= 2
         return result
 
-    def scores(self, x: Array, y: Array) -> Array:
+    def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
         chunks, heads, size, r, _ = x.shape
-        whole = jnp.reshape(jnp.sum(x * y[..., None, :], axis=-1), (chunks, heads, size, r, 1))
+        whole = jnp.sum(x * y[..., None, :], axis=-1, keepdims=True)
+        if not diagonal:
+            whole = jnp.zeros_like(whole)
         for half, since, until in self.halvings:
             corner = product_with_transposed(
                 self._second(x, half, since), self._first(y, half, until)

@@ -1,9 +1,10 @@
 """Reads, writes and their gradients for groups of chunks: the states between them.
 
     additive:    S ← total ∘ S + (writing ∘ K)ᵀ V
-    delta rule:  U = M (β ∘ (V − reading ∘ K S)),    S ← total S + (writing ∘ K)ᵀ U
+    delta rule:  U = M (β ∘ (V − reading ∘ E S)),    S ← total ∘ S + (writing ∘ K)ᵀ U
 
-The other parts and their equations are in `precondattn_portable.chunkwise_additive` and `…_delta`.
+The other parts and their equations are in `precondattn_portable.chunkwise_additive`, `…_delta` and
+`…_delta_channels`.
 Only what depends on the adjacent chunk is in the loop.
 """
 
@@ -18,7 +19,12 @@ from precondattn.spec.recurrence import Stream
 from precondattn_jax.arithmetic import JAX, product, transposed_product
 from precondattn_jax.channel_decay import ChannelDecay
 from precondattn_jax.triangular_inverse import unit_lower_inverse
-from precondattn_portable import chunkwise, chunkwise_additive, chunkwise_delta
+from precondattn_portable import (
+    chunkwise,
+    chunkwise_additive,
+    chunkwise_delta,
+    chunkwise_delta_channels,
+)
 from precondattn_portable.chunkwise_additive import Chunks, Group, flat
 from precondattn_portable.head_decay import HeadDecay, decayed
 
@@ -83,13 +89,17 @@ class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
 class DeltaRule(chunkwise_delta.DeltaRule):
     """The delta rule, with one decay for the whole state."""
 
+    total: Array | None
+
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
+        self.total = self.decay.total
         self.below = self.decay.pairs * self.decay.before
-        self.among_keys = product(x.k, jnp.matrix_transpose(x.k)) * self.below
+        self.erase = x.k if x.erase is None else x.erase
+        self.among_keys = product(self.erase, jnp.matrix_transpose(x.k)) * self.below
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
         self.writing_k = decayed(x.k, self.decay.writing)
-        self.reading_k = x.k * decayed(x.beta, self.decay.reading)
+        self.reading_k = self.erase * decayed(x.beta, self.decay.reading)
 
     def states(self, state: Array) -> Array:
         def step(state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
@@ -99,15 +109,14 @@ class DeltaRule(chunkwise_delta.DeltaRule):
             return kept + transposed_product(writing_k, u), (state, u)
 
         right = self.x.v * self.x.beta
-        chunks = (right, self.reading_k, self.inverse, self.writing_k, self.decay.total)
+        chunks = (right, self.reading_k, self.inverse, self.writing_k, self.total)
         last, (before, self.u) = lax.scan(step, state, chunks)
         return _with_last(last, before)
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
-        decay = self.decay
-        self.scores = decay.among(product(flat(q), jnp.matrix_transpose(self.x.k)))
+        self.scores = self._scores(q)
         d_u = transposed_product(self.scores, flat(d_o))
-        pulled = transposed_product(flat(decayed(q, decay.reading)), flat(d_o))
+        pulled = transposed_product(flat(decayed(q, self.decay.reading)), flat(d_o))
 
         def step(d_state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
             d_u, pulled, writing_k, inverse, reading_k, total = x
@@ -115,9 +124,19 @@ class DeltaRule(chunkwise_delta.DeltaRule):
             kept = d_state if total is None else total * d_state
             return kept + pulled - transposed_product(reading_k, right), (d_state, right)
 
-        chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, decay.total)
+        chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, self.total)
         first, (after, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
         return _with_first(first, after)
+
+
+class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
+    """The delta rule, with one decay for each key channel."""
+
+    def __init__(self, ops: Any, x: Chunks) -> None:
+        self.ops, self.x = ops, x
+        self.erase = x.k if x.erase is None else x.erase
+        self._set(ChannelDecay(ops, x.g))
+        self.inverse = unit_lower_inverse(self.among_keys * x.beta)
 
 
 KINDS: dict[type, type] = {
@@ -125,6 +144,7 @@ KINDS: dict[type, type] = {
     chunkwise_additive.KeyAdditive: KeyAdditive,
     chunkwise_additive.ValueAdditive: ValueAdditive,
     chunkwise_delta.DeltaRule: DeltaRule,
+    chunkwise_delta_channels.KeyDeltaRule: KeyDeltaRule,
 }
 
 

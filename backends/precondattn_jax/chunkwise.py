@@ -39,13 +39,14 @@ class Chunkwise:
         _, before = lax.scan(work.advance, work.joined(state), work.written)
         given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
         first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
-        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a) for a in result)
+        d_k, d_v, d_g, d_beta, d_erase = (None if a is None else work.tokens(a) for a in result)
         stream = Stream(
             work.reads(d_q),
             d_k,
             d_v,
             jnp.reshape(d_g, x.g.shape),
             None if d_beta is None else d_beta[..., 0],
+            d_erase,
         )
         return Gradients(stream, jnp.reshape(first, d_final.shape))
 
@@ -75,7 +76,7 @@ class Work:
         self.together = -(-count // self.groups)
         g = jnp.reshape(x.g, (self.b, self.m, self.s, -1))
         beta = None if x.beta is None else x.beta[..., None]
-        arrays = Chunks(x.k, x.v, g, beta)
+        arrays = Chunks(x.k, x.v, g, beta, x.erase)
         self.written = Chunks(*(a if a is None else self.chunks(a) for a in arrays))
 
     def chunks(self, x: Array) -> Array:

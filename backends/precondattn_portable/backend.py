@@ -35,6 +35,7 @@ STATEFUL = (
     pa.GLA,
     pa.Delta,
     pa.GatedDelta,
+    pa.KDA,
     pa.GSA,
 )
 

@@ -73,11 +73,18 @@ class ChannelDecay:
             half *= 2
         return result
 
-    def scores(self, x: Array, y: Array) -> Array:
-        """dF/dA, 0 above the diagonal: x (c, n, C, r, w), y (c, n, C, w) to (c, n, C r, C)."""
+    def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
+        """dF/dA, 0 above the diagonal: x (c, n, C, r, w), y (c, n, C, w) to (c, n, C r, C).
+
+        Without `diagonal`, 0 on it too.
+        """
         xp = namespace(x)
         chunks, heads, size, r, _ = x.shape
-        whole = xp.reshape(xp.sum(x * y[..., None, :], axis=-1), (chunks, heads, size, r, 1))
+        shape = (chunks, heads, size, r, 1)
+        if diagonal:
+            whole = xp.reshape(xp.sum(x * y[..., None, :], axis=-1), shape)
+        else:
+            whole = self.ops.zeros(shape, x)
         for half, since, until in self.halvings:
             later, earlier = self._second(x, half, since), self._first(y, half, until)
             corner = self.ops.product(later, transpose(earlier))

@@ -22,6 +22,7 @@ from precondattn_portable.chunkwise_additive import (
     ValueAdditive,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule
+from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
 from precondattn_portable.layout import blocks
 
 CHUNK = 64
@@ -116,13 +117,16 @@ class Chunkwise:
                 if workspace is not None:
                     work.fill(workspace, part, gradient)
         s = x.k.shape[2]
-        d_k, d_v, d_g, d_beta = (None if a is None else work.tokens(a, s) for a in d_written)
+        d_k, d_v, d_g, d_beta, d_erase = (
+            None if a is None else work.tokens(a, s) for a in d_written
+        )
         stream = Stream(
             work.tokens(d_q, x.q.shape[2]),
             d_k,
             d_v,
             xp.reshape(d_g, x.g.shape),
             None if d_beta is None else d_beta[..., 0],
+            d_erase,
         )
         return Gradients(stream, xp.reshape(first, d_final.shape))
 
@@ -162,7 +166,7 @@ class Work:
         self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
         beta = None if x.beta is None else x.beta[..., None]
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
-        self.written = Chunks(x.k, x.v, g, beta)
+        self.written = Chunks(x.k, x.v, g, beta, x.erase)
         self.kind = kind_of(x)
         # Streams without decay get a decay of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
@@ -239,11 +243,11 @@ class Work:
 def kind_of(x: Stream) -> type[Group]:
     """The class that computes the chunks of a stream, by its decays and its rule."""
     rows, columns = x.g.shape[3:]
-    if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
+    if min(rows, columns) > 1 or (x.beta is not None and columns > 1):
         raise ValueError(
-            "the chunkwise form has one decay for each head, or, where values are added, one for "
-            f"each key or each value channel; found {rows} x {columns} decays"
+            "the chunkwise form has one decay for each head or key channel, or, where values are "
+            f"added, one for each value channel; found {rows} x {columns} decays"
         )
     if x.beta is not None:
-        return DeltaRule
+        return KeyDeltaRule if rows > 1 else DeltaRule
     return KeyAdditive if rows > 1 else ValueAdditive if columns > 1 else HeadAdditive

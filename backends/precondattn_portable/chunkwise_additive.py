@@ -34,6 +34,8 @@ class Chunks(NamedTuple):
     """(c, n, C, 1, d or e); None without decay."""
     beta: Array | None
     """(c, n, C, 1)"""
+    erase: Array | None = None
+    """(c, n, C, d); None for k."""
 
 
 class Group:

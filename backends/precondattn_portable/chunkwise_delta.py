@@ -1,15 +1,17 @@
 """Reads and writes of chunks by the delta rule, and their gradients.
 
-    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹,    U = M (β ∘ (V − reading ∘ K S)),
-    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,       S ← total S + (writing ∘ K)ᵀ U
+    M = (I + diag(β) L)⁻¹,  L = stril(D ∘ E Kᵀ),    U = M (β ∘ (V − reading ∘ E S)),
+    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,               S ← total S + (writing ∘ K)ᵀ U
 
-with D and the other factors from `head_decay.py`. Gradients, with dS that of the state after the
-chunk, L = stril(D ∘ K Kᵀ), A = D ∘ Q Kᵀ, and dA as for additive states:
+with D and the other factors from `head_decay.py`, and E the keys that are erased: K, unless others
+are given. Gradients, with dS that of the state after the chunk, A = D ∘ Q Kᵀ, and dA as for
+additive states:
 
     dU = Aᵀ dO + (writing ∘ K) dS,    X = Mᵀ dU,    dV = β ∘ X,
-    dL = −stril((β ∘ X) Uᵀ),          dβ = Σ X ∘ (V − reading ∘ K S − L U),
-    dK = dAᵀ Q + (dL ∘ D + its transpose) K − reading ∘ β ∘ X Sᵀ + writing ∘ U dSᵀ,
-    dS ← total dS + (reading ∘ Q)ᵀ dO − (reading ∘ β ∘ K)ᵀ X.
+    dL = −stril((β ∘ X) Uᵀ),          dβ = Σ X ∘ (V − reading ∘ E S − L U),
+    dK = dAᵀ Q + (dL ∘ D)ᵀ E + writing ∘ U dSᵀ,
+    dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ,    and added to dK where E is K,
+    dS ← total dS + (reading ∘ Q)ᵀ dO − (reading ∘ β ∘ E)ᵀ X.
 
 In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
 advance would leave two, but costs one more product.)
@@ -48,10 +50,11 @@ class DeltaRule(Group):
         self.decay = HeadDecay(ops, x.g, x.k)
         self.below = self.decay.pairs * self.decay.before
         """stril(D)"""
-        self.among_keys = ops.multiply(ops.product(x.k, transpose(x.k)), self.below)
+        self.erase = x.k if x.erase is None else x.erase
+        self.among_keys = ops.multiply(ops.product(self.erase, transpose(x.k)), self.below)
         self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
         self.writing_k = decayed(x.k, self.decay.writing)
-        self.reading_k = x.k * decayed(x.beta, self.decay.reading)
+        self.reading_k = self.erase * decayed(x.beta, self.decay.reading)
 
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
@@ -64,12 +67,12 @@ class DeltaRule(Group):
             ops.add_product_at(right, here, self.reading_k[here], states[here], -1.0)
             u = product_at(ops, self.u, here, self.inverse[here], right[here])
             product_at(ops, states, after, transpose(self.writing_k[here]), u)
-            add_kept_at(ops, states, after, states[here], self.decay.kept(chunk))
+            add_kept_at(ops, states, after, states[here], self._kept(chunk))
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         ops, decay = self.ops, self.decay
-        self.scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
+        self.scores = self._scores(q)
         d_u = ops.product(transpose(self.scores), flat(d_o))
         self.d_right = ops.empty(d_u.shape, d_u)
         d_states = pulled(ops, decayed(q, decay.reading), d_o, d_state)
@@ -77,14 +80,20 @@ class DeltaRule(Group):
             here, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(d_u, here, self.writing_k[here], d_states[after])
             right = product_at(ops, self.d_right, here, transpose(self.inverse[here]), d_u[here])
-            add_kept_at(ops, d_states, here, d_states[after], decay.kept(chunk))
+            add_kept_at(ops, d_states, here, d_states[after], self._kept(chunk))
             ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
         return d_states
 
     def read(self, q: Array, states: Array) -> Array:
-        ops, decay = self.ops, self.decay
-        scores = decay.among(ops.product(flat(q), transpose(self.x.k)))
-        return read(ops, decay, q, states, scores, self.u)
+        return read(self.ops, self.decay, q, states, self._scores(q), self.u)
+
+    def _kept(self, chunk: int) -> Array | None:
+        """The factor of the state over a chunk; None for 1."""
+        return self.decay.kept(chunk)
+
+    def _scores(self, q: Array) -> Array:
+        """A (c, n, C r, C)"""
+        return self.decay.among(self.ops.product(flat(q), transpose(self.x.k)))
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
         ops, decay, x = self.ops, self.decay, self.x
@@ -101,16 +110,21 @@ class DeltaRule(Group):
         if decay.reading is not None:
             from_states = ops.multiply(from_states, decay.reading)
         among = ops.product(d_right, transpose(self.u))
-        from_keys = row_sum(from_states * x.k)
+        from_keys = row_sum(from_states * self.erase)
         products = among * self.among_keys
         d_beta = row_sum(d_right * x.v) - from_keys - row_sum(products)
 
         d_v = ops.multiply(d_right, x.beta)
-        d_k = ops.add(d_k, ops.multiply(from_states, -x.beta))
+        d_erase = ops.multiply(from_states, -x.beta)
         d_keys = ops.multiply(ops.multiply(among, -x.beta), self.below)
-        d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
+        if x.erase is None:
+            d_k, d_erase = ops.add(d_k, d_erase), None
+            d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
+        else:
+            d_erase = ops.add_product(d_erase, d_keys, x.k)
+            d_k = ops.add_product(d_k, transpose(d_keys), x.erase)
 
         pairs = ops.add(summed_pairs(pairs), ops.multiply(products, -x.beta))
         through_read = through_read - x.beta * from_keys
         d_g = decay.d_g(pairs, through_read, written, kept(decay, states, d_states))
-        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta)
+        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta, d_erase)

@@ -1,7 +1,7 @@
 """The recurrence of few tokens from zero states, by all pairs of tokens.
 
     o_i = Σ_{j≤i,c} q_ic D_ijc k_jc u_j,    D_ijc = e^{g_{j+1,c} + … + g_ic},
-    U = V  (additive),    (I + diag(β) stril(D ∘ K Kᵀ))⁻¹ β V  (delta rule)
+    U = V  (additive),    (I + diag(β) stril(D ∘ A Kᵀ))⁻¹ β V  (delta rule)
 
 In a full call the first state is 0 and the last one is discarded, so neither is computed, and there
 are no chunks between which states are passed. Every exponent is the sum of its own gates, as in
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn.spec.recurrence import ByTokens, Stream
+from precondattn.spec.recurrence import ByTokens, Stream, erased
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
@@ -114,6 +114,6 @@ class FewTokens:
         """U of the delta rule."""
         assert x.beta is not None
         beta = x.beta[..., None]
-        among_keys = self._scores(x.k[:, :, :, None, :], x.k, decay, x.g)[:, :, :, 0, :]
+        among_keys = self._scores(erased(x)[:, :, :, None, :], x.k, decay, x.g)[:, :, :, 0, :]
         strict = self.ops.multiply(self.ops.lower(among_keys, -1), beta)
         return solve_unit_lower(self.ops, strict, beta * x.v)

@@ -1,6 +1,6 @@
 """One token of the recurrence: its definition, which for one token needs no chunks.
 
-S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = Sᵀ q
+S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ a)  (delta rule),    S = S' + k uᵀ,    o = Sᵀ q
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream, recurrent_vjp
+from precondattn.spec.recurrence import ByTokens, Gradients, Stream, erased, recurrent_vjp
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -29,7 +29,7 @@ class OneToken:
             state = ops.multiply(state, kept) if in_place else state * kept
         u = x.v
         if x.beta is not None:
-            u = x.beta[..., None] * (u - ops.product(x.k, state))
+            u = x.beta[..., None] * (u - ops.product(erased(x), state))
         add = ops.add_multiple if in_place else ops.plus_product
         state = add(state, transpose(x.k), u)
         return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state

@@ -2,7 +2,7 @@
 
 With G the sum of g from the start of the chunk, and S the state before the chunk,
 
-    U = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹ diag(β) (V − e^{G} ∘ K S)      (additive: U = V),
+    U = (I + diag(β) stril(D ∘ A Kᵀ))⁻¹ diag(β) (V − e^{G} ∘ A S)      (additive: U = V),
     O = e^{G} ∘ Q S + tril(D ∘ Q Kᵀ) U,
     S ← e^{G_C} ∘ S + (e^{G_C − G} ∘ K)ᵀ U,        D_ij = e^{G_i − G_j}.
 
@@ -22,7 +22,7 @@ import math
 
 from precondattn.arrays import Array, arange_like, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, transpose
-from precondattn.spec.recurrence import Stream
+from precondattn.spec.recurrence import Stream, erased
 
 
 def chunkwise(x: Stream, state: Array, chunk: int, sub_chunk: int) -> tuple[Array, Array]:
@@ -51,9 +51,10 @@ def _one_chunk(x: Stream, state: Array, sub_chunk: int) -> tuple[Array, Array]:
     from_start, to_end = xp.exp(total), xp.exp(total[:, :, -1:, :] - total)
     u = x.v
     if x.beta is not None:
-        among_keys = _scores(x.k[:, :, :, None, :], x.k, total, sub_chunk)[:, :, :, 0, :]
+        a = erased(x)
+        among_keys = _scores(a[:, :, :, None, :], x.k, total, sub_chunk)[:, :, :, 0, :]
         below = x.beta[..., None] * xp.tril(among_keys, k=-1)
-        residual = x.v - (from_start * x.k) @ state
+        residual = x.v - (from_start * a) @ state
         u = solve_lower(identity_like(below) + below, x.beta[..., None] * residual)
     o = (from_start[:, :, :, None, :] * x.q) @ state[:, :, None, ...]
     o = o + _scores(x.q, x.k, total, sub_chunk) @ u[:, :, None, ...]

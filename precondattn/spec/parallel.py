@@ -2,12 +2,12 @@
 
 With G = cumsum(g), D_ij = e^{G_i − G_j} for j ≤ i, and the state S_0 before the first token,
 
-    (I + diag(β) stril(D ∘ k kᵀ)) U = diag(β) (V − e^{G} ∘ k S_0)      (additive: U = V),
+    (I + diag(β) stril(D ∘ a kᵀ)) U = diag(β) (V − e^{G} ∘ a S_0)      (additive: U = V),
     O = e^{G} ∘ q S_0 + tril(D ∘ q kᵀ) U,
     S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
 
 Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. With one decay per key
-channel D is inside the product, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel it
+channel D is inside the products, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel it
 is inside the sum over j. This form is quadratic in the number of tokens. It exponentiates
 differences of sums, which lose the digits of all gates that follow a nearly closed one, so it is
 used only in tests with moderate gates.
@@ -19,7 +19,7 @@ import math
 
 from precondattn.arrays import Array, arange_like, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, transpose
-from precondattn.spec.recurrence import Stream
+from precondattn.spec.recurrence import Stream, erased
 
 
 def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
@@ -28,14 +28,14 @@ def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
     t, s = x.q.shape[2], x.k.shape[2]
     total = xp.cumulative_sum(x.g, axis=2)  # G, (b, m, s, 1 or d, 1 or e)
     by_value = x.g.shape[-1] > 1
-    if x.beta is not None and max(x.g.shape[-2:]) > 1:
-        raise ValueError("the delta rule has one gate for all channels here")
+    if x.beta is not None and by_value:
+        raise ValueError("the delta rule has no gate for each value channel here")
 
     u = x.v
     if x.beta is not None:
-        among_keys = _weights(x.k[:, :, :, None, :], x.k, total)[:, :, :, 0, :]
+        among_keys = _weights(erased(x)[:, :, :, None, :], x.k, total)[:, :, :, 0, :]
         below = x.beta[..., None] * xp.tril(among_keys, k=-1)
-        from_state = xp.exp(total[..., 0]) * (x.k @ state)
+        from_state = (xp.exp(total[..., 0]) * erased(x)) @ state
         u = solve_lower(identity_like(below) + below, x.beta[..., None] * (x.v - from_state))
 
     query_total = total[:, :, s - t :, ...]

@@ -2,14 +2,16 @@
 
     S'_t = Γ_t ∘ S_{t−1},            Γ_t = e^{g_t}, g ≤ 0         decay,
     u_t  = v_t                       (additive)
-    u_t  = β_t (v_t − S'_tᵀ k_t)     (delta rule)                 write,
+    u_t  = β_t (v_t − S'_tᵀ a_t)     (delta rule)                 write,
     S_t  = S'_t + k_t u_tᵀ,
     o_t  = S_tᵀ q_t                                               read.
 
-The decay g_t is one number, or one per row of the state (key channel), or one per column (value
+The delta rule erases what the state stores for the key a_t, which is k_t unless another one is
+given, and writes with k_t. The decay g_t is one number, or one per row of the state (key channel), or one per column (value
 channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et al. 2024 (GLA,
 arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
-2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10). Two more forms, written independently of this one,
+2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10), Kimi Team 2025 (a delta rule with one decay per key
+channel, arXiv 2510.26692 Eq. 1). Two more forms, written independently of this one,
 are in `parallel.py` and `chunkwise.py`.
 
 Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
@@ -17,8 +19,8 @@ Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
     Λ_t = Γ_{t+1} ∘ dS'_{t+1} + q_t do_tᵀ,         plus, in Λ_N, the gradient of the final state,
     dq_t = S_t do_t,    du_t = Λ_tᵀ k_t,    dk_t = Λ_t u_t,
     additive:  dv_t = du_t,    dS'_t = Λ_t,
-    delta:     dv_t = β_t du_t,    dβ_t = du_t·(v_t − S'_tᵀ k_t),    dk_t −= S'_t dv_t,
-               dS'_t = Λ_t − k_t dv_tᵀ,
+    delta:     dv_t = β_t du_t,    dβ_t = du_t·(v_t − S'_tᵀ a_t),    da_t = −S'_t dv_t,
+               dS'_t = Λ_t − a_t dv_tᵀ,
     dg_t = Σ dS'_t ∘ S'_t, over the entries that share the gate.
 
 Γ_1 ∘ dS'_1 is the gradient of the initial state.
@@ -47,6 +49,8 @@ class Stream(NamedTuple):
     """Log-decay (b, m, s, 1 or d, 1 or e); −∞ resets the state."""
     beta: Array | None = None
     """Write strength of the delta rule (b, m, s); None for additive writes."""
+    erase: Array | None = None
+    """The key whose value the delta rule erases (b, m, s, d); None for k."""
 
 
 class Gradients(NamedTuple):
@@ -56,13 +60,18 @@ class Gradients(NamedTuple):
     state: Array
 
 
+def erased(x: Stream) -> Array:
+    """The keys whose values the delta rule erases (b, m, s, d)."""
+    return x.k if x.erase is None else x.erase
+
+
 def recurrent(x: Stream, state: Array) -> tuple[Array, Array]:
     """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
     inputs = (_for_every_token(x.q, x.k), x.k, x.v, x.g)
     if x.beta is None:
         state, o = scan(_add_and_read, state, inputs)
     else:
-        state, o = scan(_correct_and_read, state, (*inputs, x.beta))
+        state, o = scan(_correct_and_read, state, (*inputs, x.beta, erased(x)))
     return o[:, :, o.shape[TIME] - x.q.shape[TIME] :, ...], state
 
 
@@ -76,12 +85,12 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
     if x.beta is None:
         _, before = scan(_add, state, write)
     else:
-        _, before = scan(_correct, state, (*write, x.beta))
+        _, before = scan(_correct, state, (*write, x.beta, erased(x)))
     decayed = xp.exp(x.g) * before
     if x.beta is None:
         residual, u = x.v, x.v
     else:
-        residual = x.v - _read(decayed, x.k)
+        residual = x.v - _read(decayed, erased(x))
         u = x.beta[..., None] * residual
     d_q = d_o @ transpose(decayed + _outer(x.k, u))
 
@@ -89,17 +98,20 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
     if x.beta is None:
         d_first, d_state = scan(_back_from_addition, d_final, back, reverse=True)
     else:
-        d_first, d_state = scan(_back_from_correction, d_final, (*back, x.beta), reverse=True)
+        back = (*back, x.beta, erased(x))
+        d_first, d_state = scan(_back_from_correction, d_final, back, reverse=True)
     d_u = _read(d_state, x.k)
     d_k = (d_state @ u[..., None])[..., 0]
-    d_v, d_decayed, d_beta = d_u, d_state, None
+    d_v, d_decayed, d_beta, d_erase = d_u, d_state, None, None
     if x.beta is not None:
         d_beta = row_sum(d_u * residual)[..., 0]
         d_v = x.beta[..., None] * d_u
-        d_k = d_k - (decayed @ d_v[..., None])[..., 0]
-        d_decayed = d_state - _outer(x.k, d_v)
+        d_erase = -(decayed @ d_v[..., None])[..., 0]
+        d_decayed = d_state - _outer(erased(x), d_v)
+        if x.erase is None:
+            d_k, d_erase = d_k + d_erase, None
     d_g = sum_to(d_decayed * decayed, x.g.shape)
-    return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta), d_first)
+    return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta, d_erase), d_first)
 
 
 ByTokens = Callable[..., tuple[Array, ...]]
@@ -192,9 +204,9 @@ def _add(state: Array, token: Token) -> tuple[Array, Array]:
 
 def _correct(state: Array, token: Token) -> tuple[Array, Array]:
     """The new state, and the old one."""
-    k, v, g, beta = token
+    k, v, g, beta, erase = token
     decayed = namespace(k).exp(g) * state
-    return decayed + _outer(k, beta[..., None] * (v - _read(decayed, k))), state
+    return decayed + _outer(k, beta[..., None] * (v - _read(decayed, erase))), state
 
 
 def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
@@ -206,7 +218,7 @@ def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
 
 def _back_from_correction(d_state: Array, token: Token) -> tuple[Array, Array]:
     """The contribution to the gradient of the previous state, and Λ."""
-    q, d_o, k, g, beta = token
+    q, d_o, k, g, beta, erase = token
     d_state = d_state + transpose(q) @ d_o
     d_v = beta[..., None] * _read(d_state, k)
-    return namespace(q).exp(g) * (d_state - _outer(k, d_v)), d_state
+    return namespace(q).exp(g) * (d_state - _outer(erase, d_v)), d_state

@@ -15,9 +15,14 @@ from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from tests.mathematics.identities import assert_close
 
 GATES = ["none", "head", "key", "value"]
+RULES = {
+    "sum": {},
+    "delta": {"is_delta": True},
+    "erase": {"is_delta": True, "erases": True},
+}
 
 
-def stream(rng, gate, *, is_delta=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0):
+def stream(rng, gate, *, is_delta=False, erases=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0):
     """A random stream with some equal keys, and its initial state."""
     few = rng.normal(size=(b, m, 3, d))
     k = few[:, :, rng.integers(3, size=s)] + 0.1 * rng.normal(size=(b, m, s, d))
@@ -26,7 +31,9 @@ def stream(rng, gate, *, is_delta=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, we
     g = weakest - np.exp(rng.normal(size=(b, m, s, *shape)))
     q, v = rng.normal(size=(b, m, t, r, d)), rng.normal(size=(b, m, s, e))
     beta = rng.choice([0.0, 0.3, 1.0, 2.0], size=(b, m, s)) if is_delta else None
-    return Stream(q, k, v, 0 * g if gate == "none" else g, beta), rng.normal(size=(b, m, d, e))
+    erase = rng.normal(size=k.shape) / 2 if erases else None
+    g = 0 * g if gate == "none" else g
+    return Stream(q, k, v, g, beta, erase), rng.normal(size=(b, m, d, e))
 
 
 def assert_equal(result, expected):
@@ -42,24 +49,25 @@ def test_token_by_token_equals_all_pairs_at_once(gate, t):
 
 
 @pytest.mark.parametrize("t", [1, 6, 13])
-@pytest.mark.parametrize("gate", ["none", "head"])
-def test_token_by_token_equals_all_pairs_at_once_for_the_delta_rule(gate, t):
-    x, state = stream(np.random.default_rng(1), gate, is_delta=True, t=t)
+@pytest.mark.parametrize("gate", ["none", "head", "key"])
+@pytest.mark.parametrize("erases", [False, True])
+def test_token_by_token_equals_all_pairs_at_once_for_the_delta_rule(gate, erases, t):
+    x, state = stream(np.random.default_rng(1), gate, is_delta=True, erases=erases, t=t)
     assert_equal(recurrent(x, state), parallel(x, state))
 
 
-@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["none", "head", "key"])
 @settings(max_examples=15, deadline=None, database=None)
 @given(s=st.integers(1, 20), chunk=st.integers(1, 24), sub_chunk=st.integers(1, 8))
-def test_token_by_token_equals_chunk_by_chunk(gate, is_delta, s, chunk, sub_chunk):
-    x, state = stream(np.random.default_rng(s), gate, is_delta=is_delta, t=s, s=s)
+def test_token_by_token_equals_chunk_by_chunk(gate, rule, s, chunk, sub_chunk):
+    x, state = stream(np.random.default_rng(s), gate, **RULES[rule], t=s, s=s)
     assert_equal(recurrent(x, state), chunkwise(x, state, chunk, sub_chunk))
 
 
-def test_the_delta_rule_with_a_gate_for_each_channel_has_no_parallel_form():
-    x, state = stream(np.random.default_rng(2), "key", is_delta=True)
-    with pytest.raises(ValueError, match="one gate for all channels"):
+def test_the_delta_rule_with_a_gate_for_each_value_channel_has_no_parallel_form():
+    x, state = stream(np.random.default_rng(2), "value", is_delta=True)
+    with pytest.raises(ValueError, match="no gate for each value channel"):
         parallel(x, state)
 
 
@@ -112,11 +120,11 @@ def test_a_gate_of_minus_infinity_forgets_everything():
     assert all(np.all(np.isfinite(a)) for a in gradients.stream if a is not None)
 
 
-@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_are_those_of_finite_differences(gate, is_delta):
+def test_gradients_are_those_of_finite_differences(gate, rule):
     rng = np.random.default_rng(5)
-    x, state = stream(rng, gate, is_delta=is_delta, t=4, s=6)
+    x, state = stream(rng, gate, **RULES[rule], t=4, s=6)
     out, final = recurrent(x, state)
     d_out, d_final = rng.normal(size=out.shape), rng.normal(size=final.shape)
     gradients = recurrent_vjp(x, state, d_out, d_final)
@@ -128,7 +136,7 @@ def test_gradients_are_those_of_finite_differences(gate, is_delta):
 
         def along(h, i=i, direction=direction):
             moved = [*values[:i], values[i] + h * direction, *values[i + 1 :]]
-            o, last = recurrent(Stream(*moved[:5]), moved[5])
+            o, last = recurrent(Stream(*moved[:-1]), moved[-1])
             return np.sum(o * d_out) + np.sum(last * d_final)
 
         expected = (along(1e-6) - along(-1e-6)) / 2e-6
