@@ -140,6 +140,19 @@ def gated_delta_net(w):
     }
 
 
+def kda(w):
+    return {
+        **delta_net(w),
+        "g.down": w["f_proj.0.weight"].T,
+        "g.up": heads(w["f_proj.1.weight"], 4),
+        "g.A_log": w["A_log"],
+        "g.dt_bias": w["dt_bias"].reshape(4, -1),
+        "out.down": w["g_proj.0.weight"].T,
+        "out.up": heads(w["g_proj.1.weight"], 4),
+        "out.bias": w["g_proj.1.bias"].reshape(4, -1),
+    }
+
+
 def gsa(w):
     return {
         "q.weight": heads(w["q_proj.weight"], 4),
@@ -217,6 +230,7 @@ LAYERS = {
     gla: {**FOUR, "kv_heads": 2, "mechanism": "gla"},
     delta_net: {**FOUR, "mechanism": "delta"},
     gated_delta_net: {**FOUR, "value_dim": 16, "mechanism": "gated_delta"},
+    kda: {**FOUR, "value_dim": 16, "mechanism": "kda"},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

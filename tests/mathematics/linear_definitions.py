@@ -27,6 +27,7 @@ LAYERS = [
     "gsa",
     "delta",
     "gated_delta",
+    "kda",
     "ssd[scale=none]",
     "gsa[scale=1]",
     "delta[scale=1]",
@@ -36,12 +37,13 @@ LAYERS = [
     "hedgehog[factor=2](ssd)",
     "hedgehog[per=head](gla)",
     "hedgehog[factor=2,per=head](gated_delta)",
+    "hedgehog[factor=2](kda)",
     "qk_norm[norm=l2](delta)",
     "qk_norm[norm=l2,eps=0.1](gated_delta)",
 ]
-BASES = LAYERS[:8]
-GATED = ["ssd", "gla", "gsa", "gated_delta"]
-DELTA = ["delta", "gated_delta"]
+BASES = LAYERS[:9]
+GATED = ["ssd", "gla", "gsa", "gated_delta", "kda"]
+DELTA = ["delta", "gated_delta", "kda"]
 
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
 SHARED = {"q": "b t h d", "k": "b s n d", "v": "b s n e"}
@@ -54,6 +56,7 @@ SHAPES = {
     "gsa": SHARED | {"s": "b s n m", "g": "b s n m"},
     "delta": OWN | {"beta": "b s u"},
     "gated_delta": OWN | {"g": "b s u", "beta": "b s u"},
+    "kda": OWN | {"g": "b s u c", "beta": "b s u"},
 }
 
 
@@ -191,7 +194,9 @@ def written(layer, token, states):
         case "gsa":
             keys = torch.exp(g)[..., None, :] * first + outer(k, token["s"])
             return [keys, torch.exp(g)[..., None] * states[1] + outer(token["s"], v)]
-    first = first if g is None else torch.exp(g)[..., None, None] * first
+    if g is not None:
+        decay = torch.exp(g)[..., None]
+        first = (decay if decay.ndim == first.ndim else decay[..., None]) * first
     known = (first * k[..., None]).sum(-2)
     return [first + outer(k, token["beta"][..., None] * (v - known))]
 

@@ -80,6 +80,11 @@ def parallel(layer, x):
         return np.einsum("im,ijm,jm,je->ie", weights, decay, x["s"], v)
     if layer.name == "gla":
         return scale * np.einsum("ic,jc,ijc,ij->ij", q, k, decay, lower) @ v
+    if layer.name == "kda":
+        scores, known = (np.einsum("ic,jc,ijc->ij", a, k, decay) for a in (q, k))
+        known = x["beta"][:, None] * np.tril(known, -1)
+        v = np.linalg.solve(np.eye(s) + known, x["beta"][:, None] * v)
+        return scale * (lower * scores) @ v
     if layer.name == "retention":
         decay = (1 - 2.0**-5) ** (np.arange(s)[:, None] - np.arange(s))
     if "beta" in x:
@@ -201,6 +206,20 @@ def test_one_gate_for_all_channels_is_that_of_ssd(p):
     out = pa.GLA()(**(x | {"g": np.repeat(gate[..., None], p.sizes["d"], axis=-1)}))
     k, v, g = (np.repeat(a, p.group, axis=2) for a in (x["k"], x["v"], gate))
     close(out, pa.SSD(scale=p.sizes["d"] ** -0.5)(x["q"], k, v, g=g))
+
+
+@sampled
+@given(problems(square=False))
+def test_one_gate_for_all_channels_is_that_of_the_gated_delta_rule(p):
+    """Its gradient is then the sum of those of the channels."""
+    x = p.x(pa.GatedDelta())
+    channels = np.repeat(x["g"][..., None], p.sizes["d"], axis=-1)
+    expected, expected_pullback = pa.GatedDelta().vjp(**x)
+    out, pullback = pa.KDA().vjp(**(x | {"g": channels}))
+    close(out, expected)
+    d_out = p.like(out)
+    gradients = pullback(d_out)
+    close(gradients | {"g": gradients["g"].sum(-1)}, expected_pullback(d_out))
 
 
 @sampled
@@ -416,6 +435,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
         "lucid(gla)",
         "elu1(delta)",
         "elu1(gated_delta)",
+        "elu1(kda)",
         "qk_norm(delta)",
         "qk_norm[norm=layer](gated_delta)",
         "qk_norm[norm=l2,gain=true](delta)",
@@ -448,6 +468,8 @@ def test_eps_without_normalisation_is_refused():
         ("ssd", "g", (2, 5, 4)),
         ("delta", "beta", (2, 5, 8, 1)),
         ("gated_delta", "beta", (2, 5, 4)),
+        ("kda", "g", (2, 5, 8)),
+        ("kda", "g", (2, 5, 4, 3)),
         ("hedgehog[per=head](linear)", "k_weight", (4, 3, 3)),
         ("hedgehog(linear)", "q_bias", (6,)),
     ],

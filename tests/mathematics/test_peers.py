@@ -127,6 +127,8 @@ FLA = {
     "delta": pa.Delta(),
     "recurrent": pa.GatedDelta(),
     "chunk": pa.GatedDelta(),
+    "kda": pa.KDA(),
+    "kda_chunk": pa.KDA(),
     "gsa": pa.GSA(),
 }
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
@@ -146,7 +148,7 @@ def entries_of(file, case):
 def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
-    files["deltaformer"] = "deltaformer"
+    files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
@@ -218,7 +220,7 @@ def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
     assert_is_the_peer(QWEN3_NEXT, saved, x)
 
 
-@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "gsa"])
+@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "kda", "gsa"])
 def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
     x, _ = of_fla(case)
     assert np.all(x["k"][:, 1::4] == x["k"][:, :-1:4])
@@ -241,16 +243,25 @@ def test_a_state_read_before_it_is_written_to_is_another_function(case):
 
 @pytest.mark.parametrize(
     ("case", "written"),
-    [("gla", "k"), ("simple", "v"), ("recurrent", "v"), ("chunk", "v"), ("gsa", "s")],
+    [
+        ("gla", "k"),
+        ("simple", "v"),
+        ("recurrent", "v"),
+        ("chunk", "v"),
+        ("kda", "k"),
+        ("gsa", "s"),
+    ],
 )
 def test_a_gate_that_decays_what_its_own_token_writes_is_another_function(case, written):
     x, saved = of_fla(case)
     gate = np.exp(x["g"])
+    if case == "kda":  # Neighbouring value heads share a key.
+        x |= {name: np.repeat(x[name], 2, axis=2) for name in "qk"}
     x[written] = (gate if gate.ndim == 4 else gate[..., None]) * x[written]
     assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1
 
 
-@pytest.mark.parametrize("case", ["gla", "simple", "recurrent", "chunk", "gsa"])
+@pytest.mark.parametrize("case", ["gla", "simple", "recurrent", "chunk", "kda", "gsa"])
 def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
     x, saved = of_fla(case)
     assert np.any(x["g"][:, 0] < -0.1)
@@ -258,7 +269,9 @@ def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
     assert distance(output_of(FLA[case], saved, x), saved["out"]) > 1e-2
 
 
-@pytest.mark.parametrize("case", ["linear", "gla", "simple", "delta", "recurrent", "chunk", "gsa"])
+@pytest.mark.parametrize(
+    "case", ["linear", "gla", "simple", "delta", "recurrent", "chunk", "kda", "gsa"]
+)
 def test_another_scale_is_another_function(case):
     x, saved = of_fla(case)
     m = type(FLA[case])(scale=1.0)

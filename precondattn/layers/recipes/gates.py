@@ -156,6 +156,29 @@ class DecayWithBias(Recipe):
 
 
 @dataclass(frozen=True)
+class LowRankDecay(DecayWithBias):
+    """−e^{A_log} softplus(B A x + b), A x as wide as a value, A_log for each head
+
+    Source: Kimi Linear (arXiv 2510.26692), 4; flash-linear-attention, fla/layers/kda.py.
+    """
+
+    smallest: float = 1.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            "down": Parameter("x e", FanIn()),
+            "up": Parameter("e …", FanIn()),
+            "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
+            "A_log": Parameter("u", LogUniform(self.smallest, self.largest)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        score = linear(linear(tokens.x, p["down"]), p["up"])
+        step = softplus(upcast(score) + upcast(p["dt_bias"]))
+        return -namespace(step).exp(upcast(p["A_log"]))[:, None] * step
+
+
+@dataclass(frozen=True)
 class Written(Recipe):
     """1 − e^g, the part of a slot that decay leaves free
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.arrays import Array, cast, namespace
-from precondattn.layers.functions import linear, rms_norm, silu, upcast
+from precondattn.layers.functions import linear, rms_norm, sigmoid, silu, upcast
 from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 
@@ -67,6 +67,27 @@ class GatedNorm(Norm):
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         return super().make(tokens, p) * silu(linear(tokens.x, p["gate"]))
+
+
+@dataclass(frozen=True)
+class LowRankGatedNorm(Norm):
+    """γ RMSNorm(o) σ(B A x + b), head by head, A x as wide as a value
+
+    Source: Kimi Linear (arXiv 2510.26692), 4; flash-linear-attention, fla/layers/kda.py.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            **super().parameters(),
+            "down": Parameter("x e", FanIn()),
+            "up": Parameter("e …", FanIn()),
+            "bias": Parameter("…", Constant(0)),
+        }
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        score = linear(linear(tokens.x, p["down"]), p["up"])
+        gate = sigmoid(upcast(score) + upcast(p["bias"]))
+        return super().make(tokens, p) * cast(gate, score.dtype)
 
 
 @dataclass(frozen=True)

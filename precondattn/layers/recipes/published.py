@@ -18,6 +18,7 @@ from precondattn.layers.recipes.gates import (
     DecayOfStep,
     DecayWithBias,
     LogSigmoid,
+    LowRankDecay,
     LowRankLogSigmoid,
     Sigmoid,
     StepOfSolve,
@@ -29,6 +30,7 @@ from precondattn.layers.recipes.outputs import (
     Activated,
     GatedGroupNorm,
     GatedNorm,
+    LowRankGatedNorm,
     Norm,
     Unchanged,
 )
@@ -86,6 +88,7 @@ PUBLISHED: dict[str, Recipes] = {
     "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
     "delta": {**DELTA, "out": Norm()},
     "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
+    "kda": {**DELTA, "g": LowRankDecay(), "out": LowRankGatedNorm()},
     "ssd": {
         "q": Convolution(bias=True),
         "k": Convolution(bias=True),

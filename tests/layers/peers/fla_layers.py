@@ -7,6 +7,7 @@ its weights, and returns the call of a dict of them and x.
     gla             num_kv_heads=2
     delta_net       the gate is 0 in the operator of the gated delta rule
     gated_delta_net expand_v=2
+    kda             expand_v=2
     gsa             num_kv_heads=2, num_slots=3
     retention       expand_v=2
     path            use_forget_gate=True
@@ -124,6 +125,44 @@ def gated_delta_net():
     return {**shapes, **projections(a=4, g=64), "A_log": (4,), "dt_bias": (4,)}, call
 
 
+def kda():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=32, v=64, b=4),
+        "q_conv1d.weight": (32, 1, 4),
+        "k_conv1d.weight": (32, 1, 4),
+        "v_conv1d.weight": (64, 1, 4),
+        "f_proj.0.weight": (16, 32),
+        "f_proj.1.weight": (32, 16),
+        "A_log": (4,),
+        "dt_bias": (32,),
+        "g_proj.0.weight": (16, 32),
+        "g_proj.1.weight": (64, 16),
+        "g_proj.1.bias": (64,),
+        "o_norm.weight": (16,),
+        "o_proj.weight": (32, 64),
+    }
+
+    def call(w, x):
+        q, k, v = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qkv"
+        )
+        score = linear(w, "f_proj.1", linear(w, "f_proj.0", x)) + w["dt_bias"]
+        step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
+        g = -w["A_log"].exp()[:, None] * step
+        beta = linear(w, "b_proj", x).sigmoid()
+        o, _ = naive("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
+        gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
+        o = normed(w, "o_norm", o) * gate.sigmoid()
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
 def gsa():
     import torch
 
@@ -206,3 +245,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
+NEWER = (kda,)
+"""Apart, because the seed of a layer is its place."""

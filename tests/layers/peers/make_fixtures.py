@@ -294,6 +294,7 @@ def main(names):
             vision_transformer,
         )
     ]
+    later += [(of_function, make) for make in fla_layers.NEWER]
     for seed, (of, make) in enumerate([*modules, *functions, *later]):
         name = make.__name__
         if names and name not in names:

@@ -23,12 +23,14 @@ mask, without rotation. float64, but the peer computes its softmax and exp(λ) i
     before_o_proj           (batch, time, 64), the input of o_proj: (1 − lambda_init) times the
                             group norm of `difference`, the pairs side by side
 
-Mechanisms with a state are in five files, by cases (the prefix of the entries), all in float32:
+Mechanisms with a state are in these files, by cases (the prefix of the entries), all in float32:
 
 `linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
 `normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
 `delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
 (`recurrent`) and in chunks of 16 (`chunk`).
+`kda_fla.npz`: those of Kimi Delta Attention, with two value heads for each key head, token by token
+(`kda`) and in chunks of 16 (`kda_chunk`).
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
@@ -354,6 +356,36 @@ def delta_entries():
     )
 
 
+def kda_entries():
+    """Return the entries of kda_fla.npz, without `versions`."""
+
+    def of(name, **options):
+        def call(x, initial):
+            out, state = getattr(load_naive("kda"), name)(
+                **x, initial_state=initial["state"], output_final_state=True, **options
+            )
+            return out, {"state": state}
+
+        return call
+
+    rng = np.random.default_rng(20268)
+    batch, time, heads, value_heads, dim, width = 2, 32, 2, 4, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim, unit=True),
+        "v": normal(rng, batch, time, value_heads, width),
+        "g": gates_of(rng, batch, time, value_heads, dim),
+        "beta": betas_of(rng, batch, time, value_heads),
+    }
+    initial = {"state": normal(rng, batch, value_heads, dim, width)}
+    recurrent = of("naive_recurrent_kda")
+    chunk = of("naive_chunk_kda", chunk_size=16)
+    return of_cases(
+        kda=stateful_entries(rng, recurrent, inputs, initial),
+        kda_chunk=stateful_entries(rng, chunk, inputs, initial),
+    )
+
+
 def gsa_entries():
     """Return the entries of gsa_fla.npz, without `versions`."""
 
@@ -498,6 +530,7 @@ def main():
     save("differential_diffllama.npz", "transformers", differential_entries())
     save("linear_fla.npz", "fla-core", linear_entries())
     save("delta_fla.npz", "fla-core", delta_entries())
+    save("kda_fla.npz", "fla-core", kda_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
