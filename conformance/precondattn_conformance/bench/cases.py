@@ -189,6 +189,14 @@ COMPARED = (
         layout(d=128),
         peers=("transformers", "fla"),
     ),
+    *(
+        BenchCase(f"{prefix}kda{suffix}", "kda", work, layout(d=128), library, peers=peers)
+        for prefix, library, peers in (
+            ("", "torch", ("gated_delta", "fla")),
+            ("jax_", "jax", ("gated_delta",)),
+        )
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
     BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa",)),

@@ -228,6 +228,7 @@ _FLA = {
     "gsa": ("fla.ops.gsa", "chunk_gsa", {}),
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
     "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
+    "kda": ("fla.ops.kda", "chunk_kda", {}),
     "path": ("fla.ops.path_attn.parallel", "parallel_path_attn", {}),
 }
 
@@ -312,6 +313,13 @@ PEERS = (
             ),
         )
         for name, library in (("by_hand", "torch"), ("numpy_by_hand", "numpy"))
+    ),
+    Peer(
+        "gated_delta",
+        None,
+        lambda m: isinstance(m, pa.KDA),
+        lambda case, device: "",
+        lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
     ),
     Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
     Peer("batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")),
