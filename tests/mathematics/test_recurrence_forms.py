@@ -22,7 +22,9 @@ RULES = {
 }
 
 
-def stream(rng, gate, *, is_delta=False, erases=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0):
+def stream(
+    rng, gate, *, is_delta=False, erases=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0
+):
     """A random stream with some equal keys, and its initial state."""
     few = rng.normal(size=(b, m, 3, d))
     k = few[:, :, rng.integers(3, size=s)] + 0.1 * rng.normal(size=(b, m, s, d))
