@@ -7,8 +7,8 @@ With G = cumsum(g), D_ij = e^{G_i − G_j} for j ≤ i, and the state S_0 before
     S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
 
 Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. With one decay per key
-channel D is inside the products, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel it
-is inside the sum over j. This form is quadratic in the number of tokens. It exponentiates
+channel D is inside the products, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel
+it is inside the sum over j. This form is quadratic in the number of tokens. It exponentiates
 differences of sums, which lose the digits of all gates that follow a nearly closed one, so it is
 used only in tests with moderate gates.
 """

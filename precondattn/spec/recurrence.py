@@ -7,9 +7,9 @@
     o_t  = S_tᵀ q_t                                               read.
 
 The delta rule erases what the state stores for the key a_t, which is k_t unless another one is
-given, and writes with k_t. The decay g_t is one number, or one per row of the state (key channel), or one per column (value
-channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et al. 2024 (GLA,
-arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
+given, and writes with k_t. The decay g_t is one number, or one per row of the state (key channel),
+or one per column (value channel). Sources: Katharopoulos et al. 2020 (linear attention),
+Yang et al. 2024 (GLA, arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
 2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10), Kimi Team 2025 (a delta rule with one decay per key
 channel, arXiv 2510.26692 Eq. 1). Two more forms, written independently of this one,
 are in `parallel.py` and `chunkwise.py`.
@@ -98,8 +98,8 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
     if x.beta is None:
         d_first, d_state = scan(_back_from_addition, d_final, back, reverse=True)
     else:
-        back = (*back, x.beta, erased(x))
-        d_first, d_state = scan(_back_from_correction, d_final, back, reverse=True)
+        corrected = (*back, x.beta, erased(x))
+        d_first, d_state = scan(_back_from_correction, d_final, corrected, reverse=True)
     d_u = _read(d_state, x.k)
     d_k = (d_state @ u[..., None])[..., 0]
     d_v, d_decayed, d_beta, d_erase = d_u, d_state, None, None
