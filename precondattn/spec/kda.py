@@ -3,7 +3,7 @@
     o_t = s S_tᵀ q_t,    S_t = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ,    S'_t = diag(e^{g_t}) S_{t−1}
 
 Source: Kimi Linear (arXiv 2510.26692), Eq. 1. A token multiplies the state by
-(I − β k kᵀ) diag(e^{g}), which is a contraction for 0 ≤ β ‖k‖² ≤ 2 and g ≤ 0, whatever the channels.
+(I − β k kᵀ) diag(e^{g}), which is a contraction for 0 ≤ β ‖k‖² ≤ 2 and g ≤ 0.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@
 
 The delta rule erases what the state stores for the key a_t, which is k_t unless another one is
 given, and writes with k_t. The decay g_t is one number, or one per row of the state (key channel),
-or one per column (value channel). Sources: Katharopoulos et al. 2020 (linear attention),
-Yang et al. 2024 (GLA, arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv 2406.06484), Yang et al.
-2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10), Kimi Team 2025 (a delta rule with one decay per key
-channel, arXiv 2510.26692 Eq. 1). Two more forms, written independently of this one,
-are in `parallel.py` and `chunkwise.py`.
+or one per column (value channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et
+al. 2024 (GLA, arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv
+2406.06484), Yang et al. 2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10), Kimi Team 2025 (a delta
+rule with one decay per key channel, arXiv 2510.26692 Eq. 1). Two more forms, written independently
+of this one, are in `parallel.py` and `chunkwise.py`.
 
 Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
 
