@@ -1,0 +1,74 @@
+"""The blocked delta rules erase with another key than they write with, as the definition does.
+
+Keys repeat, and one is 0; gates are open, closed or in between.
+"""
+
+import numpy as np
+import pytest
+
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn_portable.arithmetic import arithmetic_of
+from precondattn_portable.chunkwise import Chunkwise
+from precondattn_portable.few_tokens import FewTokens
+from precondattn_portable.one_token import OneToken
+
+
+def stream(s, gate, t=None, b=2, m=2, r=2, d=4, e=3):
+    """A random stream with erase keys, and its initial state."""
+    rng = np.random.default_rng(s)
+    k = rng.normal(size=(b, m, 3, d))[:, :, rng.integers(3, size=s)]
+    k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    k[:, :, -1] = 0
+    erase = k + 0.3 * rng.normal(size=k.shape)
+    g = rng.choice([0.0, -1e-3, -1.0, -50.0], size=(b, m, s, {"head": 1, "key": d}[gate], 1))
+    q, v = rng.normal(size=(b, m, t or s, r, d)), rng.normal(size=(b, m, s, e))
+    beta = rng.choice([0.0, 0.3, 1.0], size=(b, m, s))
+    return Stream(q, k, v, g, beta, erase), rng.normal(size=(b, m, d, e))
+
+
+def of_portable(x, state):
+    return Chunkwise(arithmetic_of(state)), x, state
+
+
+def of_jax(x, state):
+    jax = pytest.importorskip("jax")
+    from precondattn_jax.chunkwise import Chunkwise as JaxChunkwise
+
+    return JaxChunkwise(), Stream(*map(jax.numpy.asarray, x)), jax.numpy.asarray(state)
+
+
+def assert_close(result, expected, bound):
+    result = np.asarray(result)
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= bound * (1 + np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("make", "bound"), [(of_portable, 1e-12), (of_jax, 1e-5)])
+@pytest.mark.parametrize("gate", ["head", "key"])
+@pytest.mark.parametrize(("s", "t"), [(65, 3), (150, 150)])
+def test_chunks_are_those_of_the_definition(gate, s, t, make, bound):
+    x, state = stream(s, gate, t)
+    form, given, first = make(x, state)
+    expected, expected_last = recurrent(x, state)
+    out, last = form.forward(given, first)
+    assert_close(out, expected, bound)
+    assert_close(last, expected_last, bound)
+
+    rng = np.random.default_rng(0)
+    d_o, d_last = rng.normal(size=expected.shape), rng.normal(size=state.shape)
+    expected = recurrent_vjp(x, state, d_o, d_last)
+    result = form.vjp(given, first, d_o, d_last)
+    assert_close(result.state, expected.state, bound)
+    for name in Stream._fields:
+        assert_close(getattr(result.stream, name), getattr(expected.stream, name), bound)
+
+
+@pytest.mark.parametrize("gate", ["head", "key"])
+def test_one_token_and_few_tokens_are_those_of_the_definition(gate):
+    x, state = stream(1, gate)
+    result = OneToken(arithmetic_of(state), decays=True).forward(x, state)
+    for one, other in zip(result, recurrent(x, state), strict=True):
+        assert_close(one, other, 1e-12)
+    x, state = stream(9, gate, 4)
+    out, _ = FewTokens(arithmetic_of(state), decays=True).forward(x, state)
+    assert_close(out, recurrent(x, 0 * state)[0], 1e-12)
