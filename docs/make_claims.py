@@ -4,6 +4,8 @@ python docs/make_claims.py                        all
 python docs/make_claims.py lucid_retrieval        one
 python docs/make_claims.py --draw                 draw what was saved, and update the pages
 
+Experiments that train save each finished training in `_build/claims`, and go on from there.
+
 An experiment is a module of `claims`. Its page is `claims/NAME.md`, its results are
 `measurements/claims/NAME.json`, its figure is `figures/claims_NAME.svg`.
 """
@@ -15,6 +17,7 @@ import os
 import platform
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 from types import ModuleType
@@ -37,6 +40,7 @@ NAMES = (
     "ccq_margin",
     "row_norm_conditioning",
     "overheads",
+    "sharp_softmax",
 )
 LINE = 110
 
@@ -62,12 +66,16 @@ def run(name: str) -> dict[str, Any]:
     """The results of an experiment, with what is needed to repeat it."""
     start = time.process_time()
     results = experiment(name).run()
+    seconds = time.process_time() - start
+    if "runs" in results:  # Some may be of an earlier call, which was interrupted.
+        seconds = sum(training["seconds"] for training in results["runs"].values())
     return {
         "precondattn": pa.__version__,
         "numpy": np.__version__,
+        **({"torch": version("torch")} if "runs" in results else {}),
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "seconds_of_one_core": round(time.process_time() - start, 1),
+        "seconds_of_one_core": round(seconds, 1),
         "results": results,
     }
 
@@ -75,9 +83,10 @@ def run(name: str) -> dict[str, Any]:
 def measured(name: str, saved: dict[str, Any]) -> str:
     """Verdict, figure and table of a page."""
     module, results = experiment(name), saved["results"]
+    library = f"PyTorch {saved['torch']}" if "torch" in saved else f"NumPy {saved['numpy']}"
     about = (
         f"`python docs/make_claims.py {name}` made these numbers in "
-        f"{saved['seconds_of_one_core']:.0f} seconds of one core, with NumPy {saved['numpy']}."
+        f"{saved['seconds_of_one_core']:.0f} seconds of one core, with {library}."
     )
     return "\n".join(
         [
