@@ -41,6 +41,7 @@ NAMES = (
     "row_norm_conditioning",
     "overheads",
     "sharp_softmax",
+    "state_tracking",
 )
 LINE = 110
 

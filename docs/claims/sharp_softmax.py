@@ -93,7 +93,7 @@ def train(name: str, seed: int, first: int, then: int, width: int, shown: bool) 
 
 
 def between(scale: float, q: Any, k: Any) -> dict[str, float]:
-    """Softmax's mean weight on a token itself among all ten, and the largest Φ_ij of two tokens."""
+    """Softmax's mean weight on a token itself, and the largest Φ_ij of two tokens."""
     width = k.shape[1]
     own = (scale * q @ k.mT).softmax(-1).diagonal().mean()
     unit = k / k.square().mean(1, keepdim=True).sqrt()
