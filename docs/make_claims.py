@@ -42,6 +42,7 @@ NAMES = (
     "overheads",
     "sharp_softmax",
     "state_tracking",
+    "row_norm_digits",
 )
 LINE = 110
 
