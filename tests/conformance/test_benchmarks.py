@@ -106,6 +106,11 @@ def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
     assert "path is not written by hand" in row.reason
 
 
+OF_TWO_MODELS = 8e-5
+"""Both round. From the gradient in float64, that of Transformers' own OLMo Hybrid in float32 is
+3.6e-5 away and ours 4.4e-5, of the largest number; the processor's products decide how far."""
+
+
 def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
     pytest.importorskip("transformers")
     code, printed = run_quick("transformers_*", save=tmp_path / "run.json")
@@ -115,7 +120,7 @@ def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
     assert len(rows) == len(models.WORKS) * len(MODELS)
     for row in rows:
         assert row.status == TIMED, row.case
-        assert row.error < 2e-5, row.case
+        assert row.error < OF_TWO_MODELS, row.case
         assert row.ratios["transformers"]["median"] > 0, row.case
 
 

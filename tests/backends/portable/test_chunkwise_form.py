@@ -134,8 +134,8 @@ def test_the_chunkwise_form_does_not_modify_its_inputs():
 
 
 def test_unsupported_decays_are_refused():
-    x, state, *_ = some_stream(np.random.default_rng(4), "key", 4, 4, 1)
-    with pytest.raises(ValueError, match="one decay for each head"):
+    x, state, *_ = some_stream(np.random.default_rng(4), "value", 4, 4, 1)
+    with pytest.raises(ValueError, match="one for each value channel; found 1 x 3 decays"):
         Chunkwise(IN_PLACE).forward(x._replace(beta=np.ones((2, 2, 4))), state)
 
 

@@ -26,12 +26,14 @@ from precondattn_portable import (
     chunkwise,
     chunkwise_additive,
     chunkwise_delta,
+    chunkwise_delta_channels,
     head_decay,
 )
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise import Work
 from precondattn_portable.chunkwise_additive import Additive
 from precondattn_portable.chunkwise_delta import DeltaRule
+from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
 from precondattn_portable.head_decay import HeadDecay, sums_before, sums_from
 
 BOTH = (FORWARD, BACKWARD)
@@ -45,7 +47,13 @@ ALL = (*RUN, *PULL)
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    return [*_of_states_between(), *_of_delta(), *_of_head_decay(), *_of_channel_decay()]
+    return [
+        *_of_states_between(),
+        *_of_delta(),
+        *_of_delta_by_channel(),
+        *_of_head_decay(),
+        *_of_channel_decay(),
+    ]
 
 
 def _of_states_between() -> list[Fault]:
@@ -181,6 +189,73 @@ def _of_delta() -> list[Fault]:
             lambda true: lambda ops, q, d_o, d_state: true(ops, q, 0 * d_o, d_state),
         ),
     ]
+
+
+def _of_delta_by_channel() -> list[Fault]:
+    return [
+        blocked(
+            "kda",
+            RUN,
+            "the correction reads the state without decay",
+            KeyDeltaRule,
+            "__init__",
+            lambda true: changed_after(true, reading_k=lambda self: self.erase * self.x.beta),
+        ),
+        blocked(
+            "kda",
+            RUN,
+            "a chunk's writes not decayed to its end",
+            KeyDeltaRule,
+            "__init__",
+            lambda true: changed_after(true, writing_k=lambda self: self.x.k),
+        ),
+        blocked(
+            "kda",
+            (*RUN, *PULL),
+            "the state does not decay from chunk to chunk",
+            KeyDeltaRule,
+            "_kept",
+            lambda true: lambda self, chunk: 0 * true(self, chunk) + 1,
+        ),
+        blocked(
+            "kda",
+            RUN,
+            "the inverse within a chunk to first order",
+            chunkwise_delta_channels,
+            "unit_lower_inverse",
+            lambda _: first_order,
+        ),
+        blocked(
+            "kda",
+            PULL,
+            "the gates' gradient without the reads of the state",
+            chunkwise_delta_channels,
+            "sums_from",
+            lambda true: lambda x: 0 * true(x),
+        ),
+        blocked(
+            "kda",
+            PULL,
+            "the gates' gradient without what is written to the state",
+            chunkwise_delta_channels,
+            "sums_before",
+            lambda true: lambda x: 0 * true(x),
+        ),
+        blocked(
+            "kda",
+            PULL,
+            "the gradient of β without the state that is erased",
+            chunkwise_delta_channels,
+            "row_sum",
+            _without_state,
+        ),
+    ]
+
+
+def _without_state(true: Any) -> Any:
+    """The second of the three sums of a gradient is 0."""
+    calls = iter(range(1_000_000))
+    return lambda x: true(x) * (next(calls) % 3 != 1)
 
 
 def _of_head_decay() -> list[Fault]:

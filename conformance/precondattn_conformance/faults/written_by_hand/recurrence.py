@@ -60,6 +60,12 @@ def _of_the_recurrence() -> list[Fault]:
             inside(recurrence, "_correct", lambda _: _correcting_fully),
         ),
         written(
+            "kda",
+            RUN,
+            "corrected by the state before its decay",
+            inside(recurrence, "_correct", lambda _: _correcting_undecayed),
+        ),
+        written(
             "delta",
             RUN,
             "added without correction",
@@ -98,21 +104,21 @@ def _reading_before(state: Any, token: Any) -> Any:
 
 
 def _correcting_undecayed(state: Any, token: Any) -> Any:
-    k, v, g, beta = token
+    k, v, g, beta, _ = token
     decayed = namespace(k).exp(g) * state
     u = beta[..., None] * (v - recurrence._read(state, k))
     return decayed + recurrence._outer(k, u), state
 
 
 def _correcting_fully(state: Any, token: Any) -> Any:
-    k, v, g, beta = token
+    k, v, g, beta, _ = token
     decayed = namespace(k).exp(g) * state
     u = beta[..., None] * v - recurrence._read(decayed, k)
     return decayed + recurrence._outer(k, u), state
 
 
 def _only_adding(state: Any, token: Any) -> Any:
-    k, v, g, beta = token
+    k, v, g, beta, _ = token
     return namespace(k).exp(g) * state + recurrence._outer(k, beta[..., None] * v), state
 
 
@@ -162,6 +168,18 @@ def _of_its_gradient() -> list[Fault]:
             inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),
         ),
         written(
+            "kda",
+            PULL,
+            "the correction constant to the gradient",
+            inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),
+        ),
+        written(
+            "kda",
+            PULL,
+            "one gate's gradient for all key channels",
+            inside(TokenByToken, "vjp", lambda true: _mean_of_gates(true)),
+        ),
+        written(
             "gla",
             PULL,
             "the gates' gradient from the state before the decay",
@@ -189,7 +207,7 @@ def _forgetful_back(d_state: Any, token: Any) -> Any:
 
 
 def _back_as_from_addition(d_state: Any, token: Any) -> Any:
-    q, d_o, _, g, _ = token
+    q, d_o, _, g, *_ = token
     d_state = d_state + transpose(q) @ d_o
     return namespace(q).exp(g) * d_state, d_state
 
@@ -208,6 +226,15 @@ def _gates_of_undecayed(true: Any) -> Any:
         return d._replace(
             stream=d.stream._replace(g=d.stream.g * namespace(x.g).exp(-x.g.clip(-50)))
         )
+
+    return vjp
+
+
+def _mean_of_gates(true: Any) -> Any:
+    def vjp(x: Any, *rest: Any) -> Any:
+        d = true(x, *rest)
+        g = 0 * d.stream.g + d.stream.g.mean(axis=3, keepdims=True)
+        return d._replace(stream=d.stream._replace(g=g))
 
     return vjp
 
