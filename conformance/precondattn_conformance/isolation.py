@@ -2,9 +2,9 @@
 
     for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
 
-A process runs all cases of one mechanism, one at a time, since they share the oracle's results. A
-process that dies or hangs is replaced, and the case that it was running has failed. The first
-failures are replayed alone (`alone.py`).
+A process runs all cases of one mechanism in one dtype, one at a time, since they share the oracle's
+results and what is compiled. A process that dies or hangs is replaced, and the case that it was
+running has failed. The first failures are replayed alone (`alone.py`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def run_isolated(
 
     Failures that are not `expected` are replayed alone.
     """
-    groups = deque(list(group) for _, group in groupby(cases, key=lambda case: case.mechanism))
+    groups = deque(
+        list(group) for _, group in groupby(cases, key=lambda case: (case.mechanism, case.dtype))
+    )
     count = min(jobs, len(groups))
     workers = [Worker(backend, device, timeout, count) for _ in range(count)]
     alone = Alone(lambda: Worker(backend, device, timeout, count), backend, device)

@@ -29,6 +29,9 @@ class Library:
     module = "numpy"
     dtypes: tuple[str, ...] = WIDE
 
+    compiles_operations = False
+    """Whether each operation is compiled for each shape, which takes longer than to run it."""
+
     thread_counts: tuple[int | None, ...] = (None,)
     """Numbers of threads to compute with; None if the library has no such setting."""
 
@@ -232,6 +235,7 @@ class Jax(Library):
     name = "jax"
     module = "jax"
     dtypes = WIDE + HALF
+    compiles_operations = True
     autograd = """out, pullback = jax.vjp(
     lambda array: mechanism(**inputs | {{"NAME": array}}, backend={backend}), inputs["NAME"]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from precondattn.arrays import (
@@ -10,6 +12,7 @@ from precondattn.arrays import (
     cast,
     copied,
     host_integers,
+    library_of,
     namespace,
     take_tokens,
     wants_gradient,
@@ -105,15 +108,29 @@ def append(
             target[:, held : held + fitting] = tokens if fits else tokens[:, :fitting]
             return target
         return _append_in_place(target, tokens, length, count)
+    if held is not None:
+        count = namespace(length).full_like(length, tokens.shape[1])
+    appended = _compiled_by_jax() if library_of(buffer) == "jax" else _appended
+    return appended(buffer, tokens, length, count)
+
+
+def _appended(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
     xp = namespace(buffer, tokens)
     b, capacity = buffer.shape[:2]
     t = tokens.shape[1]
-    if held is not None:
-        count = xp.full_like(length, t)
     source = arange_like(capacity, length)[None, :] - length[:, None]
     is_new = (source >= 0) & (source < count[:, None])
     gathered = take_tokens(tokens, xp.clip(source, min=0, max=t - 1))
     return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), gathered, buffer)
+
+
+@lru_cache(maxsize=1)
+def _compiled_by_jax() -> Callable[[Array, Array, Array, Array], Array]:
+    """`_appended` as one function: outside `jax.jit`, JAX compiles and starts every operation."""
+    import jax
+
+    compiled: Callable[[Array, Array, Array, Array], Array] = jax.jit(_appended)
+    return compiled
 
 
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import require_unchanged
+from precondattn_conformance.expecting import REFERENCE
 from precondattn_conformance.extremes import EXTREMES, makes_sense
 from precondattn_conformance.inputs import Layout
 
@@ -76,7 +77,8 @@ class Splits(Caching):
 class Alternation(Caching):
     """One backend continues from another's cache: buffers mean the same to all backends.
 
-    Calls alternate between the backend under test and the reference, in both orders.
+    Calls alternate between the backend under test and the reference, in both orders. In JAX, the
+    reference's calls are made in NumPy.
     """
 
     name = "alternation"
@@ -84,8 +86,8 @@ class Alternation(Caching):
     def run(self, trial: Trial) -> Measured:
         ends = ends_of(trial.case.layout)
         pairs = {}
-        for first, second in ((trial.backend, "reference"), ("reference", trial.backend)):
-            order = "the reference first" if first == "reference" else "the reference second"
+        for first, second in ((trial.backend, REFERENCE), (REFERENCE, trial.backend)):
+            order = "the reference first" if first == REFERENCE else "the reference second"
             pairs[f"the output extended with {order}"] = extended(
                 trial, ends, cycle([first, second]), donates=False
             )
@@ -119,7 +121,9 @@ def extended(
         if backend == trial.backend:
             explained.append(m.explain(**new, **step.masks, cache=cache, backend=backend))
         donate = donates and number > 1
-        out, cache = m.extend(cache, **new, **step.masks, backend=backend, donate=donate)
+        helps = backend == REFERENCE != trial.under_test
+        extend = _in_numpy if helps and trial.library.compiles_operations else _in_the_library
+        out, cache = extend(trial, cache, new | step.masks, backend=backend, donate=donate)
         for name, array in new.items():
             what = f"the array of the new tokens of {name}"
             require_unchanged(what, trial.numpy(array), step.tokens[name], trial.axes(what))
@@ -128,6 +132,27 @@ def extended(
     if not any(map(trial.is_used, explained)):
         trial.require_used(explained[-1])
     return np.concatenate(outs, axis=1), np.concatenate(expected, axis=1)
+
+
+def _in_the_library(
+    trial: Trial, cache: pa.Cache, given: dict[str, Any], **options: Any
+) -> tuple[Any, pa.Cache]:
+    return trial.mechanism.extend(cache, **given, **options)
+
+
+def _in_numpy(
+    trial: Trial, cache: pa.Cache, given: dict[str, Any], **options: Any
+) -> tuple[Any, pa.Cache]:
+    """The same call with the cache and the new tokens in NumPy, where nothing is compiled."""
+    array = trial.library.array
+
+    def moved(cache: pa.Cache, into: Callable[[Any], Any]) -> pa.Cache:
+        store = {name: into(buffer) for name, buffer in cache.store.items()}
+        return cache._replace(length=into(cache.length), store=store)
+
+    in_numpy = {name: np.asarray(a) for name, a in given.items()}
+    out, cache = trial.mechanism.extend(moved(cache, np.asarray), **in_numpy, **options)
+    return array(out), moved(cache, array)
 
 
 class Step(NamedTuple):

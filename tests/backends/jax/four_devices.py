@@ -13,7 +13,7 @@ from precondattn.execution import mesh_axes
 # JAX's locations of operations hold the Python stack, which is deep in pytest, and XLA then takes
 # minutes to simplify loops.
 ENVIRONMENT = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
 def assert_pass_on_four_devices(name):
@@ -21,7 +21,11 @@ def assert_pass_on_four_devices(name):
     tests = Path(__file__).parent / name
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", tests],
-        env={**os.environ, **ENVIRONMENT, "XLA_FLAGS": FLAGS},
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}",
+        },
         capture_output=True,
         text=True,
     )
