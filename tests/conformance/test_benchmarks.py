@@ -125,13 +125,13 @@ def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
 
 
 @pytest.mark.parametrize("work", ["", "_backward", "_decode"])
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "bamba"])
 def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, name, work):
     """Each model has weights with which a hundredth of an error in its linear layers is seen."""
     pytest.importorskip("transformers")
-    from precondattn.integrations.transformers.linear import gated_delta, mamba2
+    from precondattn.integrations.transformers.linear import delta_rule, mamba2
 
-    for module, function in ((gated_delta, "unit_rows"), (mamba2, "step_size")):
+    for module, function in ((delta_rule, "unit_rows"), (mamba2, "step_size")):
         right = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *x, right=right: 1.01 * right(*x))
     run_quick(f"transformers_{name}{work}", save=tmp_path / "run.json")

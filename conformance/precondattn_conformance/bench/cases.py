@@ -147,6 +147,7 @@ LAYERS = tuple(
 MODELS = {
     "Qwen3Next": ("qwen3_next", "gated_delta", layout(t=512, h=4)),
     "OlmoHybrid": ("olmo_hybrid", "gated_delta", layout(t=512, h=4)),
+    "KimiLinear": ("kimi_linear", "kda", layout(t=512, h=4)),
     "Mamba2": ("mamba2", "ssd", layout(t=512, n=1)),
     "Bamba": ("bamba", "ssd", layout(t=512, n=1)),
 }

@@ -99,6 +99,7 @@ _DELTA |= {"linear_key_head_dim": "d", "linear_value_head_dim": "e"}
 _SIZES = {
     "Qwen3Next": _DELTA,
     "OlmoHybrid": _DELTA,
+    "KimiLinear": {"linear_num_heads": "h", "linear_head_dim": "d"},
     "Mamba2": {"num_heads": "h", "n_groups": "n", "state_size": "d", "head_dim": "e"},
     "Bamba": {
         "mamba_n_heads": "h",
@@ -110,6 +111,15 @@ _SIZES = {
 """What each model calls the sizes of its linear layers."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     "Qwen3Next": {"num_experts": 0, "mlp_only_layers": []},
+    "KimiLinear": {
+        "layer_types": ["linear_attention"] * (BLOCKS - 1) + ["full_attention"],
+        "mlp_layer_types": ["dense"] * BLOCKS,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
     "Bamba": {"attn_layer_indices": [BLOCKS - 1]},
 }
 

@@ -11,7 +11,7 @@ cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in 
 naive_lucid    lucid       the same mechanism                  PyTorch
 transformers   gated       the same mechanism; of Nyström      PyTorch, with `transformers`
                delta,      attention the one with
-               ssd,        `start="batch"`
+               kda, ssd,   `start="batch"`
                nystrom
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
@@ -196,8 +196,8 @@ def _jax_attention_by(implementation: str) -> Callable[..., Any]:
 def _lacks_transformers(case: BenchCase, device: str) -> str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if case.mechanism == "ssd" and not case.model:
-        return "ssd of Transformers is measured in its models"
+    if case.mechanism in ("kda", "ssd") and not case.model:
+        return f"{case.mechanism} of Transformers is measured in its models"
     return _no_decoding(case, device)
 
 
@@ -297,7 +297,7 @@ PEERS = (
     Peer(
         "transformers",
         "torch",
-        lambda m: str(m) in ("gated_delta", "ssd", "nystrom"),
+        lambda m: str(m) in ("gated_delta", "kda", "ssd", "nystrom"),
         _lacks_transformers,
         _transformers,
     ),

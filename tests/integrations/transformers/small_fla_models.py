@@ -16,6 +16,8 @@ MODELS = {
     "GLA": {"expand_k": 0.5, "expand_v": 1.0, "num_kv_heads": 1, "use_short_conv": True},
     "HGRN2": {"expand_ratio": 16},
     "GatedDeltaNet": {"head_dim": 8, "expand_v": 2, "num_v_heads": 4, "allow_neg_eigval": True},
+    "KDA": {"head_dim": 16, "expand_v": 2, "num_v_heads": 4, "allow_neg_eigval": True},
+    "KDA, bounded": {"head_dim": 16, "safe_gate": True, "lower_bound": -3.0},
     "DeltaNet": {"use_gate": True},
     "RetNet": {},
     "GSA": {"num_slots": 8},
@@ -30,8 +32,9 @@ def made(name):
 
     torch.manual_seed(0)
     options = {**SIZES, "num_heads": 2, **MODELS[name]}
-    config = getattr(fla.models, f"{name}Config")(**options)
-    model = getattr(fla.models, f"{name}ForCausalLM")(config).eval()
+    family = name.partition(",")[0]
+    config = getattr(fla.models, f"{family}Config")(**options)
+    model = getattr(fla.models, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in parameter_name:

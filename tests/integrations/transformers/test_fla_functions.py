@@ -32,6 +32,8 @@ CASES = {
     "retention": ("linear", "chunk_retention", {}),
     "delta": ("delta", "chunk_delta_rule", {}),
     "recurrent": ("delta", "fused_recurrent_gated_delta_rule", {}),
+    "kda": ("kda", "fused_recurrent_kda", {}),
+    "kda_chunk": ("kda", "chunk_kda", {"safe_gate": True}),
     "gsa": ("gsa", "chunk_gsa", {}),
 }
 """By case of the saved results: the file, the function, and its options."""
@@ -100,6 +102,24 @@ def test_sequences_in_one_row_are_computed_apart(case):
 
 def _all(states):
     return (states,) if isinstance(states, torch.Tensor) else states
+
+
+def test_a_delta_rule_makes_its_gates_itself_if_it_is_asked():
+    given = inputs_of(saved("kda"))
+    rate, bias = torch.tensor([0.1, 0.5, 1.0, 2.0]), torch.randn(4 * 8)
+    x = given["g"] + bias.view(4, 8)
+    options = {"use_gate_in_kernel": True, "A_log": rate.log(), "dt_bias": bias}
+    options |= {"use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    ready = {**given, "beta": given["beta"].sigmoid()}
+    for name in ("q", "k"):
+        ready[name] = torch.nn.functional.normalize(given[name], dim=-1)
+    soft = {**ready, "g": -rate[:, None] * torch.nn.functional.softplus(x)}
+    close(called("kda", given, **options)[0], called("kda", soft)[0])
+    bounded = {**ready, "g": -2 * (rate[:, None] * x).sigmoid(), "beta": 2 * ready["beta"]}
+    options |= {"lower_bound": -2.0, "allow_neg_eigval": True}
+    close(called("kda", given, **options)[0], called("kda", bounded)[0])
+    with pytest.raises(ValueError, match="A_log: the logarithm of a rate for each head expected"):
+        called("kda", given, use_gate_in_kernel=True)
 
 
 def test_a_state_may_have_its_values_first():

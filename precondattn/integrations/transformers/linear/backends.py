@@ -22,10 +22,10 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     Parameters
     ----------
     model : PreTrainedModel
-        A model with gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) or Mamba-2's (Mamba-2,
-        Bamba, Falcon-H1, Granite's hybrids, Zamba-2), or one of flash-linear-attention's (GLA,
-        HGRN2, GatedDeltaNet, DeltaNet, RetNet, GSA, LinearAttention). It is changed in place;
-        others of its class are not.
+        A model with gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid), Kimi Delta Attention
+        (Kimi-Linear, Bailing's hybrids) or Mamba-2's layers (Mamba-2, Bamba, Falcon-H1, Granite's
+        hybrids, Zamba-2), or one of flash-linear-attention's (GLA, HGRN2, GatedDeltaNet, DeltaNet,
+        KDA, RetNet, GSA, LinearAttention). It is changed in place; others of its class are not.
     backend : str or tuple of str, optional
         As in every call of a mechanism; all installed ones by default.
 
@@ -37,8 +37,8 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     Raises
     ------
     TypeError, ValueError
-        for a model without such layers, one with gates of `add_ccq`, and layers of another
-        recurrence, such as Kimi-Linear's, whose decay is one for each channel.
+        for a model without such layers, one with gates of `add_ccq`, and layers of
+        flash-linear-attention with another recurrence.
 
     Examples
     --------

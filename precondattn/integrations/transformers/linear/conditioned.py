@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from precondattn.cache import Cache
 from precondattn.integrations.transformers.linear.computed import compute_by
-from precondattn.integrations.transformers.linear.gated_delta import called_as_by_transformers
+from precondattn.integrations.transformers.linear.delta_rule import called_as_by_transformers
+from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
 from precondattn.integrations.transformers.linear.layers import linear_layers
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.spec.contraction_gate import ContractionGate
@@ -110,7 +111,7 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         out, cache = CONDITIONED.extend(cache, **inputs, **masks, backend=backend)
         return out, _packed(cache) if returns_state else None
 
-    return called_as_by_transformers(compute)
+    return called_as_by_transformers(compute, (CHUNKS, STEP))
 
 
 def _with_gate(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,69 +1,17 @@
-"""The gated delta rule with the arguments of Transformers' own functions.
-
-    q̄ = L2(q),  k̄ = L2(k),      o = gated_delta(q̄, k̄, v, g, β)
-
-Transformers computes it in float32 and returns the dtype of the queries; so does this. The state
-is (b, value heads, d, e) in float32 in both.
-"""
+"""Transformers' functions of the gated delta rule: one decay for each token and head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from precondattn.integrations.transformers.linear.packed import refuse_packed
-from precondattn.integrations.transformers.linear.states import computed_from
+from precondattn.integrations.transformers.linear.delta_rule import computed_by
 from precondattn.spec.delta import GatedDelta
 
 CHUNKS, STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 """The names of Transformers' functions for many tokens and for one."""
-RULE = GatedDelta()
-Compute = Callable[[dict[str, Tensor], bool, Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""From inputs in float32, whether q and k are still to be normalised, the state before them and
-whether that after them is wanted, to the output and the state."""
 
 
 def functions(backend: Any) -> dict[str, Callable[..., Any]]:
     """What to call in place of both functions."""
-
-    def compute(
-        inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        if normalise:
-            inputs["q"], inputs["k"] = unit_rows(inputs["q"]), unit_rows(inputs["k"])
-        states = None if state is None else (state,)
-        out, after = computed_from(RULE, inputs, states, returns_state, backend)
-        return out, None if after is None else after[0]
-
-    return called_as_by_transformers(compute)
-
-
-def called_as_by_transformers(compute: Compute) -> dict[str, Callable[..., Any]]:
-    """Both functions of Transformers, which have the same arguments."""
-
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        refuse_packed(kwargs)
-        inputs = {"q": query.float(), "k": key.float(), "v": value.float()}
-        inputs |= {"g": g.float(), "beta": beta.float()}
-        out, state = compute(inputs, use_qk_l2norm_in_kernel, initial_state, output_final_state)
-        return out.to(query.dtype), state
-
-    return {CHUNKS: rule, STEP: rule}
-
-
-def unit_rows(x: Tensor) -> Tensor:
-    """L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes it."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    return computed_by(GatedDelta(), (CHUNKS, STEP), backend)

@@ -8,16 +8,11 @@ from typing import Any
 from torch import nn
 
 from precondattn.integrations.transformers.interface import PreTrainedModel
-from precondattn.integrations.transformers.linear import gated_delta, mamba2
+from precondattn.integrations.transformers.linear import gated_delta, kda, mamba2
 from precondattn.integrations.transformers.linear.computed import class_of, code_of
 
-KINDS = {"gated_delta": gated_delta, "ssd": mamba2}
+KINDS = {"gated_delta": gated_delta, "kda": kda, "ssd": mamba2}
 """By mechanism, the file with the names of Transformers' functions and ours in their place."""
-OTHERS = {
-    "chunk_kimi_delta_attention": "a delta rule with a decay for each channel",
-    "chunk_lightning_attention": "lightning attention",
-}
-"""Functions of other recurrences, and what they are."""
 
 
 def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
@@ -35,11 +30,6 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
     found = []
     for module in model.modules():
         names = code_of(class_of(module), "forward").co_names
-        other = next((OTHERS[name] for name in OTHERS if name in names), None)
-        if other:
-            raise ValueError(
-                f"model: {type(module).__name__} is {other}, which is no mechanism here"
-            )
         kind = next((kind for kind, own in KINDS.items() if own.CHUNKS in names), None)
         if kind:
             found.append((module, kind))

@@ -37,6 +37,7 @@ SERVED = (
     "GatedLinearAttention",
     "HGRN2Attention",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "DeltaNet",
     "MultiScaleRetention",
     "GatedSlotAttention",

@@ -11,26 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers.linear.fla.delta_gates import (
+    delta_inputs,
+    unit_rows_of,
+)
 from precondattn.integrations.transformers.linear.fla.ragged import as_batch, as_row, valid_slots
-from precondattn.integrations.transformers.linear.gated_delta import unit_rows
 from precondattn.integrations.transformers.linear.states import States, computed_from
 from precondattn.limits import KEPT
 from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
+from precondattn.spec.kda import KDA
 from precondattn.spec.linear import Linear
 from precondattn.spec.ssd import SSD
 
 NAMES = {
     "gla": ("chunk_gla", "fused_recurrent_gla"),
     "gated_delta": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "kda": ("chunk_kda", "fused_recurrent_kda"),
     "delta": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     "gsa": ("chunk_gsa", "fused_recurrent_gsa"),
     "linear": ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"),
@@ -42,6 +47,8 @@ NAMES = {
     ),
 }
 """The functions of flash-linear-attention, by recurrence."""
+PREPARED = (*signature(delta_inputs).parameters,)[5:]
+"""The arguments of both gated delta rules that say how q, k, g and beta are made first."""
 
 
 def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
@@ -94,29 +101,11 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
             raise ValueError("gk: a decay for each channel expected; found None")
         return one_state(GLA(), {"q": q, "k": k, "v": v, "g": decay}, **others)
 
-    def gated_delta(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        use_gate_in_kernel: bool = False,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False,
-        **others: Any,
-    ) -> Any:
-        if use_qk_l2norm_in_kernel:
-            q, k = _unit_rows(q), _unit_rows(k)
-        if use_gate_in_kernel and A_log is not None:
-            bias = 0 if dt_bias is None else dt_bias.float()
-            g = -A_log.float().exp() * softplus(g.float() + bias)
-        if use_beta_sigmoid_in_kernel:
-            beta = beta.float().sigmoid() * (2 if allow_neg_eigval else 1)
-        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        return one_state(GatedDelta(), inputs, **others)
+    def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
+        return one_state(GatedDelta(), delta_inputs(q, k, v, g, beta, **_taken(others)), **others)
+
+    def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
+        return one_state(KDA(), delta_inputs(q, k, v, g, beta, **_taken(others)), **others)
 
     def delta(
         q: Tensor,
@@ -127,7 +116,7 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         **others: Any,
     ) -> Any:
         if use_qk_l2norm_in_kernel:
-            q, k = _unit_rows(q), _unit_rows(k)
+            q, k = unit_rows_of(q), unit_rows_of(k)
         return one_state(Delta(), {"q": q, "k": k, "v": v, "beta": beta}, **others)
 
     def retention(
@@ -182,14 +171,14 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         return out, (after[0], after[1][:, None]) if normalize else after[0]
 
     own: dict[str, Callable[..., Any]]
-    own = {"gla": gla, "gated_delta": gated_delta, "delta": delta, "gsa": gsa}
-    own |= {"linear": linear, "retention": retention}
+    own = {"gla": gla, "gated_delta": gated_delta, "kda": kda, "delta": delta}
+    own |= {"gsa": gsa, "linear": linear, "retention": retention}
     return {name: own[kind] for kind, names in NAMES.items() for name in names}
 
 
-def _unit_rows(x: Tensor) -> Tensor:
-    """In float32, and then in the dtype of x, which is that of the output."""
-    return unit_rows(x.float()).to(x.dtype)
+def _taken(others: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for `delta_inputs`, which are no longer among the others."""
+    return {name: others.pop(name) for name in PREPARED if name in others}
 
 
 @lru_cache(maxsize=KEPT)
@@ -204,7 +193,7 @@ def _turned(state: Tensor | None, is_value_first: bool) -> Tensor | None:
 
 def _refuse(others: dict[str, Any]) -> None:
     """Raise for an argument that is set and that no mechanism has; some say how, and not what."""
-    for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level"):
+    for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate"):
         others.pop(name, None)
     for name, value in others.items():
         if value is not None and value is not False:

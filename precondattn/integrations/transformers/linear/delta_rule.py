@@ -1,0 +1,66 @@
+"""A delta rule with a gate, with the arguments of Transformers' own functions.
+
+    q̄ = L2(q),  k̄ = L2(k),      o = rule(q̄, k̄, v, g, β)
+
+Transformers computes it in float32 and returns the dtype of the queries; so does this. The state
+is (b, value heads, d, e) in float32 in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.integrations.transformers.linear.packed import refuse_packed
+from precondattn.integrations.transformers.linear.states import computed_from
+
+Compute = Callable[[dict[str, Tensor], bool, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""From inputs in float32, whether q and k are still to be normalised, the state before them and
+whether that after them is wanted, to the output and the state."""
+
+
+def computed_by(rule: Mechanism, names: tuple[str, ...], backend: Any) -> dict[str, Any]:
+    """What to call in place of Transformers' functions of these names."""
+
+    def compute(
+        inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if normalise:
+            inputs["q"], inputs["k"] = unit_rows(inputs["q"]), unit_rows(inputs["k"])
+        states = None if state is None else (state,)
+        out, after = computed_from(rule, inputs, states, returns_state, backend)
+        return out, None if after is None else after[0]
+
+    return called_as_by_transformers(compute, names)
+
+
+def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> dict[str, Any]:
+    """Functions with these names, which have the same arguments in Transformers."""
+
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        refuse_packed(kwargs)
+        inputs = {"q": query.float(), "k": key.float(), "v": value.float()}
+        inputs |= {"g": g.float(), "beta": beta.float()}
+        out, state = compute(inputs, use_qk_l2norm_in_kernel, initial_state, output_final_state)
+        return out.to(query.dtype), state
+
+    return dict.fromkeys(names, rule)
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes it."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
