@@ -32,7 +32,7 @@ class TorchArithmetic(Arithmetic):
             return torch.matmul(a, b)
         if out is None:
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
-        stacks = _stacked(a), _stacked(b), _stacked(out)
+        stacks = stacked(a), stacked(b), stacked(out)
         if any(stack is None for stack in stacks):
             for part in zip(a, b, out, strict=True):
                 self.product(*part)
@@ -43,7 +43,7 @@ class TorchArithmetic(Arithmetic):
     def add_product(self, total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
         if not total.shape[:-2] == a.shape[:-2] == b.shape[:-2]:
             return total.add_(torch.matmul(a, b), alpha=factor)
-        stacks = _stacked(total), _stacked(a), _stacked(b)
+        stacks = stacked(total), stacked(a), stacked(b)
         if any(stack is None for stack in stacks):
             for part in zip(total, a, b, strict=True):
                 self.add_product(*part, factor)
@@ -118,7 +118,7 @@ def _is_stack(x: Tensor) -> bool:
     return x.dim() == 4 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 
-def _stacked(x: Tensor) -> Any:
+def stacked(x: Tensor) -> Any:
     """(…, m, n) as one stack (-1, m, n) of the same memory; None where strides forbid it."""
     if x.dim() == 3:
         return x

@@ -51,11 +51,14 @@ class Torch(Portable):
 
     @cached_property
     def _algorithms(self) -> dict[type, Algorithm]:
-        """Two of its own, and the portable ones."""
+        """Its own, and the portable ones."""
+        from precondattn_torch.one_token import InPlaceToken
         from precondattn_torch.path import PathAttention
         from precondattn_torch.scaled_dot_product import KernelAttention
 
-        return {**ALGORITHMS, pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
+        own = {pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
+        recurrences = (pa.SSD, pa.GLA, pa.Delta, pa.GatedDelta, pa.KDA)
+        return {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

@@ -9,6 +9,7 @@ import torch
 
 import precondattn as pa
 from precondattn.arrays import library_of
+from precondattn.cache import Cache
 from precondattn.spec.recurrence import Stream, recurrent
 from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
@@ -24,6 +25,7 @@ LIBRARIES = {
 }
 DECAYS = {"none": (1, 1), "head": (1, 1), "key": (4, 1), "value": (1, 3)}
 MECHANISMS = ("linear", "linear[normalize=true]", "retention", "ssd", "gla", "delta", "gated_delta")
+MECHANISMS += ("kda",)
 
 
 def some_stream(rng, decay, is_delta, queries=2):
@@ -54,10 +56,10 @@ def test_it_is_the_definition_for_one_token_and_leaves_the_state_as_it_was(
     np.testing.assert_array_equal(np.asarray(given), state)
 
 
-def arguments(mechanism, xp_array, t, dtype=np.float32):
+def arguments(mechanism, xp_array, t, dtype=np.float32, **others):
     rng = np.random.default_rng(1)
     b, h, d = 2, 4, 8
-    sizes = {"b": b, "t": t, "s": t, "h": h, "n": 2, "u": h, "d": d, "e": d, "m": 3}
+    sizes = {"b": b, "t": t, "s": t, "h": h, "n": 2, "u": h, "d": d, "e": d, "m": 3} | others
     result = {}
     for name, pattern in mechanism.inputs.items():
         shape = pattern.shape(sizes)
@@ -156,6 +158,25 @@ def test_a_donated_cache_gives_what_one_that_is_kept_gives(expression, library):
             out, cache = mechanism.extend(cache, **token, donate=donate)
             outs[donate].append(np.asarray(out))
     np.testing.assert_allclose(outs[True], outs[False], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [{"h": 4, "n": 2, "u": 4}, {"h": 2, "n": 2, "u": 6}])
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("text", ["ssd", "gla", "delta", "gated_delta", "kda", "kda[scale=0.3]"])
+def test_pytorch_writes_a_token_to_states_of_any_grouping_of_heads(text, is_turned, heads):
+    mechanism = pa.parse(text)
+    x = arguments(mechanism, torch.as_tensor, 1, np.float64, d=4, e=3, **heads)
+    empty = mechanism.init_cache(**x)
+    (name,) = empty.store
+    state = torch.randn(empty.store[name].shape, dtype=torch.float64)
+    if is_turned:  # As Mamba-2's in Transformers.
+        state = state.mT.contiguous().mT
+    given = Cache(empty.length, {name: state}, empty.kinds)
+    expected, after = mechanism.extend(given, **x, backend="reference")
+    out, written = mechanism.extend(given, **x, donate=True)
+    assert written.store[name].data_ptr() == state.data_ptr()
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(written.store[name], after.store[name], rtol=1e-12, atol=1e-12)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def computed_by(rule: Mechanism, names: tuple[str, ...], backend: Any) -> dict[s
         inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
     ) -> tuple[Tensor, Tensor | None]:
         if normalise:
-            inputs["q"], inputs["k"] = unit_rows(inputs["q"]), unit_rows(inputs["k"])
+            inputs["q"], inputs["k"] = _both_unit_rows(inputs["q"], inputs["k"])
         states = None if state is None else (state,)
         out, after = computed_from(rule, inputs, states, returns_state, backend)
         return out, None if after is None else after[0]
@@ -59,6 +59,14 @@ def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> dict[
         return out.to(query.dtype), state
 
     return dict.fromkeys(names, rule)
+
+
+def _both_unit_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """L2(q) and L2(k). Those of one token are normalised together: half as many calls."""
+    if q.shape[1] > 1:
+        return unit_rows(q), unit_rows(k)
+    q, k = unit_rows(torch.cat((q, k), 1)).split(1, 1)
+    return q, k
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""One token after states that may be overwritten, in as few calls of PyTorch as it takes.
+
+S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
+
+It is what `precondattn_portable.one_token` computes. The arithmetic of one token is so little that
+most of its time is that of the calls themselves: the states of all sequences and heads are one
+stack of matrices here, and the layout of the recurrence is never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.arrays import Array
+from precondattn.cache import Replace, Updates
+from precondattn.frame import Frame
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.stateful import StatefulAlgorithm
+from precondattn_torch.arithmetic import stacked
+
+
+class InPlaceToken(StatefulAlgorithm):
+    """The algorithm of leaves that are one recurrence, with a decay that is an input if any is."""
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        state = past["state"]
+        if frame.may_overwrite and frame.held is not None and x["k"].shape[1] == 1:
+            states = stacked(state)
+            if states is not None:
+                return one_token(leaf, x, states), {"state": Replace(state)}
+        return super().step(ops, leaf, past, x, frame)
+
+
+def one_token(leaf: Any, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """The output (b, 1, heads, e) for q (b, 1, h, d), k, v; writes to `states` (b heads, d, e)."""
+    count, d, e = states.shape
+    q, k = x["q"] * leaf.scale_for(d), x["k"]
+    b, _, h, _ = q.shape
+    m = count // b
+    if k.shape[2] < m:
+        k = k.repeat_interleave(m // k.shape[2], 2)
+    if h < m:
+        q = q.repeat_interleave(m // h, 2)
+    k, u = k.reshape(count, 1, d), x["v"].reshape(count, 1, e)
+    if leaf.gate is not None:
+        states.mul_(x["g"].exp().reshape(count, -1, 1))
+    if leaf.is_delta:
+        u = torch.baddbmm(u, k, states, alpha=-1) * x["beta"].reshape(count, 1, 1)
+    states.addcmul_(k.mT, u)
+    return torch.bmm(q.reshape(count, -1, d), states).reshape(b, 1, -1, e)
