@@ -259,25 +259,63 @@ def test_other_ways_to_fill_a_cache_write_the_same(options):
         assert found.past_key_values.get_max_length() == 13
 
 
-def test_drafts_are_rejected_by_cropping_the_cache():
-    model, (ids, _) = made("lucid(laser)"), prompts()
-    greedy = model.generate(ids[:1], max_new_tokens=20, do_sample=False)
-    draft = made("softmax")
+@pytest.mark.parametrize("mechanism", CAUSAL)
+def test_rejected_drafts_leave_no_trace(mechanism, monkeypatch):
+    """Of tokens that can be cropped, and of states, windows and rewritten rows."""
+    model, (ids, _) = made(mechanism), prompts()
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.1 * weight.std() * torch.randn_like(weight) if weight.ndim > 1 else 0)
+    removed, crop = [], PrecondattnCache.crop
+    monkeypatch.setattr(PrecondattnCache, "crop", lambda *a: removed.append(a[1]) or crop(*a))
+    repeated = ids[1:].repeat(1, 2)
+    greedy = written(model, repeated, None, do_sample=False, use_cache=False)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
-        found = model.generate(ids[:1], max_new_tokens=20, do_sample=False, **options)
-        assert found.tolist() == greedy.tolist()
+        found = written(model, repeated, None, do_sample=False, **options)
+        assert found.sequences.tolist() == greedy.sequences.tolist()
+        for a, b in zip(found.logits, greedy.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert min(removed) < 0
 
 
-def test_a_state_can_not_reject_drafts():
+@pytest.mark.parametrize(
+    "layers", [["gated_delta"], ["softmax[window=3]"], ["ccq(gla)"], ["gated_delta", "lucid"]]
+)
+@torch.no_grad()
+def test_a_cropped_cache_never_had_the_tokens(layers):
+    model = made(layer_types=layers, num_hidden_layers=len(layers))
+    ids, mask = prompts()
+    wrong, expected = ids.flip(1), model(ids, mask).logits
+    cache = PrecondattnCache(model.config)
+    model(ids[:, :4], mask[:, :4], past_key_values=cache)
+    cache.activate_past_recording()
+    model(wrong[:, 4:7], mask[:, :7], past_key_values=cache)
+    cache.crop(-3)
+    model(torch.cat([ids[:, 4:6], wrong[:, 6:7]], 1), mask[:, :7], past_key_values=cache)
+    model(wrong[:, 7:8], mask[:, :8], past_key_values=cache)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 6
+    found = model(ids[:, 6:], mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, expected[:, 6:], rtol=0, atol=1e-4)
+
+
+def test_tokens_that_were_not_recorded_can_not_be_removed_from_a_state():
     model, (ids, _) = made(layer_types=HYBRID), prompts()
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        model.generate(ids[:1], max_new_tokens=3, prompt_lookup_num_tokens=3)
     with torch.no_grad():
         cache = model(ids).past_key_values
-    with pytest.raises(ValueError, match=r"layer 0 has the buffers .*can not be cropped"):
-        cache.crop(-1)
-    with pytest.raises(ValueError, match="between -9 and 0; found -10"):
-        cache.crop(-10)
+        with pytest.raises(ValueError, match=r"layer 0 has the buffers .*can not be cropped; call"):
+            cache.crop(-1)
+        with pytest.raises(ValueError, match="between -9 and 0; found -10"):
+            cache.crop(-10)
+        cache.activate_past_recording()
+        model(ids[:, :2], past_key_values=cache)
+        with pytest.raises(ValueError, match="can not be cropped"):
+            cache.crop(-3)
+        assert cache.get_seq_length() == 11
+        cache.crop(-2)
+        with pytest.raises(ValueError, match="can not be cropped"):
+            cache.crop(-1)
 
 
 @torch.no_grad()

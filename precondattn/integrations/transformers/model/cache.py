@@ -6,13 +6,14 @@ those of padding too: the length that it sees, `seen`, is the same for all seque
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from precondattn.cache import Cache
 from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache
+from precondattn.integrations.transformers.model.drafts import Extend, Recording
 from precondattn.layers.torch import Attention
 
 ROOM = 32
@@ -32,6 +33,8 @@ class LayerCache(CacheLayerMixin):
         self.held: Cache | None = None
         self.seen = 0
         """The number of columns, with those of padding."""
+        self.recording: Recording | None = None
+        """Calls that `crop` may take back; None before `activate_past_recording`."""
 
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
         """The layer's cache, with room for `count` more tokens of `batch` sequences."""
@@ -48,6 +51,13 @@ class LayerCache(CacheLayerMixin):
             self.held = self.held.grow(max(needed, 2 * room))
         return self.held
 
+    def keep(self, cache: Cache, extend: Extend) -> bool:
+        """Whether the cache before a call is kept, so that the call must not write to it."""
+        if self.recording is None or cache.can_crop:
+            return False
+        self.recording.add(cache, self.seen, extend)
+        return True
+
     def hold(self, cache: Cache, count: int) -> None:
         """Keep the cache after `count` more columns."""
         self.held = cache
@@ -56,8 +66,27 @@ class LayerCache(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be removed again; unknown, and so False, of an empty cache."""
+        """Whether tokens can be removed without a recording; unknown, and so False, if empty."""
         return self.held is not None and self.held.can_crop
+
+    def activate_past_recording(self) -> None:
+        if self.recording is None:
+            self.recording = Recording()
+
+    def crop(self, left: int, lengths: Any) -> None:
+        """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
+        if self.is_croppable:
+            self.held = cast(Cache, self.held).crop(lengths)
+        else:
+            self.held = cast(Recording, self.recording).before(left)
+        self.seen = left
+
+    def can_go_back_to(self, left: int) -> bool:
+        """Whether `crop` can keep `left` columns."""
+        if self.is_croppable or left == self.seen:
+            return True
+        calls = () if self.recording is None else self.recording.calls
+        return any(call.seen <= left for call in calls)
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -70,8 +99,15 @@ class LayerCache(CacheLayerMixin):
 
     def reset(self) -> None:
         self.held, self.seen, self.is_initialized = None, 0, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the recorded calls."""
+        if self.recording is not None:
+            self.recording.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.forget()
         if self.held is not None:
             self.held = self.held.reorder(beam_idx.to(self.held.length.device))
 
@@ -147,35 +183,34 @@ class PrecondattnCache(HFCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; their number is negative, as Transformers passes it.
 
+        Where a layer's cache is a state, a window or has rewritten rows, only tokens since
+        `activate_past_recording`, or since the `crop` after it, can be removed.
+
         Raises
         ------
         ValueError
-            if a layer's cache is a state, a window or has rewritten rows; and for a number out of
-            range.
+            if tokens of such a layer were not recorded; and for a number out of range.
         """
         seen = self.get_seq_length()
         if not -seen <= tokens_to_remove <= 0:
             raise ValueError(
                 f"crop: tokens_to_remove must be between {-seen} and 0; found {tokens_to_remove}"
             )
-        if tokens_to_remove == 0:
-            return
-        fixed = [i for i, layer in enumerate(self.layers) if not layer.is_croppable]
+        left = seen + tokens_to_remove
+        fixed = [i for i, layer in enumerate(self.layers) if not layer.can_go_back_to(left)]
         if fixed:
             raise ValueError(
                 f"crop: the cache of layer {fixed[0]} has the buffers "
-                f"{', '.join(self.layers[fixed[0]].held.store)}, which can not be cropped; copy "
-                f"the cache before the tokens instead"
+                f"{', '.join(self.layers[fixed[0]].held.store)}, which can not be cropped; call "
+                f"activate_past_recording() before the tokens that may be removed"
             )
-        left = seen + tokens_to_remove
-        if self.valid is not None:
-            self.valid = self.valid[:, :left]
-        for layer in self.layers:
-            lengths: Any = left
+        if tokens_to_remove:
             if self.valid is not None:
-                lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
-            layer.held = layer.held.crop(lengths)
-            layer.seen = left
-
-    def activate_past_recording(self) -> None:
-        """Nothing to record: `crop` works without, or not at all."""
+                self.valid = self.valid[:, :left]
+            for layer in self.layers:
+                lengths: Any = left
+                if self.valid is not None:
+                    lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
+                layer.crop(left, lengths)
+        for layer in self.layers:
+            layer.forget()

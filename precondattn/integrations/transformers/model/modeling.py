@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precondattn.cache import Cache
 from precondattn.integrations.transformers.interface import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -55,12 +56,22 @@ class PrecondattnBlock(GradientCheckpointingLayer, Block):
             return super().forward(x, mask=mask, positions=positions)
         layer = past_key_values.layers[self.index]
         batch, count = x.shape[:2]
+        before = layer.room_for(self.attention, batch, count)
+
+        def extended(cache: Cache, count: int, x: Tensor = x) -> Cache:
+            """The cache with the first tokens of this call."""
+            first = [None if each is None else each[:, :count] for each in (mask, positions)]
+            y = self.attention_norm(x[:, :count])
+            longer: Cache = self.attention(y, mask=first[0], positions=first[1], cache=cache)[1]
+            return longer
+
+        is_kept = layer.keep(before, extended)
         x, cache = super().forward(
             x,
             mask=mask,
             positions=positions,
-            cache=layer.room_for(self.attention, batch, count),
-            donate=not torch.is_grad_enabled(),
+            cache=before,
+            donate=not torch.is_grad_enabled() and not is_kept,
         )
         layer.hold(cache, count)
         return x
@@ -177,11 +188,6 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @property
-    def _is_stateful(self) -> bool:
-        """Whether a cache can not be cropped, so that drafts can not be rejected."""
-        return any(not b.attention.init_cache(1, 1).can_crop for b in self.model.layers)
-
     @can_return_tuple
     def forward(
         self,
@@ -263,3 +269,5 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation must be 'dynamic' or 'static' for this model; found {kind!r}"
             )
+        if generation_config.is_assistant and "past_key_values" in model_kwargs:
+            model_kwargs["past_key_values"].activate_past_recording()

@@ -1,0 +1,47 @@
+"""Tokens that are taken back from a cache that can not be cropped: a state, a window.
+
+Drafts are verified by one call, and then the wrong ones are removed. Before each such call the
+cache is kept as it was, and what the layer was called with. To remove tokens, the layer goes back
+to the last cache before them and computes attention for the tokens in between again, without the
+MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from precondattn.cache import Cache
+
+Extend = Callable[[Cache, int], Cache]
+"""From a cache to the same with the first tokens of a call, of which it is given the number."""
+
+
+class Call(NamedTuple):
+    """A recorded call of a layer."""
+
+    before: Cache
+    seen: int
+    """The number of columns before it."""
+    extend: Extend
+
+
+class Recording:
+    """The calls since the last `crop`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def add(self, before: Cache, seen: int, extend: Extend) -> None:
+        self.calls.append(Call(before, seen, extend))
+
+    def clear(self) -> None:
+        self.calls.clear()
+
+    def before(self, left: int) -> Cache | None:
+        """The cache of the first `left` columns; None if they were not recorded."""
+        call = next((call for call in reversed(self.calls) if call.seen <= left), None)
+        if call is None:
+            return None
+        count = left - call.seen
+        return call.extend(call.before, count) if count else call.before
