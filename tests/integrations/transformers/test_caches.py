@@ -225,6 +225,30 @@ def test_a_compiled_step_is_one_graph_and_writes_in_place(mechanism):
     assert [x.data_ptr() for x in buffers.values()] == places
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["softmax", "lucid(laser)"])
+@torch.no_grad()
+def test_a_step_compiled_by_inductor_writes_the_same(mechanism):
+    (ids, mask), model = prompts(), replace_attention(model_of(num_hidden_layers=1), mechanism)
+    expected = logits_at_once(model, ids, mask)
+    cache = static_cache(model, 16)
+    logits_in_parts(model, ids[:, :6], mask[:, :6], (6,), cache)
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(fullgraph=True)
+    def step(token, mask, positions, cache):
+        return model(
+            token, attention_mask=mask, position_ids=positions, past_key_values=cache
+        ).logits
+
+    for t in range(6, 11):
+        padded = torch.zeros(2, 16, dtype=torch.long)
+        padded[:, : t + 1] = mask[:, : t + 1]
+        position = mask[:, : t + 1].sum(1, keepdim=True) - 1
+        close(step(ids[:, t : t + 1], padded, position, cache), expected[:, t : t + 1])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @torch.no_grad()
 def test_a_static_cache_keeps_its_buffers_in_eager_steps_and_when_reset():
     (ids, mask), model = prompts(), double()

@@ -217,6 +217,32 @@ def test_a_model_can_be_compiled_as_one_graph_as_before(name):
             close(compiled(ids, use_cache=False).logits, expected)
 
 
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "Mamba2"])
+@torch.no_grad()
+def test_a_compiled_step_is_one_graph_for_every_token(name, compiler):
+    layers = 1 if name == "Mamba2" else 4
+    model, (ids, _) = use_backend_for(made(name, num_hidden_layers=layers)), prompts()
+    expected = model(ids, use_cache=False).logits
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    named = "cache_params" if name == "Mamba2" else "past_key_values"
+    model(ids[:, :18], use_cache=True, **{named: cache})
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(backend=compiler, fullgraph=True)
+    def step(token, position, cache):
+        where = {} if name == "Mamba2" else {"position_ids": position}
+        return model(token, use_cache=True, **where, **{named: cache}).logits
+
+    for t in range(18, 21):
+        token, position = ids[:, t : t + 1], torch.full((1, 1), t)
+        close(step(token, position, cache), expected[:, t : t + 1])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("change", [use_backend_for, lambda model: add_ccq(model, 0.5)])
 def test_a_pickled_model_computes_the_same(change, monkeypatch):
     from precondattn.execution import run

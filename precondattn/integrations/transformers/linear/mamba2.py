@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
@@ -90,12 +91,17 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
             state,
             True,
         )
-        if after is not None and after.data_ptr() != state.data_ptr():
+        if after is not None and not _is_in_place(after, state):
             state.copy_(after)
         y = y[:, 0] if z is None else y[:, 0] * silu(z)
         return y.to(hidden_states.dtype)
 
     return {CHUNKS: scan, STEP: step}
+
+
+def _is_in_place(after: Tensor, state: Tensor) -> bool:
+    """Whether the new state has the memory of the old one, which a compiler does not know."""
+    return not torch.compiler.is_compiling() and after.data_ptr() == state.data_ptr()
 
 
 def step_size(dt: Tensor, bias: Tensor | None, has_softplus: bool) -> Tensor:
