@@ -19,6 +19,8 @@ from precondattn.integrations.transformers.options import Options
 
 NAME = "precondattn"
 """The implementation's name in Transformers, and the attribute of a module with its mechanism."""
+OF_ENCODER = "precondattn_encoder"
+"""The implementation's name in encoders, whose masks are others."""
 CACHES = ("past_key_values", "layer_past")
 """The names that attention modules have for the cache."""
 LAYER = "precondattn_cache_layer"
@@ -100,8 +102,8 @@ def _check(
     mechanism, options = replacement.mechanism, replacement.options
     if dropout:
         raise ValueError(
-            f"dropout: {mechanism} has no weights to drop; set attention_dropout to 0 in the "
-            f"model's config; found {dropout}"
+            f"dropout: {mechanism} has no weights to drop; set attention_dropout, or "
+            f"attention_probs_dropout_prob, to 0 in the model's config; found {dropout}"
         )
     for name, expected in (("scaling", options.scale), ("softcap", options.softcap)):
         found = scaling if name == "scaling" else others.get(name)
@@ -119,5 +121,8 @@ def _check(
     for name in ("output_attentions", "position_bias", "head_mask", "cache"):
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name}: {mechanism} has none")
-    if others.get("is_causal") is False:
-        raise ValueError("is_causal: the mechanism is causal; found False")
+    if others.get("is_causal") not in (None, options.causal):
+        raise ValueError(
+            f"is_causal: the mechanism is {'' if options.causal else 'not '}causal; found "
+            f"{others['is_causal']}"
+        )

@@ -35,6 +35,7 @@ USED = {
     "transformers.masking_utils": (
         "ALL_MASK_ATTENTION_FUNCTIONS",
         "and_masks",
+        "bidirectional_mask_function",
         "causal_mask_function",
         "packed_sequence_mask_function",
         "sdpa_mask",
@@ -133,6 +134,7 @@ ATTENTION_FUNCTIONS = _found["ALL_ATTENTION_FUNCTIONS"]
 MASK_FUNCTIONS = _found["ALL_MASK_ATTENTION_FUNCTIONS"]
 
 and_masks = _found["and_masks"]
+bidirectional_mask_function = _found["bidirectional_mask_function"]
 causal_mask_function = _found["causal_mask_function"]
 packed_sequence_mask_function = _found["packed_sequence_mask_function"]
 remap_positions_for_packed_sequence = getattr(

@@ -9,7 +9,8 @@ which packed sequence each token belongs to. That is a tensor (b, 1, 1, s) in pl
     None      neither
 
 Transformers describes the pattern of a mask by a function of indices. A pattern that is neither
-causal, nor a causal window, nor either of these packed, raises.
+causal, nor a causal window, nor either of these packed, raises. An encoder has a mask function of
+its own, whose pattern is that every token sees every other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from precondattn.integrations.transformers.interface import (
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     packed_sequence_mask_function,
     remap_positions_for_packed_sequence,
@@ -65,6 +67,28 @@ def mask_of_tokens(
         if allow_is_causal_skip and bool(attention_mask[:, :seen].all()):
             return None
     return _columns(attention_mask.bool(), kv_offset, kv_length)[:, None, None, :]
+
+
+def mask_of_encoder(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Tensor | int = 0,
+    kv_offset: Tensor | int = 0,
+    mask_function: Pattern = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Tensor | None:
+    """The same for an encoder: padding (b, 1, 1, s), None without any."""
+    if mask_function is not bidirectional_mask_function or use_vmap:
+        raise ValueError(
+            "attention_mask: the model asks for a pattern in which a token does not see all others "
+            "(causal, or a window), and its attention was replaced by that of an encoder"
+        )
+    if attention_mask is None or (not torch.compiler.is_compiling() and attention_mask.all()):
+        return None
+    return attention_mask.bool()[:, None, None, :]
 
 
 def _columns(mask: Tensor, start: Tensor | int, count: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""A mechanism with the options of a model: scale, sliding window, soft cap and sink.
+"""A mechanism with the options of a model: scale, sliding window, soft cap, sink, and whether it is
+causal.
 
 They are options of plain softmax, which is the base of every mechanism that can take its place.
 """
@@ -22,6 +23,7 @@ class Options(NamedTuple):
     window: int | None
     softcap: float | None
     sink: bool
+    causal: bool = True
 
 
 def options_of(module: nn.Module, config: Any, index: int) -> Options:
@@ -35,6 +37,7 @@ def options_of(module: nn.Module, config: Any, index: int) -> Options:
         window,
         getattr(module, "attn_logit_softcapping", None),
         getattr(module, "sinks", None) is not None,
+        bool(getattr(module, "is_causal", True)),
     )
 
 
@@ -55,10 +58,16 @@ def with_options(mechanism: Mechanism, options: Options) -> Mechanism:
             f"{mechanism} is not softmax; what can take the place of a model's softmax are softmax "
             f"and its preconditioners, such as 'lucid' or 'lucid(laser)'"
         )
-    if not mechanism.causal:
+    if options.causal and not mechanism.causal:
         raise ValueError(f"{mechanism}: the model is causal, and the mechanism is not")
+    if not options.causal and options.window is not None:
+        raise ValueError(
+            f"sliding_window: the model is an encoder with a window of {options.window}, whose "
+            f"sides no mechanism here counts as it does"
+        )
     return replace(
         mechanism,
+        causal=options.causal,
         scale=_one("scale", mechanism.scale, options.scale),
         window=_one("window", mechanism.window, options.window),
         softcap=_one("softcap", mechanism.softcap, options.softcap),

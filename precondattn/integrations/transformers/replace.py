@@ -12,6 +12,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (
     NAME,
+    OF_ENCODER,
     Replacement,
     attention,
     pass_cache_layer,
@@ -21,15 +22,17 @@ from precondattn.integrations.transformers.interface import (
     MASK_FUNCTIONS,
     PreTrainedModel,
 )
-from precondattn.integrations.transformers.masks import mask_of_tokens
+from precondattn.integrations.transformers.linear.computed import class_of, code_of
+from precondattn.integrations.transformers.masks import mask_of_encoder, mask_of_tokens
 from precondattn.integrations.transformers.options import Options, options_of, with_options
 
 PREVIOUS = "precondattn_replaces"
 """The attribute of a model with the name of its former implementation."""
 
 # Without a mask function of the same name, Transformers passes no mask at all.
-ATTENTION_FUNCTIONS.register(NAME, attention)
-MASK_FUNCTIONS.register(NAME, mask_of_tokens)
+for _name, _mask in ((NAME, mask_of_tokens), (OF_ENCODER, mask_of_encoder)):
+    ATTENTION_FUNCTIONS.register(_name, attention)
+    MASK_FUNCTIONS.register(_name, _mask)
 
 
 def replace_attention(
@@ -47,10 +50,11 @@ def replace_attention(
     Parameters
     ----------
     model : PreTrainedModel
-        A causal decoder whose attention goes through Transformers' `AttentionInterface`. It is
-        changed in place.
+        A causal decoder or an encoder whose attention goes through Transformers'
+        `AttentionInterface`. It is changed in place.
     mechanism : str or Mechanism, optional
-        Softmax or preconditioners of it, such as `"lucid(laser)"`.
+        Softmax or preconditioners of it, such as `"lucid(laser)"`. In an encoder the softmax is not
+        causal, `"laser"` is `"laser(softmax[causal=false])"`, and LUCID is refused.
     layers : sequence of str or Mechanism, optional
         One for each layer, in place of `mechanism`.
 
@@ -76,14 +80,14 @@ def replace_attention(
     >>> model.config._attn_implementation
     'precondattn'
     """
-    config, modules = _decoder(model)
+    config, modules = _attention_of(model)
     mechanisms = _for_layers(mechanism, layers, len(modules))
     chosen = []
     for index, (module, wanted) in enumerate(zip(modules, mechanisms, strict=True)):
         options = options_of(module, config, index)
         complete = with_options(wanted, options)
         chosen.append((complete, options, learned.learned_inputs(complete, options.sink)))
-    _set_implementation(model, NAME)
+    _set_implementation(model, NAME if chosen[0][1].causal else OF_ENCODER)
     for module, (complete, options, inputs) in zip(modules, chosen, strict=True):
         _replace(module, config, complete, options, inputs)
     return model
@@ -94,40 +98,51 @@ def restore_attention(model: Any) -> Any:
     previous = getattr(model, PREVIOUS, None)
     if previous is None:
         raise ValueError("model: its attention has not been replaced")
-    for module in _decoder(model)[1]:
+    for module in _attention_of(model)[1]:
         _forget(module)
     model.set_attn_implementation(previous)
     delattr(model, PREVIOUS)
     return model
 
 
-def _decoder(model: Any) -> tuple[Any, list[nn.Module]]:
-    """The config of a decoder, and its attention modules in order."""
+def _attention_of(model: Any) -> tuple[Any, list[nn.Module]]:
+    """The config of a decoder or encoder, and its attention modules in order."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: a PreTrainedModel of Transformers expected; found {type(model).__name__}"
         )
     config: Any = model.config
-    if config.is_encoder_decoder or not getattr(config, "is_causal", True):
-        raise TypeError(f"model: a causal decoder expected; found {type(model).__name__}")
+    if config.is_encoder_decoder:
+        raise TypeError(
+            f"model: a causal decoder or an encoder expected; {type(model).__name__} has both, and "
+            f"attention from one to the other"
+        )
     if config.get_text_config(decoder=True) is not config:
         raise TypeError(
             f"model: {type(model).__name__} has several models in it; pass its language model alone"
         )
     if getattr(config, "attention_chunk_size", None):
         raise TypeError("model: chunked attention is a pattern that no mechanism has")
-    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
-    if [m.layer_idx for m in found] != [*range(config.num_hidden_layers)]:
+    found = [m for m in model.modules() if _calls_attention(m)]
+    if len(found) != config.num_hidden_layers:
         raise TypeError(
             f"model: one attention module in each of {config.num_hidden_layers} layers expected; "
             f"{type(model).__name__} has {len(found)}"
         )
+    if len({bool(getattr(m, "is_causal", True)) for m in found}) > 1:
+        raise TypeError(f"model: some layers of {type(model).__name__} are causal, and some not")
     if any(hasattr(m, "lambda_q1") for m in found):
         raise TypeError(
             f"model: {type(model).__name__} calls attention twice in a layer and subtracts; its "
             f"own attention is differential already"
         )
     return config, found
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    """Whether its forward calls a function of the `AttentionInterface`, with a scale of its own."""
+    names = code_of(class_of(module), "forward").co_names
+    return "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "scaling")
 
 
 def _for_layers(

@@ -237,7 +237,7 @@ def test_what_a_model_has_and_a_mechanism_has_not_is_refused():
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     )
-    with pytest.raises(TypeError, match="a causal decoder expected"):
+    with pytest.raises(TypeError, match="a causal decoder or an encoder expected"):
         replace_attention(t5, "lucid")
     with pytest.raises(TypeError, match="PreTrainedModel"):
         replace_attention(torch.nn.Linear(2, 2), "lucid")

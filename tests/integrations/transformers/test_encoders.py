@@ -1,0 +1,178 @@
+"""Encoders, whose softmax is not causal: outputs, gradients, padding, refusals."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from precondattn.integrations.transformers import replace_attention, restore_attention
+from precondattn.integrations.transformers.attention import OF_ENCODER
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+TEXT = {**SIZES, "vocab_size": 97, "pad_token_id": 0}
+FAMILIES = {
+    "Bert": TEXT,
+    "Roberta": TEXT,
+    "Electra": {**TEXT, "embedding_size": 16},
+    "DistilBert": {
+        "vocab_size": 97,
+        "dim": 32,
+        "hidden_dim": 48,
+        "n_layers": 2,
+        "n_heads": 4,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pad_token_id": 0,
+    },
+    "ViT": {**SIZES, "image_size": 12, "patch_size": 4},
+    "Dinov2": {**SIZES, "image_size": 12, "patch_size": 4},
+}
+MECHANISMS = ("laser", "row_normalized", "qk_norm", "temperature[per=head]", "per_dim_scale")
+
+
+def model_of(family, dtype=torch.float64, **options):
+    """The same random model in every call, whose attention is far from uniform."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **options})
+    model = getattr(transformers, f"{family}Model")(config).to(dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.ndim > 1 else 1)
+    return model
+
+
+def inputs_of(family):
+    """A batch, and which of its tokens are valid: of text, the second has padding at the right."""
+    generator = torch.Generator().manual_seed(1)
+    if "image_size" in FAMILIES[family]:
+        pixels = torch.randn(2, 3, 12, 12, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels}, torch.ones(2, 10, dtype=torch.bool)
+    ids = torch.randint(3, 97, (2, 11), generator=generator)
+    ids[1, 7:] = 0
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}, ids != 0
+
+
+def states(model, given):
+    return model(**given).last_hidden_state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_softmax_gives_what_the_encoder_gives_and_its_gradients(family):
+    model, (given, valid) = model_of(family), inputs_of(family)
+    ours = replace_attention(copy.deepcopy(model), "softmax")
+    results = []
+    for each in (model, ours):
+        found = states(each, given)[valid]
+        found.square().sum().backward()
+        results.append((found.detach(), {n: p.grad for n, p in each.named_parameters()}))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-8)
+    assert ours.config._attn_implementation == OF_ENCODER
+    restored = states(restore_attention(ours), given)
+    assert torch.equal(restored, states(model, given))
+
+
+def by_hand(mechanism, q, k, v, mask, scale):
+    """A mechanism without causality (b, h, t, d); `mask` (b, s) is False for padding."""
+    unit = torch.nn.functional.normalize
+    if mechanism == "qk_norm":
+        q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    shift = v.amax(-2, keepdim=True)
+    if mechanism == "laser":
+        v = (v - shift).exp()
+    scores = (scale * q @ k.mT).masked_fill(~mask[:, None, None], -torch.inf)
+    out = scores.softmax(-1) @ v
+    if mechanism == "laser":
+        return out.log() + shift
+    return unit(out, dim=-1) if mechanism == "row_normalized" else out
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_mechanism_is_that_of_the_formula_and_ignores_padding(mechanism):
+    model, (given, valid) = replace_attention(model_of("Bert"), mechanism), inputs_of("Bert")
+    calls = []
+    module = model.encoder.layer[0].attention.self
+    for name in ("query", "key", "value"):
+        getattr(module, name).register_forward_hook(lambda m, x, y: calls.append(y))
+    module.register_forward_hook(lambda m, x, y: calls.append(y[0]))
+    found = states(model, given)
+    q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in calls[:3])
+    expected = by_hand(mechanism, q, k, v, valid, 8**-0.5).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(calls[3][valid], expected[valid], rtol=1e-6, atol=1e-8)
+    alone = states(model, {"input_ids": given["input_ids"][1:, :7]})
+    torch.testing.assert_close(found[1:, :7], alone, rtol=1e-6, atol=1e-8)
+
+
+def test_an_encoder_may_say_that_it_is_not_causal_and_have_a_mechanism_for_each_layer():
+    given, _ = inputs_of("Bert")
+    expected = states(replace_attention(model_of("Bert"), "laser"), given)
+    said = replace_attention(model_of("Bert"), "laser(softmax[causal=false])")
+    assert torch.equal(states(said, given), expected)
+    mixed = replace_attention(said, layers=["softmax", "row_normalized"])
+    names = [str(layer.attention.self.precondattn.mechanism) for layer in mixed.encoder.layer]
+    assert [name.partition("(")[0].partition("[")[0] for name in names] == [
+        "softmax",
+        "row_normalized",
+    ]
+    assert all("causal=false" in name for name in names)
+
+
+def test_parameters_of_a_mechanism_are_trained_in_an_encoder():
+    model, (given, _) = (
+        replace_attention(model_of("ViT"), "temperature[per=head]"),
+        inputs_of("ViT"),
+    )
+    states(model, given).square().sum().backward()
+    learned = [p for n, p in model.named_parameters() if "mechanism_inputs" in n]
+    assert len(learned) == 2
+    assert all(parameter.grad.abs().min() > 0 for parameter in learned)
+
+
+def test_what_is_causal_only_and_other_encoders_are_refused_with_the_reason():
+    model = model_of("Bert")
+    for mechanism in ("lucid", "lucid(laser)"):
+        with pytest.raises(TypeError, match="lucid is causal: its matrix has to be triangular"):
+            replace_attention(model, mechanism)
+    assert model.config._attn_implementation == "sdpa"
+    config = transformers.BartConfig(
+        vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
+        decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    bart = transformers.BartModel(config)
+    with pytest.raises(TypeError, match="has both, and attention from one to the other"):
+        replace_attention(bart, "softmax")
+    config = transformers.ModernBertConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=3,
+        sep_token_id=4,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="in each of 1 layers expected; ModernBertModel has 0"):
+        replace_attention(transformers.ModernBertModel(config), "softmax")
+    dropped = replace_attention(model_of("Bert", attention_probs_dropout_prob=0.1), "softmax")
+    with pytest.raises(ValueError, match="attention_probs_dropout_prob, to 0"):
+        states(dropped.train(), inputs_of("Bert")[0])
+
+
+def test_a_mask_of_another_pattern_is_refused():
+    model, (given, _) = replace_attention(model_of("Bert"), "softmax"), inputs_of("Bert")
+    with pytest.raises(ValueError, match="a mask of your own"):
+        model(given["input_ids"], attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool).tril())
+
+
+def test_bert_as_a_decoder_is_causal():
+    model = model_of("Bert", is_decoder=True)
+    given, valid = inputs_of("Bert")
+    expected = states(model, given)
+    ours = replace_attention(model, "softmax")
+    torch.testing.assert_close(states(ours, given)[valid], expected[valid], rtol=1e-6, atol=1e-8)
+    states(replace_attention(model, "lucid"), given)
