@@ -51,7 +51,7 @@ def test_the_page_of_recipes_is_up_to_date():
     )
 
 
-@pytest.mark.parametrize("name", ["make_tutorial", "make_conversion"])
+@pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
 def test_pages_show_the_saved_runs(name, monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     maker = runpy.run_path(str(DOCS / f"{name}.py"))

@@ -37,7 +37,7 @@ def options_of(module: nn.Module, config: Any, index: int) -> Options:
         window,
         getattr(module, "attn_logit_softcapping", None),
         getattr(module, "sinks", None) is not None,
-        bool(getattr(module, "is_causal", True)),
+        bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True)),
     )
 
 

@@ -11,6 +11,8 @@ import transformers
 
 from precondattn.integrations.transformers import replace_attention, restore_attention
 from precondattn.integrations.transformers.attention import OF_ENCODER
+from tests.integrations.transformers import small_models
+from tests.integrations.transformers.small_models import prompts
 
 SIZES = {
     "hidden_size": 32,
@@ -167,6 +169,22 @@ def test_a_mask_of_another_pattern_is_refused():
     model, (given, _) = replace_attention(model_of("Bert"), "softmax"), inputs_of("Bert")
     with pytest.raises(ValueError, match="a mask of your own"):
         model(given["input_ids"], attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool).tril())
+
+
+def test_a_decoder_that_its_configuration_calls_bidirectional_is_an_encoder():
+    ids, mask = prompts()
+    model = small_models.model_of("Llama", dtype=torch.float64, is_causal=False)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        ours = replace_attention(model, "softmax")
+        found = ours(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
+            ours(ids, attention_mask=mask, use_cache=True)
+    local = small_models.model_of("Gemma3", use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match="an encoder with a window of 3"):
+        replace_attention(local, "softmax")
 
 
 def test_bert_as_a_decoder_is_causal():
