@@ -256,6 +256,26 @@ def delta() -> Figure:
     return figure
 
 
+def general_delta() -> Figure:
+    """What a token that erases with p leaves of the value 1 under the key k."""
+    figure, (ax,) = panels(1, height=1.9)
+    angles = np.linspace(0, np.pi, 91)
+    key = np.broadcast_to(np.asarray([1.0, 0.0]), (91, 2, 1, 2))
+    p = np.stack([key[:, 0, 0], np.stack([np.cos(angles), np.sin(angles)], axis=-1)], axis=1)
+    v = np.broadcast_to(np.asarray([1.0, 0.0]).reshape(1, 2, 1, 1), (91, 2, 1, 1))
+    x = {"p": p[:, :, None], "beta": np.ones((91, 2, 1))}
+    x["g"] = np.broadcast_to(np.log(np.asarray([1.0, 0.5])).reshape(1, 2, 1), (91, 2, 1))
+    for erases, color in (("undecayed", BLUE), ("decayed", ORANGE)):
+        read = pa.Comba(scale=1.0, erases=erases)(key, key, v, **x)[:, 1, 0, 0]
+        ax.plot(np.degrees(angles), read, label=f"erases={erases}", color=color)
+    ax.axhline(0.5, color=INK, lw=0.7, ls="--")
+    ax.set(
+        xlabel="angle between k and p, in degrees", ylabel="value read", xticks=range(0, 181, 45)
+    )
+    ax.legend(loc="upper left")
+    return figure
+
+
 def gsa() -> Figure:
     figure, (ax,) = panels(1, height=1.9)
     tokens, slots = 32, 6
@@ -340,6 +360,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     path,
     linear,
     delta,
+    general_delta,
     gsa,
     deltaformer,
     cross_covariance,

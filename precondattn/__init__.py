@@ -53,6 +53,7 @@ from precondattn.preconditioners import (
 )
 from precondattn.shorthands import shorthand
 from precondattn.spec import array_functions
+from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.cross_covariance import CrossCovariance
@@ -60,6 +61,7 @@ from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
 from precondattn.spec.elu_plus_one import EluPlusOne
+from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
 from precondattn.spec.hedgehog import HedgehogMap
@@ -96,6 +98,8 @@ gla = shorthand(GLA)
 delta = shorthand(Delta)
 gated_delta = shorthand(GatedDelta)
 kda = shorthand(KDA)
+gdn2 = shorthand(GDN2)
+comba = shorthand(Comba)
 deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
 cross_covariance = shorthand(CrossCovariance)
@@ -114,6 +118,7 @@ hedgehog = shorthand(Hedgehog)
 
 __all__ = [
     "CCQ",
+    "GDN2",
     "GLA",
     "GSA",
     "KDA",
@@ -123,6 +128,7 @@ __all__ = [
     "ArraySpec",
     "Backend",
     "Cache",
+    "Comba",
     "ConditionedQuery",
     "ContractionGate",
     "CrossCovariance",
@@ -183,6 +189,7 @@ __all__ = [
     "alignment_gap",
     "array_functions",
     "ccq",
+    "comba",
     "contraction_gate",
     "cross_covariance",
     "delta",
@@ -190,6 +197,7 @@ __all__ = [
     "differential",
     "elu1",
     "gated_delta",
+    "gdn2",
     "gla",
     "group_of",
     "gsa",

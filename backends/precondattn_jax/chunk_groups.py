@@ -94,12 +94,11 @@ class DeltaRule(chunkwise_delta.DeltaRule):
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
         self.total = self.decay.total
-        self.below = self.decay.pairs * self.decay.before
-        self.erase = x.k if x.erase is None else x.erase
+        self.below, self.to_erased = self._of_erased()
         self.among_keys = product(self.erase, jnp.matrix_transpose(x.k)) * self.below
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
         self.writing_k = decayed(x.k, self.decay.writing)
-        self.reading_k = self.erase * decayed(x.beta, self.decay.reading)
+        self.reading_k = self.erase * decayed(x.beta, self.to_erased)
 
     def states(self, state: Array) -> Array:
         def step(state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
@@ -134,7 +133,6 @@ class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
 
     def __init__(self, ops: Any, x: Chunks) -> None:
         self.ops, self.x = ops, x
-        self.erase = x.k if x.erase is None else x.erase
         self._set(ChannelDecay(ops, x.g))
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
 

@@ -39,7 +39,9 @@ class Chunkwise:
         _, before = lax.scan(work.advance, work.joined(state), work.written)
         given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
         first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
-        d_k, d_v, d_g, d_beta, d_erase = (None if a is None else work.tokens(a) for a in result)
+        d_k, d_v, d_g, d_beta, d_erase, d_undecayed = (
+            None if a is None else work.tokens(a) for a in result
+        )
         stream = Stream(
             work.reads(d_q),
             d_k,
@@ -47,6 +49,7 @@ class Chunkwise:
             jnp.reshape(d_g, x.g.shape),
             None if d_beta is None else d_beta[..., 0],
             d_erase,
+            d_undecayed,
         )
         return Gradients(stream, jnp.reshape(first, d_final.shape))
 
@@ -76,7 +79,7 @@ class Work:
         self.together = -(-count // self.groups)
         g = jnp.reshape(x.g, (self.b, self.m, self.s, -1))
         beta = None if x.beta is None else x.beta[..., None]
-        arrays = Chunks(x.k, x.v, g, beta, x.erase)
+        arrays = Chunks(x.k, x.v, g, beta, x.erase, x.undecayed)
         self.written = Chunks(*(a if a is None else self.chunks(a) for a in arrays))
 
     def chunks(self, x: Array) -> Array:

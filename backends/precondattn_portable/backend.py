@@ -36,6 +36,8 @@ STATEFUL = (
     pa.Delta,
     pa.GatedDelta,
     pa.KDA,
+    pa.GDN2,
+    pa.Comba,
     pa.GSA,
 )
 

@@ -117,7 +117,7 @@ class Chunkwise:
                 if workspace is not None:
                     work.fill(workspace, part, gradient)
         s = x.k.shape[2]
-        d_k, d_v, d_g, d_beta, d_erase = (
+        d_k, d_v, d_g, d_beta, d_erase, d_undecayed = (
             None if a is None else work.tokens(a, s) for a in d_written
         )
         stream = Stream(
@@ -127,6 +127,7 @@ class Chunkwise:
             xp.reshape(d_g, x.g.shape),
             None if d_beta is None else d_beta[..., 0],
             d_erase,
+            d_undecayed,
         )
         return Gradients(stream, xp.reshape(first, d_final.shape))
 
@@ -166,7 +167,7 @@ class Work:
         self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
         beta = None if x.beta is None else x.beta[..., None]
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
-        self.written = Chunks(x.k, x.v, g, beta, x.erase)
+        self.written = Chunks(x.k, x.v, g, beta, x.erase, x.undecayed)
         self.kind = kind_of(x)
         # Streams without decay get a decay of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))

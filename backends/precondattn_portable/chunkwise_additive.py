@@ -36,6 +36,8 @@ class Chunks(NamedTuple):
     """(c, n, C, 1)"""
     erase: Array | None = None
     """(c, n, C, d); None for k."""
+    undecayed: Array | None = None
+    """(c, n, C, d), in place of `erase`, if its value is read before the state decays."""
 
 
 class Group:

@@ -13,6 +13,9 @@ additive states:
     dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ,    and added to dK where E is K,
     dS ← total dS + (reading ∘ Q)ᵀ dO − (reading ∘ β ∘ E)ᵀ X.
 
+Where E is erased from the undecayed state, its rows are those of the token before: L has D_{i−1,j}
+and `reading` is that of i − 1. Their part of the gates' gradient is then that of token i − 1.
+
 In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
 advance would leave two, but costs one more product.)
 """
@@ -20,7 +23,7 @@ advance would leave two, but costs one more product.)
 from __future__ import annotations
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import (
     Chunks,
@@ -33,7 +36,7 @@ from precondattn_portable.chunkwise_additive import (
     read,
     summed_pairs,
 )
-from precondattn_portable.head_decay import HeadDecay, decayed
+from precondattn_portable.head_decay import HeadDecay, decayed, sums_before
 from precondattn_portable.in_place import add_kept_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
@@ -48,13 +51,30 @@ class DeltaRule(Group):
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         self.ops, self.x = ops, x
         self.decay = HeadDecay(ops, x.g, x.k)
-        self.below = self.decay.pairs * self.decay.before
-        """stril(D)"""
-        self.erase = x.k if x.erase is None else x.erase
+        self.below, self.to_erased = self._of_erased()
         self.among_keys = ops.multiply(ops.product(self.erase, transpose(x.k)), self.below)
         self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
         self.writing_k = decayed(x.k, self.decay.writing)
-        self.reading_k = self.erase * decayed(x.beta, self.decay.reading)
+        self.reading_k = self.erase * decayed(x.beta, self.to_erased)
+
+    @property
+    def erase(self) -> Array:
+        """E (c, n, C, d)"""
+        x = self.x
+        if x.undecayed is not None:
+            return x.undecayed
+        return x.k if x.erase is None else x.erase
+
+    def _of_erased(self) -> tuple[Array, Array | None]:
+        """stril(D), and `reading`, for the rows of E."""
+        decay, g = self.decay, self.x.g
+        if self.x.undecayed is None or g is None:
+            return decay.pairs * decay.before, decay.reading
+        return previous_token(decay.pairs), namespace(g).exp(sums_before(g))
+
+    def _at_gates(self, rows: Array) -> Array:
+        """Rows of E at the last token whose gate they are multiplied by."""
+        return rows if self.x.undecayed is None else next_token(rows)
 
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
@@ -107,8 +127,8 @@ class DeltaRule(Group):
 
         d_right = self.d_right  # X
         from_states = ops.product(d_right, transpose(states[:-1, ...]))
-        if decay.reading is not None:
-            from_states = ops.multiply(from_states, decay.reading)
+        if self.to_erased is not None:
+            from_states = ops.multiply(from_states, self.to_erased)
         among = ops.product(d_right, transpose(self.u))
         from_keys = row_sum(from_states * self.erase)
         products = among * self.among_keys
@@ -117,14 +137,22 @@ class DeltaRule(Group):
         d_v = ops.multiply(d_right, x.beta)
         d_erase = ops.multiply(from_states, -x.beta)
         d_keys = ops.multiply(ops.multiply(among, -x.beta), self.below)
-        if x.erase is None:
+        if x.erase is None and x.undecayed is None:
             d_k, d_erase = ops.add(d_k, d_erase), None
             d_k = ops.add_product(d_k, d_keys + transpose(d_keys), x.k)
         else:
             d_erase = ops.add_product(d_erase, d_keys, x.k)
-            d_k = ops.add_product(d_k, transpose(d_keys), x.erase)
+            d_k = ops.add_product(d_k, transpose(d_keys), self.erase)
 
-        pairs = ops.add(summed_pairs(pairs), ops.multiply(products, -x.beta))
-        through_read = through_read - x.beta * from_keys
+        pairs = ops.add(summed_pairs(pairs), self._at_gates(ops.multiply(products, -x.beta)))
+        through_read = through_read - self._at_gates(x.beta * from_keys)
         d_g = decay.d_g(pairs, through_read, written, kept(decay, states, d_states))
-        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, d_beta, d_erase)
+        d_q = namespace(d_q).reshape(d_q, q.shape)
+        return d_q, self._gradients(d_k, d_v, d_g, d_beta, d_erase)
+
+    def _gradients(
+        self, d_k: Array, d_v: Array, d_g: Array, d_beta: Array, d_erase: Array | None
+    ) -> Chunks:
+        if self.x.undecayed is None:
+            return Chunks(d_k, d_v, d_g, d_beta, d_erase)
+        return Chunks(d_k, d_v, d_g, d_beta, None, d_erase)

@@ -14,7 +14,7 @@ whose rows x are those of Q and E, so that the decays of K are applied once.
 from __future__ import annotations
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import previous_token, row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise_additive import Chunks, flat, summed_rows
@@ -30,7 +30,6 @@ class KeyDeltaRule(DeltaRule):
 
     def __init__(self, ops: Arithmetic, x: Chunks) -> None:
         self.ops, self.x = ops, x
-        self.erase = x.k if x.erase is None else x.erase
         self._set(ChannelDecay(ops, x.g))
         self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
 
@@ -38,10 +37,15 @@ class KeyDeltaRule(DeltaRule):
         """What follows from the decay."""
         self.decay = decay
         self.total = transpose(decay.total)
-        rows = self.erase[:, :, :, None, :]
-        self.among_keys = decay.scores(rows, self.x.k, diagonal=False)
+        self.rows = self._at_gates(self.erase)[:, :, :, None, :]
+        if self.x.undecayed is None:
+            self.among_keys = decay.scores(self.rows, self.x.k, diagonal=False)
+            self.to_erased = decay.reading
+        else:
+            self.among_keys = previous_token(decay.scores(self.rows, self.x.k))
+            self.to_erased = namespace(decay.g).exp(sums_before(decay.g))
         self.writing_k = self.x.k * decay.writing
-        self.reading_k = self.erase * decay.reading * self.x.beta
+        self.reading_k = self.erase * self.to_erased * self.x.beta
 
     def _kept(self, chunk: int) -> Array:
         return self.total[chunk, ...]
@@ -59,7 +63,7 @@ class KeyDeltaRule(DeltaRule):
         size, r = q.shape[2:4]
         d_right = self.d_right  # X
         from_states = ops.product(d_right, transpose(states[:-1, ...]))
-        from_states = ops.multiply(from_states, decay.reading)
+        from_states = ops.multiply(from_states, self.to_erased)
         from_keys = from_states * self.erase
         among = ops.product(d_right, transpose(self.u))
         d_beta = row_sum(d_right * x.v) - row_sum(from_keys) - row_sum(among * self.among_keys)
@@ -67,24 +71,27 @@ class KeyDeltaRule(DeltaRule):
 
         d_scores = ops.product(flat(d_o), transpose(self.u))
         d_scores = xp.reshape(d_scores, (*q.shape[:4], size))
-        d_among = ops.lower(ops.multiply(among, -x.beta), -1)
+        d_among = self._at_gates(ops.lower(ops.multiply(among, -x.beta), -1))
         coefficients = xp.concat([d_scores, d_among[:, :, :, None, :]], axis=3)
-        rows = xp.concat([q, self.erase[:, :, :, None, :]], axis=3)
+        rows = xp.concat([q, self.rows], axis=3)
         d_rows, d_k, d_g = decay.gradients(flat(coefficients), rows, x.k)
 
         read = xp.reshape(ops.product(flat(d_o), transpose(states[:-1, ...])), q.shape)
         read = ops.multiply(read, decay.reading[..., None, :])
         written = ops.product(self.u, transpose(d_states[1:, ...]))
         written = ops.multiply(written, decay.writing)
-        through_read = summed_rows(read * q) - x.beta * from_keys
+        through_read = summed_rows(read * q) - self._at_gates(x.beta * from_keys)
         d_g = ops.add(d_g, sums_from(through_read))
         d_g = ops.add(d_g, sums_before(written * x.k))
         overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=-1)[:, :, None, :]
         d_g = ops.add(d_g, overlap * decay.total)
 
         d_k = ops.add(d_k, written)
-        d_erase = ops.add(ops.multiply(from_states, -x.beta), d_rows[:, :, :, r, :])
-        if x.erase is None:
+        d_rows_of_erased = d_rows[:, :, :, r, :]
+        if x.undecayed is not None:
+            d_rows_of_erased = previous_token(d_rows_of_erased)
+        d_erase = ops.add(ops.multiply(from_states, -x.beta), d_rows_of_erased)
+        if x.erase is None and x.undecayed is None:
             d_k, d_erase = ops.add(d_k, d_erase), None
         d_q = ops.add(read, d_rows[:, :, :, :r, :])
-        return d_q, Chunks(d_k, d_v, d_g, d_beta, d_erase)
+        return d_q, self._gradients(d_k, d_v, d_g, d_beta, d_erase)

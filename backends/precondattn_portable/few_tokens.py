@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import transpose
+from precondattn.spec.array_functions import next_token, previous_token, transpose
 from precondattn.spec.recurrence import ByTokens, Stream, erased
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.triangular_inverse import solve_unit_lower
@@ -114,6 +114,9 @@ class FewTokens:
         """U of the delta rule."""
         assert x.beta is not None
         beta = x.beta[..., None]
-        among_keys = self._scores(erased(x)[:, :, :, None, :], x.k, decay, x.g)[:, :, :, 0, :]
+        rows = erased(x) if x.undecayed is None else next_token(erased(x))
+        among_keys = self._scores(rows[:, :, :, None, :], x.k, decay, x.g)[:, :, :, 0, :]
+        if x.undecayed is not None:
+            among_keys = previous_token(among_keys)
         strict = self.ops.multiply(self.ops.lower(among_keys, -1), beta)
         return solve_unit_lower(self.ops, strict, beta * x.v)

@@ -1,6 +1,8 @@
 """One token of the recurrence: its definition, which for one token needs no chunks.
 
 S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ a)  (delta rule),    S = S' + k uᵀ,    o = Sᵀ q
+
+Where a is given as `undecayed`, Sᵀ a is in place of S'ᵀ a.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ class OneToken:
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         ops, in_place = self.ops, self.in_place
+        if x.undecayed is not None:
+            known = ops.product(x.undecayed, state)
         if self.decays:
             kept = namespace(state).exp(x.g[:, :, 0, ...])
             state = ops.multiply(state, kept) if in_place else state * kept
         u = x.v
         if x.beta is not None:
-            u = x.beta[..., None] * (u - ops.product(erased(x), state))
+            if x.undecayed is None:
+                known = ops.product(erased(x), state)
+            u = x.beta[..., None] * (u - known)
         add = ops.add_multiple if in_place else ops.plus_product
         state = add(state, transpose(x.k), u)
         return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state

@@ -6,6 +6,7 @@ A shape is a text such as `"x 16"` or `"16 …"`:
 x     width of the hidden states
 …     the axes of the input that is made, without batch and time
 d, e  width of keys and of values
+h, u  heads of queries and of values
 4     a fixed size
 ====  =================================================================
 """

@@ -61,7 +61,7 @@ def sizes_of(
     }
     _check_numbers(given)
     q, k, v = _rows(mechanism)
-    of_q, of_k, of_v = (pattern.axes[2].letter for pattern in (q, k, v))
+    of_q, of_k, of_v = (pattern.axes[-2].letter for pattern in (q, k, v))
     letters = {axis.letter for pattern in mechanism.inputs.values() for axis in pattern.axes}
     if kv_heads is not None and of_k == of_q and kv_heads != heads:
         raise ValueError(
@@ -81,7 +81,7 @@ def sizes_of(
                 f"given; found heads={heads}"
             )
         head_dim = width // (heads * pairs)
-    of_d, of_e = k.axes[3].letter, v.axes[3].letter
+    of_d, of_e = k.axes[-1].letter, v.axes[-1].letter
     if of_e == of_d:
         if value_dim not in (None, head_dim):
             raise ValueError(
@@ -105,7 +105,8 @@ def sizes_of(
     # Where letters are equal, the last one counts: values have the heads of keys or of their own.
     widths = {of_d: "head_dim", of_e: "head_dim"}
     names = {**NAMES, **widths, of_v: "heads", of_k: "kv_heads", of_q: "heads"}
-    roles = {MODEL: Axis(WIDTH), "d": k.axes[3], "e": v.axes[3], "u": v.axes[2]}
+    roles = {MODEL: Axis(WIDTH), "d": k.axes[-1], "e": v.axes[-1]}
+    roles |= {"h": q.axes[-2], "u": v.axes[-2]}
     return Sizes(sizes, roles, names)
 
 

@@ -33,6 +33,18 @@ def swap_time_and_heads(x: Array) -> Array:
     return namespace(x).permute_dims(x, _SWAPPED[x.ndim])
 
 
+def next_token(x: Array) -> Array:
+    """x_{t+1} along axis 2, and 0 for the last token: the transpose of `previous_token`."""
+    xp = namespace(x)
+    return xp.concat([x[:, :, 1:, ...], xp.zeros_like(x[:, :, :1, ...])], axis=2)
+
+
+def previous_token(x: Array) -> Array:
+    """x_{t−1} along axis 2, and 0 for the first token."""
+    xp = namespace(x)
+    return xp.concat([xp.zeros_like(x[:, :, :1, ...]), x[:, :, :-1, ...]], axis=2)
+
+
 def repeat_heads(x: Array, heads: int) -> Array:
     """(b, n, …) to (b, heads, …): query head i reads key/value head ⌊i / (heads / n)⌋."""
     group = heads // x.shape[1]

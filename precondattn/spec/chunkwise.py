@@ -6,6 +6,8 @@ With G the sum of g from the start of the chunk, and S the state before the chun
     O = e^{G} ∘ Q S + tril(D ∘ Q Kᵀ) U,
     S ← e^{G_C} ∘ S + (e^{G_C − G} ∘ K)ᵀ U,        D_ij = e^{G_i − G_j}.
 
+Where A is erased from the undecayed state, its rows have G_{i−1} in place of G_i.
+
 Linear in the number of tokens: the form that fast implementations have. Source: gated DeltaNet
 (arXiv 2412.06464) 3.3; GLA (arXiv 2312.06635) 4.3 for the two levels below.
 
@@ -21,7 +23,13 @@ from __future__ import annotations
 import math
 
 from precondattn.arrays import Array, arange_like, namespace
-from precondattn.spec.array_functions import identity_like, solve_lower, transpose
+from precondattn.spec.array_functions import (
+    identity_like,
+    next_token,
+    previous_token,
+    solve_lower,
+    transpose,
+)
 from precondattn.spec.recurrence import Stream, erased
 
 
@@ -51,10 +59,14 @@ def _one_chunk(x: Stream, state: Array, sub_chunk: int) -> tuple[Array, Array]:
     from_start, to_end = xp.exp(total), xp.exp(total[:, :, -1:, :] - total)
     u = x.v
     if x.beta is not None:
-        a = erased(x)
-        among_keys = _scores(a[:, :, :, None, :], x.k, total, sub_chunk)[:, :, :, 0, :]
+        a, to_erased = erased(x), from_start
+        if x.undecayed is None:
+            among_keys = _scores(a[:, :, :, None, :], x.k, total, sub_chunk)[:, :, :, 0, :]
+        else:
+            rows, to_erased = next_token(a)[:, :, :, None, :], xp.exp(previous_token(total))
+            among_keys = previous_token(_scores(rows, x.k, total, sub_chunk)[:, :, :, 0, :])
         below = x.beta[..., None] * xp.tril(among_keys, k=-1)
-        residual = x.v - (from_start * a) @ state
+        residual = x.v - (to_erased * a) @ state
         u = solve_lower(identity_like(below) + below, x.beta[..., None] * residual)
     o = (from_start[:, :, :, None, :] * x.q) @ state[:, :, None, ...]
     o = o + _scores(x.q, x.k, total, sub_chunk) @ u[:, :, None, ...]

@@ -63,13 +63,18 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
-    segment = None if frame.k_segment is None else frame.among_keys(g.shape[2]).q_segment
+    same = same_segment_as_before(frame, g.shape[2])
+    return g if same is None else namespace(g).where(same[:, None, :, None, None], g, -math.inf)
+
+
+def same_segment_as_before(frame: Frame, s: int) -> Array | None:
+    """Whether each of s tokens is in the segment of the one before (b, s), as the first is; None
+    without segments."""
+    segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
     if segment is None:
-        return g
-    xp = namespace(g)
+        return None
     same = segment[:, 1:] == segment[:, :-1]
-    same = xp.concat([segment[:, :1] == segment[:, :1], same], axis=1)
-    return xp.where(same[:, None, :, None, None], g, -math.inf)
+    return namespace(same).concat([segment[:, :1] == segment[:, :1], same], axis=1)
 
 
 @dataclass(frozen=True)

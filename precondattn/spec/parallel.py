@@ -6,6 +6,8 @@ With G = cumsum(g), D_ij = e^{G_i − G_j} for j ≤ i, and the state S_0 before
     O = e^{G} ∘ q S_0 + tril(D ∘ q kᵀ) U,
     S = e^{G_N} S_0 + (e^{G_N − G} ∘ k)ᵀ U.
 
+Where a is erased from the undecayed state, its rows have G_{i−1} in place of G_i.
+
 Source: LUCID Table 1 and 3.4; gated DeltaNet (arXiv 2412.06464) Eq. 10. With one decay per key
 channel D is inside the products, A_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}; with one per value channel
 it is inside the sum over j. This form is quadratic in the number of tokens. It exponentiates
@@ -18,7 +20,13 @@ from __future__ import annotations
 import math
 
 from precondattn.arrays import Array, arange_like, namespace
-from precondattn.spec.array_functions import identity_like, solve_lower, transpose
+from precondattn.spec.array_functions import (
+    identity_like,
+    next_token,
+    previous_token,
+    solve_lower,
+    transpose,
+)
 from precondattn.spec.recurrence import Stream, erased
 
 
@@ -33,9 +41,14 @@ def parallel(x: Stream, state: Array) -> tuple[Array, Array]:
 
     u = x.v
     if x.beta is not None:
-        among_keys = _weights(erased(x)[:, :, :, None, :], x.k, total)[:, :, :, 0, :]
+        a, before = erased(x), total[..., 0]
+        if x.undecayed is None:
+            among_keys = _weights(a[:, :, :, None, :], x.k, total)[:, :, :, 0, :]
+        else:
+            rows, before = next_token(a)[:, :, :, None, :], previous_token(before)
+            among_keys = previous_token(_weights(rows, x.k, total)[:, :, :, 0, :])
         below = x.beta[..., None] * xp.tril(among_keys, k=-1)
-        from_state = (xp.exp(total[..., 0]) * erased(x)) @ state
+        from_state = (xp.exp(before) * a) @ state
         u = solve_lower(identity_like(below) + below, x.beta[..., None] * (x.v - from_state))
 
     query_total = total[:, :, s - t :, ...]

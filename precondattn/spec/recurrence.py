@@ -7,12 +7,14 @@
     o_t  = S_tᵀ q_t                                               read.
 
 The delta rule erases what the state stores for the key a_t, which is k_t unless another one is
-given, and writes with k_t. The decay g_t is one number, or one per row of the state (key channel),
-or one per column (value channel). Sources: Katharopoulos et al. 2020 (linear attention), Yang et
-al. 2024 (GLA, arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv
+given, and writes with k_t. Where a_t is given as `undecayed`, it is read before the decay:
+u_t = β_t (v_t − S_{t−1}ᵀ a_t). The decay g_t is one number, or one per row of the state (key
+channel), or one per column (value channel). Sources: Katharopoulos et al. 2020 (linear attention),
+Yang et al. 2024 (GLA, arXiv 2312.06635), Schlag et al. 2021 and Yang et al. 2024 (DeltaNet, arXiv
 2406.06484), Yang et al. 2025 (gated DeltaNet, arXiv 2412.06464 Eq. 10), Kimi Team 2025 (a delta
-rule with one decay per key channel, arXiv 2510.26692 Eq. 1). Two more forms, written independently
-of this one, are in `parallel.py` and `chunkwise.py`.
+rule with one decay per key channel, arXiv 2510.26692 Eq. 1), Hu et al. 2025 (another key, read
+before the decay, arXiv 2506.02475). Two more forms, written independently of this one, are in
+`parallel.py` and `chunkwise.py`.
 
 Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
 
@@ -21,6 +23,7 @@ Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
     additive:  dv_t = du_t,    dS'_t = Λ_t,
     delta:     dv_t = β_t du_t,    dβ_t = du_t·(v_t − S'_tᵀ a_t),    da_t = −S'_t dv_t,
                dS'_t = Λ_t − a_t dv_tᵀ,
+    undecayed: da_t = −S_{t−1} dv_t,    dS'_t = Λ_t,    Λ_{t−1} += −a_t dv_tᵀ,
     dg_t = Σ dS'_t ∘ S'_t, over the entries that share the gate.
 
 Γ_1 ∘ dS'_1 is the gradient of the initial state.
@@ -51,6 +54,8 @@ class Stream(NamedTuple):
     """Write strength of the delta rule (b, m, s); None for additive writes."""
     erase: Array | None = None
     """The key whose value the delta rule erases (b, m, s, d); None for k."""
+    undecayed: Array | None = None
+    """The same, in place of `erase`, if its value is read before the state decays."""
 
 
 class Gradients(NamedTuple):
@@ -62,6 +67,8 @@ class Gradients(NamedTuple):
 
 def erased(x: Stream) -> Array:
     """The keys whose values the delta rule erases (b, m, s, d)."""
+    if x.undecayed is not None:
+        return x.undecayed
     return x.k if x.erase is None else x.erase
 
 
@@ -71,7 +78,8 @@ def recurrent(x: Stream, state: Array) -> tuple[Array, Array]:
     if x.beta is None:
         state, o = scan(_add_and_read, state, inputs)
     else:
-        state, o = scan(_correct_and_read, state, (*inputs, x.beta, erased(x)))
+        step = _correct_and_read if x.undecayed is None else _correct_undecayed_and_read
+        state, o = scan(step, state, (*inputs, x.beta, erased(x)))
     return o[:, :, o.shape[TIME] - x.q.shape[TIME] :, ...], state
 
 
@@ -85,12 +93,14 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
     if x.beta is None:
         _, before = scan(_add, state, write)
     else:
-        _, before = scan(_correct, state, (*write, x.beta, erased(x)))
+        step = _correct if x.undecayed is None else _correct_undecayed
+        _, before = scan(step, state, (*write, x.beta, erased(x)))
     decayed = xp.exp(x.g) * before
+    erased_from = decayed if x.undecayed is None else before
     if x.beta is None:
         residual, u = x.v, x.v
     else:
-        residual = x.v - _read(decayed, erased(x))
+        residual = x.v - _read(erased_from, erased(x))
         u = x.beta[..., None] * residual
     d_q = d_o @ transpose(decayed + _outer(x.k, u))
 
@@ -99,19 +109,25 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
         d_first, d_state = scan(_back_from_addition, d_final, back, reverse=True)
     else:
         corrected = (*back, x.beta, erased(x))
-        d_first, d_state = scan(_back_from_correction, d_final, corrected, reverse=True)
+        pull = _back_from_correction if x.undecayed is None else _back_from_undecayed
+        d_first, d_state = scan(pull, d_final, corrected, reverse=True)
     d_u = _read(d_state, x.k)
     d_k = (d_state @ u[..., None])[..., 0]
-    d_v, d_decayed, d_beta, d_erase = d_u, d_state, None, None
+    d_v, d_decayed, d_beta = d_u, d_state, None
+    d_erase, d_undecayed = None, None
     if x.beta is not None:
         d_beta = row_sum(d_u * residual)[..., 0]
         d_v = x.beta[..., None] * d_u
-        d_erase = -(decayed @ d_v[..., None])[..., 0]
-        d_decayed = d_state - _outer(erased(x), d_v)
-        if x.erase is None:
-            d_k, d_erase = d_k + d_erase, None
+        d_erase = -(erased_from @ d_v[..., None])[..., 0]
+        if x.undecayed is None:
+            d_decayed = d_state - _outer(erased(x), d_v)
+        else:
+            d_erase, d_undecayed = None, d_erase
+    if d_erase is not None and x.erase is None:
+        d_k, d_erase = d_k + d_erase, None
     d_g = sum_to(d_decayed * decayed, x.g.shape)
-    return Gradients(Stream(d_q[:, :, s - t :, ...], d_k, d_v, d_g, d_beta, d_erase), d_first)
+    d_q = d_q[:, :, s - t :, ...]
+    return Gradients(Stream(d_q, d_k, d_v, d_g, d_beta, d_erase, d_undecayed), d_first)
 
 
 ByTokens = Callable[..., tuple[Array, ...]]
@@ -196,6 +212,12 @@ def _correct_and_read(state: Array, token: Token) -> tuple[Array, Array]:
     return state, q @ state
 
 
+def _correct_undecayed_and_read(state: Array, token: Token) -> tuple[Array, Array]:
+    q, *write = token
+    state, _ = _correct_undecayed(state, tuple(write))
+    return state, q @ state
+
+
 def _add(state: Array, token: Token) -> tuple[Array, Array]:
     """The new state, and the old one."""
     k, v, g = token
@@ -207,6 +229,13 @@ def _correct(state: Array, token: Token) -> tuple[Array, Array]:
     k, v, g, beta, erase = token
     decayed = namespace(k).exp(g) * state
     return decayed + _outer(k, beta[..., None] * (v - _read(decayed, erase))), state
+
+
+def _correct_undecayed(state: Array, token: Token) -> tuple[Array, Array]:
+    """The new state, and the old one."""
+    k, v, g, beta, erase = token
+    u = beta[..., None] * (v - _read(state, erase))
+    return namespace(k).exp(g) * state + _outer(k, u), state
 
 
 def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
@@ -222,3 +251,11 @@ def _back_from_correction(d_state: Array, token: Token) -> tuple[Array, Array]:
     d_state = d_state + transpose(q) @ d_o
     d_v = beta[..., None] * _read(d_state, k)
     return namespace(q).exp(g) * (d_state - _outer(erase, d_v)), d_state
+
+
+def _back_from_undecayed(d_state: Array, token: Token) -> tuple[Array, Array]:
+    """The contribution to the gradient of the previous state, and Λ."""
+    q, d_o, k, g, beta, erase = token
+    d_state = d_state + transpose(q) @ d_o
+    d_v = beta[..., None] * _read(d_state, k)
+    return namespace(q).exp(g) * d_state - _outer(erase, d_v), d_state

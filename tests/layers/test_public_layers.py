@@ -153,6 +153,20 @@ def kda(w):
     }
 
 
+def gdn2(w):
+    return {
+        **{name: array for name, array in kda(w).items() if name != "beta.weight"},
+        "b.weight": heads(w["b_proj.weight"], 4),
+        "w.weight": heads(w["w_proj.weight"], 4),
+    }
+
+
+def comba(w):
+    gated = gated_delta_net(w)
+    raw = {name.replace("k.", "raw."): gated.pop(name) for name in list(gated) if name[:2] == "k."}
+    return {**gated, **raw, "shortened.decay": w["decay"], "q.D": w["D"]}
+
+
 def gsa(w):
     return {
         "q.weight": heads(w["q_proj.weight"], 4),
@@ -231,6 +245,8 @@ LAYERS = {
     delta_net: {**FOUR, "mechanism": "delta"},
     gated_delta_net: {**FOUR, "value_dim": 16, "mechanism": "gated_delta"},
     kda: {**FOUR, "value_dim": 16, "mechanism": "kda"},
+    gdn2: {**FOUR, "value_dim": 16, "mechanism": "gdn2"},
+    comba: {**FOUR, "value_dim": 16, "mechanism": "comba"},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

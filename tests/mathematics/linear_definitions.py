@@ -28,6 +28,9 @@ LAYERS = [
     "delta",
     "gated_delta",
     "kda",
+    "gdn2",
+    "comba",
+    "comba[erases=decayed]",
     "ssd[scale=none]",
     "gsa[scale=1]",
     "delta[scale=1]",
@@ -41,9 +44,9 @@ LAYERS = [
     "qk_norm[norm=l2](delta)",
     "qk_norm[norm=l2,eps=0.1](gated_delta)",
 ]
-BASES = LAYERS[:9]
-GATED = ["ssd", "gla", "gsa", "gated_delta", "kda"]
-DELTA = ["delta", "gated_delta", "kda"]
+BASES = LAYERS[:11]
+GATED = ["ssd", "gla", "gsa", "gated_delta", "kda", "gdn2", "comba"]
+DELTA = ["delta", "gated_delta", "kda", "gdn2", "comba"]
 
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
 SHARED = {"q": "b t h d", "k": "b s n d", "v": "b s n e"}
@@ -57,6 +60,8 @@ SHAPES = {
     "delta": OWN | {"beta": "b s u"},
     "gated_delta": OWN | {"g": "b s u", "beta": "b s u"},
     "kda": OWN | {"g": "b s u c", "beta": "b s u"},
+    "gdn2": OWN | {"g": "b s u c", "b": "b s u c", "w": "b s u e"},
+    "comba": OWN | {"p": "b s h d", "g": "b s u", "beta": "b s u"},
 }
 
 
@@ -96,7 +101,9 @@ class Problem:
             x |= {"q": np.abs(x["q"]) + 0.1, "k": np.abs(x["k"]) + 0.1}
         if "g" in x:
             x["g"] = -(x["g"] ** 2)
-        for name, most in [("beta", 2), ("s", 1)]:
+        if "p" in x:
+            x["p"] = unit(x["p"])
+        for name, most in [("beta", 2), ("s", 1), ("b", 2), ("w", 1)]:
             if name in x:
                 x[name] = self.rng.uniform(0, most, size=x[name].shape)
         if mapped:
@@ -194,10 +201,18 @@ def written(layer, token, states):
         case "gsa":
             keys = torch.exp(g)[..., None, :] * first + outer(k, token["s"])
             return [keys, torch.exp(g)[..., None] * states[1] + outer(token["s"], v)]
+    erased = {"comba": token.get("p")}.get(layer.name, k)
+    if getattr(layer, "erases", None) == "undecayed":
+        known = (first * erased[..., None]).sum(-2)
+        decayed = torch.exp(g)[..., None, None] * first
+        return [decayed + outer(k, token["beta"][..., None] * (v - known))]
     if g is not None:
         decay = torch.exp(g)[..., None]
         first = (decay if decay.ndim == first.ndim else decay[..., None]) * first
-    known = (first * k[..., None]).sum(-2)
+    if layer.name == "gdn2":
+        known = (first * (token["b"] * k)[..., None]).sum(-2)
+        return [first + outer(k, token["w"] * v - known)]
+    known = (first * erased[..., None]).sum(-2)
     return [first + outer(k, token["beta"][..., None] * (v - known))]
 
 

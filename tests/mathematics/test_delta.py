@@ -36,12 +36,14 @@ KEYS = {
 def test_the_delta_rule_with_extreme_betas_and_keys_is_that_of_the_definition(layer, betas, keys):
     layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
     x = p.x(layer)
-    x |= {"k": KEYS[keys](x["k"]), "beta": p.rng.choice(betas, size=x["beta"].shape)}
+    x["k"] = KEYS[keys](x["k"])
+    for name in {"beta", "b"} & set(x):
+        x[name] = p.rng.choice(betas, size=x[name].shape)
     close_to_definition(layer, p, x)
     close_to_definition(layer, p, x, p.states(layer.init_cache(**x)))
 
 
-@pytest.mark.parametrize("layer", DELTA)
+@pytest.mark.parametrize("layer", ["delta", "gated_delta", "kda"])
 @sampled
 @given(p=problems(longest=6), reach=st.floats(0, 2))
 def test_the_delta_rule_contracts_where_beta_times_the_squared_key_is_at_most_2(layer, p, reach):

@@ -85,10 +85,17 @@ def parallel(layer, x):
         known = x["beta"][:, None] * np.tril(known, -1)
         v = np.linalg.solve(np.eye(s) + known, x["beta"][:, None] * v)
         return scale * (lower * scores) @ v
+    if layer.name == "gdn2":
+        scores, known = (np.einsum("ic,jc,ijc->ij", a, k, decay) for a in (q, x["b"] * k))
+        v = np.linalg.solve(np.eye(s) + np.tril(known, -1), x["w"] * v)
+        return scale * (lower * scores) @ v
     if layer.name == "retention":
         decay = (1 - 2.0**-5) ** (np.arange(s)[:, None] - np.arange(s))
     if "beta" in x:
-        known = x["beta"][:, None] * np.tril(decay * (k @ k.T), -1)
+        known = decay * (x.get("p", k) @ k.T)
+        if getattr(layer, "erases", None) == "undecayed":
+            known = np.exp(-x["g"])[:, None] * known
+        known = x["beta"][:, None] * np.tril(known, -1)
         v = np.linalg.solve(np.eye(s) + known, x["beta"][:, None] * v)
     return scale * (lower * decay * (q @ k.T)) @ v
 
@@ -220,6 +227,44 @@ def test_one_gate_for_all_channels_is_that_of_the_gated_delta_rule(p):
     d_out = p.like(out)
     gradients = pullback(d_out)
     close(gradients | {"g": gradients["g"].sum(-1)}, expected_pullback(d_out))
+
+
+@sampled
+@given(problems(square=False))
+def test_gdn2_that_erases_and_writes_equally_in_all_channels_is_kda(p):
+    """The gradient of β is then the sum of those of b and w."""
+    x = p.x(pa.KDA())
+    beta = x.pop("beta")
+    b = np.repeat(beta[..., None], p.sizes["d"], axis=-1)
+    w = np.repeat(beta[..., None], p.sizes["e"], axis=-1)
+    out, pullback = pa.GDN2().vjp(**x, b=b, w=w)
+    expected, expected_pullback = pa.KDA().vjp(**x, beta=beta)
+    close(out, expected)
+    d_out = p.like(out)
+    gradients = pullback(d_out)
+    gradients["beta"] = gradients.pop("b").sum(-1) + gradients.pop("w").sum(-1)
+    close(gradients, expected_pullback(d_out))
+
+
+@pytest.mark.parametrize("erases", ["decayed", "undecayed"])
+@sampled
+@given(p=problems(square=False))
+def test_comba_that_erases_the_key_it_writes_is_the_gated_delta_rule(erases, p):
+    """The undecayed state holds e^{−g} of what the decayed one does."""
+    x = p.x(pa.GatedDelta())
+    # Query heads share the gates of their value heads, so that one p suits all of them.
+    x["g"] = np.repeat(x["g"][:, :, :: p.multiple], p.multiple, axis=2)
+    factor = 1 if erases == "decayed" else np.exp(x["g"])[:, :, :: p.multiple, None]
+    out, pullback = pa.Comba(erases=erases).vjp(**x, p=factor * x["k"])
+    expected, expected_pullback = pa.GatedDelta().vjp(**x)
+    close(out, expected)
+    d_out = p.like(out)
+    gradients = pullback(d_out)
+    gradients["k"] += factor * gradients.pop("p")
+    expected = expected_pullback(d_out)
+    if erases == "undecayed":  # There, p depends on g.
+        gradients.pop("g"), expected.pop("g")
+    close(gradients, expected)
 
 
 @sampled
@@ -416,7 +461,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
     repeated = dict(x)
     for name, array in x.items():
         count = p.multiple if per_query_head else p.group
-        if (name[0] in "qk") if per_query_head else (name[0] != "q"):
+        if (name[0] in "qkp") if per_query_head else (name[0] != "q"):
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"
             repeated[name] = np.repeat(array, count, axis=axis) if per_head else array
@@ -470,6 +515,9 @@ def test_eps_without_normalisation_is_refused():
         ("gated_delta", "beta", (2, 5, 4)),
         ("kda", "g", (2, 5, 8)),
         ("kda", "g", (2, 5, 4, 3)),
+        ("gdn2", "b", (2, 5, 8)),
+        ("gdn2", "w", (2, 5, 8, 3)),
+        ("comba", "p", (2, 5, 8, 3)),
         ("hedgehog[per=head](linear)", "k_weight", (4, 3, 3)),
         ("hedgehog(linear)", "q_bias", (6,)),
     ],

@@ -129,10 +129,13 @@ FLA = {
     "chunk": pa.GatedDelta(),
     "kda": pa.KDA(),
     "kda_chunk": pa.KDA(),
+    "gdn2": pa.GDN2(),
+    "comba": pa.Comba(erases="decayed"),
+    "comba_chunk": pa.Comba(),
     "gsa": pa.GSA(),
 }
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
-STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "s"]
+STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "b", "w", "p", "s"]
 
 
 def entries_of(file, case):
@@ -149,6 +152,7 @@ def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
+    files |= {"gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
@@ -220,7 +224,7 @@ def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
     assert_is_the_peer(QWEN3_NEXT, saved, x)
 
 
-@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "kda", "gsa"])
+@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "kda", "gdn2", "gsa"])
 def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
     x, _ = of_fla(case)
     assert np.all(x["k"][:, 1::4] == x["k"][:, :-1:4])
@@ -261,7 +265,9 @@ def test_a_gate_that_decays_what_its_own_token_writes_is_another_function(case, 
     assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1
 
 
-@pytest.mark.parametrize("case", ["gla", "simple", "recurrent", "chunk", "kda", "gsa"])
+@pytest.mark.parametrize(
+    "case", ["gla", "simple", "recurrent", "chunk", "kda", "gdn2", "comba", "comba_chunk", "gsa"]
+)
 def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
     x, saved = of_fla(case)
     assert np.any(x["g"][:, 0] < -0.1)
@@ -270,7 +276,8 @@ def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["linear", "gla", "simple", "delta", "recurrent", "chunk", "kda", "gsa"]
+    "case",
+    ["linear", "gla", "simple", "delta", "recurrent", "chunk", "kda", "gdn2", "comba", "gsa"],
 )
 def test_another_scale_is_another_function(case):
     x, saved = of_fla(case)
@@ -283,6 +290,12 @@ def test_adding_values_without_the_correction_is_another_function(case, additive
     x, saved = of_fla(case)
     x["v"] = x.pop("beta")[..., None] * x["v"]
     assert distance(output_of(additive, saved, x), saved["out"]) > 0.1
+
+
+@pytest.mark.parametrize(("case", "other"), [("comba", "undecayed"), ("comba_chunk", "decayed")])
+def test_the_two_references_of_comba_erase_from_different_states(case, other):
+    x, saved = of_fla(case)
+    assert distance(output_of(pa.Comba(erases=other), saved, x), saved["out"]) > 0.1
 
 
 def test_a_denominator_without_the_initial_mass_is_another_function():

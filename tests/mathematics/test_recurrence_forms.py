@@ -18,12 +18,13 @@ GATES = ["none", "head", "key", "value"]
 RULES = {
     "sum": {},
     "delta": {"is_delta": True},
-    "erase": {"is_delta": True, "erases": True},
+    "erase": {"is_delta": True, "erases": "erase"},
+    "undecayed": {"is_delta": True, "erases": "undecayed"},
 }
 
 
 def stream(
-    rng, gate, *, is_delta=False, erases=False, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0
+    rng, gate, *, is_delta=False, erases=None, t=13, s=13, b=2, m=2, r=2, d=4, e=3, weakest=0.0
 ):
     """A random stream with some equal keys, and its initial state."""
     few = rng.normal(size=(b, m, 3, d))
@@ -33,9 +34,9 @@ def stream(
     g = weakest - np.exp(rng.normal(size=(b, m, s, *shape)))
     q, v = rng.normal(size=(b, m, t, r, d)), rng.normal(size=(b, m, s, e))
     beta = rng.choice([0.0, 0.3, 1.0, 2.0], size=(b, m, s)) if is_delta else None
-    erase = rng.normal(size=k.shape) / 2 if erases else None
+    erase = {erases: rng.normal(size=k.shape) / 2} if erases else {}
     g = 0 * g if gate == "none" else g
-    return Stream(q, k, v, g, beta, erase), rng.normal(size=(b, m, d, e))
+    return Stream(q, k, v, g, beta, **erase), rng.normal(size=(b, m, d, e))
 
 
 def assert_equal(result, expected):
@@ -52,7 +53,7 @@ def test_token_by_token_equals_all_pairs_at_once(gate, t):
 
 @pytest.mark.parametrize("t", [1, 6, 13])
 @pytest.mark.parametrize("gate", ["none", "head", "key"])
-@pytest.mark.parametrize("erases", [False, True])
+@pytest.mark.parametrize("erases", [None, "erase", "undecayed"])
 def test_token_by_token_equals_all_pairs_at_once_for_the_delta_rule(gate, erases, t):
     x, state = stream(np.random.default_rng(1), gate, is_delta=True, erases=erases, t=t)
     assert_equal(recurrent(x, state), parallel(x, state))

@@ -70,6 +70,21 @@ class GatedNorm(Norm):
 
 
 @dataclass(frozen=True)
+class SigmoidGatedNorm(Norm):
+    """γ RMSNorm(o) σ(W x), head by head
+
+    Source: Comba (arXiv 2506.02475); flash-linear-attention, fla/layers/comba.py.
+    """
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {**super().parameters(), "gate": Parameter("x …", FanIn())}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        gate = linear(tokens.x, p["gate"])
+        return super().make(tokens, p) * cast(sigmoid(upcast(gate)), gate.dtype)
+
+
+@dataclass(frozen=True)
 class LowRankGatedNorm(Norm):
     """γ RMSNorm(o) σ(B A x + b), head by head, A x as wide as a value
 

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from precondattn.algebra.mechanism import Leaf
 from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes.comba import (
+    CorrectedQuery,
+    InnerDecay,
+    UnitEraseKey,
+    UnitKey,
+)
 from precondattn.layers.recipes.differential import (
     DifferenceNorm,
     LambdaOfToken,
@@ -32,6 +38,7 @@ from precondattn.layers.recipes.outputs import (
     GatedNorm,
     LowRankGatedNorm,
     Norm,
+    SigmoidGatedNorm,
     Unchanged,
 )
 from precondattn.layers.recipes.projections import (
@@ -89,6 +96,26 @@ PUBLISHED: dict[str, Recipes] = {
     "delta": {**DELTA, "out": Norm()},
     "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
     "kda": {**DELTA, "g": LowRankDecay(), "out": LowRankGatedNorm()},
+    "gdn2": {
+        "q": UnitConvolution(),
+        "k": UnitConvolution(),
+        "v": Convolution(),
+        "g": LowRankDecay(),
+        "b": Sigmoid(),
+        "w": Sigmoid(),
+        "out": LowRankGatedNorm(),
+    },
+    "comba": {
+        "raw/k": Convolution(),
+        "shortened/p": InnerDecay(),
+        "q": CorrectedQuery(),
+        "k": UnitKey(),
+        "p": UnitEraseKey(),
+        "v": Convolution(),
+        "g": DecayWithBias(),
+        "beta": Sigmoid(),
+        "out": SigmoidGatedNorm(),
+    },
     "ssd": {
         "q": Convolution(bias=True),
         "k": Convolution(bias=True),

@@ -8,6 +8,8 @@ its weights, and returns the call of a dict of them and x.
     delta_net       the gate is 0 in the operator of the gated delta rule
     gated_delta_net expand_v=2
     kda             expand_v=2
+    gdn2            expand_v=2
+    comba           expand_v=2
     gsa             num_kv_heads=2, num_slots=3
     retention       expand_v=2
     path            use_forget_gate=True
@@ -163,6 +165,58 @@ def kda():
     return shapes, call
 
 
+def gdn2():
+    import torch
+
+    kda_shapes, _ = kda()
+    shapes = {**kda_shapes, **projections(b=32, w=64)}
+
+    def call(w, x):
+        q, k, v = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qkv"
+        )
+        score = linear(w, "f_proj.1", linear(w, "f_proj.0", x)) + w["dt_bias"]
+        step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
+        g = -w["A_log"].exp()[:, None] * step
+        b, strength = (linear(w, f"{n}_proj", x, HEADS).sigmoid() for n in "bw")
+        o, _ = naive("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
+        gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
+        o = normed(w, "o_norm", o) * gate.sigmoid()
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
+def comba():
+    """With the operator in chunks, whose result is that of the layer's kernels."""
+    import torch
+
+    gated_shapes, _ = gated_delta_net()
+    shapes = {**gated_shapes, "decay": (4,), "D": (4,)}
+
+    def call(w, x):
+        q, k, v = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qkv"
+        )
+        p = k * w["decay"][:, None].sigmoid()
+        q = q - w["D"][:, None] * p
+        g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
+        beta = linear(w, "b_proj", x).sigmoid()
+        o, _ = naive("comba").naive_chunk_comba(
+            unit(q), unit(k), v, unit(p), g, beta, chunk_size=16
+        )
+        o = normed(w, "o_norm", o) * linear(w, "g_proj", x, HEADS).sigmoid()
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
 def gsa():
     import torch
 
@@ -245,5 +299,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda,)
+NEWER = (kda, gdn2, comba)
 """Apart, because the seed of a layer is its place."""

@@ -31,6 +31,9 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 (`recurrent`) and in chunks of 16 (`chunk`).
 `kda_fla.npz`: those of Kimi Delta Attention, with two value heads for each key head, token by token
 (`kda`) and in chunks of 16 (`kda_chunk`).
+`gdn2_fla.npz`: that of Gated DeltaNet 2, `gdn2`. b in [0, 2], w in [0, 1].
+`comba_fla.npz`: those of Comba, token by token (`comba`, which reads p in the decayed state) and in
+chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in [0, 1].
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
@@ -38,7 +41,8 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
-    q, k, v, g, beta, s     (batch, time, heads, …), those that the peer takes. g: log of the
+    q, k, v, g, beta, b, w, p, s
+                            (batch, time, heads, …), those that the peer takes. g: log of the
                             gate, for each head, channel (gla) or slot (gsa); some are 0 or −8.
                             beta in [0, 2]; some are 0 or 2
     x, dt, A, B, C, D, dt_bias, dt_min, dt_max
@@ -358,16 +362,6 @@ def delta_entries():
 
 def kda_entries():
     """Return the entries of kda_fla.npz, without `versions`."""
-
-    def of(name, **options):
-        def call(x, initial):
-            out, state = getattr(load_naive("kda"), name)(
-                **x, initial_state=initial["state"], output_final_state=True, **options
-            )
-            return out, {"state": state}
-
-        return call
-
     rng = np.random.default_rng(20268)
     batch, time, heads, value_heads, dim, width = 2, 32, 2, 4, 8, 6
     inputs = {
@@ -378,11 +372,61 @@ def kda_entries():
         "beta": betas_of(rng, batch, time, value_heads),
     }
     initial = {"state": normal(rng, batch, value_heads, dim, width)}
-    recurrent = of("naive_recurrent_kda")
-    chunk = of("naive_chunk_kda", chunk_size=16)
+    recurrent = of_naive("kda", "naive_recurrent_kda")
+    chunk = of_naive("kda", "naive_chunk_kda", chunk_size=16)
     return of_cases(
         kda=stateful_entries(rng, recurrent, inputs, initial),
         kda_chunk=stateful_entries(rng, chunk, inputs, initial),
+    )
+
+
+def erasing_inputs(rng):
+    """Return q, k, v and beta in [0, 1], and the initial state."""
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim, unit=True),
+        "v": normal(rng, batch, time, heads, width),
+        "beta": betas_of(rng, batch, time, heads) / 2,
+    }
+    return inputs, {"state": normal(rng, batch, heads, dim, width)}
+
+
+def of_naive(operation, name, **options):
+    """Return the call of a reference that takes and returns a state."""
+
+    def call(x, initial):
+        out, state = getattr(load_naive(operation), name)(
+            **x, initial_state=initial["state"], output_final_state=True, **options
+        )
+        return out, {"state": state}
+
+    return call
+
+
+def gdn2_entries():
+    """Return the entries of gdn2_fla.npz, without `versions`."""
+    rng = np.random.default_rng(20272)
+    inputs, initial = erasing_inputs(rng)
+    shape, values = inputs["k"].shape, inputs["v"].shape
+    del inputs["beta"]
+    inputs |= {"g": gates_of(rng, *shape), "b": betas_of(rng, *shape)}
+    inputs["w"] = betas_of(rng, *values) / 2
+    peer = of_naive("gdn2", "naive_recurrent_gdn2")
+    return of_cases(gdn2=stateful_entries(rng, peer, inputs, initial))
+
+
+def comba_entries():
+    """Return the entries of comba_fla.npz, without `versions`."""
+    rng = np.random.default_rng(20273)
+    inputs, initial = erasing_inputs(rng)
+    inputs["p"] = keys_of(rng, *inputs["k"].shape, unit=True)
+    inputs["g"] = gates_of(rng, *inputs["beta"].shape)
+    recurrent = of_naive("comba", "naive_recurrent_comba")
+    chunk = of_naive("comba", "naive_chunk_comba", chunk_size=16)
+    return of_cases(
+        comba=stateful_entries(rng, recurrent, inputs, initial),
+        comba_chunk=stateful_entries(rng, chunk, inputs, initial),
     )
 
 
@@ -531,6 +575,8 @@ def main():
     save("linear_fla.npz", "fla-core", linear_entries())
     save("delta_fla.npz", "fla-core", delta_entries())
     save("kda_fla.npz", "fla-core", kda_entries())
+    save("gdn2_fla.npz", "fla-core", gdn2_entries())
+    save("comba_fla.npz", "fla-core", comba_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())

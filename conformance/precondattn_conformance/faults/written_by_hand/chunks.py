@@ -51,6 +51,7 @@ def faults() -> list[Fault]:
         *_of_states_between(),
         *_of_delta(),
         *_of_delta_by_channel(),
+        *_of_undecayed(),
         *_of_head_decay(),
         *_of_channel_decay(),
     ]
@@ -248,6 +249,35 @@ def _of_delta_by_channel() -> list[Fault]:
             chunkwise_delta_channels,
             "row_sum",
             _without_state,
+        ),
+    ]
+
+
+def _of_undecayed() -> list[Fault]:
+    return [
+        blocked(
+            "comba",
+            RUN,
+            "within a chunk, the erase key reads the decayed state",
+            chunkwise_delta,
+            "previous_token",
+            lambda _: lambda x: x,
+        ),
+        blocked(
+            "comba",
+            RUN,
+            "the state before a chunk is read after the first decay",
+            chunkwise_delta,
+            "sums_before",
+            lambda _: lambda x: namespace(x).cumulative_sum(x, axis=-2),
+        ),
+        blocked(
+            "comba",
+            PULL,
+            "the gates' gradient as from reads of the decayed state",
+            DeltaRule,
+            "_at_gates",
+            lambda _: lambda self, rows: rows,
         ),
     ]
 

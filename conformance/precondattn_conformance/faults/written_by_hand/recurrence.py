@@ -66,6 +66,24 @@ def _of_the_recurrence() -> list[Fault]:
             inside(recurrence, "_correct", lambda _: _correcting_undecayed),
         ),
         written(
+            "comba",
+            RUN,
+            "corrected by the state after its decay",
+            inside(recurrence, "_correct_undecayed", lambda _: recurrence._correct),
+        ),
+        written(
+            "comba[erases=decayed]",
+            RUN,
+            "the key that is written is erased",
+            inside(recurrence, "_correct", lambda true: _erasing_what_is_written(true)),
+        ),
+        written(
+            "gdn2",
+            RUN,
+            "the key that is written is erased",
+            inside(recurrence, "_correct", lambda true: _erasing_what_is_written(true)),
+        ),
+        written(
             "delta",
             RUN,
             "added without correction",
@@ -108,6 +126,10 @@ def _correcting_undecayed(state: Any, token: Any) -> Any:
     decayed = namespace(k).exp(g) * state
     u = beta[..., None] * (v - recurrence._read(state, k))
     return decayed + recurrence._outer(k, u), state
+
+
+def _erasing_what_is_written(true: Any) -> Any:
+    return lambda state, token: true(state, (*token[:-1], token[0]))
 
 
 def _correcting_fully(state: Any, token: Any) -> Any:
@@ -169,6 +191,18 @@ def _of_its_gradient() -> list[Fault]:
         ),
         written(
             "kda",
+            PULL,
+            "the correction constant to the gradient",
+            inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),
+        ),
+        written(
+            "comba",
+            PULL,
+            "the correction decayed in the gradient",
+            inside(recurrence, "_back_from_undecayed", lambda _: recurrence._back_from_correction),
+        ),
+        written(
+            "gdn2",
             PULL,
             "the correction constant to the gradient",
             inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),

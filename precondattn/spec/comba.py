@@ -1,0 +1,106 @@
+"""Comba: the delta rule that erases with another key than it writes with.
+
+    o_t = s S_tᵀ q_t,    S_t = e^{g_t} S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ p_t)ᵀ
+
+Source: Comba (arXiv 2506.02475), whose transition is a scalar plus a matrix of rank one: what is
+erased is read before the state decays. With `erases="decayed"` it is read after, from e^{g_t}
+S_{t−1}, as gated DeltaNet does. A token multiplies the state by e^{g} I − β k pᵀ. Along k its
+eigenvalue is e^{g} − β k·p: with p = k of length 1 no direction grows for 0 ≤ β ≤ 1 + e^{g}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.options import choice
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.cache import Slot
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
+from precondattn.spec.linear_family import LinearFamily, same_segment_as_before
+from precondattn.spec.recurrence import Stream
+
+
+@dataclass(frozen=True)
+class Comba(LinearFamily):
+    """Comba: o_t = s S_tᵀ q_t, S_t = e^{g_t} S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ p_t)ᵀ.
+
+    `p` (b, s, h, d) is the key whose value is erased, and `k` the key that is written. Queries and
+    keys are not normalised here; both keys should have length 1 at most. `g` and `beta` (b, s, u)
+    belong to value heads, of which each has a state. Entries outside the declared ranges are not
+    rejected: where β k·p > 1 + e^{g}, the state grows exponentially.
+
+    The paper also corrects queries, q − D p with a learnt D for each head. That depends on no state
+    and is done outside; the recipe of the layer does it.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default.
+    erases : {"undecayed", "decayed"}
+        The state in which p is read: S_{t−1}, or e^{g_t} S_{t−1}. The two are equal up to a factor
+        e^{g_t} of p.
+
+    Source
+    ------
+    Comba (arXiv 2506.02475), 3.
+
+    Examples
+    --------
+    With p = k, and p read in the decayed state, it is gated DeltaNet:
+
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 1, 5, 2, 4))
+    >>> k = k / np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    >>> x = {"g": -np.exp(rng.normal(size=(1, 5, 2))), "beta": np.full((1, 5, 2), 0.5)}
+    >>> gated = pa.GatedDelta()(q, k, v, **x)
+    >>> bool(np.allclose(pa.Comba(erases="decayed")(q, k, v, p=k, **x), gated))
+    True
+    >>> bool(np.allclose(pa.Comba()(q, k, v, p=np.exp(x["g"])[..., None] * k, **x), gated))
+    True
+    """
+
+    name: ClassVar[str] = "comba"
+    variants: ClassVar[tuple[str, ...]] = ("comba[scale=0.3]", "comba[erases=decayed]")
+    heads: ClassVar[str] = "u"
+    gate: ClassVar[str | None] = "head"
+    is_delta: ClassVar[bool] = True
+
+    erases: str = choice("undecayed", "decayed")
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(
+            q="b t h d",
+            k="b s h d unit row",
+            v="b s u e",
+            p="b s h d unit row",
+            g="b s u in (-inf, 0]",
+            beta=f"b s u in [0, {1 if self.erases == 'undecayed' else 2}]",
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        (slot,) = super().slots()
+        option = "" if self.erases == type(self).erases else "[erases=decayed]"
+        return (slot._replace(holds=slot.holds.replace("comba", f"comba{option}", 1)),)
+
+    def stream(self, x: dict[str, Array], frame: Frame) -> Stream:  # type: ignore[override]
+        stream = super().stream(x, frame)
+        p = repeat_heads(swap_time_and_heads(x["p"]), stream.k.shape[1])
+        if self.erases == "decayed":
+            return stream._replace(erase=p)
+        same = same_segment_as_before(frame, p.shape[2])
+        if same is not None:  # The state before is that of another segment.
+            p = namespace(p).where(same[:, None, :, None], p, 0.0)
+        return stream._replace(undecayed=p)
+
+    def gradients(self, x: dict[str, Array], d: Stream, frame: Frame) -> Arrays:  # type: ignore[override]
+        d_p = d.erase if self.erases == "decayed" else d.undecayed
+        same = same_segment_as_before(frame, d.k.shape[2])
+        if self.erases == "undecayed" and same is not None:
+            d_p = namespace(d_p).where(same[:, None, :, None], d_p, 0.0)
+        d_p = sum_heads(d_p, x["p"].shape[2])
+        return super().gradients(x, d, frame) | {"p": swap_time_and_heads(d_p)}
