@@ -276,6 +276,21 @@ def general_delta() -> Figure:
     return figure
 
 
+def atk() -> Figure:
+    figure, (ax,) = panels(1, height=1.9)
+    squares = np.logspace(-6, 1, 200)
+    k, none = np.ones((200, 1, 1, 1)), np.zeros((200, 1, 1))
+    key = pa.PreconditionedKey()
+    cache = key.init_cache(k, g_atk=none, beta_atk=none)
+    (name,) = cache.store
+    cache = cache._replace(store={name: squares.reshape(200, 1, 1)})
+    factor, _ = key.extend(cache, k, g_atk=none, beta_atk=none)
+    ax.plot(squares, factor.ravel(), color=BLUE)
+    ax.axhline(1.0, color=INK, lw=0.7, ls="--")
+    ax.set(xscale="log", xlabel="A, the decaying sum of squared keys", ylabel="factor m")
+    return figure
+
+
 def gsa() -> Figure:
     figure, (ax,) = panels(1, height=1.9)
     tokens, slots = 32, 6
@@ -361,6 +376,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     linear,
     delta,
     general_delta,
+    atk,
     gsa,
     deltaformer,
     cross_covariance,

@@ -40,6 +40,7 @@ from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
 from precondattn.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners import (
+    ATK,
     CCQ,
     Differential,
     Elu1,
@@ -61,6 +62,7 @@ from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
 from precondattn.spec.elu_plus_one import EluPlusOne
+from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
@@ -73,6 +75,7 @@ from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.path import Path
+from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.query_weighted import QueryWeightedQuery
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import Retention
@@ -107,6 +110,7 @@ nystrom = shorthand(Nystrom)
 lucid = shorthand(Lucid)
 laser = shorthand(Laser)
 ccq = shorthand(CCQ)
+atk = shorthand(ATK)
 contraction_gate = shorthand(ContractionGate)
 temperature = shorthand(Temperature)
 per_dim_scale = shorthand(PerDimScale)
@@ -117,6 +121,7 @@ elu1 = shorthand(Elu1)
 hedgehog = shorthand(Hedgehog)
 
 __all__ = [
+    "ATK",
     "CCQ",
     "GDN2",
     "GLA",
@@ -138,6 +143,10 @@ __all__ = [
     "Differential",
     "Elu1",
     "EluPlusOne",
+    "ErasingDelta",
+    "ErasingGDN2",
+    "ErasingGatedDelta",
+    "ErasingKDA",
     "Flops",
     "Form",
     "Frame",
@@ -160,6 +169,7 @@ __all__ = [
     "PassedOverWarning",
     "Path",
     "PerDimScale",
+    "PreconditionedKey",
     "Preconditioner",
     "QKNorm",
     "QueryWeightedQuery",
@@ -188,6 +198,7 @@ __all__ = [
     "alignment",
     "alignment_gap",
     "array_functions",
+    "atk",
     "ccq",
     "comba",
     "contraction_gate",

@@ -27,6 +27,11 @@ STATEFUL = (
     pa.KDA,
     pa.GDN2,
     pa.Comba,
+    pa.ErasingDelta,
+    pa.ErasingGatedDelta,
+    pa.ErasingKDA,
+    pa.ErasingGDN2,
+    pa.PreconditionedKey,
     pa.GSA,
     pa.ConditionedQuery,
 )

@@ -8,6 +8,7 @@ text of an expression.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,6 +95,13 @@ def _or_none(kind: Kind) -> Kind:
 def flag(default: bool) -> Any:
     """True or False."""
     return option(default, Kind("true or false", _flag, _read_flag, (True, False)))
+
+
+def number(default: float) -> Any:
+    """A finite number."""
+    return option(
+        default, Kind("a finite number", _number(-math.inf, inclusive=True), _read_number)
+    )
 
 
 def positive_or_none(default: float | None = None) -> Any:

@@ -33,7 +33,8 @@ def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 @cache
 def _options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     own = tuple(fields_of(cls))
-    has_base = "base" in cls.__dataclass_fields__
+    base = cls.__dataclass_fields__.get("base")
+    has_base = base is not None and isinstance(base.default, Softmax)
     return own, tuple(name for name in fields_of(Softmax) if name not in own and has_base)
 
 

@@ -3,6 +3,7 @@
 The mathematics is in `spec/`, one file per leaf.
 """
 
+from precondattn.preconditioners.atk import ATK
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.preconditioners.differential import Differential
 from precondattn.preconditioners.feature_map import Elu1, Hedgehog
@@ -14,6 +15,7 @@ from precondattn.preconditioners.row_normalized import RowNormalized
 from precondattn.preconditioners.temperature import Temperature
 
 __all__ = [
+    "ATK",
     "CCQ",
     "Differential",
     "Elu1",

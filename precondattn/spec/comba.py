@@ -10,6 +10,7 @@ eigenvalue is e^{g} − β k·p: with p = k of length 1 no direction grows for 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,7 +88,7 @@ class Comba(LinearFamily):
         option = "" if self.erases == type(self).erases else "[erases=decayed]"
         return (slot._replace(holds=slot.holds.replace("comba", f"comba{option}", 1)),)
 
-    def stream(self, x: dict[str, Array], frame: Frame) -> Stream:  # type: ignore[override]
+    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         stream = super().stream(x, frame)
         p = repeat_heads(swap_time_and_heads(x["p"]), stream.k.shape[1])
         if self.erases == "decayed":
@@ -97,7 +98,7 @@ class Comba(LinearFamily):
             p = namespace(p).where(same[:, None, :, None], p, 0.0)
         return stream._replace(undecayed=p)
 
-    def gradients(self, x: dict[str, Array], d: Stream, frame: Frame) -> Arrays:  # type: ignore[override]
+    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         d_p = d.erase if self.erases == "decayed" else d.undecayed
         same = same_segment_as_before(frame, d.k.shape[2])
         if self.erases == "undecayed" and same is not None:

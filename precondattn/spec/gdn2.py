@@ -11,13 +11,19 @@ k, by at most ‖b ∘ k − (b·k²) k‖: the rule is then no contraction in t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
+from precondattn.spec.array_functions import (
+    repeat_heads,
+    sum_heads,
+    swap_time_and_heads,
+    where_valid,
+)
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.recurrence import Stream
 
@@ -60,6 +66,8 @@ class GDN2(LinearFamily):
     heads: ClassVar[str] = "u"
     gate: ClassVar[str | None] = "channel"
     is_delta: ClassVar[bool] = True
+    erase_name: ClassVar[str] = "k"
+    """The input that b multiplies."""
 
     @property
     def inputs(self) -> Inputs:
@@ -72,17 +80,21 @@ class GDN2(LinearFamily):
             w="b s u e in [0, 1]",
         )
 
-    def stream(self, x: dict[str, Array], frame: Frame) -> Stream:  # type: ignore[override]
-        xp = namespace(x["k"])
-        beta = xp.ones_like(x["g"][..., 0])
+    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+        beta = namespace(x["k"]).ones_like(x["g"][..., 0])
         stream = super().stream({**x, "beta": beta}, frame)
         b, w = swap_time_and_heads(x["b"]), swap_time_and_heads(x["w"])
-        return stream._replace(erase=b * stream.k, v=w * stream.v)
+        erase = repeat_heads(swap_time_and_heads(x[self.erase_name]), b.shape[1])
+        return stream._replace(erase=b * where_valid(erase, frame), v=w * stream.v)
 
-    def gradients(self, x: dict[str, Array], d: Stream, frame: Frame) -> Arrays:  # type: ignore[override]
+    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         m = d.k.shape[1]
-        k, v = (repeat_heads(swap_time_and_heads(x[name]), m) for name in "kv")
+        erase, v = (repeat_heads(swap_time_and_heads(x[n]), m) for n in (self.erase_name, "v"))
         b, w = swap_time_and_heads(x["b"]), swap_time_and_heads(x["w"])
-        own = {"b": swap_time_and_heads(d.erase * k), "w": swap_time_and_heads(d.v * v)}
-        d = d._replace(k=d.k + b * d.erase, v=w * d.v, beta=None)
-        return super().gradients(x, d, frame) | own
+        own = {"b": swap_time_and_heads(d.erase * erase), "w": swap_time_and_heads(d.v * v)}
+        d_erase = sum_heads(where_valid(b * d.erase, frame), x[self.erase_name].shape[2])
+        d_erase = swap_time_and_heads(d_erase)
+        gradients = super().gradients(x, d._replace(v=w * d.v, beta=None), frame) | own
+        if self.erase_name == "k":
+            return gradients | {"k": gradients["k"] + d_erase}
+        return gradients | {self.erase_name: d_erase}

@@ -150,12 +150,12 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
     [
         (
             "lucd",
-            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are ccq, c",
+            "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are atk, c",
         ),
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
         (
             "xyz",
-            "'xyz': unknown mechanism 'xyz'; known are ccq, cross_covariance",
+            "'xyz': unknown mechanism 'xyz'; known are atk, ccq, comba, cross_covariance",
         ),
         (
             "lucid[epz=0]",
@@ -434,7 +434,7 @@ class TestNamesThatClash:
             wiring("softmax", lambda base: [pa.step("out", base)])
 
     def test_an_unknown_name_can_not_be_unregistered(self):
-        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are ccq, c"):
+        with pytest.raises(ValueError, match="there is no mechanism 'toy_none'; known are atk, c"):
             registry.unregister("toy_none")
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from precondattn.layers.recipes import Biased, Projection
+from precondattn.layers.recipes import Biased, Projection, UnitConvolution
 from precondattn.layers.torch import Attention
 
 PEERS = Path(__file__).parent / "peers"
@@ -167,6 +167,17 @@ def comba(w):
     return {**gated, **raw, "shortened.decay": w["decay"], "q.D": w["D"]}
 
 
+def precond_gated_delta_net(w):
+    return {
+        **gated_delta_net(w),
+        "g_atk.weight": w["a_atk_proj.weight"].T,
+        "g_atk.A_log": w["A_log_atk"],
+        "g_atk.dt_bias": w["dt_bias_atk"],
+        "beta_atk.weight": w["b_atk_proj.weight"].T,
+        "log_atk_scale.weight": w["log_atk_scale"],
+    }
+
+
 def gsa(w):
     return {
         "q.weight": heads(w["q_proj.weight"], 4),
@@ -247,6 +258,12 @@ LAYERS = {
     kda: {**FOUR, "value_dim": 16, "mechanism": "kda"},
     gdn2: {**FOUR, "value_dim": 16, "mechanism": "gdn2"},
     comba: {**FOUR, "value_dim": 16, "mechanism": "comba"},
+    precond_gated_delta_net: {
+        **FOUR,
+        "value_dim": 16,
+        "mechanism": "atk[learned=true]",
+        "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
+    },
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

@@ -132,10 +132,13 @@ FLA = {
     "gdn2": pa.GDN2(),
     "comba": pa.Comba(erases="decayed"),
     "comba_chunk": pa.Comba(),
+    "pgdn": pa.QKNorm(pa.ATK(), norm="l2", eps=0.0),
+    "pkda": pa.ATK(pa.KDA(), learned=True),
     "gsa": pa.GSA(),
 }
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
 STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "b", "w", "p", "s"]
+STATEFUL_INPUTS += ["g_atk", "beta_atk", "log_atk_scale"]
 
 
 def entries_of(file, case):
@@ -153,6 +156,7 @@ def of_fla(case):
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
     files |= {"gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
+    files |= {"pgdn": "atk", "pkda": "atk"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
@@ -239,7 +243,7 @@ def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
 @pytest.mark.parametrize("case", FLA)
 def test_a_state_read_before_it_is_written_to_is_another_function(case):
     x, saved = of_fla(case)
-    for name in x.keys() - {"q"}:
+    for name in x.keys() - {"q", "log_atk_scale"}:
         x[name] = np.roll(x[name], 1, axis=1)
         x[name][:, 0] = 0  # It keeps the initial state.
     assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1

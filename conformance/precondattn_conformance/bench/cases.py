@@ -198,6 +198,16 @@ COMPARED = (
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
+    *(
+        BenchCase(f"{name}{suffix}", text, work, layout(d=128), peers=(peer,))
+        for name, text, peer in (
+            ("gdn2", "gdn2", "kda"),
+            ("comba", "comba", "gated_delta"),
+            ("atk_gated_delta", "atk(gated_delta)", "base"),
+            ("atk_kda", "atk(kda)", "base"),
+        )
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
     BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa",)),

@@ -317,9 +317,16 @@ PEERS = (
     Peer(
         "gated_delta",
         None,
-        lambda m: isinstance(m, pa.KDA),
+        lambda m: isinstance(m, pa.KDA | pa.Comba),
         lambda case, device: "",
         lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
+    ),
+    Peer(
+        "kda",
+        None,
+        lambda m: isinstance(m, pa.GDN2),
+        lambda case, device: "",
+        lambda m, backend: ours(pa.KDA(), backend, "kda"),
     ),
     Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
     Peer("batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")),

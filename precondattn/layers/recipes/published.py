@@ -65,6 +65,18 @@ OF_VECTORS: Recipes = {"lam": LambdaOfVectors(), "out": DifferenceNorm()}
 CONTRACTION: Recipes = {"contraction": Contraction()}
 GAIN: Recipes = {"gain": Learned(1.0)}
 
+GATED_DELTA: Recipes = {**DELTA, "g": DecayWithBias(), "out": GatedNorm()}
+KDA: Recipes = {**DELTA, "g": LowRankDecay(), "out": LowRankGatedNorm()}
+GDN2: Recipes = {
+    "q": UnitConvolution(),
+    "k": UnitConvolution(),
+    "v": Convolution(),
+    "g": LowRankDecay(),
+    "b": Sigmoid(),
+    "w": Sigmoid(),
+    "out": LowRankGatedNorm(),
+}
+
 PUBLISHED: dict[str, Recipes] = {
     "softmax": {
         "q": Rotary(),
@@ -94,17 +106,9 @@ PUBLISHED: dict[str, Recipes] = {
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
     "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
     "delta": {**DELTA, "out": Norm()},
-    "gated_delta": {**DELTA, "g": DecayWithBias(), "out": GatedNorm()},
-    "kda": {**DELTA, "g": LowRankDecay(), "out": LowRankGatedNorm()},
-    "gdn2": {
-        "q": UnitConvolution(),
-        "k": UnitConvolution(),
-        "v": Convolution(),
-        "g": LowRankDecay(),
-        "b": Sigmoid(),
-        "w": Sigmoid(),
-        "out": LowRankGatedNorm(),
-    },
+    "gated_delta": GATED_DELTA,
+    "kda": KDA,
+    "gdn2": GDN2,
     "comba": {
         "raw/k": Convolution(),
         "shortened/p": InnerDecay(),
@@ -132,6 +136,16 @@ PUBLISHED: dict[str, Recipes] = {
         "g": LogSigmoid(8.0, bias=False),
         "s": Written(),
         "out": Activated(),
+    },
+    "erasing_delta": {**DELTA, "out": Norm()},
+    "erasing_gated_delta": GATED_DELTA,
+    "erasing_kda": KDA,
+    "erasing_gdn2": GDN2,
+    "preconditioned_key": {
+        "k": UnitConvolution(),
+        "g_atk": DecayWithBias(),
+        "beta_atk": Sigmoid(),
+        "log_atk_scale": Learned(-0.2),
     },
     "lucid_solve": {"lucid_beta": StepOfSolve()},
     "conditioned_query": CONTRACTION,

@@ -10,6 +10,7 @@ its weights, and returns the call of a dict of them and x.
     kda             expand_v=2
     gdn2            expand_v=2
     comba           expand_v=2
+    precond_gated_delta_net expand_v=2
     gsa             num_kv_heads=2, num_slots=3
     retention       expand_v=2
     path            use_forget_gate=True
@@ -217,6 +218,41 @@ def comba():
     return shapes, call
 
 
+def precond_gated_delta_net():
+    """The operator normalises q and k itself, without ε."""
+    import torch
+
+    gated_shapes, _ = gated_delta_net()
+    shapes = {**gated_shapes, **projections(a_atk=4, b_atk=4)}
+    shapes |= {"A_log_atk": (4,), "dt_bias_atk": (4,), "log_atk_scale": (4,)}
+
+    def call(w, x):
+        q, k, v = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qkv"
+        )
+        softplus = torch.nn.functional.softplus
+        g = -w["A_log"].exp() * softplus(linear(w, "a_proj", x) + w["dt_bias"])
+        g_atk = -w["A_log_atk"].exp() * softplus(linear(w, "a_atk_proj", x) + w["dt_bias_atk"])
+        o, _, _ = naive("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
+            q,
+            k,
+            v,
+            g_atk=g_atk,
+            g=g,
+            beta_atk=linear(w, "b_atk_proj", x).sigmoid(),
+            beta=linear(w, "b_proj", x).sigmoid(),
+            log_atk_scale=w["log_atk_scale"],
+        )
+        gate = linear(w, "g_proj", x, HEADS)
+        o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
 def gsa():
     import torch
 
@@ -299,5 +335,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba)
+NEWER = (kda, gdn2, comba, precond_gated_delta_net)
 """Apart, because the seed of a layer is its place."""

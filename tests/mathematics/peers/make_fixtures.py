@@ -34,6 +34,8 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 `gdn2_fla.npz`: that of Gated DeltaNet 2, `gdn2`. b in [0, 2], w in [0, 1].
 `comba_fla.npz`: those of Comba, token by token (`comba`, which reads p in the decayed state) and in
 chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in [0, 1].
+`atk_fla.npz`: those of the preconditioned delta rules, with two value heads for each key head in
+`pgdn`, which normalises q and k itself, and with learnt centres in `pkda`. beta in [0, 1].
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
@@ -41,7 +43,7 @@ chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in 
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
-    q, k, v, g, beta, b, w, p, s
+    q, k, v, g, beta, b, w, p, s, g_atk, beta_atk, log_atk_scale
                             (batch, time, heads, …), those that the peer takes. g: log of the
                             gate, for each head, channel (gla) or slot (gsa); some are 0 or −8.
                             beta in [0, 2]; some are 0 or 2
@@ -430,6 +432,51 @@ def comba_entries():
     )
 
 
+def atk_entries():
+    """Return the entries of atk_fla.npz, without `versions`."""
+
+    def of(operation):
+        naive = getattr(load_naive(operation), f"naive_recurrent_{operation}")
+
+        def call(x, initial):
+            out, state, squares = naive(
+                **x,
+                initial_state=initial["state"],
+                initial_A_state=initial["squares"],
+                output_final_state=True,
+            )
+            return out, {"squares": squares, "state": state}
+
+        return call
+
+    rng = np.random.default_rng(20274)
+    batch, time, heads, dim, width = 2, 24, 2, 8, 6
+
+    def inputs(value_heads, *channels):
+        return {
+            "q": normal(rng, batch, time, heads, dim),
+            "k": keys_of(rng, batch, time, heads, dim, unit=True),
+            "v": normal(rng, batch, time, value_heads, width),
+            "g": gates_of(rng, batch, time, value_heads, *channels),
+            "beta": betas_of(rng, batch, time, value_heads) / 2,
+            "g_atk": gates_of(rng, batch, time, heads),
+            "beta_atk": betas_of(rng, batch, time, heads) / 2,
+        }
+
+    def initial(value_heads):
+        return {
+            "squares": np.abs(normal(rng, batch, heads, dim)),
+            "state": normal(rng, batch, value_heads, dim, width),
+        }
+
+    pgdn, pkda = inputs(2 * heads), inputs(heads, dim)
+    pkda["log_atk_scale"] = normal(rng, heads)
+    return of_cases(
+        pgdn=stateful_entries(rng, of("precond_gated_delta_rule"), pgdn, initial(2 * heads)),
+        pkda=stateful_entries(rng, of("precond_kda"), pkda, initial(heads)),
+    )
+
+
 def gsa_entries():
     """Return the entries of gsa_fla.npz, without `versions`."""
 
@@ -577,6 +624,7 @@ def main():
     save("kda_fla.npz", "fla-core", kda_entries())
     save("gdn2_fla.npz", "fla-core", gdn2_entries())
     save("comba_fla.npz", "fla-core", comba_entries())
+    save("atk_fla.npz", "fla-core", atk_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())

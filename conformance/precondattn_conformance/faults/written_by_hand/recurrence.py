@@ -7,8 +7,9 @@ from typing import Any
 
 from precondattn.arrays import namespace
 from precondattn.spec import linear, linear_family, recurrence, retention
-from precondattn.spec.array_functions import transpose
+from precondattn.spec.array_functions import previous_token, transpose
 from precondattn.spec.linear import Linear
+from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.recurrence import TokenByToken
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -84,6 +85,24 @@ def _of_the_recurrence() -> list[Fault]:
             inside(recurrence, "_correct", lambda true: _erasing_what_is_written(true)),
         ),
         written(
+            "preconditioned_key",
+            RUN,
+            "the squares of a key counted after it is written",
+            inside(PreconditionedKey, "_stream", lambda true: _of_the_token_before(true)),
+        ),
+        written(
+            "preconditioned_key",
+            RUN,
+            "the weight of a key ignored",
+            inside(PreconditionedKey, "_stream", lambda true: _of_equal_weights(true)),
+        ),
+        written(
+            "erasing_kda",
+            RUN,
+            "the key that is written is erased",
+            inside(recurrence, "_correct", lambda true: _erasing_what_is_written(true)),
+        ),
+        written(
             "delta",
             RUN,
             "added without correction",
@@ -130,6 +149,18 @@ def _correcting_undecayed(state: Any, token: Any) -> Any:
 
 def _erasing_what_is_written(true: Any) -> Any:
     return lambda state, token: true(state, (*token[:-1], token[0]))
+
+
+def _of_the_token_before(true: Any) -> Any:
+    def stream(self: Any, x: Any, frame: Any) -> Any:
+        result = true(self, x, frame)
+        return result._replace(v=previous_token(result.v))
+
+    return stream
+
+
+def _of_equal_weights(true: Any) -> Any:
+    return lambda self, x, frame: true(self, x | {"beta_atk": 0 * x["beta_atk"] + 1}, frame)
 
 
 def _correcting_fully(state: Any, token: Any) -> Any:

@@ -1,0 +1,108 @@
+"""ATK: a delta rule writes with a key whose filled channels are made shorter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.options import flag, number, positive
+from precondattn.spec.comba import Comba
+from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
+from precondattn.spec.gdn2 import GDN2
+from precondattn.spec.kda import KDA
+from precondattn.spec.linear_family import LinearFamily
+from precondattn.spec.preconditioned_key import PreconditionedKey
+
+ERASING: dict[type[Mechanism], type[LinearFamily]] = {
+    Delta: ErasingDelta,
+    GatedDelta: ErasingGatedDelta,
+    KDA: ErasingKDA,
+    GDN2: ErasingGDN2,
+}
+"""The same rule with an input `erase`, which is k."""
+
+
+@dataclass(frozen=True)
+class ATK(Preconditioner):
+    """ATK: a delta rule erases with k, and writes with m ∘ k, m by the decaying squares of keys.
+
+    A_t = e^{g_atk} A_{t−1} + β_atk k ∘ k for each key head, and m = x^{−r/(1 + |r|)}, between 1/x
+    and x, with r = log(A + ε) − c. Keys should have length 1. `atk(gated_delta)` is PGDN and
+    `atk(kda)` is PKDA. The inputs `g_atk` and `beta_atk` (b, s, h) belong to key heads.
+
+    Parameters
+    ----------
+    base : Mechanism
+        A delta rule: `Delta`, `GatedDelta`, `KDA`, `GDN2` or `Comba`. Other preconditioners go
+        around it: `qk_norm[norm=l2](atk(gated_delta))`.
+    bound : float
+        x, 1 or more. Along k the state is multiplied by e^g (1 − β Σ m k²): β ‖k‖² should be at
+        most 2/x. `beta` is expected in [0, 1], and `b` too.
+    eps : float
+        ε, which stands for A in channels that no key has filled.
+    center : float
+        c: the logarithm of the A whose channels are left as they are.
+    learned : bool
+        Whether c is an input `log_atk_scale` (h) instead, one number for each key head.
+
+    Source
+    ------
+    flash-linear-attention, fla/ops/precond_gated_delta_rule and fla/ops/precond_kda.
+
+    Examples
+    --------
+    With x = 1 it is its base:
+
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 1, 5, 2, 4))
+    >>> k = k / np.linalg.vector_norm(k, axis=-1, keepdims=True)
+    >>> x = {"g": -rng.uniform(size=(1, 5, 2)), "beta": rng.uniform(size=(1, 5, 2))}
+    >>> out = pa.ATK(bound=1)(q, k, v, **x, g_atk=x["g"], beta_atk=x["beta"])
+    >>> bool(np.allclose(out, pa.GatedDelta()(q, k, v, **x)))
+    True
+    """
+
+    name: ClassVar[str] = "atk"
+    variants: ClassVar[tuple[str, ...]] = (
+        "atk(kda)",
+        "atk(gdn2)",
+        "atk(comba)",
+        "atk[learned=true](delta)",
+        "ccq(atk)",
+        "qk_norm[norm=l2](atk)",
+    )
+
+    base: Mechanism = GatedDelta()
+    bound: float = positive(1.5)
+    eps: float = positive(1e-6)
+    center: float = number(-0.2)
+    learned: bool = flag(False)
+
+    def check_together(self) -> None:
+        self._key()  # It checks the same options.
+
+    def refuses(self) -> str | None:
+        if type(self.base) not in (*ERASING, Comba):
+            return (
+                "it changes the key that a delta rule writes with, and not the one it erases with; "
+                "its base is one of delta, gated_delta, kda, gdn2 and comba, and other "
+                "preconditioners go around it"
+            )
+        return None
+
+    @cached_property
+    def _write_key(self) -> Step:
+        return step("k_written", self._key())
+
+    def _key(self) -> PreconditionedKey:
+        return PreconditionedKey(self.bound, self.eps, self.center, self.learned)
+
+    def steps(self) -> tuple[Step, ...]:
+        if isinstance(self.base, Comba):
+            return (self._write_key, step("out", self.base, k="k_written"))
+        rule = ERASING[type(self.base)](scale=self.base.scale)  # type: ignore[attr-defined]
+        return (self._write_key, step("out", rule, k="k_written", erase="k"))
