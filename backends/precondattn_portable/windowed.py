@@ -29,7 +29,6 @@ from precondattn.arrays import (
     placement,
     zero_where_not,
 )
-from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     log_softmax,
@@ -68,11 +67,6 @@ class WindowedAttention(Algorithm):
     def call(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Call:
         """The arrays of a call, gathered by window."""
         return Call(leaf, x, frame)
-
-    def refuses(self, leaf: Any, request: Request) -> str | None:
-        if request.is_symbolic:
-            return "needs to know the number of tokens to find their windows"
-        return None
 
     def read(self, leaf: Any, windows: Windows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""

@@ -95,6 +95,28 @@ def test_one_window_is_softmax():
     assert_close(pa.Windowed(size=(3, 4), grid=(3, 4))(**x), expected)
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        *("row_normalized", "row_normalized[axis=channel,detach=false]", "laser", "differential"),
+        *("temperature", "per_dim_scale", "qk_norm"),
+    ],
+)
+def test_compositions_on_one_window_are_those_on_softmax(outer):
+    one, all_tokens = (
+        pa.parse(f"{outer}({base})") for base in ("windowed[size=12]", "softmax[causal=false]")
+    )
+    rng = np.random.default_rng(4)
+    sizes = {"b": B, "t": 12, "s": 12, "h": H, "n": N, "d": D, "e": E}
+    x = {name: rng.uniform(0.2, 1, p.shape(sizes)) for name, p in one.inputs.items()}
+    (out, pullback), (expected, of_softmax) = one.vjp(**x), all_tokens.vjp(**x)
+    assert_close(out, expected)
+    cotangent = rng.normal(size=out.shape)
+    gradients = of_softmax(cotangent)
+    for name, gradient in pullback(cotangent).items():
+        assert_close(gradient, gradients[name])
+
+
 def test_a_fixed_number_of_rows_changes_nothing():
     x = problem(35)
     options = {"size": (2, 3), "shift": (1, 1)}
@@ -200,6 +222,8 @@ def test_calls_that_do_not_fit_are_named():
         pa.Windowed(size=2, grid=(3, 4))(**x, segment_ids=np.zeros((B, 12), dtype=int))
     with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
         pa.Windowed().init_cache(**x)
+    with pytest.raises(TypeError, match="unknown keyword 'causal'"):
+        pa.windowed(**x, causal=True)
     with pytest.raises(pa.ShapeError, match="bias_table"):
         pa.Windowed(bias=True)(**x, bias_table=np.ones((9, H)))
 

@@ -14,6 +14,7 @@ from precondattn_portable import (
     read_log_mean_exp,
     triangular_inverse,
 )
+from precondattn_portable.windowed import WindowedAttention
 
 BLOCK = 4
 """Tokens of a block of most algorithms."""
@@ -24,15 +25,16 @@ SMALL = (
     (extension, {"TOKENS": 3}),
     (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
     (triangular_inverse, {"LEAF": 2}),
+    (WindowedAttention, {"entries_together": 300}),
 )
-"""The block sizes of each module of the blocked algorithms."""
+"""The block sizes of each module or class of the blocked algorithms."""
 
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
     """The blocked algorithms use blocks of a few tokens in this context."""
     with REPLACING:
-        known = [(module, {n: getattr(module, n) for n in sizes}) for module, sizes in SMALL]
+        known = [(owner, {n: getattr(owner, n) for n in sizes}) for owner, sizes in SMALL]
         _set(SMALL)
         try:
             yield
@@ -41,6 +43,6 @@ def small_blocks() -> Iterator[None]:
 
 
 def _set(sizes: Any) -> None:
-    for module, numbers in sizes:
+    for owner, numbers in sizes:
         for name, number in numbers.items():
-            setattr(module, name, number)
+            setattr(owner, name, number)

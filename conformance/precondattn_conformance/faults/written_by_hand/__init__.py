@@ -22,6 +22,7 @@ from precondattn_conformance.faults.written_by_hand import (
     threads,
     whole_sequences,
     widths,
+    windows,
 )
 
 OF = (
@@ -45,6 +46,7 @@ OF = (
     widths,
     company,
     whole_sequences,
+    windows,
 )
 
 

@@ -1,0 +1,242 @@
+"""Faults of windowed attention: which tokens share a window, its table, and windows in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from precondattn.arrays import namespace
+from precondattn.frame import Frame
+from precondattn.spec import windowed
+from precondattn.spec.grid_windows import Windows
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Call, Fault, inside, with_call
+from precondattn_conformance.faults.written_by_hand.written import blocked, written
+from precondattn_portable import windowed as blocks
+from precondattn_portable.windows import Part
+
+BOTH = (FORWARD, BACKWARD)
+SHIFTED = "windowed[size=3,shift=1,scale=0.3]"
+ON_GRID = "windowed[size=2/3,shift=1/2,grid=5,bias=true]"
+BIASED = "windowed[bias=true]"
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    return [*_of_windows(), *_of_tables(), *_of_positions(), *_of_blocks()]
+
+
+def _of_windows() -> list[Fault]:
+    return [
+        written(mechanism, BOTH, detail, inside(Windows, "share", change))
+        for mechanism, detail, change in (
+            (SHIFTED, "windows that are not shifted", lambda true: _unshifted(true)),
+            (SHIFTED, "windows shifted to the other side", lambda true: _other_side(true)),
+            (ON_GRID, "one shift for rows and columns", lambda true: _one_shift(true)),
+            (ON_GRID, "tokens at opposite edges in one window", lambda true: _around_edges),
+            (ON_GRID, "all rows of a grid in one window", lambda true: _of_columns(true)),
+        )
+    ]
+
+
+def _unshifted(true: Any) -> Any:
+    return lambda self, *at: true(self._replace(shift=(0,) * len(self.shift)), *at)
+
+
+def _other_side(true: Any) -> Any:
+    def share(self: Windows, *at: Any) -> Any:
+        shift = tuple((w - s) % w for w, s in zip(self.size, self.shift, strict=True))
+        return true(self._replace(shift=shift), *at)
+
+    return share
+
+
+def _one_shift(true: Any) -> Any:
+    return lambda self, *at: true(self._replace(shift=self.shift[:1] * 2), *at)
+
+
+def _of_columns(true: Any) -> Any:
+    return lambda self, *at: true(self._replace(size=(1000, self.size[1]), shift=(0, 0)), *at)
+
+
+def _around_edges(self: Windows, q_position: Any, k_position: Any) -> Any:
+    """A cyclic shift without the mask of the parts of the window that wraps around."""
+    of_q, of_k = (self.coordinates(position) for position in (q_position, k_position))
+    same = q_position[:, :, None] == q_position[:, :, None]
+    for x_q, x_k, w, shift in zip(of_q, of_k, self.size, self.shift, strict=True):
+        whole = -(-(int(namespace(x_k).max(x_k)) + 1) // w) * w
+        i, j = (((x - shift) % whole) // w for x in (x_q, x_k))
+        same = same & (i[:, :, None] == j[:, None, :])
+    return same
+
+
+def _of_tables() -> list[Fault]:
+    return [
+        written(ON_GRID, BOTH, detail, inside(Windows, "entry", change))
+        for detail, change in (
+            ("keys minus queries as relative positions", lambda true: _of_transposed(true)),
+            ("rows and columns of the table exchanged", lambda true: _columns_first),
+        )
+    ] + [
+        written(
+            BIASED,
+            BOTH,
+            "the bias multiplied by the scale",
+            with_call(lambda call: _with_scaled_bias(call)),
+        ),
+        written(
+            BIASED,
+            BACKWARD,
+            "of the bias, the gradient of the first sequence only",
+            inside(windowed, "_sums_by_entry", lambda true: _of_first(true)),
+        ),
+        written(
+            BIASED,
+            BACKWARD,
+            "of the bias, the gradient's mean over pairs",
+            inside(windowed, "_sums_by_entry", lambda true: _means_by_entry(true)),
+        ),
+    ]
+
+
+def _of_transposed(true: Any) -> Any:
+    def entry(self: Windows, q_position: Any, k_position: Any) -> Any:
+        xp = namespace(q_position)
+        return xp.permute_dims(true(self, k_position, q_position), (0, 2, 1))
+
+    return entry
+
+
+def _columns_first(self: Windows, q_position: Any, k_position: Any) -> Any:
+    xp, entry = namespace(q_position), 0
+    of_q, of_k = (self.coordinates(position)[::-1] for position in (q_position, k_position))
+    for x_q, x_k, w in zip(of_q, of_k, self.size[::-1], strict=True):
+        apart = xp.clip(x_q[:, :, None] - x_k[:, None, :], 1 - w, w - 1)
+        entry = entry * (2 * w - 1) + apart + (w - 1)
+    return entry
+
+
+def _with_scaled_bias(call: Call) -> Call:
+    return call.given(bias_table=call.inputs["bias_table"] * call.inputs["q"].shape[3] ** -0.5)
+
+
+def _of_first(true: Any) -> Any:
+    return lambda d_scores, entry, entries: true(d_scores[:1, ...], entry[:1, ...], entries)
+
+
+def _means_by_entry(true: Any) -> Any:
+    def means(d_scores: Any, entry: Any, entries: int) -> Any:
+        return true(d_scores, entry, entries) / d_scores.shape[2]
+
+    return means
+
+
+def _of_positions() -> list[Fault]:
+    return [
+        written(mechanism, BOTH, detail, inside(windowed, "positions", change))
+        for mechanism, detail, change in (
+            (SHIFTED, "one grid for all packed sequences", lambda true: _in_one_grid(true)),
+            (SHIFTED, "fewer queries as the first tokens", lambda true: _as_first(true)),
+        )
+    ]
+
+
+def _in_one_grid(true: Any) -> Any:
+    def positions(frame: Frame) -> Any:
+        return true(frame.replaced(k_segment=None))
+
+    return positions
+
+
+def _as_first(true: Any) -> Any:
+    def positions(frame: Frame) -> tuple[Any, Any]:
+        of_q, of_k = true(frame)
+        return of_k[:, : of_q.shape[1]], of_k
+
+    return positions
+
+
+def _of_blocks() -> list[Fault]:
+    return [
+        blocked(
+            ON_GRID,
+            BOTH,
+            "slots without a token attended to",
+            blocks,
+            "partition",
+            lambda true: lambda windows, s: _with_every_slot(true(windows, s)),
+        ),
+        blocked(
+            ON_GRID,
+            BOTH,
+            "the mask of the first windows for all",
+            Part,
+            "some",
+            lambda true: _with_first_mask,
+        ),
+        blocked(
+            ON_GRID,
+            BOTH,
+            "the masks of windows in another order than the windows",
+            blocks.Call,
+            "never_hidden",
+            lambda true: _by_window,
+        ),
+        blocked(
+            SHIFTED,
+            BACKWARD,
+            "a cotangent counted again in a slot without a token",
+            blocks.Call,
+            "cotangents",
+            lambda true: lambda self, cotangent, part: self.gathered(cotangent, part),
+        ),
+        blocked(
+            BIASED,
+            BACKWARD,
+            "of the bias, the gradient of half of the pairs",
+            blocks.Call,
+            "table_gradient",
+            lambda true: lambda self, d_bias: true(self, namespace(d_bias).tril(d_bias)),
+        ),
+        blocked(
+            SHIFTED,
+            BOTH,
+            "the keys of the first group of windows for the last",
+            blocks.Call,
+            "windows",
+            lambda true: _with_first_keys(true),
+        ),
+    ]
+
+
+def _with_every_slot(partition: Any) -> Any:
+    def part(each: Part) -> Part:
+        if each.hidden is None or each.is_token is None:
+            return each
+        return each._replace(hidden=each.hidden & each.is_token[:, None, :])
+
+    return partition._replace(parts=tuple(map(part, partition.parts)))
+
+
+def _with_first_mask(self: Part, start: int, stop: int) -> Part:
+    tokens = self.tokens[start:stop]
+    hidden = None if self.hidden is None else self.hidden[: len(tokens)]
+    is_token = None if self.is_token is None else self.is_token[start:stop]
+    return Part(tokens, hidden, is_token)
+
+
+def _by_window(self: Any, part: Part) -> Any:
+    if part.hidden is None:
+        return None
+    return self.index(np.repeat(~part.hidden, self.x["q"].shape[0], axis=0)[:, None])
+
+
+def _with_first_keys(true: Any) -> Any:
+    def windows(self: Any, together: int) -> Any:
+        groups = list(true(self, together))
+        *before, last = groups
+        if last.k.shape == groups[0].k.shape:
+            last = last._replace(k=groups[0].k, v=groups[0].v)
+        yield from (*before, last)
+
+    return windows
