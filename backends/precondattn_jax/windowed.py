@@ -116,9 +116,6 @@ class GridCall(Call):
     def gathered(self, x: Array, part: Any = None) -> Array:
         return swap_time_and_heads(self.grid.cut(x))
 
-    def cotangents(self, cotangent: Array, part: Any = None) -> Array:
-        return self.gathered(cotangent)
-
     def by_token(self, slots: list[Array]) -> Array:
         (rows,) = slots
         b = rows.shape[0]

@@ -27,7 +27,6 @@ from precondattn.arrays import (
     cast,
     namespace,
     placement,
-    zero_where_not,
 )
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -122,7 +121,7 @@ class WindowedAttention(Algorithm):
         )
         d_q, d_k, d_v, d_bias = [], [], [], None
         for each in call.windows(self.entries_together):
-            o, d_o = call.gathered(out, each.part), call.cotangents(cotangent, each.part)
+            o, d_o = call.gathered(out, each.part), call.gathered(cotangent, each.part)
             d_scores, *d_rows = self.pull(leaf, each, o, d_o)
             heads = (d_rows[0].shape[1], n, n)
             for total, rows, count in zip((d_q, d_k, d_v), d_rows, heads, strict=True):
@@ -185,14 +184,6 @@ class Call:
         together = slots[0] if len(slots) == 1 else xp.concat(slots, axis=1)
         return xp.take(together, self.index(self.all.slots), axis=1)
 
-    def cotangents(self, cotangent: Array, part: Part) -> Array:
-        """As `gathered`, with 0 in slots without a token."""
-        rows = self.gathered(cotangent, part)
-        if part.is_token is None:
-            return rows
-        is_token = np.tile(part.is_token, (cotangent.shape[0], 1))
-        return zero_where_not(self.index(is_token[:, None, :, None]), rows)
-
     def entries(self) -> Array:
         """The table's entry of each pair of slots, (w w,)."""
         return self.index(self.all.entries)
@@ -201,16 +192,20 @@ class Call:
         """Which pairs are visible (b windows, 1, w, w); None for all."""
         xp, b = namespace(self.x["q"]), self.x["q"].shape[0]
         visible = self.never_hidden(part)
-        of_queries = self.frame.q_valid
-        if of_queries is not None:
-            of_queries = padded(of_queries, self.missing, 0, axis=1)
-        for valid, axis in ((of_queries, 3), (self.frame.k_valid, 2)):
+        for valid, axis in ((self.is_query(), 3), (self.frame.k_valid, 2)):
             if valid is None:
                 continue
             each = xp.broadcast_to(valid, (b, valid.shape[1]))[:, :, None, None]
             slots = xp.expand_dims(self.gathered(each, part)[..., 0], axis=axis)
             visible = slots if visible is None else visible & slots
         return visible
+
+    def is_query(self) -> Array | None:
+        """Which tokens have a query that is not padding (b or 1, s); None where all have."""
+        valid, count = self.frame.q_valid, self.x["k"].shape[1]
+        if valid is None and self.missing:
+            valid = arange_like(count - self.missing, self.x["q"])[None, :] >= 0
+        return None if valid is None else padded(valid, self.missing, 0, axis=1)
 
     def never_hidden(self, part: Part) -> Array | None:
         """Which pairs are visible without masks (b windows, 1, w, w); None for all."""

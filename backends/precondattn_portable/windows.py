@@ -22,15 +22,13 @@ class Part(NamedTuple):
     tokens: np.ndarray
     """(windows, w). A slot without a token has one of its window's own."""
     hidden: np.ndarray | None
-    """Which pairs do not attend to each other (windows, w, w); None where all do."""
-    is_token: np.ndarray | None
-    """Which slots have a token (windows, w); None where all have."""
+    """Which pairs do not attend to each other (windows, w, w); None where all do. A slot without a
+    token has no pair."""
 
     def some(self, start: int, stop: int) -> Part:
         """The windows start … stop − 1."""
         hidden = None if self.hidden is None else self.hidden[start:stop]
-        is_token = None if self.is_token is None else self.is_token[start:stop]
-        return Part(self.tokens[start:stop], hidden, is_token)
+        return Part(self.tokens[start:stop], hidden)
 
 
 class Partition(NamedTuple):
@@ -61,8 +59,8 @@ def partition(windows: Windows, s: int) -> Partition:
     has_tokens = (tokens >= 0).any(axis=1)
     tokens, labels = tokens[has_tokens], labels[has_tokens]
     is_token = tokens >= 0
-    hidden = (labels[:, :, None] != labels[:, None, :]) & is_token[:, :, None]
-    hidden = hidden | ~is_token[:, None, :]
+    hidden = labels[:, :, None] != labels[:, None, :]
+    hidden = hidden | ~is_token[:, :, None] | ~is_token[:, None, :]
     at_border = hidden.any(axis=(1, 2))
     order = np.argsort(at_border, kind="stable")
     tokens, hidden, is_token = tokens[order], hidden[order], is_token[order]
@@ -71,10 +69,7 @@ def partition(windows: Windows, s: int) -> Partition:
     first = np.take_along_axis(tokens, is_token.argmax(axis=1)[:, None], axis=1)
     tokens = np.where(is_token, tokens, first)
     plain = len(tokens) - int(at_border.sum())
-    parts = (
-        Part(tokens[:plain], None, None),
-        Part(tokens[plain:], hidden[plain:], None if is_token.all() else is_token[plain:]),
-    )
+    parts = Part(tokens[:plain], None), Part(tokens[plain:], hidden[plain:])
     return Partition(
         tuple(part for part in parts if len(part.tokens)), slots, _entries(windows.size)
     )

@@ -43,6 +43,28 @@ def test_windows_in_groups_are_the_definition(monkeypatch, expression, tokens, f
         assert_close(gradient, gradients[name])
 
 
+@pytest.mark.parametrize("library", ["numpy", "jax"])
+@pytest.mark.parametrize(
+    ("expression", "tokens", "fewer"),
+    [("windowed[size=4,shift=2]", 23, 0), ("windowed[size=2/3,shift=1/2,grid=5,bias=true]", 25, 4)],
+)
+def test_slots_without_a_query_do_not_overflow_where_values_are_far_apart(
+    expression, tokens, fewer, library
+):
+    m, x, cotangent = problem(f"laser({expression})", tokens, fewer)
+    x["v"] = x["v"] + 2000.0 * (tokens - np.arange(tokens))[:, None, None]
+    expected = m.vjp(**x, backend="reference")[1](cotangent)
+    if library == "jax":
+        jax = pytest.importorskip("jax")
+        with jax.enable_x64(True):
+            x = {name: jax.numpy.asarray(array) for name, array in x.items()}
+            gradients = m.vjp(**x, backend="jax")[1](jax.numpy.asarray(cotangent))
+    else:
+        gradients = m.vjp(**x, backend="portable")[1](cotangent)
+    for name, gradient in expected.items():
+        assert_close(np.asarray(gradients[name]), gradient)
+
+
 def test_a_compiled_call_takes_any_number_of_rows_of_the_grid():
     torch = pytest.importorskip("torch")
     expression = "windowed[size=2/3,shift=1,grid=5,bias=true]"

@@ -183,12 +183,13 @@ def _of_blocks() -> list[Fault]:
             lambda true: _by_window,
         ),
         blocked(
-            SHIFTED,
+            f"laser({SHIFTED})",
             BACKWARD,
-            "a cotangent counted again in a slot without a token",
+            "queries that the call does not have, with an output of 0",
             blocks.Call,
-            "cotangents",
-            lambda true: lambda self, cotangent, part: self.gathered(cotangent, part),
+            "is_query",
+            lambda true: lambda self: None,
+            subject="windowed",
         ),
         blocked(
             BIASED,
@@ -211,9 +212,10 @@ def _of_blocks() -> list[Fault]:
 
 def _with_every_slot(partition: Any) -> Any:
     def part(each: Part) -> Part:
-        if each.hidden is None or each.is_token is None:
+        if each.hidden is None:
             return each
-        return each._replace(hidden=each.hidden & each.is_token[:, None, :])
+        is_token = ~np.diagonal(each.hidden, axis1=1, axis2=2)
+        return each._replace(hidden=each.hidden & is_token[:, None, :])
 
     return partition._replace(parts=tuple(map(part, partition.parts)))
 
@@ -221,8 +223,7 @@ def _with_every_slot(partition: Any) -> Any:
 def _with_first_mask(self: Part, start: int, stop: int) -> Part:
     tokens = self.tokens[start:stop]
     hidden = None if self.hidden is None else self.hidden[: len(tokens)]
-    is_token = None if self.is_token is None else self.is_token[start:stop]
-    return Part(tokens, hidden, is_token)
+    return Part(tokens, hidden)
 
 
 def _by_window(self: Any, part: Part) -> Any:
