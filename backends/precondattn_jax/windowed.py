@@ -19,7 +19,6 @@ from jax import Array, lax
 
 from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
 from precondattn_jax.arithmetic import full_precision
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import padded
@@ -108,13 +107,13 @@ class GridCall(Call):
         return Grid(self.leaf.windows, self.x["k"].shape[1])
 
     def windows(self, together: int) -> Iterator[Windows]:
-        x, h = self.x, self.x["q"].shape[2]
-        q = self.gathered(padded(x["q"], self.missing, 0, axis=1))
-        k, v = (repeat_heads(self.gathered(x[name]), h) for name in ("k", "v"))
-        yield Windows(None, q, k, v, self.bias(), self.visible(None))
+        yield self.some(None, padded(self.x["q"], self.missing, 0, axis=1), self.bias())
 
     def gathered(self, x: Array, part: Any = None) -> Array:
-        return swap_time_and_heads(self.grid.cut(x))
+        return self.ops.heads_first(self.grid.cut(x))
+
+    def is_filled(self, part: Any) -> bool:
+        return self.grid.s == prod(self.grid.whole)
 
     def by_token(self, slots: list[Array]) -> Array:
         (rows,) = slots
@@ -144,8 +143,8 @@ class GridCall(Call):
 class Windowed(WindowedAttention):
     """Algorithm of `Windowed`."""
 
-    def call(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> GridCall:
-        return GridCall(leaf, x, frame)
+    def call(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> GridCall:
+        return GridCall(ops, leaf, x, frame)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

@@ -12,6 +12,7 @@ where it can not, because a compiler traces the call, they are computed by the d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
@@ -24,20 +25,19 @@ from precondattn.arrays import (
     Arrays,
     Residuals,
     arange_like,
-    cast,
     namespace,
     placement,
 )
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     log_softmax,
-    mask_scores,
     repeat_heads,
     sum_heads,
     swap_time_and_heads,
     transpose,
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import ROW_BLOCK_ENTRIES, padded, zero_padding
@@ -48,13 +48,36 @@ class Windows(NamedTuple):
     """Some windows of a call: queries, keys and values (b windows, heads, w, ·)."""
 
     part: Part
+    scale: float
     q: Array
+    """Multiplied by the scale."""
     k: Array
     v: Array
     bias: Array | None
     """(1, h, w, w)"""
     visible: Array | None
     """(b windows, 1, w, w); None where all pairs are visible."""
+    all_have_keys: bool
+    """Whether it is known that each slot has a visible key."""
+
+
+def masked_scores(ops: Arithmetic, windows: Windows) -> Array:
+    """S (b windows, h, w, w), −∞ at masked pairs."""
+    scores = ops.product(windows.q, transpose(windows.k))
+    if windows.bias is not None:
+        scores = ops.add(scores, windows.bias)
+    return scores if windows.visible is None else ops.keep(scores, windows.visible, -math.inf)
+
+
+def weights(ops: Arithmetic, windows: Windows) -> Array:
+    """A (b windows, h, w, w); 0 in rows without a key."""
+    visible = windows.visible
+    if visible is None or windows.all_have_keys:
+        return ops.softmax(masked_scores(ops, windows))
+    has_keys = namespace(visible).any(visible, axis=-1, keepdims=True)
+    # Such a row is computed as if it had all keys: a softmax needs one.
+    given = windows._replace(visible=visible | ~has_keys)
+    return ops.keep(ops.softmax(masked_scores(ops, given)), has_keys, 0.0)
 
 
 class WindowedAttention(Algorithm):
@@ -63,31 +86,31 @@ class WindowedAttention(Algorithm):
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 
-    def call(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Call:
+    def call(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Call:
         """The arrays of a call, gathered by window."""
-        return Call(leaf, x, frame)
+        return Call(ops, leaf, x, frame)
 
-    def read(self, leaf: Any, windows: Windows) -> Array:
+    def read(self, ops: Arithmetic, leaf: Any, windows: Windows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
-        out: Array = leaf.read.forward(*self.log_weights(leaf, windows), windows.v)
-        return out
+        if leaf.read != MEAN:
+            out: Array = leaf.read.forward(*log_softmax(masked_scores(ops, windows)), windows.v)
+            return out
+        return ops.product(weights(ops, windows), windows.v)
 
     def pull(
-        self, leaf: Any, windows: Windows, out: Array, cotangent: Array
+        self, ops: Arithmetic, leaf: Any, windows: Windows, out: Array | None, cotangent: Array
     ) -> tuple[Array, Array, Array, Array]:
         """The gradients of scores, queries, keys and values of some windows."""
-        log_weights, _ = self.log_weights(leaf, windows)
-        d_scores, d_v = leaf.read.backward(log_weights, windows.v, out, cotangent)
-        d_products = leaf.scale_for(windows.q.shape[3]) * d_scores
-        return d_scores, d_products @ windows.k, transpose(d_products) @ windows.q, d_v
-
-    def log_weights(self, leaf: Any, windows: Windows) -> tuple[Array, Array]:
-        scores = leaf.scale_for(windows.q.shape[3]) * (windows.q @ transpose(windows.k))
-        if windows.bias is not None:
-            scores = scores + windows.bias
-        if windows.visible is not None:
-            scores = mask_scores(windows.visible, scores)
-        return log_softmax(scores)
+        v = windows.v
+        if leaf.read != MEAN:
+            log_weights, _ = log_softmax(masked_scores(ops, windows))
+            d_scores, d_v = leaf.read.backward(log_weights, v, out, cotangent)
+        else:
+            a = weights(ops, windows)
+            d_v = ops.product(transpose(a), cotangent)
+            d_scores = ops.softmax_vjp(a, ops.product(cotangent, transpose(v)))
+        d_q = ops.multiply(ops.product(d_scores, windows.k), windows.scale)
+        return d_scores, d_q, ops.product(transpose(d_scores), windows.q), d_v
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
@@ -96,8 +119,10 @@ class WindowedAttention(Algorithm):
             out, residuals = leaf.forward(x, frame)
             return out, residuals
         b = x["q"].shape[0]
-        call = self.call(leaf, x, frame)
-        outs = [_as_slots(self.read(leaf, each), b) for each in call.windows(self.entries_together)]
+        call = self.call(ops, leaf, x, frame)
+        outs = [
+            _as_slots(self.read(ops, leaf, each), b) for each in call.windows(self.entries_together)
+        ]
         out = call.by_token(outs)
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
 
@@ -115,14 +140,15 @@ class WindowedAttention(Algorithm):
             gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
         b, n = x["k"].shape[0], x["k"].shape[2]
-        call = self.call(leaf, x, frame)
+        call = self.call(ops, leaf, x, frame)
         out, cotangent = (
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )
         d_q, d_k, d_v, d_bias = [], [], [], None
         for each in call.windows(self.entries_together):
-            o, d_o = call.gathered(out, each.part), call.gathered(cotangent, each.part)
-            d_scores, *d_rows = self.pull(leaf, each, o, d_o)
+            o = None if leaf.read == MEAN else call.gathered(out, each.part)
+            d_o = call.gathered(cotangent, each.part)
+            d_scores, *d_rows = self.pull(ops, leaf, each, o, d_o)
             heads = (d_rows[0].shape[1], n, n)
             for total, rows, count in zip((d_q, d_k, d_v), d_rows, heads, strict=True):
                 total.append(_as_slots(sum_heads(rows, count), b))
@@ -142,8 +168,8 @@ class WindowedAttention(Algorithm):
 class Call:
     """The arrays of a call, gathered by window."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
-        self.leaf, self.x, self.frame = leaf, x, frame
+    def __init__(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        self.ops, self.leaf, self.x, self.frame = ops, leaf, x, frame
         self.missing = x["k"].shape[1] - x["q"].shape[1]
         """How many queries are prepended, so that each token has one."""
 
@@ -163,9 +189,25 @@ class Call:
         for kind in self.all.parts:
             for start in range(0, len(kind.tokens), step):
                 part = kind.some(start, start + step)
-                rows = self.gathered(q, part)
-                k, v = (repeat_heads(self.gathered(x[name], part), h) for name in ("k", "v"))
-                yield Windows(part, rows, k, v, bias, self.visible(part))
+                yield self.some(part, q, bias)
+
+    def some(self, part: Part, q: Array, bias: Array | None) -> Windows:
+        """Some windows, from queries of all tokens."""
+        h, scale = q.shape[2], self.leaf.scale_for(q.shape[3])
+        rows = self.ops.multiply(self.gathered(q, part), scale)
+        k, v = (repeat_heads(self.gathered(self.x[name], part), h) for name in ("k", "v"))
+        visible, have_keys = self.visible(part), not self.is_masked and self.is_filled(part)
+        return Windows(part, scale, rows, k, v, bias, visible, have_keys)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens have no query, or are padding or masked keys."""
+        frame = self.frame
+        return bool(self.missing) or frame.q_valid is not None or frame.k_valid is not None
+
+    def is_filled(self, part: Part) -> bool:
+        """Whether all slots have a token."""
+        return part.hidden is None or not part.hidden.diagonal(axis1=1, axis2=2).any()
 
     def index(self, numbers: np.ndarray) -> Array:
         """Integers of the partition as an array of the call's library and device."""
@@ -176,7 +218,7 @@ class Call:
         """The tokens of some windows: (b, s, heads, ·) as (b windows, heads, w, ·)."""
         xp, w = namespace(x), part.tokens.shape[1]
         slots = xp.take(x, self.index(part.tokens.reshape(-1)), axis=1)
-        return swap_time_and_heads(xp.reshape(slots, (-1, w, *x.shape[2:])))
+        return self.ops.heads_first(xp.reshape(slots, (-1, w, *x.shape[2:])))
 
     def by_token(self, slots: list[Array]) -> Array:
         """(b, slots, heads, ·) of all windows as (b, s, heads, ·)."""
@@ -223,11 +265,27 @@ class Call:
         return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))
 
     def table_gradient(self, d_bias: Array) -> Array:
-        """Σ over the pairs of each entry, from (h, w, w): a product with a matrix of 0 and 1."""
-        number = arange_like(self.leaf.windows.entries, d_bias)
-        is_entry = cast(self.entries()[None, :] == number[:, None], d_bias.dtype)
-        flat = namespace(d_bias).reshape(d_bias, (d_bias.shape[0], -1))
-        return is_entry @ transpose(flat)
+        """Σ over the pairs of each entry, from (h, w, w): (entries, h)."""
+        xp, h, size = namespace(d_bias), d_bias.shape[0], self.leaf.windows.size
+        if len(size) == 1:
+            return transpose(sums_by_difference(d_bias))
+        rows, columns = size
+        pairs = xp.reshape(d_bias, (h, rows, columns, rows, columns))
+        of_rows = sums_by_difference(xp.permute_dims(pairs, (0, 2, 4, 1, 3)))
+        of_both = sums_by_difference(xp.permute_dims(of_rows, (0, 3, 1, 2)))
+        return transpose(xp.reshape(of_both, (h, -1)))
+
+
+def sums_by_difference(x: Array) -> Array:
+    """Σ_{i − j = Δ} x_ij for Δ from 1 − w to w − 1, along the last two axes: (…, 2 w − 1).
+
+    With w zeros after each row, read in rows of 2 w − 1 elements, every row is one to the right of
+    the row above.
+    """
+    xp, w = namespace(x), x.shape[-1]
+    rows = padded(xp.flip(x, axis=-1), 0, w, axis=x.ndim - 1)
+    shifted = xp.reshape(rows, (*x.shape[:-2], -1))[..., : w * (2 * w - 1)]
+    return xp.sum(xp.reshape(shifted, (*x.shape[:-2], w, 2 * w - 1)), axis=-2)
 
 
 def _as_slots(rows: Array, b: int) -> Array:

@@ -281,6 +281,7 @@ def test_gradients_of_a_long_call_are_checked_on_its_first_tokens(monkeypatch):
 
 def test_calls_that_can_not_be_compared_with_the_oracle_are_not_measured(monkeypatch):
     monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "LARGEST_NOT_CAUSAL", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
     for expression in ("softmax[causal=false]", "softmax[bias=true]"):
         with pytest.raises(correct.UncheckedError, match="can not be compared with the oracle"):

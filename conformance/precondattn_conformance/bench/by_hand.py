@@ -15,7 +15,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.bench import layers
-from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.cases import SWIN, BenchCase
 from precondattn_conformance.bench.computation import Computation, token_count
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
@@ -49,6 +49,47 @@ def cross_covariance() -> Callable[..., Any]:
         q, k = normalize(q, dim=-1), normalize(k, dim=-1)
         weights = (logit_scale[:, None, None] * (q @ k.mT)).softmax(-1)
         return (weights @ v).permute(0, 3, 1, 2)
+
+    return forward
+
+
+def swin() -> Callable[..., Any]:
+    """Windows of 7 × 7 of a grid of 56 × 56, shifted by 3, as public code has it.
+
+    The grid is rolled and cut, the table gathered, and −100 added to pairs of the windows that wrap
+    around, by PyTorch's `scaled_dot_product_attention`.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    rows, w, shift = 56, 7, 3
+    across, at = rows // w, torch.arange(w)
+    row, column = (x.flatten() for x in torch.meshgrid(at, at, indexing="ij"))
+    apart = [x[:, None] - x[None, :] + w - 1 for x in (row, column)]
+    entry = (apart[0] * (2 * w - 1) + apart[1]).flatten()
+    part = (torch.arange(rows) >= rows - w).long() + (torch.arange(rows) >= rows - shift)
+
+    def cut(x: Any) -> Any:
+        """(b, 56, 56, …) as (b windows, 49, …)."""
+        x = x.reshape(-1, across, w, across, w, *x.shape[3:]).transpose(2, 3)
+        return x.reshape(-1, w * w, *x.shape[5:])
+
+    region = cut((3 * part[:, None] + part)[None])
+    mask = -100.0 * (region[:, None, :] != region[:, :, None])
+
+    def windows(x: Any) -> Any:
+        """(b, t, h, d) as (b windows, h, 49, d)."""
+        grid = x.reshape(x.shape[0], rows, rows, *x.shape[2:])
+        return cut(grid.roll((-shift, -shift), (1, 2))).transpose(1, 2)
+
+    def forward(q: Any, k: Any, v: Any, bias_table: Any) -> Any:
+        b, t, h, e = v.shape
+        bias = bias_table[entry].reshape(w * w, w * w, h).permute(2, 0, 1)
+        bias = (bias + mask[:, None]).repeat(b, 1, 1, 1)
+        out = scaled_dot_product_attention(*map(windows, (q, k, v)), attn_mask=bias)
+        out = out.transpose(1, 2).reshape(b, across, across, w, w, h, e).transpose(2, 3)
+        out = out.reshape(b, rows, rows, h, e).roll((shift, shift), (1, 2))
+        return out.reshape(b, t, h, e)
 
     return forward
 
@@ -146,10 +187,11 @@ FORWARD = {
     ("ccq(gla)", "torch"): ccq_gla,
     ("cross_covariance", "torch"): cross_covariance,
     ("softmax", "numpy"): numpy_softmax,
+    (SWIN, "torch"): swin,
 }
 """By mechanism and library: what makes the function."""
 
-ANY_SIZE = ("cross_covariance",)
+ANY_SIZE = ("cross_covariance", SWIN)
 """Mechanisms whose function is linear in tokens."""
 
 DECODERS = {("gated_delta", "torch"): GatedDeltaDecoder, ("lucid", "torch"): LucidDecoder}

@@ -171,6 +171,9 @@ IN_TRANSFORMERS = tuple(
     )
 )
 
+SWIN = str(pa.Windowed(size=7, shift=3, grid=(56, 56), bias=True))
+"""The first stage of Swin-T, in which 3 heads have 32 channels."""
+
 COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
@@ -216,10 +219,16 @@ COMPARED = (
     ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
     *(
-        BenchCase(name + suffix, name, work, sizes, peers=(peer,))
-        for name, sizes, peer in (
-            ("cross_covariance", layout(t=784, d=48)._replace(b=8), "by_hand"),
-            ("nystrom", layout(), "transformers"),
+        BenchCase(name + suffix, mechanism, work, sizes, peers=(peer,))
+        for name, mechanism, sizes, peer in (
+            (
+                "cross_covariance",
+                "cross_covariance",
+                layout(t=784, d=48)._replace(b=8),
+                "by_hand",
+            ),
+            ("nystrom", "nystrom", layout(), "transformers"),
+            ("swin", SWIN, layout(t=56 * 56, h=3, d=32), "by_hand"),
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),

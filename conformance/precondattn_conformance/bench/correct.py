@@ -47,6 +47,9 @@ TAIL = 32
 LARGEST = 2**22
 """The largest batch × heads × queries × keys for which the oracle computes all tokens."""
 
+LARGEST_NOT_CAUSAL = 2**25
+"""The same where the first tokens alone would not do."""
+
 
 class WrongResultError(AssertionError):
     """A result that differs from the oracle's."""
@@ -116,7 +119,8 @@ def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
     inputs = inputs_of(mechanism, layout, dtype, library)
     head = min(layout.t, HEAD)
     is_linear = any(isinstance(leaf, pa.WholeSequence) for leaf in m.program.leaves)
-    if is_linear or layout.b * layout.h * layout.t * layout.s <= LARGEST:
+    largest = LARGEST if m.offers.causal else LARGEST_NOT_CAUSAL
+    if is_linear or layout.b * layout.h * layout.t * layout.s <= largest:
         head = layout.t
     has_pairs = any(pattern.is_pairwise for pattern in m.inputs.values())
     if head < layout.t and (has_pairs or not m.offers.causal):
