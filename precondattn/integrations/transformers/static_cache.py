@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.cache import Cache
+from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
+from precondattn.cache.windows import FIRST
 from precondattn.integrations.transformers.cache import ANY, CacheLayer
 from precondattn.integrations.transformers.padding import check_held, new_columns
 
@@ -25,6 +26,9 @@ class StaticCacheLayer(CacheLayer):
     def __init__(self, max_cache_len: int | None) -> None:
         super().__init__()
         self.max_cache_len = max_cache_len
+        self.may_have_padding = False
+        """Whether some token is masked, as far as it is known: the mask of a compiled step is not
+        read, and the buffers of a window move with their mask."""
 
     def extend(
         self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
@@ -37,16 +41,38 @@ class StaticCacheLayer(CacheLayer):
         if self.cache is None:
             self.cache = self._empty(mechanism, arrays)
         new, cache = arrays["q"].shape[1], self.cache
+        if torch.compiler.is_compiling() or FIRST in cache.store:
+            self.may_have_padding = True
         if not torch.compiler.is_compiling():
             held = int(cache.length[0])
             self._check_room(held, new)
             check_held(cache, key_mask, held, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, cache.length[0], new)
+        if not torch.compiler.is_compiling() and not self.may_have_padding:
+            if key_mask is None or bool(key_mask.all()):
+                return self._extend_without_masks(mechanism, arrays, held, new)
+            self.may_have_padding = True
         # A donation empties the dict, and the buffers stay.
         given = holding(cache, cache.length, dict(cache.store))
         out, longer = mechanism.extend(given, **arrays, key_mask=key_mask, donate=True)
         self._write(longer)
+        return out
+
+    def _extend_without_masks(
+        self, mechanism: Mechanism, arrays: dict[str, Tensor], held: int, new: int
+    ) -> Tensor:
+        """All tokens are valid so far, so that the mask is only kept for later ones."""
+        assert self.cache is not None
+        length, store, kinds = self.cache
+        without = Cache(
+            length,
+            {name: buffer for name, buffer in store.items() if name != KEY_MASK},
+            {name: kind for name, kind in kinds.items() if name != KEY_MASK},
+        )
+        out, longer = mechanism.extend(without, **arrays, donate=True)
+        store[KEY_MASK][:, held : held + new] = True
+        self._write(holding(longer, longer.length, {**longer.store, KEY_MASK: store[KEY_MASK]}))
         return out
 
     def _check_room(self, held: int, new: int) -> None:
@@ -103,6 +129,7 @@ class StaticCacheLayer(CacheLayer):
             self._write(self.cache.crop(self.cache.length + tokens_to_remove))
 
     def reset(self) -> None:
+        self.may_have_padding = False
         if self.cache is not None:
             for buffer in (self.cache.length, *self.cache.store.values()):
                 buffer.zero_()

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from precondattn.cache import KEY_MASK
 from precondattn.integrations.transformers import replace_attention, static_cache
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.static_cache import StaticCacheLayer
@@ -261,6 +262,52 @@ def test_a_static_cache_keeps_its_buffers_in_eager_steps_and_when_reset():
     assert [x.data_ptr() for x in cache.layers[0].cache.store.values()] == places
     with pytest.raises(ValueError, match="is for 16 tokens; found 11 new ones after 11"):
         model(ids, past_key_values=cache, attention_mask=torch.cat([mask, mask], 1))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lucid"])
+@torch.no_grad()
+def test_a_static_cache_uses_its_mask_only_once_there_is_padding(mechanism, monkeypatch):
+    (ids, _), model = prompts(), double("Llama", mechanism)
+    mask = torch.ones_like(ids)
+    mask[1, 8:10] = 0
+    masked = []
+    extend = type(model.model.layers[0].self_attn.precondattn.mechanism).extend
+
+    def recorded(self, cache, *args, **kwargs):
+        masked.append(KEY_MASK in cache.store)
+        return extend(self, cache, *args, **kwargs)
+
+    kind = type(model.model.layers[0].self_attn.precondattn.mechanism)
+    monkeypatch.setattr(kind, "extend", recorded)
+    cache = static_cache(model, 16)
+    found = logits_in_parts(model, ids, mask, (6, 1, 2, 1, 1), cache)
+    assert masked == 4 * [False] + 6 * [True]
+    close(found[mask.bool()], logits_at_once(model, ids, mask)[mask.bool()])
+    assert torch.equal(cache.layers[0].cache.store[KEY_MASK][:, :11], mask.bool())
+
+
+@torch.no_grad()
+def test_eager_steps_after_compiled_ones_know_their_padding():
+    (ids, mask), model = prompts(), double()
+    mask = torch.ones_like(mask)
+    mask[1, 8] = 0
+    expected, cache = logits_at_once(model, ids, mask), static_cache(model, 16)
+    logits_in_parts(model, ids[:, :8], mask[:, :8], (8,), cache)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def step(t):
+        padded = torch.zeros(2, 16, dtype=torch.long)
+        padded[:, : t + 1] = mask[:, : t + 1]
+        return model(
+            ids[:, t : t + 1],
+            attention_mask=padded,
+            position_ids=positions[:, t : t + 1],
+            past_key_values=cache,
+        ).logits
+
+    torch.compile(step, backend="eager", fullgraph=True)(8)
+    for t in (9, 10):
+        close(step(t), expected[:, t : t + 1])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
