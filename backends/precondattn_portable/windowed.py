@@ -36,6 +36,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
+from precondattn.spec.grid_windows import sum_by_entry
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
@@ -161,7 +162,7 @@ class WindowedAttention(Algorithm):
         }
         gradients["q"] = gradients["q"][:, call.missing :, ...]
         if leaf.bias:
-            gradients["bias_table"] = call.table_gradient(d_bias)
+            gradients["bias_table"] = sum_by_entry(d_bias, leaf.windows.size)
         return gradients
 
 
@@ -263,29 +264,6 @@ class Call:
         xp = namespace(table)
         pairs = xp.take(table, self.entries(), axis=0)
         return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))
-
-    def table_gradient(self, d_bias: Array) -> Array:
-        """Σ over the pairs of each entry, from (h, w, w): (entries, h)."""
-        xp, h, size = namespace(d_bias), d_bias.shape[0], self.leaf.windows.size
-        if len(size) == 1:
-            return transpose(sums_by_difference(d_bias))
-        rows, columns = size
-        pairs = xp.reshape(d_bias, (h, rows, columns, rows, columns))
-        of_rows = sums_by_difference(xp.permute_dims(pairs, (0, 2, 4, 1, 3)))
-        of_both = sums_by_difference(xp.permute_dims(of_rows, (0, 3, 1, 2)))
-        return transpose(xp.reshape(of_both, (h, -1)))
-
-
-def sums_by_difference(x: Array) -> Array:
-    """Σ_{i − j = Δ} x_ij for Δ from 1 − w to w − 1, along the last two axes: (…, 2 w − 1).
-
-    With w zeros after each row, read in rows of 2 w − 1 elements, every row is one to the right of
-    the row above.
-    """
-    xp, w = namespace(x), x.shape[-1]
-    rows = padded(xp.flip(x, axis=-1), 0, w, axis=x.ndim - 1)
-    shifted = xp.reshape(rows, (*x.shape[:-2], -1))[..., : w * (2 * w - 1)]
-    return xp.sum(xp.reshape(shifted, (*x.shape[:-2], w, 2 * w - 1)), axis=-2)
 
 
 def _as_slots(rows: Array, b: int) -> Array:

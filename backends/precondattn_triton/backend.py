@@ -1,10 +1,10 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, PaTH, differential attention, rows of unit norm, and leaves with a state: the
-linear family, the delta rule, gated slot attention, CCQ's query, alone and with its backbone.
-Softmax around them is computed by the backend `torch`. Where Triton interprets its kernels, on a
-machine without a GPU, they are for checking only: the backend then supports arrays on a CPU, and
-runs only if it is requested by name.
+LUCID's solve, LASER, PaTH, differential and windowed attention, rows of unit norm, and leaves with
+a state: the linear family, the delta rule, gated slot attention, CCQ's query, alone and with its
+backbone. Softmax around them is computed by the backend `torch`. Where Triton interprets its
+kernels, on a machine without a GPU, they are for checking only: the backend then supports arrays on
+a CPU, and runs only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ KERNELS: KernelTable = {
     **dict.fromkeys(RECURRENT, _RECURRENCE),
     pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:Laser"}),
     pa.Path: "precondattn_triton.path.leaf:Path",
+    pa.Windowed: "precondattn_triton.windowed.leaf:WindowedAttention",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
     (
         pa.Softmax,

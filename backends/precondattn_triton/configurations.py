@@ -214,6 +214,31 @@ declare(
     half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
     full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
+# A tile is not larger than a window.
+declare(
+    "window_forward",
+    half={128: Configuration(64, 64, 4, 1), 512: Configuration(32, 32, 8, 1)},
+    full={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 32, 8, 1),
+        512: Configuration(16, 16, 8, 1),
+    },
+)
+declare(
+    "window_query_gradient",
+    half={128: Configuration(64, 64, 4, 1), 512: Configuration(32, 32, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
+declare(
+    "window_key_gradient",
+    half={64: Configuration(64, 32, 4, 1), 512: Configuration(32, 16, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
+declare(
+    "window_table_gradient",
+    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
 
 # All kernels of a recurrence have the same number of rows: the tokens of a chunk. So have those of
 # CCQ's query.

@@ -46,6 +46,12 @@ CALLS: Shipped = (
     ("differential", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
+    (
+        "windowed[size=7,shift=3,grid=64/64,bias=true]",
+        (torch.bfloat16, torch.float32),
+        ((256, 256), (128, 128), (64, 64)),
+    ),
+    ("windowed[size=7,shift=3,grid=64/64,bias=true]", (torch.float16,), ((128, 128),)),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("gated_delta", (torch.float16,), ((256, 512), (128, 128))),

@@ -75,6 +75,30 @@ class Windows(NamedTuple):
         return entry
 
 
+def sum_by_entry(pairs: Array, size: Sequence[int]) -> Array:
+    """Σ over the pairs of slots of each entry of the table, from (h, w, w): (entries, h)."""
+    xp, h = namespace(pairs), pairs.shape[0]
+    if len(size) == 1:
+        return xp.permute_dims(_sum_by_difference(pairs), (1, 0))
+    rows, columns = size
+    pairs = xp.reshape(pairs, (h, rows, columns, rows, columns))
+    of_rows = _sum_by_difference(xp.permute_dims(pairs, (0, 2, 4, 1, 3)))
+    of_both = _sum_by_difference(xp.permute_dims(of_rows, (0, 3, 1, 2)))
+    return xp.permute_dims(xp.reshape(of_both, (h, -1)), (1, 0))
+
+
+def _sum_by_difference(x: Array) -> Array:
+    """Σ_{i − j = Δ} x_ij for Δ from 1 − w to w − 1, along the last two axes: (…, 2 w − 1).
+
+    With w zeros after each row, read in rows of 2 w − 1 elements, every row is one to the right of
+    the row above.
+    """
+    xp, w = namespace(x), x.shape[-1]
+    rows = xp.concat([xp.flip(x, axis=-1), xp.zeros_like(x)], axis=-1)
+    shifted = xp.reshape(rows, (*x.shape[:-2], -1))[..., : w * (2 * w - 1)]
+    return xp.sum(xp.reshape(shifted, (*x.shape[:-2], w, 2 * w - 1)), axis=-2)
+
+
 def positions(frame: Frame) -> tuple[Array, Array]:
     """The positions of queries and keys in their own sequence: segments start at 0."""
     k_position, t = frame.k_position, frame.q_position.shape[1]

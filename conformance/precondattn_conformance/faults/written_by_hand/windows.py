@@ -195,9 +195,9 @@ def _of_blocks() -> list[Fault]:
             BIASED,
             BACKWARD,
             "of the bias, the gradient of half of the pairs",
-            blocks.Call,
-            "table_gradient",
-            lambda true: lambda self, d_bias: true(self, namespace(d_bias).tril(d_bias)),
+            blocks,
+            "sum_by_entry",
+            lambda true: lambda pairs, size: true(namespace(pairs).tril(pairs), size),
         ),
         blocked(
             SHIFTED,
