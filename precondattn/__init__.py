@@ -59,8 +59,10 @@ from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.cross_covariance import CrossCovariance
 from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.delta_product import DeltaProduct
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
+from precondattn.spec.dplr import DPLR
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.gdn2 import GDN2
@@ -103,6 +105,8 @@ gated_delta = shorthand(GatedDelta)
 kda = shorthand(KDA)
 gdn2 = shorthand(GDN2)
 comba = shorthand(Comba)
+delta_product = shorthand(DeltaProduct)
+dplr = shorthand(DPLR)
 deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
 cross_covariance = shorthand(CrossCovariance)
@@ -123,6 +127,7 @@ hedgehog = shorthand(Hedgehog)
 __all__ = [
     "ATK",
     "CCQ",
+    "DPLR",
     "GDN2",
     "GLA",
     "GSA",
@@ -139,6 +144,7 @@ __all__ = [
     "CrossCovariance",
     "Delta",
     "DeltaFormer",
+    "DeltaProduct",
     "Difference",
     "Differential",
     "Elu1",
@@ -204,8 +210,10 @@ __all__ = [
     "contraction_gate",
     "cross_covariance",
     "delta",
+    "delta_product",
     "deltaformer",
     "differential",
+    "dplr",
     "elu1",
     "gated_delta",
     "gdn2",

@@ -27,6 +27,8 @@ STATEFUL = (
     pa.KDA,
     pa.GDN2,
     pa.Comba,
+    pa.DeltaProduct,
+    pa.DPLR,
     pa.ErasingDelta,
     pa.ErasingGatedDelta,
     pa.ErasingKDA,

@@ -30,14 +30,14 @@ class StatefulAlgorithm(Algorithm):
     def _form(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], *, in_place: bool = False
     ) -> Any:
-        if x["k"].shape[1] == 1:
+        if x["k"].shape[1] * leaf.steps_per_token == 1:
             return OneToken(ops, decays=leaf.has_decay, in_place=in_place)
         return self.in_chunks(ops)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        if self.by_pairs and is_few(x):
+        if self.by_pairs and leaf.steps_per_token == 1 and is_few(x):
             pairs = FewTokens(ops, decays=leaf.has_decay or frame.k_segment is not None)
             unread = dict.fromkeys(leaf.program.slot_keys[0])
             state = leaf.zero_state(x) if leaf.computes_with_states else unread

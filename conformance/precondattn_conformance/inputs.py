@@ -123,9 +123,9 @@ def numbers_in_range(
 
 
 def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    b, s, n, d = shape
+    b, s, *rest = shape
     keys = rng.normal(size=shape)
-    centres = rng.normal(size=(b, 3, n, d))
+    centres = rng.normal(size=(b, 3, *rest))
     cluster = rng.permutation(np.arange(s) % 3)
     if kind == "clustered":
         return centres[:, cluster] + 0.1 * keys
@@ -139,6 +139,7 @@ def _keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.nda
 def _queries_near(rng: np.random.Generator, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Queries close to keys, as in trained models."""
     t, h = q.shape[1:3]
+    k = k[:, :, -1] if k.ndim == 5 else k  # The last of several keys of a token.
     near = np.repeat(k, h // k.shape[2], axis=2)[:, rng.integers(k.shape[1], size=t)]
     return near + 0.3 * q
 
@@ -163,6 +164,9 @@ def real_heads(name: str, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
     The model has nine heads. If three are requested, they are the first of each layer; if more
     than nine, heads are repeated.
     """
+    if len(shape) == 5:  # Several keys of a token are those of more heads.
+        b, time, steps, heads, width = shape
+        return real_heads(name, (b, time, steps * heads, width), layout).reshape(shape)
     array = _minilm()["qkv".index(name)].transpose(1, 0, 2, 3)  # time, layer, head, width
     b, time, heads, width = shape
     if heads == 3:

@@ -52,6 +52,8 @@ class Offers(NamedTuple):
     """Whether the rows of the output have length 1."""
     unit_keys: bool = False
     """Whether keys longer than 1 make it diverge, as in the delta rule."""
+    several_keys: bool = False
+    """Whether a token has several keys, on an axis of their own."""
     decay: str | None = None
     """How the state decays: by a gate g per `"head"` or per key `"channel"`, or, for
     `"retention"`, by a fixed factor per query head. None without decay."""

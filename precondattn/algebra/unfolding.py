@@ -24,8 +24,7 @@ def program_of(mechanism: Mechanism) -> Program:
         where two inputs of one name have different meanings, or a renamed input collides with
         another.
     """
-    steps = getattr(mechanism, "steps", None)
-    if steps is None:
+    if not callable(getattr(mechanism, "steps", None)):  # A leaf may have an option of this name.
         leaf: Any = mechanism
         call = LeafCall("out", leaf, tuple((name, name) for name in leaf.inputs))
         meanings = {name: leaf.meaning(name) for name in leaf.inputs}

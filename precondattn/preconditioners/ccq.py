@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from precondattn.algebra.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, step
 from precondattn.algebra.options import choice, non_negative, positive
-from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.query_weighted import QueryWeightedQuery
@@ -93,7 +93,7 @@ class CCQ(Preconditioner):
 
     def refuses(self) -> str | None:
         base = self.base.offers
-        missed = misses_second_map(self.name, self.base)
+        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
         if missed is not None:
             return missed
         if base.normalizes_query:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, TokenWise, step
 from precondattn.algebra.options import choice, positive
-from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.hedgehog import HedgehogMap
 from precondattn.spec.softmax import Softmax
@@ -39,7 +39,8 @@ class FeatureMap(Preconditioner):
             return (
                 f"{', '.join(duplicates)} are inputs of the base already, and would be used twice"
             )
-        return misses_second_map(self.name, self.base)
+        missed = misses_second_map(self.name, self.base)
+        return missed or has_several_keys(self.name, self.base)
 
     def _of(self, name: str) -> Step:
         return step(f"{name}_map", self.feature_map(), x=name, **self.parameters(name))

@@ -13,6 +13,13 @@ def misses_second_map(name: str, base: Mechanism) -> str | None:
     return f"{name} would reach the first of two maps only, not {other}; put it inside"
 
 
+def has_several_keys(name: str, base: Mechanism) -> str | None:
+    """Why a base whose tokens have several keys is refused by what reads or changes keys."""
+    if not base.offers.several_keys:
+        return None
+    return f"a token of the base has several keys, and {name} has one; change them outside"
+
+
 def refuses_query_side(name: str, base: Mechanism) -> str | None:
     """Why a base is refused by a preconditioner that scales queries, or None."""
     missed = misses_second_map(name, base)

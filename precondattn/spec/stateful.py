@@ -29,6 +29,11 @@ class Stateful(Leaf):
         return "g" in self.inputs or self.offers.decay is not None
 
     @property
+    def steps_per_token(self) -> int:
+        """How many steps of the recurrence a token makes."""
+        return 1
+
+    @property
     def computes_with_states(self) -> bool:
         """Whether `run` does more with states than pass them to a form, and return them."""
         return False

@@ -178,6 +178,17 @@ def precond_gated_delta_net(w):
     }
 
 
+def gated_delta_product(w):
+    """Two steps of four heads each."""
+    steps = {f"{name}.weight": w[f"{name}_proj.weight"].T.reshape(32, 2, 4, -1) for name in "kv"}
+    convolutions = {
+        f"{name}.convolution": w[f"{name}_conv1d.weight"][:, 0].T.reshape(4, 2, 4, -1)
+        for name in "kv"
+    }
+    beta = {"beta.weight": w["b_proj.weight"].T.reshape(32, 2, 4)}
+    return {**gated_delta_net(w), **steps, **convolutions, **beta}
+
+
 def gsa(w):
     return {
         "q.weight": heads(w["q_proj.weight"], 4),
@@ -264,6 +275,7 @@ LAYERS = {
         "mechanism": "atk[learned=true]",
         "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
     },
+    gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

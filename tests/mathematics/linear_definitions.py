@@ -31,6 +31,7 @@ LAYERS = [
     "gdn2",
     "comba",
     "comba[erases=decayed]",
+    "dplr",
     "ssd[scale=none]",
     "gsa[scale=1]",
     "delta[scale=1]",
@@ -45,7 +46,7 @@ LAYERS = [
     "qk_norm[norm=l2,eps=0.1](gated_delta)",
 ]
 BASES = LAYERS[:11]
-GATED = ["ssd", "gla", "gsa", "gated_delta", "kda", "gdn2", "comba"]
+GATED = ["ssd", "gla", "gsa", "gated_delta", "kda", "gdn2", "comba", "dplr"]
 DELTA = ["delta", "gated_delta", "kda", "gdn2", "comba"]
 
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
@@ -61,6 +62,7 @@ SHAPES = {
     "gated_delta": OWN | {"g": "b s u", "beta": "b s u"},
     "kda": OWN | {"g": "b s u c", "beta": "b s u"},
     "gdn2": OWN | {"g": "b s u c", "b": "b s u c", "w": "b s u e"},
+    "dplr": OWN | {"a": "b s h d", "b": "b s h d", "g": "b s u c"},
     "comba": OWN | {"p": "b s h d", "g": "b s u", "beta": "b s u"},
 }
 
@@ -101,10 +103,11 @@ class Problem:
             x |= {"q": np.abs(x["q"]) + 0.1, "k": np.abs(x["k"]) + 0.1}
         if "g" in x:
             x["g"] = -(x["g"] ** 2)
-        if "p" in x:
-            x["p"] = unit(x["p"])
+        for name in "pab":
+            if name in x and base.name != "gdn2":
+                x[name] = unit(x[name])
         for name, most in [("beta", 2), ("s", 1), ("b", 2), ("w", 1)]:
-            if name in x:
+            if name in x and (base.name, name) != ("dplr", "b"):
                 x[name] = self.rng.uniform(0, most, size=x[name].shape)
         if mapped:
             k_heads = SHAPES[base.name]["k"].split()[2]
@@ -198,6 +201,9 @@ def written(layer, token, states):
             return [torch.exp(g)[..., None, None] * first + outer(k, v)]
         case "gla":
             return [torch.exp(g)[..., None] * first + outer(k, v)]
+        case "dplr":
+            known = (first * token["a"][..., None]).sum(-2)
+            return [torch.exp(g)[..., None] * first + outer(token["b"], known) + outer(k, v)]
         case "gsa":
             keys = torch.exp(g)[..., None, :] * first + outer(k, token["s"])
             return [keys, torch.exp(g)[..., None] * states[1] + outer(token["s"], v)]

@@ -246,6 +246,27 @@ def test_gdn2_that_erases_and_writes_equally_in_all_channels_is_kda(p):
     close(gradients, expected_pullback(d_out))
 
 
+@sampled
+@given(problems(square=False))
+def test_dplr_that_reads_a_decayed_key_and_takes_it_away_is_kda(p):
+    x = p.x(pa.KDA())
+    heads = p.sizes["u"]
+    q, k = (np.repeat(x[name], p.multiple, axis=2) for name in "qk")
+    beta, a = x["beta"][..., None], np.exp(x["g"]) * k
+    out = pa.DPLR()(q, k, beta * x["v"], a=a, b=-beta * k, g=x["g"])
+    assert out.shape[2] == heads
+    close(out, pa.KDA()(**x))
+
+
+@sampled
+@given(problems(square=False))
+def test_dplr_with_one_gate_for_all_channels_is_comba_that_writes_what_it_takes_away(p):
+    x = p.x(pa.Comba())
+    q, k, a = (np.repeat(x[name], p.multiple, axis=2) for name in "qkp")
+    beta, g = x["beta"][..., None], np.repeat(x["g"][..., None], p.sizes["d"], axis=-1)
+    close(pa.DPLR()(q, k, beta * x["v"], a=a, b=-beta * k, g=g), pa.Comba()(**x))
+
+
 @pytest.mark.parametrize("erases", ["decayed", "undecayed"])
 @sampled
 @given(p=problems(square=False))
@@ -461,7 +482,11 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
     repeated = dict(x)
     for name, array in x.items():
         count = p.multiple if per_query_head else p.group
-        if (name[0] in "qkp") if per_query_head else (name[0] != "q"):
+        if (
+            (name[0] in "qkp" or (layer.name == "dplr" and name in "ab"))
+            if per_query_head
+            else (name[0] != "q")
+        ):
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"
             repeated[name] = np.repeat(array, count, axis=axis) if per_head else array

@@ -132,13 +132,14 @@ FLA = {
     "gdn2": pa.GDN2(),
     "comba": pa.Comba(erases="decayed"),
     "comba_chunk": pa.Comba(),
+    "dplr": pa.DPLR(),
     "pgdn": pa.QKNorm(pa.ATK(), norm="l2", eps=0.0),
     "pkda": pa.ATK(pa.KDA(), learned=True),
     "gsa": pa.GSA(),
 }
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
 STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "b", "w", "p", "s"]
-STATEFUL_INPUTS += ["g_atk", "beta_atk", "log_atk_scale"]
+STATEFUL_INPUTS += ["a", "g_atk", "beta_atk", "log_atk_scale"]
 
 
 def entries_of(file, case):
@@ -156,7 +157,7 @@ def of_fla(case):
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
     files |= {"gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
-    files |= {"pgdn": "atk", "pkda": "atk"}
+    files |= {"pgdn": "atk", "pkda": "atk", "dplr": "dplr"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
 
@@ -198,6 +199,21 @@ def assert_is_the_peer(m, saved, x):
         result[f"grad_initial_{name}"] = d_initial[buffer]
     assert set(result) == {name for name in saved if name.startswith(("out", "final_", "grad_"))}
     assert_all_agree(saved, result)
+
+
+def test_delta_product_is_that_of_flash_linear_attention():
+    """Its layout has the steps of a token on the time axis."""
+    saved = entries_of("delta_product_fla.npz", "delta_product")
+
+    def by_steps(name, array):
+        is_step = name.removeprefix("grad_") in ("k", "v", "beta")
+        return array.reshape(2, 17, 3, *array.shape[2:]) if is_step else array
+
+    saved = {name: by_steps(name, array) for name, array in saved.items()}
+    x = {name: saved[name] for name in STATEFUL_INPUTS if name in saved}
+    assert_is_the_peer(pa.DeltaProduct(steps=3), saved, x)
+    x["g"] = np.roll(x["g"], 1, axis=1)
+    assert distance(output_of(pa.DeltaProduct(steps=3), saved, x), saved["out"]) > 0.1
 
 
 @pytest.mark.parametrize("case", FLA)

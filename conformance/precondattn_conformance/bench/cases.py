@@ -206,6 +206,8 @@ COMPARED = (
         for name, text, peer in (
             ("gdn2", "gdn2", "kda"),
             ("comba", "comba", "gated_delta"),
+            ("delta_product", "delta_product", "gated_delta"),
+            ("dplr", "dplr", "kda"),
             ("atk_gated_delta", "atk(gated_delta)", "base"),
             ("atk_kda", "atk(kda)", "base"),
         )

@@ -317,14 +317,14 @@ PEERS = (
     Peer(
         "gated_delta",
         None,
-        lambda m: isinstance(m, pa.KDA | pa.Comba),
+        lambda m: isinstance(m, pa.KDA | pa.Comba | pa.DeltaProduct),
         lambda case, device: "",
         lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
     ),
     Peer(
         "kda",
         None,
-        lambda m: isinstance(m, pa.GDN2),
+        lambda m: isinstance(m, pa.GDN2 | pa.DPLR),
         lambda case, device: "",
         lambda m, backend: ours(pa.KDA(), backend, "kda"),
     ),

@@ -137,6 +137,7 @@ PUBLISHED: dict[str, Recipes] = {
         "s": Written(),
         "out": Activated(),
     },
+    "delta_product": GATED_DELTA,
     "erasing_delta": {**DELTA, "out": Norm()},
     "erasing_gated_delta": GATED_DELTA,
     "erasing_kda": KDA,

@@ -10,6 +10,7 @@ its weights, and returns the call of a dict of them and x.
     kda             expand_v=2
     gdn2            expand_v=2
     comba           expand_v=2
+    gated_delta_product expand_v=2, num_householder=2
     precond_gated_delta_net expand_v=2
     gsa             num_kv_heads=2, num_slots=3
     retention       expand_v=2
@@ -218,6 +219,29 @@ def comba():
     return shapes, call
 
 
+def gated_delta_product():
+    import torch
+
+    gated_shapes, _ = gated_delta_net()
+    shapes = {**gated_shapes, **projections(k=64, v=128, b=8)}
+    shapes |= {"k_conv1d.weight": (64, 1, 4), "v_conv1d.weight": (128, 1, 4)}
+
+    def call(w, x):
+        q, k, v = (short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)) for n in "qkv")
+        # From the widths of n and h to n steps on the axis of time.
+        k, v = (y.unflatten(-1, (2, HEADS, -1)).flatten(1, 2) for y in (k, v))
+        beta = linear(w, "b_proj", x).sigmoid().unflatten(-1, (2, HEADS)).flatten(1, 2)
+        g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
+        q = unit(q.unflatten(-1, (HEADS, -1)))
+        operator = naive("gated_delta_product").naive_recurrent_gated_delta_product
+        o, _ = operator(q, unit(k), v, g, beta, q.shape[-1] ** -0.5, num_householder=2)
+        gate = linear(w, "g_proj", x, HEADS)
+        o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
+        return linear(w, "o_proj", o.flatten(2))
+
+    return shapes, call
+
+
 def precond_gated_delta_net():
     """The operator normalises q and k itself, without ε."""
     import torch
@@ -335,5 +359,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba, precond_gated_delta_net)
+NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product)
 """Apart, because the seed of a layer is its place."""

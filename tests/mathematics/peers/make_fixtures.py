@@ -34,6 +34,9 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 `gdn2_fla.npz`: that of Gated DeltaNet 2, `gdn2`. b in [0, 2], w in [0, 1].
 `comba_fla.npz`: those of Comba, token by token (`comba`, which reads p in the decayed state) and in
 chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in [0, 1].
+`dplr_fla.npz`: that of DPLR, `dplr`, with a and b of length 1 as the peer's alpha and beta.
+`delta_product_fla.npz`: that of the gated DeltaProduct, `delta_product`, with three steps a token,
+in the peer's layout: k, v and beta (batch, 3 time, heads, …).
 `atk_fla.npz`: those of the preconditioned delta rules, with two value heads for each key head in
 `pgdn`, which normalises q and k itself, and with learnt centres in `pkda`. beta in [0, 1].
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
@@ -43,7 +46,7 @@ chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in 
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
-    q, k, v, g, beta, b, w, p, s, g_atk, beta_atk, log_atk_scale
+    q, k, v, g, beta, b, w, p, s, a, g_atk, beta_atk, log_atk_scale
                             (batch, time, heads, …), those that the peer takes. g: log of the
                             gate, for each head, channel (gla) or slot (gsa); some are 0 or −8.
                             beta in [0, 2]; some are 0 or 2
@@ -432,6 +435,52 @@ def comba_entries():
     )
 
 
+def dplr_entries():
+    """Return the entries of dplr_fla.npz, without `versions`."""
+
+    def call(x, initial):
+        rows = {"q": "q", "k": "k", "v": "v", "a": "alpha", "b": "beta", "g": "gk"}
+        time_behind_heads = {rows[name]: array.transpose(1, 2) for name, array in x.items()}
+        out, state = load_naive("generalized_delta_rule/dplr").dplr_recurrence(
+            **time_behind_heads, initial_state=initial["state"]
+        )
+        return out.transpose(1, 2), {"state": state}
+
+    rng = np.random.default_rng(20276)
+    inputs, initial = erasing_inputs(rng)
+    del inputs["beta"]
+    shape = inputs["k"].shape
+    inputs |= {name: keys_of(rng, *shape, unit=True) for name in "ab"}
+    inputs["g"] = gates_of(rng, *shape)
+    return of_cases(dplr=stateful_entries(rng, call, inputs, initial))
+
+
+def delta_product_entries():
+    """Return the entries of delta_product_fla.npz, without `versions`."""
+
+    def call(x, initial):
+        out, state = load_naive("gated_delta_product").naive_recurrent_gated_delta_product(
+            **x,
+            scale=x["q"].shape[-1] ** -0.5,
+            initial_state=initial["state"],
+            output_final_state=True,
+            num_householder=3,
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20275)
+    batch, time, heads, dim, width = 2, 17, 2, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, 3 * time, heads, dim, unit=True),
+        "v": normal(rng, batch, 3 * time, heads, width),
+        "g": gates_of(rng, batch, time, heads),
+        "beta": betas_of(rng, batch, 3 * time, heads),
+    }
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    return of_cases(delta_product=stateful_entries(rng, call, inputs, initial))
+
+
 def atk_entries():
     """Return the entries of atk_fla.npz, without `versions`."""
 
@@ -624,6 +673,8 @@ def main():
     save("kda_fla.npz", "fla-core", kda_entries())
     save("gdn2_fla.npz", "fla-core", gdn2_entries())
     save("comba_fla.npz", "fla-core", comba_entries())
+    save("dplr_fla.npz", "fla-core", dplr_entries())
+    save("delta_product_fla.npz", "fla-core", delta_product_entries())
     save("atk_fla.npz", "fla-core", atk_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())

@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from precondattn.arrays import namespace
-from precondattn.spec import linear, linear_family, recurrence, retention
+from precondattn.spec import (
+    delta_product,
+    dplr,
+    linear,
+    linear_family,
+    recurrence,
+    retention,
+    several_steps,
+)
 from precondattn.spec.array_functions import previous_token, transpose
 from precondattn.spec.linear import Linear
 from precondattn.spec.preconditioned_key import PreconditionedKey
@@ -101,6 +109,24 @@ def _of_the_recurrence() -> list[Fault]:
             RUN,
             "the key that is written is erased",
             inside(recurrence, "_correct", lambda true: _erasing_what_is_written(true)),
+        ),
+        written(
+            "delta_product",
+            RUN,
+            "queries read after the first step",
+            inside(delta_product, "at_last", lambda _: several_steps.at_first),
+        ),
+        written(
+            "delta_product",
+            RUN,
+            "the state decays before the last step",
+            inside(delta_product, "at_first", lambda _: several_steps.at_last),
+        ),
+        written(
+            "dplr",
+            RUN,
+            "what is read is added to the value that k writes",
+            inside(dplr, "at_first", lambda _: several_steps.at_last),
         ),
         written(
             "delta",
@@ -237,6 +263,18 @@ def _of_its_gradient() -> list[Fault]:
             PULL,
             "the correction constant to the gradient",
             inside(recurrence, "_back_from_correction", lambda _: _back_as_from_addition),
+        ),
+        written(
+            "delta_product",
+            PULL,
+            "the gates' gradient from the last step",
+            inside(delta_product, "of_first", lambda _: several_steps.of_last),
+        ),
+        written(
+            "dplr",
+            PULL,
+            "the gradients of the two steps exchanged",
+            inside(dplr, "of_first", lambda _: several_steps.of_last),
         ),
         written(
             "kda",
