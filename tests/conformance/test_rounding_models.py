@@ -162,8 +162,8 @@ def test_the_model_of_the_delta_rule_is_the_recurrence_where_nothing_is_rounded(
     for found, expected in zip(model.forward(x, state), RECURRENT.forward(x, state), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-9)
     found, expected = (form.vjp(x, state, d_o, d_final) for form in (model, RECURRENT))
-    assert found.stream.erase is expected.stream.erase is None
+    assert found.stream[5:] == expected.stream[5:] == (None, None)
     for one, other in zip(
-        (*found.stream[:-1], found.state), (*expected.stream[:-1], expected.state), strict=True
+        (*found.stream[:5], found.state), (*expected.stream[:5], expected.state), strict=True
     ):
         np.testing.assert_allclose(one, other, atol=1e-9)
