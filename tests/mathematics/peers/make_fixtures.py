@@ -43,6 +43,9 @@ in the peer's layout: k, v and beta (batch, 3 time, heads, …).
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
+`linear_attention_onnx.npz`: the reference of ONNX's operator LinearAttention, without gradients, for
+`linear`, `retention`, `gla`, `delta`, `gated_delta` and `kda`, with two query heads for each key
+head in `linear` and `gla`.
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
@@ -650,6 +653,70 @@ def mamba2_entries():
     )
 
 
+def onnx_entries():
+    """Return the entries of linear_attention_onnx.npz, without `versions`."""
+    from onnx import TensorProto, helper
+    from onnx.reference import ReferenceEvaluator
+
+    names = {"q": "query", "k": "key", "v": "value", "state": "past_state"}
+    names |= {"g": "decay", "beta": "beta"}
+
+    def run(rule, x):
+        """Output and state of one node; heads are part of its last axis."""
+        heads = {"q_num_heads": x["q"].shape[2], "kv_num_heads": x["k"].shape[2]}
+        given = {
+            names[n]: a if n == "state" or a.ndim == 3 else a.reshape(*a.shape[:2], -1)
+            for n, a in x.items()
+        }
+        inputs = [n if n in given else "" for n in names.values()]
+        outputs = ["output", "present_state"]
+        node = helper.make_node("LinearAttention", inputs, outputs, update_rule=rule, **heads)
+        graph = helper.make_graph(
+            [node],
+            "one",
+            [
+                helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape)
+                for n, a in given.items()
+            ],
+            [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 27)])
+        out, state = ReferenceEvaluator(model).run(None, given)
+        out = out.reshape(*x["q"].shape[:3], -1)
+        return {**x, "initial_state": x["state"], "out": out, "final_state": state}
+
+    rng = np.random.default_rng(20277)
+    batch, time, heads, dim, width = 2, 17, 2, 8, 6
+
+    def inputs(query_heads, *, unit=False):
+        return {
+            "q": normal(rng, batch, time, query_heads, dim),
+            "k": keys_of(rng, batch, time, heads, dim, unit=unit),
+            "v": normal(rng, batch, time, heads, width),
+            "state": normal(rng, batch, heads, dim, width),
+        }
+
+    of_heads, of_channels = (batch, time, heads), (batch, time, heads, dim)
+    retained = np.log(1 - 2.0 ** (-5 - np.arange(heads))) * np.ones(of_heads)
+    beta = {"beta": betas_of(rng, *of_heads)}
+    cases = {
+        "linear": ("linear", inputs(4), {}),
+        "retention": ("gated", inputs(2), {"g": retained.astype(np.float32)}),
+        "gla": ("gated", inputs(4), {"g": gates_of(rng, *of_channels)}),
+        "delta": ("delta", inputs(2, unit=True), beta),
+        "gated_delta": (
+            "gated_delta",
+            inputs(2, unit=True),
+            beta | {"g": gates_of(rng, *of_heads)},
+        ),
+        "kda": ("gated_delta", inputs(2, unit=True), beta | {"g": gates_of(rng, *of_channels)}),
+    }
+    entries = {case: run(rule, x | more) for case, (rule, x, more) in cases.items()}
+    for entry in entries.values():
+        del entry["state"]
+    return of_cases(**entries)
+
+
 def save(name, peer, entries):
     """Write the entries beside this script, with the versions, and print what was written."""
     used = (peer, "torch", "numpy")
@@ -679,6 +746,7 @@ def main():
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
+    save("linear_attention_onnx.npz", "onnx", onnx_entries())
     save("ssd_mamba2.npz", "transformers", mamba2_entries())
 
 
