@@ -77,6 +77,7 @@ from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.path import Path
+from precondattn.spec.positive_definite import NotSolvedError
 from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.query_weighted import QueryWeightedQuery
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
@@ -86,6 +87,7 @@ from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.ssd import SSD
 from precondattn.spec.stateful import Stateful
+from precondattn.spec.symmetric_lucid import SymmetricLucidSolve
 from precondattn.spec.tempered import Tempered
 from precondattn.spec.unit_rows import UnitRows
 from precondattn.spec.whole_sequence import WholeSequence
@@ -170,6 +172,7 @@ __all__ = [
     "Lucid",
     "LucidSolve",
     "Mechanism",
+    "NotSolvedError",
     "Nystrom",
     "Offers",
     "PassedOverWarning",
@@ -194,6 +197,7 @@ __all__ = [
     "Step",
     "Stream",
     "Support",
+    "SymmetricLucidSolve",
     "Temperature",
     "Tempered",
     "TokenWise",

@@ -10,6 +10,7 @@ from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormer
 from precondattn_jax.lucid_solve import LucidSolve
 from precondattn_jax.query_weighted import QueryWeighted
+from precondattn_jax.symmetric_lucid import SymmetricLucidSolve
 from precondattn_jax.windowed import Windowed
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
@@ -56,6 +57,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolve(),
+    pa.SymmetricLucidSolve: SymmetricLucidSolve(),
     pa.DeltaFormer: DeltaFormer(),
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),

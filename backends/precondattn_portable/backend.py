@@ -25,6 +25,7 @@ from precondattn_portable.lucid_solve import LucidSolveBlocks
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
+from precondattn_portable.symmetric_lucid import SymmetricLucidSolve
 from precondattn_portable.token_wise import AsDefined
 from precondattn_portable.windowed import WindowedAttention
 
@@ -68,6 +69,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Softmax: Attention(),
     pa.Path: Attention(),
     pa.LucidSolve: LucidSolveBlocks(),
+    pa.SymmetricLucidSolve: SymmetricLucidSolve(),
     pa.DeltaFormer: DeltaFormerBlocks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),

@@ -5,6 +5,11 @@ divides by the largest sum of a column of A, whose derivative goes to that colum
 keys are equal: rounding decides which of them is the largest, and two libraries disagree. Outputs
 for equal keys are tested in `tests/mathematics/test_nystrom.py`.
 
+And where a small ρ is all that two equal keys leave: LUCID without causality divides their
+difference by ρ, and with it what rounding makes of Φ. Of ρ = 1e-3 and float32, 1e-3 of the result
+is lost, in any way of computing it. Equal keys are tested with ρ = 0.1, and in float64 with any in
+`tests/mathematics/test_symmetric_lucid.py`.
+
 Shorter ones, where a preconditioner has no bound. With normalize "none", Φ_ii = exp(s ‖k_i‖²): it
 overflows float32 from s ‖k‖² = 88 on, and long before that, two ways of computing the system's
 solution have nothing in common.
@@ -21,16 +26,23 @@ from precondattn_conformance.inputs import Arrays
 LONGEST = 16.0
 """s ‖k‖² of a key of d entries of variance 1, once it is shortened."""
 
+SMALL_RHO = 0.1
+"""Below which LUCID's symmetric matrix of equal keys is too ill-conditioned for float32."""
+
 NOISE = 0.1
 """That is added to keys, in half precision a different amount to each."""
 
+NOISE_OF_SMALL_RHO = 0.5
+"""The same for a small ρ: Φ of two keys of a cluster is then about 0.6."""
+
 
 def with_harmless_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
-    """The inputs, with noise on keys where a maximum is part of the gradient, and with keys of at
-    most half their length where the mechanism has no bound."""
-    if any(isinstance(leaf, pa.Nystrom) for leaf in mechanism.program.leaves):
+    """The inputs, with noise on keys where a maximum is part of the gradient or ρ is small, and
+    with keys of at most half their length where the mechanism has no bound."""
+    noise = max(map(_needed_noise, mechanism.program.leaves))
+    if noise:
         k = inputs["k"]
-        return inputs | {"k": k + NOISE * np.random.default_rng(3).normal(size=k.shape)}
+        return inputs | {"k": k + noise * np.random.default_rng(3).normal(size=k.shape)}
     if is_bounded(mechanism) or "k" not in inputs:
         return inputs
     k = inputs["k"]
@@ -38,3 +50,9 @@ def with_harmless_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
     leaves = (leaf for leaf in mechanism.program.leaves if isinstance(leaf, pa.LucidSolve))
     scale = max(leaf.scale_for(d) for leaf in leaves)
     return inputs | {"k": min(0.5, (LONGEST / (scale * d)) ** 0.5) * k}
+
+
+def _needed_noise(leaf: pa.Leaf) -> float:
+    if isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO:
+        return NOISE_OF_SMALL_RHO
+    return NOISE if isinstance(leaf, pa.Nystrom) else 0.0

@@ -7,10 +7,21 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
-from precondattn.algebra.options import choice, flag, non_negative, positive_or_none
+from precondattn.algebra.options import (
+    choice,
+    count_or_none,
+    flag,
+    non_negative,
+    positive_or_none,
+)
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
+from precondattn.spec.symmetric_lucid import SymmetricLucidSolve
+
+SYMMETRIC = ("rho", "tolerance", "iterations")
+"""Options of the solve without causality."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Lucid(Preconditioner):
     Parameters
     ----------
     base : Mechanism
-        Any causal base with a score function.
+        Any base with a score function. One that is not causal needs the dot product and no window.
     normalize : {"keys", "queries_and_keys", "rows", "none"}
         What is normalised: the keys in Φ (Eq. 2); queries and keys everywhere; each row of the
         matrix by its maximum (the paper's "max"; unbounded); nothing (Table 1; unbounded, and
@@ -44,6 +55,10 @@ class Lucid(Preconditioner):
         the equation still holds for them, but the solution has no bound.
     detach_max : bool
         With "rows": whether the maximum is constant for the gradient.
+    rho, tolerance, iterations : optional
+        Around a base that is not causal only, whose system is (Φ + ρ I) y = v over all tokens:
+        ρ > 0, by default 1e-3, with |P_ij| ≤ 1/ρ; and the tolerance and the largest number of
+        iterations of its solve (`SymmetricLucidSolve`), which is checked and has no cache.
 
     Source
     ------
@@ -75,6 +90,9 @@ class Lucid(Preconditioner):
         "lucid(softmax[bias=true])",
         "lucid(path[flush=3])",
         "lucid(qk_norm[gain=true])",
+        "lucid(softmax[causal=false])",
+        "lucid[rho=0.1,scale=0.3](softmax[causal=false])",
+        "lucid[normalize=queries_and_keys,rho=0.1](softmax[causal=false,bias=true])",
     )
 
     base: Mechanism = Softmax()
@@ -83,6 +101,9 @@ class Lucid(Preconditioner):
     eps: float = non_negative(1e-6)
     beta: bool = flag(False)
     detach_max: bool = flag(False)
+    rho: float | None = positive_or_none()
+    tolerance: float | None = positive_or_none()
+    iterations: int | None = count_or_none()
 
     def check_together(self) -> None:
         if self.detach_max and self.normalize != "rows":
@@ -114,11 +135,17 @@ class Lucid(Preconditioner):
                 "lucid needs a base that exponentiates a score function, and one that no other "
                 "preconditioner has used (what it does to softmax, delta does to linear)"
             )
-        if not base.causal:
-            return (
-                "lucid is causal: its matrix has to be triangular to be solved in quadratic time, "
-                "and the method defines no other"
-            )
+        if base.causal:
+            given = [name for name in SYMMETRIC if getattr(self, name) is not None]
+            if given:
+                return (
+                    f"{' and '.join(given)} belong to the symmetric solve of a base that is not "
+                    f"causal; the triangular one is exact and bounded without"
+                )
+        else:
+            reason = self._refuses_symmetric()
+            if reason is not None:
+                return reason
         if self._normalizes_all and (base.normalizes_query or base.key_steps):
             return (
                 "normalize=queries_and_keys normalises what reaches the base, and the base would "
@@ -130,16 +157,47 @@ class Lucid(Preconditioner):
     def _normalizes_all(self) -> bool:
         return self.normalize == "queries_and_keys"
 
-    def solve(self) -> LucidSolve:
+    def _refuses_symmetric(self) -> str | None:
+        """The reason why a base that is not causal is refused."""
+        base = self.base.offers
+        if base.metric is not DOT:
+            return (
+                "without causality, lucid needs a symmetric score function, the dot product; the "
+                f"base has {base.metric.name}"
+            )
+        if base.window is not None:
+            return (
+                "without causality, a window makes the matrix of lucid indefinite, which has no "
+                "bound and may have no inverse"
+            )
+        if self.normalize in ("rows", "none"):
+            return (
+                f"without causality, lucid needs a unit diagonal, which normalize="
+                f"{self.normalize} has not"
+            )
+        if self.beta:
+            return (
+                "without causality there is no order in which values are written, and beta, the "
+                "strength of a write, is not defined"
+            )
+        return None
+
+    def solve(self) -> LucidSolve | SymmetricLucidSolve:
         """The piece that decorrelates the values."""
         base = self.base.offers
         normalize = "given" if self._normalizes_all else self.normalize
+        scale = base.scale if self.scale is None else self.scale
+        eps = self.eps if normalize == "keys" else LucidSolve.eps
+        if not base.causal:
+            given = {name: getattr(self, name) for name in SYMMETRIC}
+            given = {name: value for name, value in given.items() if value is not None}
+            return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **given)
         return LucidSolve(
             metric=base.metric,
-            scale=base.scale if self.scale is None else self.scale,
+            scale=scale,
             window=base.window,
             normalize=normalize,
-            eps=self.eps if normalize == "keys" else LucidSolve.eps,
+            eps=eps,
             beta=self.beta,
             detach_max=self.detach_max,
         )

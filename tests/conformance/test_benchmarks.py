@@ -283,9 +283,22 @@ def test_calls_that_can_not_be_compared_with_the_oracle_are_not_measured(monkeyp
     monkeypatch.setattr(correct, "LARGEST", 0)
     monkeypatch.setattr(correct, "LARGEST_NOT_CAUSAL", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
-    for expression in ("softmax[causal=false]", "softmax[bias=true]"):
+    for expression in ("softmax[causal=false,bias=true]", "softmax[bias=true]"):
         with pytest.raises(correct.UncheckedError, match="can not be compared with the oracle"):
             correct.oracle.__wrapped__(expression, layout(t=40), "float64", "numpy")
+
+
+def test_without_causality_the_oracle_computes_the_first_queries_of_all_keys(monkeypatch):
+    sizes, expression = layout(t=40, h=2, d=4), "lucid(softmax[causal=false])"
+    whole = correct.oracle.__wrapped__(expression, sizes, "float64", "numpy")
+    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "HEAD", 16)
+    first = correct.oracle.__wrapped__(expression, sizes, "float64", "numpy")
+    assert first.head == 16
+    np.testing.assert_allclose(first.out, whole.out[:, :16], rtol=1e-9, atol=1e-9)
+    assert {name: d.shape for name, d in first.gradients.items()} == {
+        name: d.shape for name, d in whole.gradients.items()
+    }
 
 
 def test_ratios_are_of_times_measured_alternately():

@@ -137,8 +137,8 @@ NORMALIZE = (
         ),
         case(
             "base of a shorthand",
-            "lucid is causal",
-            lambda: pa.lucid(Q, K, V, causal=False),
+            "without causality, a window",
+            lambda: pa.lucid(Q, K, V, causal=False, window=2),
             TypeError,
         ),
     ],

@@ -219,6 +219,18 @@ COMPARED = (
     BenchCase(
         "deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)
     ),
+    *(
+        BenchCase(
+            f"{prefix}symmetric_lucid{suffix}",
+            "lucid[rho=0.5](softmax[causal=false])",
+            work,
+            layout(h=4),
+            library,
+            peers=("sdpa",),
+        )
+        for prefix, library in (("", "torch"), ("jax_", "jax"))
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
     *(
         BenchCase(name + suffix, mechanism, work, sizes, peers=(peer,))

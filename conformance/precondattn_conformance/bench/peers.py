@@ -107,17 +107,23 @@ def lacks(peer: Peer, case: BenchCase, device: str) -> str:
 # PyTorch's own attention.
 
 
-def sdpa() -> Callable[..., Any]:
-    """Causal softmax attention by `scaled_dot_product_attention`, from (batch, time, heads, …)."""
+def sdpa(*, causal: bool = True) -> Callable[..., Any]:
+    """Softmax attention by `scaled_dot_product_attention`, from (batch, time, heads, …)."""
     from torch.nn.functional import scaled_dot_product_attention
 
     def attention(q: Any, k: Any, v: Any) -> Any:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2)
 
     return attention
+
+
+def _sdpa(*, causal: bool) -> Computation:
+    if causal:
+        return Computation("sdpa", SOFTMAX, sdpa(), decoder=SdpaDecoder)
+    return Computation("sdpa", pa.Softmax(causal=False), sdpa(causal=False))
 
 
 def _sdpa_by(kernel: str) -> Callable[..., Any]:
@@ -261,7 +267,7 @@ PEERS = (
         "torch",
         _is_softmax_inside,
         lambda case, device: "",
-        lambda m, backend: Computation("sdpa", SOFTMAX, sdpa(), decoder=SdpaDecoder),
+        lambda m, backend: _sdpa(causal=m.offers.causal),
     ),
     *(
         Peer(

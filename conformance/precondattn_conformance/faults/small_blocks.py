@@ -12,6 +12,7 @@ from precondattn_portable import (
     extension,
     layout,
     read_log_mean_exp,
+    symmetric_lucid,
     triangular_inverse,
 )
 from precondattn_portable.windowed import WindowedAttention
@@ -24,6 +25,7 @@ SMALL = (
     (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
     (extension, {"TOKENS": 3}),
     (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
+    (symmetric_lucid, {"DIRECT": 2 * BLOCK}),
     (triangular_inverse, {"LEAF": 2}),
     (WindowedAttention, {"entries_together": 300}),
 )

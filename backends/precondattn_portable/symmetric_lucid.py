@@ -1,0 +1,171 @@
+"""LUCID without causality: a symmetric system, solved without storing its matrix.
+
+    (Φ + ρ I) y = v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d},    Φ_ii = 1
+
+Up to `DIRECT` tokens, whose matrix is no larger than a row block of a long sequence, Cholesky's
+factorization solves it, which is also faster. Beyond, it is solved by iteration
+(`block_conjugate_gradients.py`). A product with Φ is computed one row block at a time, up to the
+diagonal: a block Φ_IJ serves the rows I, and as Φ_IJᵀ the rows J,
+
+    z_I += Φ_IJ x_J    (J ≤ I),    z_J += Φ_IJᵀ x_I    (J < I).
+
+An iteration costs what attention of the keys to themselves costs. Backward, dv = x by the same
+solve, and with the symmetric G = −s (x yᵀ + y xᵀ) ∘ Φ off the diagonal, dk̂ = G k̂, likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import transpose, where_valid
+from precondattn.spec.rms_norm import rms_norm_vjp
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.block_conjugate_gradients import solved
+from precondattn_portable.layout import Part, at, block_size, blocks, head_groups, time_first
+from precondattn_portable.lucid_solve import FACTORED
+from precondattn_portable.masks import Mask
+
+DIRECT = 512
+"""The most tokens of a sequence whose matrix is factorized."""
+
+
+def tolerance_of(leaf: Any, x: Array) -> float:
+    """τ"""
+    if leaf.tolerance is not None:
+        return float(leaf.tolerance)
+    return 1e-13 if x.dtype == namespace(x).float64 else 1e-6
+
+
+class Similarities:
+    """Φ of some heads, one row block at a time."""
+
+    def __init__(
+        self, ops: Arithmetic, leaf: Any, unit: Array, mask: Mask, workspace: Scratch
+    ) -> None:
+        self.ops, self.unit, self.mask, self.workspace = ops, unit, mask, workspace
+        s, d = unit.shape[2:]
+        self.size = block_size(s)
+        self.scale = leaf.scale_for(d)
+        self.queries = unit * self.scale
+        self.shift = self.scale * d
+        self.factor = math.exp(-self.shift) if self.shift <= FACTORED else 1.0
+        """Φ is this factor times the tiles."""
+        self.own = (1.0 + leaf.rho) / self.factor
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Rows of each row block, and the first key that they are similar to: i0, i1, low."""
+        for i0, i1 in blocks(self.unit.shape[2], self.size):
+            yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
+
+    def tile(self, i0: int, i1: int, low: int, own: float) -> Array:
+        """Φ / `factor` of rows i0 … i1 − 1 and keys low … i1 − 1, and `own` on the diagonal."""
+        ops, (b, n) = self.ops, self.unit.shape[:2]
+        shape = (b, n, i1 - i0, i1 - low)
+        keys = transpose(self.unit[at(low, i1)])
+        tile = ops.product(self.queries[at(i0, i1)], keys, self.workspace.shaped(shape))
+        if self.factor == 1.0:
+            tile = ops.subtract(tile, self.shift)
+        tile = ops.exp(tile)
+        xp = namespace(tile)
+        if not self.mask.is_plain:
+            pairs = xp.reshape(tile, (b, n, 1, *shape[2:]))
+            tile = xp.reshape(self.mask.apply(ops, pairs, i0, i1, low, i1, 0.0), shape)
+        row = arange_like(i1 - i0, tile)
+        tile[..., i0 - low :] = ops.keep(tile[..., i0 - low :], row[:, None] != row, own)
+        return tile
+
+    def _add(self, total: Array, x: Array, tile: Array, rows: tuple[int, int, int]) -> None:
+        """total += Φ x of a tile and of its transpose, above the diagonal."""
+        i0, i1, low = rows
+        self.ops.add_product_at(total, at(i0, i1), tile, x[at(low, i1)], self.factor)
+        if low < i0:
+            mirrored = transpose(tile[..., : i0 - low])
+            self.ops.add_product_at(total, at(low, i0), mirrored, x[at(i0, i1)], self.factor)
+
+    def times(self, x: Array) -> Array:
+        """(Φ + ρ I) x"""
+        total = self.ops.zeros(x.shape, x)
+        for rows in self.rows():
+            self._add(total, x, self.tile(*rows, self.own), rows)
+        return total
+
+    def pulled(self, x: Array, y: Array) -> Array:
+        """dk̂, from the solution x of the gradient and y."""
+        ops, xp = self.ops, namespace(x)
+        left, right = xp.concat([x, y], axis=-1), xp.concat([y, x], axis=-1)
+        total = ops.zeros(self.unit.shape, x)
+        for i0, i1, low in self.rows():
+            tile = self.tile(i0, i1, low, 0.0)
+            pairs = ops.product(left[at(i0, i1)], transpose(right[at(low, i1)]))
+            self._add(total, self.unit, ops.multiply(pairs, tile), (i0, i1, low))
+        return -self.scale * total
+
+
+class SymmetricLucidSolve(Algorithm):
+    """Algorithm of `SymmetricLucidSolve`."""
+
+    def _groups(
+        self, ops: Arithmetic, leaf: Any, unit: Array, frame: Frame
+    ) -> Iterator[tuple[Part, Similarities]]:
+        b, n, s, _ = unit.shape
+        mask = Mask(frame.among_keys(s), s, 0, causal=False)
+        rows = s if s <= DIRECT else block_size(s)
+        workspace: Scratch | None = None
+        for part in head_groups(b, n, rows * s):
+            group = unit[part]
+            workspace = workspace or ops.scratch(math.prod(group.shape[:3]) * rows, unit)
+            yield part, Similarities(ops, leaf, group, mask.of(part[0]), workspace)
+
+    def _solved(self, ops: Arithmetic, leaf: Any, phi: Similarities, right: Array) -> Array:
+        if right.shape[2] <= DIRECT:
+            return leaf.solved(leaf.similarities(phi.unit, phi.mask.frame), right)
+        tolerance = tolerance_of(leaf, right)
+        return solved(ops, phi.times, right, tolerance, leaf.iterations)
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        unit = leaf.unit_keys(ops.heads_first(x["k"]))
+        v = where_valid(ops.heads_first(x["v"]), frame)
+        y = ops.empty(v.shape, v)
+        for part, phi in self._groups(ops, leaf, unit, frame):
+            y[part] = self._solved(ops, leaf, phi, v[part])
+        return time_first(y), ()
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        k, y = ops.heads_first(x["k"]), where_valid(ops.heads_first(out), frame)
+        unit = leaf.unit_keys(k)
+        d_y = where_valid(ops.heads_first(cotangent), frame)
+        d_v, d_k = ops.empty(y.shape, y), ops.empty(k.shape, y)
+        for part, phi in self._groups(ops, leaf, unit, frame):
+            solution = self._solved(ops, leaf, phi, d_y[part])
+            d_v[part], d_k[part] = solution, phi.pulled(solution, y[part])
+        if leaf.normalize == "keys":
+            d_k = rms_norm_vjp(k, leaf.eps, d_k)
+        return {"k": time_first(d_k), "v": time_first(d_v)}
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        out: tuple[Array, Updates] = leaf.step(past, x, frame)
+        return out

@@ -1,0 +1,33 @@
+"""Systems with a symmetric positive-definite matrix, by Cholesky's factorization A = L Lᵀ.
+
+A x = b:    L z = b,    Lᵀ x = z
+"""
+
+from __future__ import annotations
+
+import math
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
+
+
+class NotSolvedError(ArithmeticError):
+    """A system of equations could not be solved to the accuracy that was asked for."""
+
+
+def solve_positive(matrix: Array, right: Array) -> Array:
+    """matrix⁻¹ right, for matrices (…, s, s) and right sides (…, s, e).
+
+    NaN for a matrix with an entry that is not finite. Raises a NotSolvedError for one that is not
+    positive definite, or has no such factor in its dtype; under JAX the solution is NaN.
+    """
+    xp = namespace(matrix, right)
+    is_finite = xp.all(xp.isfinite(matrix), axis=(-2, -1), keepdims=True)
+    try:
+        lower = xp.linalg.cholesky(xp.where(is_finite, matrix, identity_like(matrix)))
+    except (ValueError, RuntimeError) as error:  # The LinAlgError of NumPy, and that of PyTorch.
+        raise NotSolvedError(
+            f"a matrix is not positive definite in {matrix.dtype}, after rounding"
+        ) from error
+    solution = solve_upper(transpose(lower), solve_lower(lower, right))
+    return xp.where(is_finite, solution, math.nan)
