@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers_encoders.md"
 RECORD = DOCS / "measurements" / "conversion" / "encoders.json"
 
-MECHANISMS = ("softmax", "temperature[per=head]", "laser", "row_normalized", "qk_norm")
+MECHANISMS = ("softmax", "temperature[per=head]", "lucid", "laser", "row_normalized", "qk_norm")
 LINE = 110
 
 

@@ -54,7 +54,7 @@ def replace_attention(
         `AttentionInterface`. It is changed in place.
     mechanism : str or Mechanism, optional
         Softmax or preconditioners of it, such as `"lucid(laser)"`. In an encoder the softmax is not
-        causal, `"laser"` is `"laser(softmax[causal=false])"`, and LUCID is refused.
+        causal: `"lucid"` is `"lucid(softmax[causal=false])"`, LUCID's symmetric solve.
     layers : sequence of str or Mechanism, optional
         One for each layer, in place of `mechanism`.
 

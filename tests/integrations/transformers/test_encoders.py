@@ -40,7 +40,14 @@ FAMILIES = {
     "ViT": {**SIZES, "image_size": 12, "patch_size": 4},
     "Dinov2": {**SIZES, "image_size": 12, "patch_size": 4},
 }
-MECHANISMS = ("laser", "row_normalized", "qk_norm", "temperature[per=head]", "per_dim_scale")
+MECHANISMS = (
+    "lucid",
+    "laser",
+    "row_normalized",
+    "qk_norm",
+    "temperature[per=head]",
+    "per_dim_scale",
+)
 
 
 def model_of(family, dtype=torch.float64, **options):
@@ -87,8 +94,17 @@ def test_softmax_gives_what_the_encoder_gives_and_its_gradients(family):
 def by_hand(mechanism, q, k, v, mask, scale):
     """A mechanism without causality (b, h, t, d); `mask` (b, s) is False for padding."""
     unit = torch.nn.functional.normalize
+
+    def rms_norm(x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
     if mechanism == "qk_norm":
-        q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = rms_norm(q), rms_norm(k)
+    if mechanism == "lucid":
+        phi = (scale * (rms_norm(k) @ rms_norm(k).mT - k.shape[-1])).exp()
+        phi = phi * (mask[:, None, :, None] & mask[:, None, None])
+        one = torch.eye(len(mask[0]), dtype=k.dtype)
+        v = torch.linalg.solve(phi * (1 - one) + 1.001 * one, v)
     shift = v.amax(-2, keepdim=True)
     if mechanism == "laser":
         v = (v - shift).exp()
@@ -142,9 +158,8 @@ def test_parameters_of_a_mechanism_are_trained_in_an_encoder():
 
 def test_what_is_causal_only_and_other_encoders_are_refused_with_the_reason():
     model = model_of("Bert")
-    for mechanism in ("lucid", "lucid(laser)"):
-        with pytest.raises(TypeError, match="lucid is causal: its matrix has to be triangular"):
-            replace_attention(model, mechanism)
+    with pytest.raises(TypeError, match="without causality, lucid needs a unit diagonal"):
+        replace_attention(model, "lucid[normalize=rows]")
     assert model.config._attn_implementation == "sdpa"
     config = transformers.BartConfig(
         vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,

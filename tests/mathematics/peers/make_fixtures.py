@@ -43,9 +43,9 @@ in the peer's layout: k, v and beta (batch, 3 time, heads, …).
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
-`linear_attention_onnx.npz`: the reference of ONNX's operator LinearAttention, without gradients, for
-`linear`, `retention`, `gla`, `delta`, `gated_delta` and `kda`, with two query heads for each key
-head in `linear` and `gla`.
+`linear_attention_onnx.npz`: the reference of ONNX's operator LinearAttention, without gradients,
+for `linear`, `retention`, `gla`, `delta`, `gated_delta` and `kda`, with two query heads for each
+key head in `linear` and `gla`.
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
