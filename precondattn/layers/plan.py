@@ -12,7 +12,7 @@ from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Shape
 from precondattn.layers.meaning import meanings, origin, output_call
-from precondattn.layers.parameters import FanIn, Parameter, Start
+from precondattn.layers.parameters import Constant, FanIn, Parameter, Start
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
 from precondattn.layers.sizes import Sizes, sizes_of
@@ -115,7 +115,11 @@ def plan_for(
         tuple((entry.name, tuple(_weights(entry, sizes))) for entry in entries),
         tuple(mechanism.inputs),
         tuple(shapes.items()),
-        tuple((e.name, e.recipe.history(), shapes[e.name]) for e in entries if e.recipe.history()),
+        tuple(
+            (entry.name, entry.recipe.history(), _history_shape(entry, sizes, shapes[entry.name]))
+            for entry in entries
+            if entry.recipe.history()
+        ),
         tuple(mechanism.program.slots),
     )
 
@@ -128,6 +132,14 @@ def _shape(mechanism: Mechanism, entry: Entry, sizes: Sizes) -> Shape:
             f"mechanism: the input {entry.name} of {mechanism} has an axis {unknown[0]}, whose "
             f"size no argument of the layer gives"
         )
+    return tuple(axis.size(sizes.of) for axis in axes)
+
+
+def _history_shape(entry: Entry, sizes: Sizes, of_input: Shape) -> Shape:
+    text = entry.recipe.history_shape()
+    if text is None:
+        return of_input
+    axes = Parameter(text, Constant(0)).axes(entry.pattern, sizes.roles)
     return tuple(axis.size(sizes.of) for axis in axes)
 
 

@@ -46,6 +46,10 @@ class Recipe:
         """How many rows before the new tokens it reads."""
         return 0
 
+    def history_shape(self) -> str | None:
+        """The shape of such a row, as that of a `Parameter`; None for that of the input."""
+        return None
+
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         """The input, from the weights `p`."""
         raise NotImplementedError

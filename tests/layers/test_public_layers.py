@@ -189,6 +189,32 @@ def gated_delta_product(w):
     return {**gated_delta_net(w), **steps, **convolutions, **beta}
 
 
+def rwkv7(w):
+    def lora(name, to):
+        parts = {
+            f"{to}.down": w[f"{name}_lora.0.weight"].T,
+            f"{to}.up": heads(w[f"{name}_lora.2.weight"], 4),
+            f"{to}.mix": w[f"x_{name}"],
+        }
+        bias = w.get(f"{name}_lora.2.bias")
+        return parts if bias is None else {**parts, f"{to}.bias": bias.reshape(4, -1)}
+
+    rows = {"q": "r", "raw": "k", "v": "v"}
+    return {
+        **{f"{own}.weight": heads(w[f"{name}_proj.weight"], 4) for own, name in rows.items()},
+        **{f"{own}.mix": w[f"x_{name}"] for own, name in rows.items()},
+        **lora("w", "g"),
+        **lora("a", "rate"),
+        **lora("g", "gate"),
+        "kappa.gain": w["k_k"].reshape(4, -1),
+        "k.alpha": w["k_a"].reshape(4, -1),
+        "out.bonus": w["r_k"],
+        "out.gain": w["g_norm.weight"].reshape(4, -1),
+        "out.bias": w["g_norm.bias"].reshape(4, -1),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
 def gsa(w):
     return {
         "q.weight": heads(w["q_proj.weight"], 4),
@@ -276,6 +302,7 @@ LAYERS = {
         "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
     },
     gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
+    rwkv7: {**FOUR, "mechanism": "dplr[scale=1]"},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

@@ -51,6 +51,17 @@ from precondattn.layers.recipes.projections import (
     Stepped,
     UnitConvolution,
 )
+from precondattn.layers.recipes.rwkv7 import (
+    BonusGroupNorm,
+    Mixed,
+    MixedDecay,
+    MixedGate,
+    MixedLowRank,
+    NegativeKey,
+    RemovalKey,
+    ReplacementKey,
+    ScaledKey,
+)
 
 Recipes = dict[str, Recipe]
 
@@ -138,6 +149,19 @@ PUBLISHED: dict[str, Recipes] = {
         "out": Activated(),
     },
     "delta_product": GATED_DELTA,
+    "dplr": {
+        "raw/k": Mixed(),
+        "rate/a": MixedLowRank(),
+        "kappa/a": RemovalKey(),
+        "gate/v": MixedGate(),
+        "q": Mixed(),
+        "k": ReplacementKey(),
+        "v": Mixed(),
+        "a": NegativeKey(),
+        "b": ScaledKey(),
+        "g": MixedDecay(),
+        "out": BonusGroupNorm(),
+    },
     "erasing_delta": {**DELTA, "out": Norm()},
     "erasing_gated_delta": GATED_DELTA,
     "erasing_kda": KDA,

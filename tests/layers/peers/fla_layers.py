@@ -10,6 +10,7 @@ its weights, and returns the call of a dict of them and x.
     kda             expand_v=2
     gdn2            expand_v=2
     comba           expand_v=2
+    rwkv7           the first layer, with ranks of 32
     gated_delta_product expand_v=2, num_householder=2
     precond_gated_delta_net expand_v=2
     gsa             num_kv_heads=2, num_slots=3
@@ -219,6 +220,54 @@ def comba():
     return shapes, call
 
 
+def rwkv7():
+    import torch
+
+    mixes = {f"x_{name}": (32,) for name in "rwkvag"}
+    loras = {f"{n}_lora.{i}.weight": (32, 32) for n in "wag" for i in (0, 2)}
+    shapes = {
+        **projections(r=32, k=32, v=32),
+        **mixes,
+        **loras,
+        "w_lora.2.bias": (32,),
+        "a_lora.2.bias": (32,),
+        "k_k": (32,),
+        "k_a": (32,),
+        "r_k": (4, 8),
+        "g_norm.weight": (32,),
+        "g_norm.bias": (32,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        before = torch.nn.functional.pad(x, (0, 0, 1, -1)) - x
+        rows = {name: x + before * w[f"x_{name}"] for name in "rwkvag"}
+
+        def lora(name, activation):
+            hidden = activation(linear(w, f"{name}_lora.0", rows[name]))
+            return linear(w, f"{name}_lora.2", hidden)
+
+        r, k, v = (linear(w, f"{n}_proj", rows[n]) for n in "rkv")
+        gate = lora("g", torch.sigmoid)
+        g = -0.6065306597126334 * lora("w", torch.tanh).sigmoid()
+        rate = lora("a", lambda hidden: hidden).sigmoid()
+        kappa = unit((k * w["k_k"]).unflatten(-1, (HEADS, -1)))
+        k = k + k * (rate - 1) * w["k_a"]
+        r, k, v, g, rate = (y.unflatten(-1, (HEADS, -1)) for y in (r, k, v, g, rate))
+        arrays = (r * 8**0.5, k, v, -kappa, kappa * rate, g)  # The operator has no option scale.
+        o, _ = naive("generalized_delta_rule/dplr").dplr_recurrence(
+            *(array.transpose(1, 2) for array in arrays)
+        )
+        o = o.transpose(1, 2).flatten(0, 1).flatten(1)
+        norm = torch.nn.functional.group_norm
+        o = norm(o, HEADS, w["g_norm.weight"], w["g_norm.bias"], eps=8e-5)
+        o = o.unflatten(0, x.shape[:2])
+        bonus = (r * k * w["r_k"]).sum(-1, keepdim=True) * v
+        return linear(w, "o_proj", (o + bonus.flatten(2)) * gate)
+
+    return shapes, call
+
+
 def gated_delta_product():
     import torch
 
@@ -359,5 +408,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product)
+NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7)
 """Apart, because the seed of a layer is its place."""
