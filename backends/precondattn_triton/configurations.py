@@ -232,7 +232,11 @@ declare(
 declare(
     "window_key_gradient",
     half={64: Configuration(64, 32, 4, 1), 512: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+    full={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 32, 8, 1),
+        512: Configuration(16, 16, 8, 1),
+    },
 )
 declare(
     "window_table_gradient",
@@ -338,6 +342,12 @@ declare(
     "laser_key_gradient",
     half={64: Configuration(128, 64, 8, 2), 128: Configuration(128, 32, 8, 2)},
     full={},
+    architecture="sm_90",
+)
+declare(
+    "window_query_gradient",
+    half={},
+    full={128: Configuration(16, 32, 8, 1)},
     architecture="sm_90",
 )
 

@@ -19,6 +19,7 @@ from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 SWIN = "windowed[size=3/2,shift=1,grid=5/7,bias=true]"
+SMALLER = "windowed[size=2/3,shift=1,grid=3/4,bias=true]"
 
 
 def problem(expression, t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
@@ -72,17 +73,19 @@ def check(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     ("expression", "t", "h", "n", "d", "e", "dtype"),
     [
         ("windowed[size=4]", 9, 2, 2, 8, 16, torch.float32),
-        ("windowed[size=5,shift=2,bias=true]", 17, 4, 2, 20, 12, torch.float32),
+        ("windowed[size=5,shift=2,bias=true]", 12, 4, 2, 20, 12, torch.float32),
         ("windowed[size=20,shift=7,bias=true,scale=0.3]", 33, 1, 1, 8, 8, torch.bfloat16),
-        (SWIN, 35, 2, 1, 12, 20, torch.float32),
-        (SWIN, 35, 2, 2, 16, 16, torch.float16),
+        ("windowed[size=2,shift=1,bias=true]", 33, 1, 1, 8, 8, torch.float32),
+        (SMALLER, 12, 2, 1, 12, 20, torch.float32),
+        (SMALLER, 12, 2, 2, 16, 16, torch.float16),
         ("windowed[size=2/3,shift=0/2,grid=5,bias=true]", 23, 2, 2, 16, 8, torch.bfloat16),
         ("windowed[size=6,shift=3,grid=7/8,bias=true]", 56, 1, 1, 16, 16, torch.float32),
         ("windowed[size=3/1,shift=1/0,grid=6/2,bias=true]", 12, 1, 1, 8, 8, torch.float32),
     ],
 )
 def test_output_and_gradients_of_windows_of_every_kind(expression, t, h, n, d, e, dtype):
-    check(expression, *problem(expression, t, b=2, h=h, n=n, d=d, e=e, dtype=dtype))
+    b = 2 if t < 12 else 1
+    check(expression, *problem(expression, t, b=b, h=h, n=n, d=d, e=e, dtype=dtype))
 
 
 def test_tiles_of_queries_and_keys_may_differ():
@@ -115,11 +118,11 @@ def test_padding_may_contain_nan():
 
 
 def test_masked_keys_may_contain_nan_and_windows_may_have_no_visible_key():
-    x, d_out = problem(SWIN, 35, b=2)
-    key_mask = torch.arange(35)[None] % 5 > 1
+    x, d_out = problem(SMALLER, 12, b=2)
+    key_mask = torch.arange(12)[None] % 4 > 1
     key_mask = key_mask & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in "kv"}
-    out, gradients = check(SWIN, x, d_out, key_mask=key_mask)
+    out, gradients = check(SMALLER, x, d_out, key_mask=key_mask)
     assert (out[1] == 0).all()
     assert (gradients["q"][1] == 0).all()
 
@@ -141,17 +144,17 @@ def test_duplicate_and_zero_keys():
 
 
 def test_inputs_of_any_strides():
-    x, _ = problem(SWIN, 35, b=2, h=2, n=2)
+    x, _ = problem(SMALLER, 12, b=2, h=2, n=2)
     apart = {
         name: torch.stack((a, a), dim=-1)[..., 0].transpose(0, 1).contiguous().transpose(0, 1)
         for name, a in x.items()
     }
-    check(SWIN, apart, torch.randn(35, 1, 8)[None].expand(2, 35, 2, 8))
+    check(SMALLER, apart, torch.randn(12, 1, 8)[None].expand(2, 12, 2, 8))
 
 
 def test_any_order_of_programs_gives_the_same_bits():
-    x, d_out = problem(SWIN, 35, b=2, h=2)
-    first, second = (run_kernels(SWIN, x, d_out, seed=seed) for seed in (1, 2))
+    x, d_out = problem(SMALLER, 12, b=2, h=2)
+    first, second = (run_kernels(SMALLER, x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first[0], second[0])
     for name, gradient in first[1].items():
         assert torch.equal(gradient, second[1][name])
@@ -182,7 +185,7 @@ def with_nan(array, is_masked):
 
 
 def refusal(expression, *, verb="vjp", d=64, e=64, t=35, masks=()):
-    leaf = pa.parse(expression)
+    (leaf,) = pa.parse(expression).program.leaves
     sizes = {"b": 1, "t": t, "s": t, "h": 2, "n": 1, "d": d, "e": e}
     shapes = tuple((name, p.shape(sizes)) for name, p in leaf.inputs.items())
     return Triton().supports(
