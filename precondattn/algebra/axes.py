@@ -126,7 +126,7 @@ def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
     """
     first: dict[str, int] = {}
     for number, call in enumerate(calls):
-        if call.leaf.role != "base":
+        if not call.leaf.is_base:
             continue
         patterns = (Pattern.read(call.leaf.output), *call.leaf.inputs.values())
         for letter in dict.fromkeys("".join(p.letters for p in patterns).replace(FIXED, "")):
@@ -157,7 +157,7 @@ def _program_axes(
     for declared in declarations.values():
         for number, pattern in declared:
             patterns_of[number].append(pattern)
-    for number in sorted(range(len(calls)), key=lambda i: (calls[i].leaf.role != "base", -i)):
+    for number in sorted(range(len(calls)), key=lambda i: (not calls[i].leaf.is_base, -i)):
         letters = "".join(pattern.letters for pattern in patterns_of[number])
         for letter in dict.fromkeys(letters.replace(FIXED, "")):
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))

@@ -172,6 +172,12 @@ class Leaf(Mechanism):
     output: ClassVar[str]
 
     @property
+    def is_base(self) -> bool:
+        """Whether it computes attention from queries, keys and values: a base, or what a
+        preconditioner makes of one."""
+        return self.role == "base"
+
+    @property
     def hides_later_keys(self) -> bool:
         """Whether NaN in a later key can not reach an output, because scores are masked by −∞.
 

@@ -27,7 +27,7 @@ def meanings(program: Program) -> dict[str, Meaning]:
     known: dict[str, Meaning] = {}
     for is_base in (True, False):
         for call in program.calls:
-            if (call.leaf.role == "base") is is_base:
+            if call.leaf.is_base is is_base:
                 for formal, value in call.arguments:
                     known.setdefault(origin(program, value), Meaning(call, formal))
     return {name: known[name] for name in program.inputs}
@@ -36,7 +36,7 @@ def meanings(program: Program) -> dict[str, Meaning]:
 def origin(program: Program, value: str) -> str:
     """The input from which pieces compute a value, row by row; the value itself without one."""
     call = next((call for call in program.calls if call.out == value), None)
-    if call is None or call.leaf.role == "base":
+    if call is None or call.leaf.is_base:
         return value
     letters = Pattern.read(call.leaf.output).letters
     for formal, argument in call.arguments:
@@ -53,6 +53,6 @@ def output_call(program: Program, is_known: Callable[[LeafCall], bool]) -> LeafC
         letters = Pattern.read(call.leaf.output).letters
         rows = [v for formal, v in call.arguments if call.leaf.inputs[formal].letters == letters]
         is_computed = bool(rows) and rows[0] not in program.inputs
-        if is_known(call) or call.leaf.role == "base" or not is_computed:
+        if is_known(call) or call.leaf.is_base or not is_computed:
             return call
         value = rows[0]

@@ -31,6 +31,10 @@ class WithEraseKey(LinearFamily):
     is_delta: ClassVar[bool] = True
 
     @property
+    def is_base(self) -> bool:
+        return True
+
+    @property
     def inputs(self) -> Inputs:
         declared = dict(super().inputs) | {"beta": Pattern.read(f"b s {self.heads} in [0, 1]")}
         return Inputs(**declared, erase=Pattern.read("b s h d unit row"))
@@ -76,6 +80,10 @@ class ErasingGDN2(GDN2):
     role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = ()
     erase_name: ClassVar[str] = "erase"
+
+    @property
+    def is_base(self) -> bool:
+        return True
 
     @property
     def inputs(self) -> Inputs:
