@@ -171,3 +171,18 @@ def test_bases_without_a_key_to_erase_are_refused(text):
 def test_options_that_exclude_each_other_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         pa.ATK(**options)
+
+
+def test_the_gradient_of_a_zero_key_under_a_norm_is_that_of_a_small_enough_difference():
+    """The norm has the slope 1/√ε there, and the squares of its result are compared with ε."""
+    layer = pa.parse("ccq(atk)")
+    p, x = problem(pa.ATK(), multiple=1)
+    x |= {"k": x["k"] * (np.arange(7) % 3 > 0)[:, None, None]}
+    x["contraction"] = p.rng.uniform(size=x["q"].shape[:3])
+    out, pullback = layer.vjp(**x)
+    d_out, direction = p.like(out), p.like(x["k"])
+    expected = np.sum(pullback(d_out)["k"] * direction)
+    above, below = (
+        np.sum(d_out * layer(**x | {"k": x["k"] + h * direction})) for h in (1e-9, -1e-9)
+    )
+    assert abs((above - below) / 2e-9 - expected) < 1e-6 * abs(expected)
