@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -291,6 +292,53 @@ def atk() -> Figure:
     return figure
 
 
+def mesa() -> Figure:
+    figure, (left, right) = panels(2)
+    tokens, d = 48, 32
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 1, tokens, 1, d)) / np.sqrt(d)
+    k, linear = k + 0.3 / np.sqrt(d), pa.Linear(scale=1)
+    k = k / np.linalg.vector_norm(k, axis=-1, keepdims=True)
+
+    def error(out: np.ndarray) -> float:
+        """The distance to the values of the last tokens, at the best factor."""
+        o, values = out[0, -8:, 0], v[0, -8:, 0]
+        factor = np.sum(o * values) / np.sum(o * o)
+        return float(np.linalg.norm(factor * o - values) / np.linalg.norm(values))
+
+    steps = list(range(1, 13))
+    for ridge, colour in ((0.01, BLUE), (0.1, ORANGE), (1.0, GREEN)):
+        errors = [error(iterated(linear, k, v, ridge, count)) for count in steps]
+        left.plot(steps, errors, color=colour, label=f"λ = {ridge:g}")
+    left.set(xlabel="iterations", ylabel="error of retrieval", ylim=(0, 1))
+    left.legend()
+    ridges = np.logspace(-2, 2, 30)
+    exact = [error(pa.Mesa(linear)(k, k, v, lam_mesa=np.full((1, d), x))) for x in ridges]
+    right.plot(ridges, exact, color=BLUE, label="mesa")
+    one = np.ones((1, tokens, 1))
+    right.axhline(error(pa.CCQ(linear)(k, k, v, contraction=one)), color=ORANGE, label="ccq")
+    right.axhline(error(linear(k, k, v)), color=INK, ls="--", label="linear")
+    right.set(xscale="log", xlabel="λ", ylim=(0, 1))
+    right.legend()
+    return figure
+
+
+def iterated(base: pa.Mechanism, k: np.ndarray, v: np.ndarray, ridge: float, steps: int) -> Any:
+    """The base's output for queries k after some steps of conjugate gradients."""
+
+    def times(p: np.ndarray) -> np.ndarray:
+        return base(p, k, k) + ridge * p
+
+    x, r = np.zeros_like(k), k
+    p = r
+    for _ in range(steps):
+        image, size = times(p), np.sum(r * r, axis=-1, keepdims=True)
+        along = size / np.maximum(np.sum(p * image, axis=-1, keepdims=True), 1e-300)
+        x, r = x + along * p, r - along * image
+        p = r + np.sum(r * r, axis=-1, keepdims=True) / np.maximum(size, 1e-300) * p
+    return base(x, k, v)
+
+
 def gsa() -> Figure:
     figure, (ax,) = panels(1, height=1.9)
     tokens, slots = 32, 6
@@ -377,6 +425,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     delta,
     general_delta,
     atk,
+    mesa,
     gsa,
     deltaformer,
     cross_covariance,

@@ -47,6 +47,7 @@ from precondattn.preconditioners import (
     Hedgehog,
     Laser,
     Lucid,
+    Mesa,
     PerDimScale,
     QKNorm,
     RowNormalized,
@@ -75,6 +76,7 @@ from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.path import Path
 from precondattn.spec.positive_definite import NotSolvedError
@@ -116,6 +118,7 @@ nystrom = shorthand(Nystrom)
 lucid = shorthand(Lucid)
 laser = shorthand(Laser)
 ccq = shorthand(CCQ)
+mesa = shorthand(Mesa)
 atk = shorthand(ATK)
 contraction_gate = shorthand(ContractionGate)
 temperature = shorthand(Temperature)
@@ -172,6 +175,8 @@ __all__ = [
     "Lucid",
     "LucidSolve",
     "Mechanism",
+    "Mesa",
+    "MesaQuery",
     "NotSolvedError",
     "Nystrom",
     "Offers",
@@ -233,6 +238,7 @@ __all__ = [
     "mamba2_inputs",
     "mechanisms",
     "merge",
+    "mesa",
     "namespace",
     "nystrom",
     "options",

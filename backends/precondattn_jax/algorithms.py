@@ -9,11 +9,13 @@ from precondattn_jax.attention import Attention
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormer
 from precondattn_jax.lucid_solve import LucidSolve
+from precondattn_jax.mesa_query import SolvingChunkwise
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolve
 from precondattn_jax.windowed import Windowed
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
+from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
@@ -59,6 +61,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.LucidSolve: LucidSolve(),
     pa.SymmetricLucidSolve: SymmetricLucidSolve(),
     pa.DeltaFormer: DeltaFormer(),
+    pa.MesaQuery: MesaQueryAlgorithm(lambda ops: SolvingChunkwise()),
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),

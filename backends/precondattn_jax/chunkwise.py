@@ -7,7 +7,7 @@ gradient stores the state before every group, and recomputes those within it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,6 +52,27 @@ class Chunkwise:
             d_undecayed,
         )
         return Gradients(stream, jnp.reshape(first, d_final.shape))
+
+    def reread(
+        self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
+    ) -> tuple[Array, Array]:
+        """function(read, *arrays) of a group of chunks at a time, and the final state.
+
+        `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
+        outputs of queries q in the layout of the group, (c, n, C, r, w).
+        """
+        work = Work(x._replace(q=arrays[0]))
+
+        def of_group(state: Array, given: Any) -> tuple[Array, Array]:
+            chunks, *parts = given
+            group = group_of(x, chunks)
+            states = group.states(state)
+            group.read(parts[0], states)  # So that what it keeps is not traced within a loop.
+            return states[-1], function(lambda q: group.read(q, states), *parts)
+
+        given = (work.written, *map(work.chunks, arrays))
+        last, out = lax.scan(of_group, work.joined(state), given)
+        return work.reads(out), jnp.reshape(last, state.shape)
 
     @staticmethod
     def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:

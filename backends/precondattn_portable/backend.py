@@ -22,6 +22,7 @@ from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.deltaformer import DeltaFormerBlocks
 from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
+from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
@@ -72,6 +73,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.SymmetricLucidSolve: SymmetricLucidSolve(),
     pa.DeltaFormer: DeltaFormerBlocks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
+    pa.MesaQuery: MesaQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),

@@ -9,7 +9,8 @@ few copies of what is written to the state. Queries need no more than a group at
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from precondattn.arrays import Array, is_traced, namespace
 from precondattn.spec.recurrence import ByTokens, Gradients, Stream
@@ -33,6 +34,9 @@ TILE = 2**19
 
 GROUP = 2**21
 """Elements of an array of the chunks that are computed at once: 8 MiB in float32."""
+
+REREAD = 8
+"""Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
 
 
 class Chunkwise:
@@ -68,6 +72,31 @@ class Chunkwise:
             for last, (_, state) in zip(lasts, streams, strict=True)
         ]
         return tuple(works[0].tokens(workspace, t) for workspace in workspaces), finals
+
+    def reread(
+        self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
+    ) -> tuple[Array, Array]:
+        """function(read, *arrays) of a group of chunks at a time, and the final state.
+
+        `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
+        outputs of queries q in the layout of the group, (c, n, C, r, w).
+        """
+        work = Work(self.ops, x._replace(q=arrays[0]), self.chunk)
+        last, workspace = _joined(state), None
+        for part in work.parts(REREAD * work.widest):
+            group = work.group(part)
+            states = group.states(last)
+            last = states[-1, ...] + 0
+            if part.stop <= work.first_read:
+                continue
+            given = (work.of_reads(array, part) for array in arrays)
+            result = function(partial(_outputs, group, states), *given)
+            if workspace is None:
+                workspace = work.workspace_of_reads(result, *result.shape[3:])
+            work.fill(workspace, part, result)
+        assert workspace is not None  # There is at least one query.
+        out = work.tokens(workspace, arrays[0].shape[2])
+        return out, namespace(last).reshape(last, state.shape)
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
@@ -130,6 +159,10 @@ class Chunkwise:
             d_undecayed,
         )
         return Gradients(stream, xp.reshape(first, d_final.shape))
+
+
+def _outputs(group: Group, states: Array, queries: Array) -> Array:
+    return group.read(queries, states)
 
 
 def _read(

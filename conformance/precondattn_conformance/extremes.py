@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import precondattn as pa
+from precondattn_conformance.harmless_keys import with_different_keys
 from precondattn_conformance.inputs import Arrays, Layout, make_inputs
 
 SATURATED = ("huge_logits", "tied_logits")
@@ -104,6 +105,7 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
 def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str) -> Arrays:
     """The inputs of a mechanism at one of these extremes."""
     arrays = make_inputs(mechanism, layout, "duplicate" if kind == "tied_logits" else "random")
+    arrays = with_different_keys(mechanism, arrays)
     if kind in ("huge_logits", "tied_logits", "tiny_logits"):
         factor = HUGE.get(dtype, HUGE_ELSEWHERE) ** 0.5
         if kind == "tiny_logits":
@@ -221,7 +223,9 @@ def _is_norm(leaf: pa.Mechanism) -> bool:
 
 def _needs_short(leaves: Sequence[pa.Mechanism]) -> bool:
     """Whether long keys overflow in a feature map, or make a covariance ill-conditioned."""
-    kinds = pa.EluPlusOne | pa.HedgehogMap | pa.ConditionedQuery | pa.QueryWeightedQuery
+    kinds = (
+        pa.EluPlusOne | pa.HedgehogMap | pa.ConditionedQuery | pa.QueryWeightedQuery | pa.MesaQuery
+    )
     return any(isinstance(leaf, kinds) for leaf in leaves)
 
 

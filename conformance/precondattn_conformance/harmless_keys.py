@@ -32,17 +32,14 @@ SMALL_RHO = 0.1
 NOISE = 0.1
 """That is added to keys, in half precision a different amount to each."""
 
-NOISE_OF_SMALL_RHO = 0.5
-"""The same for a small ρ: Φ of two keys of a cluster is then about 0.6."""
+NOISE_OF_SMALL_RHO = 1.0
+"""The same for a small ρ: keys of one cluster are then as different as others."""
 
 
 def with_harmless_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
     """The inputs, with noise on keys where a maximum is part of the gradient or ρ is small, and
     with keys of at most half their length where the mechanism has no bound."""
-    noise = max(map(_needed_noise, mechanism.program.leaves))
-    if noise:
-        k = inputs["k"]
-        return inputs | {"k": k + noise * np.random.default_rng(3).normal(size=k.shape)}
+    inputs = with_different_keys(mechanism, inputs)
     if is_bounded(mechanism) or "k" not in inputs:
         return inputs
     k = inputs["k"]
@@ -52,7 +49,21 @@ def with_harmless_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
     return inputs | {"k": min(0.5, (LONGEST / (scale * d)) ** 0.5) * k}
 
 
+def with_different_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
+    """The inputs, with noise on keys where a maximum is part of the gradient or ρ is small."""
+    noise = max(map(_needed_noise, mechanism.program.leaves))
+    if not noise:
+        return inputs
+    k = inputs["k"]
+    return inputs | {"k": k + noise * np.random.default_rng(3).normal(size=k.shape)}
+
+
 def _needed_noise(leaf: pa.Leaf) -> float:
-    if isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO:
+    if has_small_rho(leaf):
         return NOISE_OF_SMALL_RHO
     return NOISE if isinstance(leaf, pa.Nystrom) else 0.0
+
+
+def has_small_rho(leaf: pa.Leaf) -> bool:
+    """Whether it is LUCID's symmetric solve with a ρ that float32 has few digits for."""
+    return isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO

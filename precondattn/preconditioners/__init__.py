@@ -9,6 +9,7 @@ from precondattn.preconditioners.differential import Differential
 from precondattn.preconditioners.feature_map import Elu1, Hedgehog
 from precondattn.preconditioners.laser import Laser
 from precondattn.preconditioners.lucid import Lucid
+from precondattn.preconditioners.mesa import Mesa
 from precondattn.preconditioners.per_dim_scale import PerDimScale
 from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.preconditioners.row_normalized import RowNormalized
@@ -22,6 +23,7 @@ __all__ = [
     "Hedgehog",
     "Laser",
     "Lucid",
+    "Mesa",
     "PerDimScale",
     "QKNorm",
     "RowNormalized",

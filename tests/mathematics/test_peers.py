@@ -230,6 +230,21 @@ def test_retention_is_that_of_flash_linear_attention():
     assert_all_agree(saved, {"out": out} | {f"grad_{name}": a for name, a in gradients.items()})
 
 
+def test_mesa_around_ssd_with_weighted_values_is_mesanet_of_flash_linear_attention():
+    saved = entries_of("mesa_fla.npz", "mesa")
+    beta, v = saved["beta"][..., None], saved["v"]
+    x = {name: saved[name] for name in ("q", "k", "g")}
+    x |= {"v": beta * v, "beta_mesa": saved["beta"], "lam_mesa": saved["lamb"]}
+    out, pullback = pa.Mesa(beta=True).vjp(**x)
+    d = pullback(saved["cotangent"])
+    result = {"out": out} | {f"grad_{name}": d[name] for name in ("q", "k", "g")}
+    result["grad_v"] = beta * d["v"]
+    result["grad_beta"] = d["beta_mesa"] + np.sum(v * d["v"], axis=-1)
+    result["grad_lamb"] = d["lam_mesa"]
+    assert set(result) == {name for name in saved if name.startswith(("out", "grad_"))}
+    assert_all_agree(saved, result)
+
+
 def test_deltaformer_is_that_of_flash_linear_attention():
     x, saved = of_fla("deltaformer")
     out, pullback = pa.DeltaFormer().vjp(**x)

@@ -231,6 +231,10 @@ COMPARED = (
         for prefix, library in (("", "torch"), ("jax_", "jax"))
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
+    *(
+        BenchCase(f"mesa{suffix}", "mesa", work, layout(), peers=("base",))
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
     *(
         BenchCase(name + suffix, mechanism, work, sizes, peers=(peer,))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from precondattn.arrays import Array, namespace
-from precondattn.layers.functions import upcast
+from precondattn.layers.functions import softplus, upcast
 from precondattn.layers.parameters import Constant, Identity, Normal, Parameter
 from precondattn.layers.recipe import Recipe, Tokens
 
@@ -60,3 +61,20 @@ class Positive(Recipe):
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         return namespace(p["log"]).exp(upcast(p["log"]))
+
+
+@dataclass(frozen=True)
+class Ridge(Recipe):
+    """softplus(p) + `low`, `start` at the start
+
+    Source: MesaNet (arXiv 2506.05233); flash-linear-attention, fla/layers/mesa_net.py.
+    """
+
+    low: float = 0.25
+    start: float = 1.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter("…", Constant(math.log(math.expm1(self.start - self.low))))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return softplus(upcast(p["weight"])) + self.low

@@ -31,7 +31,13 @@ from precondattn.layers.recipes.gates import (
     StepSize,
     Written,
 )
-from precondattn.layers.recipes.learned import Learned, LearnedIdentity, LearnedNoise, Positive
+from precondattn.layers.recipes.learned import (
+    Learned,
+    LearnedIdentity,
+    LearnedNoise,
+    Positive,
+    Ridge,
+)
 from precondattn.layers.recipes.outputs import (
     Activated,
     GatedGroupNorm,
@@ -173,6 +179,12 @@ PUBLISHED: dict[str, Recipes] = {
         "log_atk_scale": Learned(-0.2),
     },
     "lucid_solve": {"lucid_beta": StepOfSolve()},
+    "mesa_query": {
+        "q": UnitConvolution(),
+        "k": UnitConvolution(),
+        "beta_mesa": Sigmoid(),
+        "lam_mesa": Ridge(),
+    },
     "conditioned_query": CONTRACTION,
     "query_weighted_query": CONTRACTION,
     "difference": OF_VECTORS,

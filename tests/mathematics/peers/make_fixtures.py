@@ -40,6 +40,7 @@ in the peer's layout: k, v and beta (batch, 3 time, heads, …).
 `atk_fla.npz`: those of the preconditioned delta rules, with two value heads for each key head in
 `pgdn`, which normalises q and k itself, and with learnt centres in `pkda`. beta in [0, 1].
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
+`mesa_fla.npz`: that of MesaNet with exact solves, `mesa`, without states. beta in [0, 1], lamb > 0.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
@@ -556,6 +557,25 @@ def gsa_entries():
     return of_cases(gsa=stateful_entries(rng, gsa, inputs, initial))
 
 
+def mesa_entries():
+    """Return the entries of mesa_fla.npz, without `versions`."""
+
+    def mesa(x, initial):
+        return load_naive("mesa_net").naive_mesa_net_exact(**x)[0], {}
+
+    rng = np.random.default_rng(20276)
+    batch, time, heads, dim = 2, 24, 2, 8
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim, unit=True),
+        "v": normal(rng, batch, time, heads, dim),
+        "g": gates_of(rng, batch, time, heads),
+        "beta": betas_of(rng, batch, time, heads) / 2,
+        "lamb": 0.25 + np.abs(normal(rng, heads, dim)),
+    }
+    return of_cases(mesa=stateful_entries(rng, mesa, inputs))
+
+
 def deltaformer_entries():
     """Return the entries of deltaformer_fla.npz, without `versions`."""
 
@@ -744,6 +764,7 @@ def main():
     save("delta_product_fla.npz", "fla-core", delta_product_entries())
     save("atk_fla.npz", "fla-core", atk_entries())
     save("gsa_fla.npz", "fla-core", gsa_entries())
+    save("mesa_fla.npz", "fla-core", mesa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
     save("linear_attention_onnx.npz", "onnx", onnx_entries())

@@ -1,0 +1,51 @@
+"""Mesa's query by conjugate gradients in loops (the equations are in `precondattn_portable`).
+
+A query whose residual is not reached is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.spec.mesa_query import Read
+from precondattn_jax.chunkwise import Chunkwise
+from precondattn_portable.mesa_query import Problem, Search, Solving
+
+
+def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
+    """q* of queries (…, d)."""
+    problem = Problem.of(leaf, q, diagonal, ridge)
+    times = problem.times(read)
+
+    def is_open(carry: Any) -> Array:
+        search, used = carry
+        return (used < leaf.iterations) & jnp.any(problem.recurring(search.r).is_large())
+
+    def advanced(carry: Any) -> Any:
+        search, used = carry
+        return search.advanced(times, problem.diagonal), used + 1
+
+    def is_left(carry: Any) -> Array:
+        _, _, left, used = carry
+        return (used < leaf.iterations) & jnp.any(left.is_large())
+
+    def again(carry: Any) -> Any:
+        x, rest, _, used = carry
+        start = (Search.towards(rest, problem.diagonal), used)
+        search, used = lax.while_loop(is_open, advanced, start)
+        x = x + search.x
+        return x, *problem.residual(read, x), used
+
+    start = (problem.right * 0, problem.right, problem.recurring(problem.right), 0)
+    x, _, left, _ = lax.while_loop(is_left, again, start)
+    return jnp.where(left.is_small(), x * problem.scale, math.nan)
+
+
+class SolvingChunkwise(Solving, Chunkwise):
+    """The recurrence in chunks, which are read as often as the iteration needs."""
+
+    by = staticmethod(solved)

@@ -1,0 +1,161 @@
+"""Mesa's query by conjugate gradients, on a group of chunks at a time.
+
+    (H_t + diag λ) q*_t = q_t,    H_t p = read of p from the states of a linear attention
+
+The states of the chunks are computed once. A product with H_t of all tokens of a group is then the
+read of a linear attention: two products within the chunk, and one with its state. No H_t is formed.
+Queries are preconditioned by the diagonal D = diag(H_t) + λ, itself the read of a recurrence:
+
+    α = r·z / p·(M p),    x += α p,    r −= α M p,    z = r / D,    p = z + (r·z)⁺ / (r·z) p.
+
+The residual of the recurrence drifts from q − M x by rounding. So that is computed at the end, and
+solved for in turn where it is not small enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from precondattn.arrays import Array, namespace
+from precondattn.spec.array_functions import identity_like, row_sum
+from precondattn.spec.mesa_query import Read
+from precondattn.spec.positive_definite import NotSolvedError
+from precondattn.spec.recurrence import Stream
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.block_conjugate_gradients import ROUNDINGS, Residual
+from precondattn_portable.chunkwise import Chunkwise
+from precondattn_portable.stateful import StatefulAlgorithm
+from precondattn_portable.symmetric_lucid import tolerance_of
+
+
+class Search(NamedTuple):
+    """The iteration of every query (…, d): x, r, p and r·z."""
+
+    x: Array
+    r: Array
+    p: Array
+    size: Array
+
+    @classmethod
+    def towards(cls, right: Array, diagonal: Array) -> Search:
+        z = right / diagonal
+        return cls(right * 0, right, z, row_sum(right * z))
+
+    def advanced(self, times: Read, diagonal: Array) -> Search:
+        """After one more product."""
+        image = times(self.p)
+        along = _ratio(self.size, row_sum(self.p * image))
+        x, r = self.x + along * self.p, self.r - along * image
+        z = r / diagonal
+        size = row_sum(r * z)
+        return Search(x, r, z + _ratio(size, self.size) * self.p, size)
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """a / b, 0 where b is 0, as it is once a query is solved; NaN where b is."""
+    xp = namespace(a)
+    is_zero = b == 0
+    return xp.where(is_zero, 0.0, a / xp.where(is_zero, 1.0, b))
+
+
+class Problem(NamedTuple):
+    """Queries to solve for, scaled to a largest entry of 1, and what their residual may be."""
+
+    right: Array
+    scale: Array
+    diagonal: Array
+    ridge: Array
+    tolerance: float
+
+    @classmethod
+    def of(cls, leaf: Any, q: Array, diagonal: Array, ridge: Array) -> Problem:
+        xp = namespace(q)
+        scale = xp.max(xp.abs(q), axis=-1, keepdims=True)
+        scale = xp.where((scale > 0) & xp.isfinite(scale), scale, 1.0)
+        # Tokens of padding have none.
+        diagonal = xp.where(diagonal == 0, 1.0, diagonal)
+        return cls(q / scale, scale, diagonal, ridge, tolerance_of(leaf, q))
+
+    def times(self, read: Read) -> Read:
+        return lambda p: read(p) + self.ridge * p
+
+    def recurring(self, r: Array) -> Residual:
+        """That of the recurrence."""
+        return Residual(_length(r), self.tolerance * _length(self.right))
+
+    def residual(self, read: Read, x: Array) -> tuple[Array, Residual]:
+        """q − M x, and its lengths."""
+        rest = self.right - self.times(read)(x)
+        rounding = ROUNDINGS * float(namespace(x).finfo(x.dtype).eps)
+        norm = row_sum(self.diagonal)  # The trace of M, at least its norm.
+        allowed = self.tolerance * _length(self.right) + rounding * norm * _length(x)
+        return rest, Residual(_length(rest), allowed)
+
+
+def _length(x: Array) -> Array:
+    return namespace(x).sqrt(row_sum(x * x))
+
+
+def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
+    """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
+    xp, problem = namespace(q), Problem.of(leaf, q, diagonal, ridge)
+    times, used = problem.times(read), 0
+    x, rest = problem.right * 0, problem.right
+    while True:
+        search = Search.towards(rest, problem.diagonal)
+        while used < leaf.iterations and xp.any(problem.recurring(search.r).is_large()):
+            search, used = search.advanced(times, problem.diagonal), used + 1
+        x = x + search.x
+        rest, left = problem.residual(read, x)
+        if not xp.any(left.is_large()):
+            return x * problem.scale
+        if used == leaf.iterations:
+            length = _length(problem.right)
+            share = xp.where(left.is_large(), left.length / xp.where(length > 0, length, 1.0), 0.0)
+            raise NotSolvedError(
+                f"{leaf}: conjugate gradients left a residual of {float(xp.max(share)):.1e} of a "
+                f"query after {used} iterations, and {problem.tolerance:.0e} is expected; give "
+                f"more iterations, a larger tolerance or a larger lam_mesa"
+            )
+
+
+def diagonal_of(form: Any, x: Stream, state: Array, ridge: Array, t: int) -> Array:
+    """diag(H_t) + λ of the last t tokens (b, m, t, r, d)."""
+    xp = namespace(x.k)
+    one = xp.ones_like(x.k[..., :1])
+    squares = Stream(one[:, :, one.shape[2] - t :, None, :], one, x.k * x.v, x.g)
+    own = xp.sum(state * identity_like(state), axis=-2, keepdims=True)
+    return form.forward(squares, own)[0] + ridge
+
+
+class Solving:
+    """What a form in chunks needs to solve for queries."""
+
+    by: Callable[..., Array] = staticmethod(solved)
+
+    def solve_by_iteration(
+        self, leaf: Any, x: Stream, state: Array, q: Array, ridge: Array
+    ) -> tuple[Array, Array]:
+        """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
+        form: Any = self
+        xp = namespace(q)
+        ridge = xp.broadcast_to(ridge, q.shape)
+        diagonal = xp.broadcast_to(diagonal_of(form, x, state, ridge, q.shape[2]), q.shape)
+
+        def function(read: Read, *arrays: Array) -> Array:
+            return self.by(leaf, read, *arrays)
+
+        result: tuple[Array, Array] = form.reread(x, state, function, q, diagonal, ridge)
+        return result
+
+
+class SolvingChunkwise(Solving, Chunkwise):
+    """The recurrence in chunks, which are read as often as the iteration needs."""
+
+
+class MesaQueryAlgorithm(StatefulAlgorithm):
+    """Algorithm of `MesaQuery`. One token, and few tokens, are solved as defined."""
+
+    def __init__(self, in_chunks: Callable[[Arithmetic], Any] = SolvingChunkwise, **rest: Any):
+        super().__init__(in_chunks, by_pairs=False, **rest)

@@ -1,0 +1,101 @@
+"""Mesa: the query of the base is divided by the second moment of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.options import count_or_none, flag, positive_or_none
+from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.spec.mesa_query import MesaQuery
+from precondattn.spec.ssd import SSD
+from precondattn.spec.stateful import Stateful
+
+
+@dataclass(frozen=True)
+class Mesa(Preconditioner):
+    """Mesa: o = base(q*, k, v), q* = (H + diag λ)⁻¹ q, H_t = e^{g_t} H_{t−1} + β_t k_t k_tᵀ.
+
+    H decays as the state of the base does. λ > 0 is an input `lam_mesa` (h, d), and β, with
+    `beta`, an input `beta_mesa` (b, s, n). `mesa[beta=true](ssd)` with β v in place of v is
+    MesaNet. With λ → ∞ it is the base divided by λ. Keys should have length 1, with which the
+    condition number of H + diag λ is at most 1 + N / min λ.
+
+    Parameters
+    ----------
+    base : Mechanism
+        A base with a state, whose queries are not normalised: the linear family and delta rules.
+    decay : bool
+        Whether H decays; otherwise all keys have equal weight.
+    beta : bool
+        Whether there is an input `beta_mesa`.
+    tolerance, iterations : optional
+        Those of the solve (`MesaQuery`).
+
+    Source
+    ------
+    MesaNet (arXiv 2506.05233).
+
+    Examples
+    --------
+    It reads the ridge regression of values on keys:
+
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = rng.normal(size=(1, 9, 1, 4)), rng.normal(size=(1, 9, 1, 3))
+    >>> out = pa.Mesa(pa.Linear(scale=1))(k, k, v, lam_mesa=np.full((1, 4), 0.5))
+    >>> keys, values = k[0, :, 0], v[0, :, 0]
+    >>> fit = np.linalg.solve(keys.T @ keys + 0.5 * np.eye(4), keys.T @ values)
+    >>> bool(np.allclose(out[0, -1, 0], keys[-1] @ fit))
+    True
+    """
+
+    name: ClassVar[str] = "mesa"
+    variants: ClassVar[tuple[str, ...]] = (
+        "mesa[beta=true]",
+        "mesa[decay=false](gated_delta)",
+        "mesa(gla)",
+        "mesa(retention)",
+        "mesa(linear)",
+    )
+
+    base: Mechanism = SSD()
+    decay: bool = flag(True)
+    beta: bool = flag(False)
+    tolerance: float | None = positive_or_none()
+    iterations: int | None = count_or_none()
+
+    @cached_property
+    def offers(self) -> Offers:
+        return self.base.offers
+
+    def refuses(self) -> str | None:
+        missed = misses_second_map(self.name, self.base)
+        if missed is not None:
+            return missed
+        if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in self._leaves):
+            return (
+                "it solves a regression that the state of its base reads, and the base has none: "
+                "it takes the linear family and delta rules"
+            )
+        if self.base.offers.normalizes_query:
+            return (
+                "the base normalises its queries, which divides out the length that the solve "
+                "gives them; normalise outside"
+            )
+        return None
+
+    @property
+    def _leaves(self) -> tuple[object, ...]:
+        return tuple(self.base.program.leaves)
+
+    def query(self) -> MesaQuery:
+        """The piece that solves for the query."""
+        given = {} if self.iterations is None else {"iterations": self.iterations}
+        decay = (self.base.offers.decay if self.decay else None) or "none"
+        return MesaQuery(decay, self.beta, self.tolerance, **given)
+
+    def steps(self) -> tuple[Step, ...]:
+        return step("q_mesa", self.query()), step("out", self.base, q="q_mesa")

@@ -1,0 +1,230 @@
+"""MesaNet's preconditioner: the query that reads a least-squares fit of values by keys.
+
+    q*_t = (H_t + diag λ)⁻¹ q_t,    H_t = e^{g_t} H_{t−1} + β_t k_t k_tᵀ
+
+A linear attention o_t = S_tᵀ q*_t, whose state has the same decay and writes β_t v_t, then reads
+the solution of the ridge regression of values on keys. Source: MesaNet (arXiv 2506.05233). λ > 0
+has one number for each query head and channel, H the decay of the base: none, one per head, the
+mean over channels of one per channel, or retention's.
+
+CCQ's query is its first order: for small Σ / λ, (λ I + Σ)⁻¹ q = (q − Σ q / λ) / λ + O(Σ²).
+
+Gradient, with M = H + diag λ and x = M⁻¹ dq*:
+
+    dq = x,    dλ = −Σ x ∘ q*,    dH_t = −x_t q*_tᵀ,
+
+and that of H through the recurrence: −Σ_t x_tᵀ H_t q*_t is a linear attention of queries q*, keys k
+and values β k, with the cotangent −x.
+
+Cache: H, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol, runtime_checkable
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops, state_flops
+from precondattn.algebra.options import choice, count, flag, positive_or_none
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.cache import Slot
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import (
+    identity_like,
+    repeat_heads,
+    row_sum,
+    sum_heads,
+    swap_time_and_heads,
+    transpose,
+    where_valid,
+)
+from precondattn.spec.conditioned_query import GATE, ConditionedQuery
+from precondattn.spec.linear_family import queries_of_rows, queries_of_states, rows_of_states
+from precondattn.spec.positive_definite import solve_positive
+from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.stateful import Stateful
+
+Read = Callable[[Array], Array]
+"""H q of queries (…, t, r, d)"""
+
+ITERATIONS = 10
+"""Products with H that are counted as the cost of a solve."""
+
+
+@runtime_checkable
+class Iterating(Protocol):
+    """A form that solves for queries by iteration, without forming H of every token."""
+
+    def solve_by_iteration(
+        self, leaf: MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
+    ) -> tuple[Array, Array]:
+        """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
+
+
+@dataclass(frozen=True)
+class MesaQuery(Stateful):
+    """q* = (H + diag λ)⁻¹ q, with H the decayed sum of β k kᵀ.
+
+    The definition factorizes the matrix of every token. Blocked backends iterate by conjugate
+    gradients on chunks of tokens, and check the residual r of every query,
+
+        ‖r‖ ≤ τ ‖q‖ + 4 ε (tr H + max λ) ‖q*‖,    ε the distance from 1 to the next number.
+
+    Where it is not reached they raise a `NotSolvedError`, or, under JAX, the query is NaN.
+
+    Parameters
+    ----------
+    decay : {"none", "head", "channel", "retention"}
+        How H decays: as the covariance of `ConditionedQuery`.
+    beta : bool
+        Whether there is an input `beta_mesa`, the β of each key; 1 without it.
+    tolerance : float, optional
+        τ; by default 1e-6, and 1e-13 in float64.
+    iterations : int
+        The largest number of iterations.
+
+    Source
+    ------
+    MesaNet (arXiv 2506.05233).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.ones((1, 2, 1, 2)), np.asarray([[1.0, 0.0], [0.0, 2.0]]).reshape(1, 2, 1, 2)
+    >>> MesaQuery()(q, k, lam_mesa=np.ones((1, 2)))[0, :, 0]
+    array([[0.5, 1. ],
+           [0.5, 0.2]])
+    """
+
+    name: ClassVar[str] = "mesa_query"
+    role: ClassVar[str] = "piece"
+    variants: ClassVar[tuple[str, ...]] = (
+        "mesa_query[decay=head,beta=true]",
+        "mesa_query[decay=channel]",
+        "mesa_query[decay=retention]",
+    )
+
+    decay: str = choice("none", "head", "channel", "retention")
+    beta: bool = flag(False)
+    tolerance: float | None = positive_or_none()
+    iterations: int = count(200)
+
+    output = "b t h d"
+
+    @property
+    def inputs(self) -> Inputs:
+        gate = {"g": GATE[self.decay]} if self.decay in GATE else {}
+        beta = {"beta_mesa": "b s n in [0, 1]"} if self.beta else {}
+        return Inputs(
+            q="b t h d", k="b s n d unit row", **gate, **beta, lam_mesa="h d in [0.25, 4]"
+        )
+
+    @property
+    def numbers_heads(self) -> bool:
+        return self.decay == "retention"
+
+    @cached_property
+    def has_decay(self) -> bool:
+        return self.decay != "none"
+
+    @property
+    def computes_with_states(self) -> bool:
+        return True
+
+    def slots(self) -> tuple[Slot, ...]:
+        heads = "h" if self.decay in ("head", "retention") else "n"
+        decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+        beta = ", {beta_mesa}" if self.beta else ""
+        return (Slot("moment", f"mesa_moment({{k}}{beta}{decay})", f"b {heads} d d", wide=True),)
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops:
+        """The FLOPs of `ITERATIONS` linear attentions; how many are needed depends on H / λ."""
+        d = sizes["d"]
+        each = state_flops(sizes["s"], d, d)
+        decode = each.decode + 2 / 3 * d**3
+        solve = ITERATIONS * each.forward
+        return Flops(solve, 2 * solve + each.backward, decode).times(sizes["h"])
+
+    def _stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+        """The recurrence of H, without queries."""
+        g = ConditionedQuery(self.decay).log_decay(x, frame)
+        m = g.shape[1]
+        # Padded keys are 0 in the call, but not after a feature map.
+        k = where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame)
+        v = k * self._beta(x, m) if self.beta else k
+        return Stream(k[:, :, :0, None, :], k, v, g)
+
+    def _beta(self, x: Mapping[str, Array], m: int) -> Array:
+        return repeat_heads(swap_time_and_heads(x["beta_mesa"]), m)[..., None]
+
+    def _solved(
+        self, x: Stream, state: Array, q: Array, ridge: Array, form: Form
+    ) -> tuple[Array, Array]:
+        """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
+        if isinstance(form, Iterating):
+            return form.solve_by_iteration(self, x, state, q, ridge)
+        xp = namespace(q)
+        one = identity_like(x.k)
+        rows = xp.broadcast_to(one, (*q.shape[:3], *one.shape)) + 0.0 * q[:, :, :, :1, :1]
+        moments, final = form.forward(x._replace(q=rows), state)
+        matrix = moments[:, :, :, None, ...] + one * ridge[..., None]
+        return solve_positive(matrix, q[..., None])[..., 0], final
+
+    def _ridge(self, x: Mapping[str, Array], m: int) -> Array:
+        """λ (1, m, 1, r, d)"""
+        return queries_of_states(x["lam_mesa"][None, None, ...], m)
+
+    def run(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
+    ) -> tuple[Array, Arrays]:
+        stream, moment = self._stream(x, frame), _symmetric(state["moment"])
+        m = stream.k.shape[1]
+        q = queries_of_states(x["q"], m)
+        solution, final = self._solved(stream, moment, q, self._ridge(x, m), form)
+        return rows_of_states(solution), {"moment": final}
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
+    ) -> tuple[Arrays, Arrays]:
+        xp = namespace(cotangent)
+        stream, moment = self._stream(x, frame), _symmetric(state["moment"])
+        m, h, n = stream.k.shape[1], x["q"].shape[2], x["k"].shape[2]
+        q, ridge = queries_of_states(x["q"], m), self._ridge(x, m)
+        solution, _ = self._solved(stream, moment, q, ridge, form)
+        d_q, _ = self._solved(stream, moment, queries_of_states(cotangent, m), ridge, form)
+        d = form.vjp(stream._replace(q=solution), moment, -d_q, d_state["moment"])
+        beta = self._beta(x, m) if self.beta else 1.0
+        d_k = where_valid(d.stream.k + beta * d.stream.v, frame)
+        gradients = {
+            "q": queries_of_rows(d_q, h),
+            "k": swap_time_and_heads(sum_heads(d_k, n)),
+            "lam_mesa": -xp.sum(queries_of_rows(d_q * solution, h), axis=(0, 1)),
+        }
+        if self.beta:
+            d_beta = row_sum(where_valid(d.stream.v * stream.k, frame))[..., 0]
+            gradients["beta_mesa"] = swap_time_and_heads(sum_heads(d_beta, n))
+        if self.decay in GATE:
+            d_g = swap_time_and_heads(d.stream.g[..., 0])
+            channels = x["g"].shape[-1] if self.decay == "channel" else 1
+            gradients["g"] = xp.broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))
+            if self.decay == "head":
+                gradients["g"] = d_g[..., 0]
+        return gradients, {"moment": _symmetric(d.state)}
+
+
+def _symmetric(state: Array) -> Array:
+    """H of a cache is symmetric; any other matrix counts as its symmetric part."""
+    return 0.5 * (state + transpose(state))
