@@ -31,7 +31,10 @@ OLDEST = (3, 6)
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
 
-RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.GLA, pa.GSA)
+RECURRENT = (
+    *(pa.GatedDelta, pa.KDA, pa.Delta),
+    *(pa.SSD, pa.Retention, pa.Linear, pa.GLA, pa.GSA),
+)
 SHARING = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
 """Backbones that iterate over the same keys whose moments CCQ's query has."""
 

@@ -221,3 +221,41 @@ def carry_gradients(size: Size, tiles: Configuration) -> Work:
         bytes=m * (states + values + keys),
         requested=m * (states + values + blocks * keys),
     )
+
+
+# ------------------------------------------------------------------------ a gate per key channel
+
+SUB = 16
+"""Tokens of a sub-chunk (`recurrence/channel_decay.py`)."""
+
+
+def channel_scores(size: Size, tiles: Configuration) -> Work:
+    """The pairs of one row per token, by sub-chunks: of queries, or of the keys that are erased."""
+    m, t, d, _ = size
+    chunk = tiles.rows
+    rows, scores = t * d * (HALF + FULL), t * chunk * FULL
+    return Work(
+        "channel_scores",
+        (t // SUB * m,),
+        half=0,
+        tf32=m * t * 2 * chunk * d,
+        exponentials=m * t * d * (1 + chunk // SUB + SUB),
+        bytes=m * (rows + t * d * HALF + scores),
+        requested=m * (rows + chunk // SUB * rows + t * d * (HALF + FULL) + scores),
+    )
+
+
+def channel_gradient(size: Size, tiles: Configuration) -> Work:
+    """The gradients of one row per token, of the keys and of the gates, by sub-chunks."""
+    m, t, d, _ = size
+    chunk, subs = tiles.rows, tiles.rows // SUB
+    moved = t * d * (2 * HALF + FULL) + t * chunk * FULL + t * d * 3 * FULL
+    return Work(
+        "channel_gradient",
+        (t // SUB * (d // min(tiles.columns, d)) * m,),
+        half=0,
+        tf32=m * t * 2 * chunk * d * (2 + subs),
+        exponentials=m * t * d * (2 + 3 * subs + SUB),
+        bytes=m * moved,
+        requested=m * (moved + 2 * subs * t * d * (HALF + FULL) + subs * t * chunk * FULL),
+    )

@@ -92,6 +92,7 @@ def channel_scores(
     x_t,
     x_r,
     x_c,
+    x_group,
     y_b,
     y_m,
     y_s,
@@ -110,7 +111,7 @@ def channel_scores(
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start, low = tl.program_id(0) // SUBS * CHUNK, tl.program_id(0) % SUBS * SUB
-    x = head_of(x, head, heads, x_b, x_m, 1) + row * x_r
+    x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
     y = head_of(y, head, heads, y_b, y_m, y_group)
     position, column = tl.arange(0, SUB), tl.arange(0, CHUNK)
     earlier = tl.zeros((SUB, CHUNK), tl.float32)
@@ -158,6 +159,7 @@ def channel_gradient(
     x_t,
     x_r,
     x_c,
+    x_group,
     y_b,
     y_m,
     y_s,
@@ -166,11 +168,13 @@ def channel_gradient(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE_STEP: tl.constexpr,
+    ADDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write `d_x` (m r, T, GATE_STEP), and, with x, `d_y` and `d_gates` (m, T, GATE_STEP).
 
-    `pairs` (m r, T, CHUNK) is A. Grid: one program per sub-chunk, block of channels and head.
+    `pairs` (m r, T, CHUNK) is A. With ADDS, `d_y` and `d_gates` are added to what is stored there.
+    Grid: one program per sub-chunk, block of channels and head.
     """
     SUBS: tl.constexpr = CHUNK // SUB
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
@@ -179,7 +183,7 @@ def channel_gradient(
     part = tl.program_id(0) // BLOCKS
     start, low = part // SUBS * CHUNK, part % SUBS * SUB
     if x is not None:
-        x = head_of(x, head, heads, x_b, x_m, 1)
+        x = head_of(x, head, heads, x_b, x_m, x_group)
     y = head_of(y, head, heads, y_b, y_m, y_group)
     position, token = tl.arange(0, SUB), tl.arange(0, CHUNK)
     is_before, is_after = token < low, token >= low + SUB
@@ -238,5 +242,10 @@ def channel_gradient(
         rows = load_tokens(y, start + low, first, s, width, y_s, y_c, SUB, BLOCK)
         crossed = rows.to(tl.float32) * d_far
         d_gate += tl.cumsum(crossed, axis=0) - crossed
-        store_rows(d_y, head, tokens, start + low, first, d_y_within + d_far, GATE_STEP)
+        d_far += d_y_within
+        if ADDS:
+            at = start + low
+            d_far += load_rows(d_y, head, tokens, at, SUB, BLOCK, first, GATE_STEP)
+            d_gate += load_rows(d_gates, head, tokens, at, SUB, BLOCK, first, GATE_STEP)
+        store_rows(d_y, head, tokens, start + low, first, d_far, GATE_STEP)
         store_rows(d_gates, head, tokens, start + low, first, d_gate, GATE_STEP)

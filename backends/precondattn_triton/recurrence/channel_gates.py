@@ -183,6 +183,7 @@ def channel_gate_gradient(
     d_gates,
     read,
     written,
+    erased,
     overlap,
     total,
     d_g,
@@ -198,7 +199,8 @@ def channel_gate_gradient(
 
     `d_gates` (m, T, w) is the part of pairs of tokens, already per gate. `read` (m r, T, w) and
     `written` (m, T, w) are the parts of reads of the state before the chunk and of writes to the
-    state after it; `overlap` (m, chunks, w) is the part of the state itself.
+    state after it; `overlap` (m, chunks, w) is the part of the state itself. With the delta rule,
+    `erased` (m, T, w) is subtracted from the reads.
     """
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
@@ -209,6 +211,8 @@ def channel_gate_gradient(
     for row in range(queries):
         query = head * queries + row
         reads += load_rows(read, query, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
+    if erased is not None:
+        reads -= load_rows(erased, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
     # The sum over the tokens before each.
     at = (head * tokens + start + position[:, None] - 1) * GATE_STEP + channel[None, :]
     writes = tl.load(written + at, mask=(position > 0)[:, None], other=0.0)

@@ -2,7 +2,8 @@
 
 With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
 
-    gates of key channels:    scores = s dF(·, Q, K)/dA,    dQ, dK, dg from F(s tril(dO Vᵀ), Q, K),
+    gates of key channels:    scores = s dF(·, Q, K)/dA,    dQ, dK, dg from F(s tril(dO Uᵀ), Q, K),
+                              with the delta rule  L = stril(dF(·, E, K)/dA),  and F(dL, E, K),
     gates of value channels:  O = dF(A, ·, V)/dx,    d scores = s dF(·, dO, V)/dA,
                               dV, dg from F(A, dO, V).
 """
@@ -18,6 +19,7 @@ from precondattn_triton.recurrence.chunk_arrays import Call, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
 KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
+ERASE = ("erase", "bmsd")
 
 
 def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
@@ -33,26 +35,32 @@ def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[s
 
 
 def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
-    return {
-        **(
-            {"x": None} | strides_if("x", None, "bmtrc")
-            if x is None
-            else _as(call, *x, "x", "bmtrc")
-        ),
-        **_as(call, *y, "y", "bmsc"),
-        "width": call.arguments["d" if y is KEY else "e"],
-    }
+    arguments: dict[str, Any] = {"x_group": 1, "width": call.arguments["d" if y is KEY else "e"]}
+    if x is None:
+        arguments |= {"x": None} | strides_if("x", None, "bmtrc")
+    elif x in (KEY, ERASE):
+        # One row per token, of all tokens.
+        arguments |= _as(call, *x, "x", "bmtc") | {"x_r": 0, "queries": 1, "t": call.s}
+    else:
+        arguments |= _as(call, *x, "x", "bmtrc")
+    return arguments | _as(call, *y, "y", "bmsc")
 
 
-def _scores(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
-    """s dF/dA (m r, T, C)."""
-    queries = call.b * call.m * call.r
+def _erased(call: Call) -> tuple[str, str]:
+    """The keys that are erased."""
+    return KEY if call.arguments["erase"] is None else ERASE
+
+
+def _scores(
+    call: Call, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Any
+) -> Tensor:
+    """s dF/dA (queries, T, C)."""
     scores = call.empty(queries, call.tokens, call.chunk)
     call.launch(
         channel_decay.channel_scores,
         "channel_scores",
         (call.tokens // channel_decay.SUB.value, queries),
-        **_pair(call, x, y),
+        **_pair(call, x, y) | extra,
         scores=scores,
         BLOCK=call.gate_block("channel_scores"),
     )
@@ -60,12 +68,19 @@ def _scores(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
 
 
 def _gradient(
-    call: Call, x: tuple[str, str] | None, y: tuple[str, str], pairs: Tensor
+    call: Call,
+    x: tuple[str, str] | None,
+    y: tuple[str, str],
+    pairs: Tensor,
+    others: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Any, Any]:
-    """The derivatives of F: dx (m r, T, w), and, with x, dy and dg (m, T, w)."""
+    """The derivatives of F: dx (m r, T, w), and, with x, dy and dg (m, T, w).
+
+    The last two are added to `others`, if those are given.
+    """
     heads, shape = call.b * call.m, (call.tokens, call.gate_step)
-    d_x = call.empty(heads * call.r, *shape)
-    d_y, d_gates = (None if x is None else call.empty(heads, *shape) for _ in range(2))
+    d_x = call.empty(pairs.shape[0], *shape)
+    d_y, d_gates = others or (None if x is None else call.empty(heads, *shape) for _ in range(2))
     block = call.gate_block("channel_gradient")
     subs = call.tokens // channel_decay.SUB.value
     call.launch(
@@ -78,6 +93,7 @@ def _gradient(
         d_y=d_y,
         d_gates=d_gates,
         BLOCK=block,
+        ADDS=others is not None,
     )
     return d_x, d_y, d_gates
 
@@ -106,7 +122,7 @@ def decayed(call: Call, x: tuple[str, str], factors: str) -> Tensor:
 
 
 def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
-    """s tril(x yᵀ) (m r, T, C)."""
+    """s tril(x yᵀ) (m r, T, C), with U for V by the delta rule."""
     queries = call.b * call.m * call.r
     products = call.empty(queries, call.tokens, call.chunk)
     call.launch(
@@ -117,7 +133,7 @@ def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tens
         **_as(call, *y, *VALUE),
         e=call.arguments["d" if y is KEY else "e"],
         STEP=call.width if y is KEY else call.step,
-        u=None,
+        u=None if y is KEY else call.arguments["u"],
         gates=None,
         d_scores=products,
         crossing_scores=None,
@@ -128,7 +144,12 @@ def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tens
 
 def decayed_scores(call: Call) -> Tensor:
     """s D ∘ Q Kᵀ (m r, T, C), with gates of key channels."""
-    return _scores(call, QUERY, KEY)
+    return _scores(call, QUERY, KEY, call.b * call.m * call.r)
+
+
+def erase_scores(call: Call) -> Tensor:
+    """tril(D ∘ E Kᵀ) (m, T, C), with gates of key channels."""
+    return _scores(call, _erased(call), KEY, call.b * call.m, scale=1.0)
 
 
 def outputs_within_chunks(call: Call) -> Tensor:
@@ -142,8 +163,14 @@ def key_gate_gradients(call: Call, d_scores: Tensor) -> tuple[Tensor, Tensor, Te
     return _gradient(call, QUERY, KEY, d_scores)
 
 
+def erase_gate_gradients(call: Call, d_pairs: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
+    """dE (m, T, w) within chunks, with gates of key channels; dK and dg are added to `others`."""
+    return _gradient(call, _erased(call), KEY, d_pairs, others)[0]
+
+
 def value_gate_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of scores (m r, T, C), dV and dg (m, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     _, d_v, d_gates = _gradient(call, COTANGENT, VALUE, scores)
-    return _scores(call, COTANGENT, VALUE), d_v, d_gates
+    d_scores = _scores(call, COTANGENT, VALUE, call.b * call.m * call.r)
+    return d_scores, d_v, d_gates

@@ -34,14 +34,16 @@ def decay_of(x: Stream) -> str:
     Raises
     ------
     ValueError
-        if every element of the state has its own gate, or, with the delta rule, every row or
-        column.
+        if every element of the state has its own gate, or, with the delta rule, every column; or if
+        a key is erased from the state before its decay.
     """
+    if x.undecayed is not None:
+        raise ValueError("the chunkwise form erases from the decayed state; found undecayed keys")
     rows, columns = x.g.shape[3:]
-    if min(rows, columns) > 1 or (x.beta is not None and max(rows, columns) > 1):
+    if min(rows, columns) > 1 or (x.beta is not None and columns > 1):
         raise ValueError(
-            "the chunkwise form supports one decay per head, or, without the delta rule, one per "
-            f"key channel or per value channel; found {rows} x {columns} decays"
+            "the chunkwise form supports one decay per head or key channel, or, without the delta "
+            f"rule, one per value channel; found {rows} x {columns} decays"
         )
     return "keys" if rows > 1 else "values" if columns > 1 else "head"
 
@@ -84,7 +86,8 @@ class Call:
         self.b, self.m, self.s, self.t, self.r, self.d, self.e = b, m, s, t, r, d, e
         self.half, self.like = half, x.k
         self.width, self.step = padded_width(d), padded_values(e)
-        self.decay = decay_of(x) if decays else "none"
+        decay = decay_of(x)
+        self.decay = decay if decays else "none"
         self.is_by_channel = self.decay in ("keys", "values")
         self.gate_step = self.step if self.decay == "values" else self.width
         """The width of gates in the workspace, if channels have their own."""
@@ -96,12 +99,15 @@ class Call:
             "q": x.q,
             "k": x.k,
             "v": x.v,
+            "erase": x.erase,
             **strides("q", x.q, "bmtrd"),
             **strides("k", x.k, "bmsd"),
             **strides("v", x.v, "bmse"),
+            **strides_if("erase", x.erase, "bmsd"),
             "q_group": m // x.q.shape[1],
             "k_group": m // x.k.shape[1],
             "v_group": m // x.v.shape[1],
+            "erase_group": 1 if x.erase is None else m // x.erase.shape[1],
             "heads": m,
             "queries": r,
             "s": s,

@@ -5,10 +5,11 @@
          − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
 
 the second line of dK with the delta rule only, with X and dL of `delta_rule.py`; S is the state
-before the chunk, dS the gradient of the state after it. Grid: one program per chunk and block of
-key channels, and per query of each token (dQ) or head (dK); dA has no blocks. It iterates over the
-value channels. For the gradients of gates and β it also computes Σ x ∘ dx over key channels, for
-the parts of dQ and dK from the state.
+before the chunk, dS the gradient of the state after it. If other keys E are erased than K, that
+line is replaced by (dL ∘ D)ᵀ E, and dE is computed by `erase_gradient.py`. Grid: one program per
+chunk and block of key channels, and per query of each token (dQ) or head (dK); dA has no blocks. It
+iterates over the value channels. For the gradients of gates and β it also computes Σ x ∘ dx over
+key channels, for the parts of dQ and dK from the state.
 """
 
 from __future__ import annotations
@@ -195,17 +196,20 @@ def d_keys_of(
     k,
     v,
     u,
+    erase,
     strength,
     reading,
     writing,
     d_scores,
     within_k,
+    within_erase,
     d_right,
     d_keys,
     states,
     d_states,
     d_k,
     written,
+    erased,
     from_keys,
     overlap,
     heads,
@@ -231,6 +235,11 @@ def d_keys_of(
     v_s,
     v_e,
     v_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -244,8 +253,9 @@ def d_keys_of(
     With gates, `written` (m, blocks, T) gets Σ K ∘ dK, for the part of dK from the state after the
     chunk, and `overlap` (m, chunks, WIDTH) gets Σ S ∘ dS over value channels. With the delta rule,
     `from_keys` (m, blocks, T) gets Σ K ∘ (reading ∘ X Sᵀ). With a gate per key channel, `written`
-    (m, T, WIDTH) gets the products without the sum, and `within_k` (m, T, WIDTH) is the part of dK
-    from within the chunk.
+    (m, T, WIDTH) gets the products without the sum, `erased` (m, T, WIDTH) gets K ∘ (reading ∘ β ∘
+    X Sᵀ), and `within_k` and `within_erase` (m, T, WIDTH) are the parts of dK from the chunk's own
+    tokens. If `erase` is not None, `d_right` is, and so is all that is computed from it.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     head = tl.program_id(1).to(tl.int64)
@@ -293,10 +303,23 @@ def d_keys_of(
             pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
             rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
             gradient += product(tl.trans(pairs), rows, PRECISION)
-    if d_right is not None:
-        tl.store(from_keys + sums, tl.sum(from_state * keys.to(tl.float32), axis=1))
-        gradient -= tl.load(strength + numbers)[:, None] * from_state
+    if erase is not None and DECAY != "keys":
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        rows = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
         pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        gradient += product(pairs, keys, PRECISION)
+        gradient += product(tl.trans(pairs), rows, PRECISION)
+    if d_right is not None:
+        if DECAY == "keys":
+            from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        read_keys = from_state * keys.to(tl.float32)
+        tl.store(from_keys + sums, tl.sum(read_keys, axis=1))
+        beta = tl.load(strength + numbers)[:, None]
+        gradient -= beta * from_state
+        if DECAY == "keys":
+            store_rows(erased, head, tokens, start, first, beta * read_keys, WIDTH)
+            gradient += load_rows(within_erase, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+        else:
+            pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+            gradient += product(pairs, keys, PRECISION)
     d_k += (head // heads * s * heads + head % heads) * d
     store_tokens(d_k, start, first, s, d, heads * d, gradient)

@@ -1,6 +1,9 @@
 """The inverse of the delta rule's system within a chunk.
 
-    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
+    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ E Kᵀ)
+
+with E the keys that are erased: K, unless others are given. With a gate per key channel, D is
+inside the product, and the scores of E and K are those of `channel_decay.py`.
 
 The two halves of the chunk are inverted in registers (`triangular_inverse.py`), then the lower left
 corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The inversion has float32 precision for every
@@ -18,15 +21,17 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import head_of, pairs_of, product, store_rows
-from precondattn_triton.tiles import load_tokens
+from precondattn_triton.tiles import load_rows, load_tokens
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
 @triton.jit
 def invert(
     k,
+    erase,
     gates,
     strength,
+    among,
     inverse,
     heads,
     s,
@@ -37,6 +42,11 @@ def invert(
     k_s,
     k_d,
     k_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -44,20 +54,38 @@ def invert(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write M to `inverse` (m, T, CHUNK); half a chunk has 2^LEVELS tokens."""
+    """Write M to `inverse` (m, T, CHUNK); half a chunk has 2^LEVELS tokens.
+
+    `erase` is E, or None for K. With a gate per key channel, `among` (m, T, CHUNK) is D ∘ E Kᵀ, and
+    `gates` is None.
+    """
     HALF: tl.constexpr = CHUNK // 2
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    upper = tl.zeros((HALF, HALF), tl.float32)
-    lower = tl.zeros((HALF, HALF), tl.float32)
-    corner = tl.zeros((HALF, HALF), tl.float32)
-    for c in range(0, WIDTH, BLOCK):
-        first = load_tokens(k, start, c, s, d, k_s, k_d, HALF, BLOCK)
-        second = load_tokens(k, start + HALF, c, s, d, k_s, k_d, HALF, BLOCK)
-        upper += product(first, tl.trans(first), PRECISION)
-        lower += product(second, tl.trans(second), PRECISION)
-        corner += product(second, tl.trans(first), PRECISION)
+    if among is not None:
+        upper = load_rows(among, head, tokens, start, HALF, HALF, 0, CHUNK)
+        lower = load_rows(among, head, tokens, start + HALF, HALF, HALF, HALF, CHUNK)
+        corner = load_rows(among, head, tokens, start + HALF, HALF, HALF, 0, CHUNK)
+    else:
+        k = head_of(k, head, heads, k_b, k_m, k_group)
+        if erase is not None:
+            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        upper = tl.zeros((HALF, HALF), tl.float32)
+        lower = tl.zeros((HALF, HALF), tl.float32)
+        corner = tl.zeros((HALF, HALF), tl.float32)
+        for c in range(0, WIDTH, BLOCK):
+            first = load_tokens(k, start, c, s, d, k_s, k_d, HALF, BLOCK)
+            second = load_tokens(k, start + HALF, c, s, d, k_s, k_d, HALF, BLOCK)
+            if erase is not None:
+                erased = load_tokens(erase, start, c, s, d, erase_s, erase_d, HALF, BLOCK)
+                upper += product(erased, tl.trans(first), PRECISION)
+                erased = load_tokens(erase, start + HALF, c, s, d, erase_s, erase_d, HALF, BLOCK)
+                lower += product(erased, tl.trans(second), PRECISION)
+                corner += product(erased, tl.trans(first), PRECISION)
+            else:
+                upper += product(first, tl.trans(first), PRECISION)
+                lower += product(second, tl.trans(second), PRECISION)
+                corner += product(second, tl.trans(first), PRECISION)
     row = tl.arange(0, HALF)
     at = head * tokens + start
     beta = tl.load(strength + at + row)

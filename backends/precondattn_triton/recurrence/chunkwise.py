@@ -1,16 +1,17 @@
 """The chunkwise recurrence of linear attention and the delta rule, in Triton kernels.
 
-    U = M β (V − reading ∘ K S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
+    U = M β (V − reading ∘ E S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`. All chunks are prepared at
+with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`; E are the keys that are
+erased, K unless others are given. All chunks are prepared at
 once (`delta_rule.py`), states are carried from chunk to chunk (`chunk_states.py`), and the outputs
 of all chunks are computed at once (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`)
 recomputes the states, carries their gradients backward, and computes the rest for all chunks at
 once. A call with one token has a separate kernel (`one_token.py`).
 
-In an additive recurrence, each key channel or each value channel may have its own gate. Then
-`channel_decay.py` computes the reads within a chunk, and the factors are rows instead of numbers.
+Each key channel may have its own gate, or, in an additive recurrence, each value channel. Then
+`channel_decay.py` computes the pairs within a chunk, and the factors are rows instead of numbers.
 
 Besides inputs, outputs and their gradients, memory holds a state of d e elements in float32 per
 chunk, M and two rows per token; the gradient needs twice that and a few rows.
@@ -40,6 +41,7 @@ from precondattn_triton.recurrence.channel_pairs import (
     QUERY,
     decayed,
     decayed_scores,
+    erase_scores,
     outputs_within_chunks,
 )
 from precondattn_triton.recurrence.chunk_arrays import Call, strides, strides_if
@@ -119,12 +121,12 @@ def _step(call: Call, x: Stream) -> tuple[Tensor, Tensor]:
 def prepare(call: Call, x: Stream) -> None:
     """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
-    for name in ("gates", "reading", "writing", "total", "strength", "inverse", "y", "w", "u"):
-        call.arguments[name] = None
+    names = ("gates", "reading", "writing", "total", "strength", "among", "inverse", "y", "w", "u")
+    call.arguments |= dict.fromkeys(names)
+    if call.decay == "head" or x.beta is not None:
+        prepare_numbers(call, x)
     if call.is_by_channel:
         _prepare_channels(call, x)
-    elif call.decay == "head" or x.beta is not None:
-        prepare_numbers(call, x)
     call.arguments |= dict.fromkeys(("scores", "decayed_q", "decayed_k"))
     if call.decay == "keys":
         call.arguments["scores"] = decayed_scores(call)
@@ -132,11 +134,14 @@ def prepare(call: Call, x: Stream) -> None:
         call.arguments["decayed_k"] = decayed(call, KEY, "writing")
     if x.beta is None:
         return
+    if call.decay == "keys":
+        call.arguments["among"] = erase_scores(call)
     call.arguments["inverse"] = call.empty(heads, tokens, call.chunk)
     call.launch(
         chunk_inverse.invert,
         "chunk_inverse",
         (call.count, heads),
+        gates=None if call.decay == "keys" else call.arguments["gates"],
         BLOCK=call.keys("chunk_inverse"),
         LEVELS=call.chunk.bit_length() - 2,
         EXACT=exact(),

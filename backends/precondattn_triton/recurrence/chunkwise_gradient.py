@@ -19,11 +19,13 @@ from precondattn_triton.recurrence import (
     chunk_reads,
     chunk_states,
     delta_rule,
+    erase_gradient,
     gate_sums,
 )
 from precondattn_triton.recurrence.channel_pairs import (
     COTANGENT,
     VALUE,
+    erase_gate_gradients,
     key_gate_gradients,
     tril_of_products,
     value_gate_gradients,
@@ -38,13 +40,14 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
     names = (
         "within_q",
         "within_k",
+        "within_erase",
         "d_gates",
         "crossing_scores",
         "d_right",
         "d_keys",
         "d_strength",
     )
-    names += ("crossing_keys", "read", "written", "from_keys", "overlap")
+    names += ("crossing_keys", "read", "written", "erased", "from_keys", "overlap")
     call.arguments |= dict.fromkeys(names)
     if call.decay == "values":
         call.arguments["d_scores"], local, call.arguments["d_gates"] = value_gate_gradients(call)
@@ -67,10 +70,16 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
             BLOCK=call.both("chunk_scores_gradient"),
         )
     d_v = _d_values(call, x)
+    if call.decay == "keys" and x.beta is not None:
+        pairs, within = call.arguments["d_keys"], within[1:]
+        call.arguments["within_erase"] = erase_gate_gradients(call, pairs, within)
     d_q = _d_queries(call, x)
+    d_erase = None if x.erase is None else _d_erase(call, x.erase).transpose(1, 2)
     d_k = _d_keys(call, x)
-    d_g, d_beta = _d_channel_gates(call, x) if call.is_by_channel else _d_numbers(call, x)
-    stream = Stream(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta)
+    d_g, d_beta = _d_numbers(call, x)
+    if call.is_by_channel:
+        d_g = _d_channel_gates(call, x)
+    stream = Stream(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_erase)
     return Gradients(stream, d_initial)
 
 
@@ -129,6 +138,7 @@ def _d_values(call: Call, x: Stream) -> Tensor:
         "delta_keys",
         (call.count, heads),
         d_v=d_v,
+        gates=None if call.decay == "keys" else call.arguments["gates"],
         BLOCK=call.both("delta_keys"),
     )
     return d_v.transpose(1, 2)
@@ -154,8 +164,27 @@ def _d_queries(call: Call, x: Stream) -> Tensor:
     return d_q
 
 
+def _d_erase(call: Call, erase: Tensor) -> Tensor:
+    """dE (b, s, m, d)"""
+    heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
+    blocks = call.width // keys
+    if call.decay == "keys":
+        call.arguments["erased"] = call.empty(heads, call.tokens, call.width)
+    call.arguments["from_keys"] = call.empty(heads, blocks, call.tokens)
+    d_erase = call.empty(call.b, call.s, call.m, call.d, dtype=_of_heads(erase, call))
+    call.launch(
+        erase_gradient.d_erase_of,
+        "chunk_key_gradient",
+        (call.count * blocks, heads),
+        d_erase=d_erase,
+        KEYS=keys,
+        BLOCK=call.values("chunk_key_gradient"),
+    )
+    return d_erase
+
+
 def _d_keys(call: Call, x: Stream) -> Tensor:
-    """dK (b, s, m, d)"""
+    """dK (b, s, m, d); with dE, if the keys that are erased are the same."""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
     if call.decay in ("head", "keys"):
@@ -164,14 +193,18 @@ def _d_keys(call: Call, x: Stream) -> Tensor:
         call.arguments["written"] = call.empty(heads, blocks, call.tokens)
     if call.decay == "keys":
         call.arguments["written"] = call.empty(heads, call.tokens, call.width)
-    if x.beta is not None:
+    erases = x.beta is not None and x.erase is None
+    if erases:
         call.arguments["from_keys"] = call.empty(heads, blocks, call.tokens)
+        if call.decay == "keys":
+            call.arguments["erased"] = call.empty(heads, call.tokens, call.width)
     d_k = call.empty(call.b, call.s, call.m, call.d, dtype=_of_heads(x.k, call))
     call.launch(
         chunk_gradient.d_keys_of,
         "chunk_key_gradient",
         (call.count * blocks, heads),
         d_k=d_k,
+        d_right=call.arguments["d_right"] if erases else None,
         KEYS=keys,
         BLOCK=call.values("chunk_key_gradient"),
     )
@@ -199,7 +232,7 @@ def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
     return torch.zeros_like(x.g) if d_g is None else d_g.view(x.g.shape), d_beta
 
 
-def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
+def _d_channel_gates(call: Call, x: Stream) -> Tensor:
     """The gradient of the gates, in their own shape."""
     if call.decay == "values":
         heads, values = call.b * call.m, call.values("value_sums")
@@ -224,4 +257,4 @@ def _d_channel_gates(call: Call, x: Stream) -> tuple[Tensor, None]:
         width=width,
         BLOCK=block,
     )
-    return d_g.view(x.g.shape), None
+    return d_g.view(x.g.shape)

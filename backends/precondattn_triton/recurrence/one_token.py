@@ -1,6 +1,8 @@
 """One token of a recurrence. Every state is read once and written once.
 
-    S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
+    S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ a)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
+
+with a the key that is erased: k, unless another one is given.
 
 Grid: one program per block of value channels of one head. It holds d × block elements of the state
 in registers, for all r queries that read it. Everything is in float32, without products of tiles:
@@ -26,6 +28,7 @@ def step(
     q,
     k,
     v,
+    erase,
     g,
     beta,
     initial,
@@ -49,6 +52,10 @@ def step(
     v_m,
     v_e,
     v_group,
+    erase_b,
+    erase_m,
+    erase_d,
+    erase_group,
     g_b,
     g_m,
     g_d,
@@ -77,7 +84,11 @@ def step(
     written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
     if beta is not None:
         strength = tl.load(head_of(beta, head, heads, beta_b, beta_m, 1)).to(tl.float32)
-        written = strength * (written - tl.sum(state * keys[:, None], axis=0))
+        erased = keys
+        if erase is not None:
+            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+            erased = load_channels(erase, key, d, erase_d)
+        written = strength * (written - tl.sum(state * erased[:, None], axis=0))
     state += keys[:, None] * written[None, :]
     tl.store(final + at, state, mask=inside)
     q = head_of(q, head, heads, q_b, q_m, q_group)

@@ -12,11 +12,11 @@ MECHANISMS = {
         "lucid", "lucid[beta=true]", "laser", "gated_delta", "delta", "path", "gla", "gsa",
         "lucid(laser)", "lucid(path)", "ccq(gated_delta)", "ccq(linear)", "differential",
         "row_normalized", "laser(softmax[causal=false])", "path[flush=64]", "linear", "retention",
-        "ssd",
+        "ssd", "kda",
     ),
     "pallas": (
         "lucid", "lucid[beta=true]", "softmax", "laser", "gated_delta", "delta", "gla", "gsa",
-        "ccq(gated_delta)", "linear", "retention", "ssd",
+        "ccq(gated_delta)", "linear", "retention", "ssd", "kda",
     ),
     "cupy": (
         "lucid", "lucid[beta=true]", "softmax", "laser", "lucid(laser)", "gated_delta", "delta",

@@ -48,7 +48,7 @@ WITH_GRADIENT_IN_FLOAT16 = tuple(name for name in OF_ANY_WIDTH if name != "row_n
 """The norm's gradient at rows of zeros is beyond float16's range, and declined."""
 OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
 """Slow in half precision: the tests of their kernels cover it by default."""
-RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "conditioned_query", "ccq(gated_delta)")
+RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
 

@@ -86,6 +86,12 @@ def test_keys_that_coincide_or_nearly_do(keys):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
 
 
+@pytest.mark.parametrize("keys", ["clustered", "equal", "zero"])
+def test_keys_that_coincide_with_a_gate_for_each_channel(keys):
+    x = problem(pa.KDA(), 33, keys=keys, heads=(1, 1), gates="extreme")
+    check(pa.KDA(), x, bound=1e-5, tiles=TWO_SUB_CHUNKS)
+
+
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
     monkeypatch.setenv(VARIABLE, "1")
@@ -124,6 +130,9 @@ def test_contracted_queries_run_by_the_same_kernels():
         ("gla", 33, torch.float32),
         ("gla", 16, torch.bfloat16),
         ("gsa", 33, torch.float16),
+        ("kda", 33, torch.float32),
+        ("kda[scale=0.3]", 16, torch.bfloat16),
+        ("kda", 31, torch.float16),
     ],
 )
 def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
@@ -134,7 +143,8 @@ def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
 
 
 @pytest.mark.parametrize(
-    ("layer", "gates"), [("gla", "random"), ("gla", "extreme"), ("gsa", "extreme")]
+    ("layer", "gates"),
+    [("gla", "random"), ("gla", "extreme"), ("gsa", "extreme"), ("kda", "extreme")],
 )
 def test_four_sub_chunks_of_which_two_are_between_others(layer, gates):
     """Open gates of channels next to closed ones, or all gates between."""
@@ -153,7 +163,7 @@ def test_two_queries_per_state_with_two_blocks_of_gates():
     check(layer, problem(layer, 33, d=20, slots=20))
 
 
-@pytest.mark.parametrize("layer", ["retention", "gla", "gsa"])
+@pytest.mark.parametrize("layer", ["retention", "gla", "gsa", "kda"])
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     layer = pa.parse(layer)
     x = problem(layer, 18, heads=(1, 1))
@@ -196,6 +206,7 @@ def states_of(layer, x, dtype):
         ("ccq(gated_delta)", (0, 5, 6)),
         ("gla", (0, 1, 17)),
         ("gsa", (0, 16, 17)),
+        ("kda", (0, 1, 17)),
     ],
 )
 def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
@@ -228,7 +239,7 @@ def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "gsa"])
+@pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "gsa", "kda"])
 def test_a_token_reads_and_writes_the_state_once(layer, dtype):
     """Several queries per state, several blocks of values, a closed gate."""
     layer = pa.parse(layer)

@@ -40,6 +40,13 @@ STATED = {
         "read": work.read(SIZE, Configuration(16, 16)),
         "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
     },
+    "kda": {
+        "channel_scores": work.channel_scores(SIZE, Configuration(16, 16)),
+        "channel_gradient": work.channel_gradient(SIZE, Configuration(16, 16)),
+        "prepare": work.prepare(SIZE, Configuration(16, 16)),
+        "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
+        "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
+    },
 }
 WIDER = (
     *("lucid_update", "lucid_gradient"),
@@ -48,8 +55,11 @@ WIDER = (
 TWICE = {
     "lucid_solve": {"apply_inverse", "update"},
     "gated_delta": {"invert", "prepare", "carry_states"},
+    "kda": {"channel_gradient", "prepare", "carry_states"},
 }
-"""Kernels that the gradient launches again."""
+"""Kernels that the gradient launches again, or that are launched for queries and for keys."""
+FOUR_TIMES = {"kda": {"channel_scores"}}
+"""Kernels that are launched for queries and for keys, and again by the gradient."""
 
 
 def products_of(mechanism):
@@ -58,6 +68,8 @@ def products_of(mechanism):
     m = pa.parse(mechanism)
     _, t, d, e = SIZE
     widths = {"k": d, "q": d, "v": e}
+    if mechanism == "kda":
+        widths["g"] = d
     x = {
         name: torch.randn(1, t, HEADS, *([widths[name]] if name in widths else [])).bfloat16()
         for name in m.inputs
@@ -79,6 +91,7 @@ def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism):
     counted = products_of(mechanism)
     for name, stated in STATED[mechanism].items():
         times = 2 if name in TWICE.get(mechanism, ()) else 1
+        times = 4 if name in FOUR_TIMES.get(mechanism, ()) else times
         assert counted[name] == times * (stated.half + stated.tf32), name
 
 
