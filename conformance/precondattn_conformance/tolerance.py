@@ -16,10 +16,6 @@ CORRELATED_BOUND = BOUND | {"float32": 1e-4}
 DELTA_GRADIENT_BOUND = CORRELATED_BOUND | {"float16": 1e-2, "bfloat16": 5e-2}
 """The same, for the gradients of the delta rule: at most twice what its kernels' rounding makes."""
 
-SMALL_RHO_BOUND = 1e-3
-"""In float32, for LUCID without causality and a small ρ, whose condition number is up to N / ρ. The
-definition in float32 has errors of up to 5e-4 for the keys of the suite."""
-
 FLOAT16_NORMAL = 2.0**-14
 """The smallest normal number: below it the spacing does not shrink with the number."""
 

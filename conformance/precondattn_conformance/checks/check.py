@@ -16,12 +16,11 @@ from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
 from precondattn_conformance.expecting import expected_by
 from precondattn_conformance.extremes import EXTREMES
-from precondattn_conformance.harmless_keys import has_small_rho
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.rounding.model import errors_of_model
-from precondattn_conformance.tolerance import SMALL_RHO_BOUND, bound, error, smallest_measured
+from precondattn_conformance.tolerance import bound, error, smallest_measured
 
 FLOAT16_MAX = 65504.0
 Backend = str | tuple[str, ...] | None
@@ -199,8 +198,6 @@ class Trial:
         is_gradient = name in m.inputs or name in m.program.slots
         is_delta = any(getattr(leaf, "is_delta", False) for leaf in m.program.leaves)
         case = self.case
-        if case.dtype == "float32" and any(map(has_small_rho, m.program.leaves)):
-            return SMALL_RHO_BOUND
         return bound(case.dtype, case.kind, is_delta_gradient=is_gradient and is_delta)
 
     def _error_of_model(self, what: str, expected: np.ndarray) -> float:
