@@ -35,6 +35,7 @@ INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
 
 RECURRENT = (
     pa.GatedDelta,
+    pa.KDA,
     pa.Delta,
     pa.SSD,
     pa.Retention,

@@ -121,6 +121,11 @@ declare(
     full={256: Configuration(64, 32, 8, 1)},
 )
 # With a decay for each channel: tiles have 16 tokens.
+declare(
+    "channel_delta_keys",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={256: Configuration(64, 32, 8, 1)},
+)
 for _kernel in ("channel_states", "channel_gradients"):
     declare(
         _kernel,

@@ -29,6 +29,8 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("gla", ("float16",), ((128, 128),)),
     ("gla", ("bfloat16", "float32"), ((256, 256), (128, 128), (64, 64))),
     ("gsa", ("bfloat16", "float32"), ((128, 128),)),
+    ("kda", ("bfloat16", "float32"), ((256, 256), (128, 128))),
+    ("kda", ("float16",), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
 )
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""

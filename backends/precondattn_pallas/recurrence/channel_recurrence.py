@@ -1,11 +1,17 @@
 """The recurrence in chunks with one decay for each key channel, or for each value channel.
 
-    O = (reading ∘ Q) S + A V,      S ← total ∘ S + (writing ∘ K)ᵀ V,
-    dQ = reading ∘ dO Sᵀ + dF/dQ,   dK = writing ∘ V dSᵀ + dF/dK,
-    dV = Aᵀ dO + (writing ∘ K) dS,  dS ← total ∘ dS + (reading ∘ Q)ᵀ dO
+    O = (reading ∘ Q) S + A U,      S ← total ∘ S + (writing ∘ K)ᵀ U,
+    dQ = reading ∘ dO Sᵀ + dF/dQ,   dK = writing ∘ U dSᵀ + dF/dK,
+    dU = Aᵀ dO + (writing ∘ K) dS,  dS ← total ∘ dS + (reading ∘ Q)ᵀ dO
 
 with one decay for each row of the state, A = dF/dA from `channel_decay.py`, and F's other
-derivatives at A = tril(dO Vᵀ). F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With one decay
+derivatives at A = tril(dO Uᵀ). In an additive recurrence U = V. By the delta rule U and its
+gradient are those of `delta_rule.py`, with L = stril(dF/dA) of the keys E that are erased and K,
+and F(dL, E, K) is one more such term:
+
+    dE = dF/dE − β ∘ reading ∘ X Sᵀ,    dK = … + dF/dK.
+
+F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With one decay
 for each column of the state it is F(Q Kᵀ, dO, V): the same equations on the transposed state, with
 Q and dO exchanged, and K and V exchanged. Their dQ is then the output.
 """
@@ -18,7 +24,7 @@ import jax.numpy as jnp
 
 from precondattn.spec.recurrence import Gradients, Stream
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence import chunk_gradient, chunk_reads, chunk_states
+from precondattn_pallas.recurrence import chunk_gradient, chunk_reads, chunk_states, delta_rule
 from precondattn_pallas.recurrence.channel_decay import (
     gradients_of_channels,
     read_of_channels,
@@ -63,12 +69,12 @@ def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any,
     """The final state and the outputs, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, None)
     plan, rows, d_o, is_exchanged = problem
-    states, final, _ = chunk_states.states(plan, rows, problem.state(state))
+    states, final, u = chunk_states.states(plan, rows, problem.state(state))
     if is_exchanged:
-        result = read_of_channels(plan, rows, _pairs(plan, rows, d_o))
+        result = read_of_channels(plan, rows, _pairs(plan, rows, d_o, u))
         o = result + _from_states(plan, rows, d_o, states)
     else:
-        o = chunk_reads.outputs(plan, _with_scores(plan, rows), states, rows["v"])
+        o = chunk_reads.outputs(plan, _with_scores(plan, rows), states, u)
     return unpadded_queries(o, x, x.v.shape[3]), problem.of_state(final, state)
 
 
@@ -76,41 +82,86 @@ def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final
     """The gradients, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, d_o)
     plan, rows, d_rows, is_exchanged = problem
-    states, _, v = chunk_states.states(plan, rows, problem.state(state))
+    states, _, u = chunk_states.states(plan, rows, problem.state(state))
     rows = _with_scores(plan, rows)
     local = chunk_reads.d_written(plan, rows, d_rows)
     d_states, d_start, d_v = chunk_states.d_states(
         plan, rows, d_rows, local, problem.state(d_final)
     )
-    d_q, d_k, d_g = gradients_of_channels(plan, rows, _pairs(plan, rows, d_rows))
+    d_q, d_k, d_g = gradients_of_channels(plan, rows, _pairs(plan, rows, d_rows, u))
 
     read = _from_states(plan, rows, d_rows, states)
-    of_keys = chunk_gradient.of_keys(plan, {"k": rows["k"]}, states, v, d_states)
+    of_keys = chunk_gradient.of_keys(plan, {"k": rows["k"]}, states, u, d_states)
     written = rows["writing"] * of_keys["d_k"]
     kept = of_keys["overlap"] * rows["total"]
-    d_g = d_gates(d_g, jnp.sum(read * rows["q"], axis=1), written * rows["k"], kept, plan.chunk)
+    reads = jnp.sum(read * rows["q"], axis=1)
     d_q, d_k = d_q + read, d_k + written
+    d_beta = d_erase = None
+    if x.beta is not None:
+        d_erase, d_k, d_g, reads, d_v, d_beta = _of_delta_rule(
+            plan, rows, states, u, d_v, (d_k, d_g, reads)
+        )
+    d_g = d_gates(d_g, reads, written * rows["k"], kept, plan.chunk)
     if is_exchanged:
-        d_q = chunk_reads.outputs(plan, rows, states, v)
+        d_q = chunk_reads.outputs(plan, rows, states, u)
         d_k, d_v = d_v, d_k
+    if d_erase is not None and x.erase is None:
+        d_k, d_erase = d_k + d_erase, None
     (d, e), s = state.shape[2:], x.k.shape[2]
     stream = Stream(
         unpadded_queries(d_q, x, d),
         d_k[:, :s, :d].reshape(x.k.shape),
         d_v[:, :s, :e].reshape(x.v.shape),
         d_g[:, :s, : e if is_exchanged else d].reshape(x.g.shape),
+        None if d_beta is None else d_beta[:, :s].reshape(x.beta.shape),
+        None if d_erase is None else d_erase[:, :s, :d].reshape(x.k.shape),
     )
     return Gradients(stream, problem.of_state(d_start, d_final))
 
 
+def _of_delta_rule(
+    plan: Plan, rows: Rows, states: Any, u: Any, d_u: Any, others: tuple[Any, Any, Any]
+) -> tuple[Any, ...]:
+    """dE, then what is added to (dK, dg of pairs, reads of the state), then dV and dβ."""
+    d_k, d_g, reads = others
+    of_pairs = delta_rule.d_written(plan, rows, u, d_u)
+    erased = _erased(rows)
+    pairs = of_pairs["d_keys"][:, None]
+    d_erase, d_k_of_pairs, d_g_of_pairs = gradients_of_channels(
+        plan, {**rows, "q": erased[:, None]}, pairs
+    )
+    right, beta = of_pairs["d_right"], rows["beta"][..., None]
+    from_state = _from_states(plan, rows, right[:, None], states)[:, 0]
+    from_keys = from_state * erased
+    return (
+        d_erase[:, 0] - beta * from_state,
+        d_k + d_k_of_pairs,
+        d_g + d_g_of_pairs,
+        reads - beta * from_keys,
+        beta * right,
+        of_pairs["d_beta"] - jnp.sum(from_keys, axis=2),
+    )
+
+
+def _erased(rows: Rows) -> Any:
+    """The keys that are erased (m, T, d)."""
+    return rows.get("erase", rows["k"])
+
+
 def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> Problem:
     is_exchanged = x.g.shape[4] > 1
+    if is_exchanged and x.beta is not None:
+        raise ValueError("the delta rule has one decay for each key channel; found one by values")
     q, k, v, g = x.q, x.k, x.v, x.g
     if is_exchanged:
         q, d_o, k, v, g = d_o, q, v, k, _transposed(g)
     (s, d), e = k.shape[2:], v.shape[3]
     plan = plan_of(products, d, e, "channel_states")
-    rows = written_of(k, v, g, None, plan, dtype)
+    rows = written_of(x._replace(k=k, v=v, g=g), plan, dtype, decays=True)
+    if x.beta is not None:
+        of_erased = {**rows, "q": _erased(rows)[:, None]}
+        rows["among"] = scores_of_channels(plan, of_erased)[:, 0]
+        rows |= delta_rule.prepared(plan, rows)
     tokens, width = rows["k"].shape[1:]
     if q is not None:
         rows["q"] = queries_of(q, s, tokens, width).astype(dtype)
@@ -123,9 +174,9 @@ def _with_scores(plan: Plan, rows: Rows) -> Rows:
     return {**rows, "scores": scores_of_channels(plan, rows)}
 
 
-def _pairs(plan: Plan, rows: Rows, d_o: Any) -> Any:
-    """tril(dO Vᵀ) (m, r, T, C)."""
-    return chunk_gradient.of_scores(plan, {"k": rows["k"]}, rows["v"], d_o)["d_scores"]
+def _pairs(plan: Plan, rows: Rows, d_o: Any, u: Any) -> Any:
+    """tril(dO Uᵀ) (m, r, T, C)."""
+    return chunk_gradient.of_scores(plan, {"k": rows["k"]}, u, d_o)["d_scores"]
 
 
 def _from_states(plan: Plan, rows: Rows, d_o: Any, states: Any) -> Any:

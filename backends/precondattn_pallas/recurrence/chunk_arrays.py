@@ -24,8 +24,8 @@ WIDEST_BLOCK = 64
 
 Rows = Mapping[str, Any]
 """Arrays of a recurrence by name, those that are present (`chunk_tiles.py`): q (m, r, T, d), k, v;
-beta (m, T); g, reading, writing (m, T), or (m, T, d) with one gate for each key channel; total
-(m, chunks, 1 or d)."""
+erase, the keys that are erased if others than k; beta (m, T); g, reading, writing (m, T), or (m, T,
+d) with one gate for each key channel; total (m, chunks, 1 or d)."""
 
 
 class Plan(NamedTuple):
@@ -75,13 +75,16 @@ def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") ->
 
 def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
     """Rows of a stream with at most one gate for each token; q, k and v are cast to a dtype."""
-    result = written_of(x.k, x.v, x.g if decays else None, x.beta, plan, dtype)
+    result = written_of(x, plan, dtype, decays=decays)
     tokens, width = result["k"].shape[1:]
     return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **result}
 
 
-def written_of(k: Any, v: Any, g: Any, beta: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
-    """All rows but q; gates (b, m, s, 1 or d, 1) and β where present."""
+def written_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
+    """All rows but q; gates (b, m, s, 1 or d, 1), β and keys to erase where present."""
+    if x.undecayed is not None:
+        raise ValueError("the chunkwise form erases from the decayed state; found undecayed keys")
+    k, v, beta, erase = x.k, x.v, x.beta, x.erase
     b, m, s, d = k.shape
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
 
@@ -97,8 +100,10 @@ def written_of(k: Any, v: Any, g: Any, beta: Any, plan: Plan, dtype: Any) -> dic
     }
     if beta is not None:
         result["beta"] = padded(beta.astype(jnp.float32))
-    if g is not None:
-        g = jnp.maximum(g[..., 0].astype(jnp.float32), LOWEST)
+    if erase is not None:
+        result["erase"] = padded(erase.astype(dtype), width)
+    if decays:
+        g = jnp.maximum(x.g[..., 0].astype(jnp.float32), LOWEST)
         result["g"] = padded(g, width) if g.shape[3] > 1 else padded(g[..., 0])
         result |= factors_of(result["g"], plan.chunk)
     return result

@@ -2,7 +2,11 @@
 
     dA = D ∘ dO Uᵀ,    dQ = dA K + reading ∘ dO Sᵀ,
     dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
-         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K.
+         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+
+and if other keys E are erased than K,
+
+    dK = … + (dL ∘ D)ᵀ E,    dE = −reading ∘ β ∘ X Sᵀ + (dL ∘ D) K.
 
 The second line of dK applies to the delta rule only, with X and dL from `delta_rule.py`; S is the
 state before the chunk, dS the gradient of the state after it. A program has a chunk and a block of
@@ -73,11 +77,17 @@ def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> Non
             result = result + products.dot(d_scores, q, left=True)
     if is_delta:
         k = x["k"][...]
+        erase = x["erase"][...] if "erase" in x else k
         if "reading" in x:
             from_state = from_state * x["reading"][...][:, None]
-        out["from_keys"][...] = jnp.sum(from_state * k.astype(jnp.float32), axis=1)
-        result = result - x["beta"][...][:, None] * from_state
-        result = result + products.dot(x["d_keys"][...], k)
+        out["from_keys"][...] = jnp.sum(from_state * erase.astype(jnp.float32), axis=1)
+        from_state = x["beta"][...][:, None] * from_state
+        if "erase" in x:
+            out["d_erase"][...] = products.dot(x["d_keys"][...], k) - from_state
+            result = result + products.dot(x["d_keys"][...], erase, left=True)
+        else:
+            result = result - from_state
+            result = result + products.dot(x["d_keys"][...], k)
     out["d_k"][...] = result
 
 
@@ -133,9 +143,10 @@ def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
 
 
 def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
-    """dK (m, T, d) as d_k, overlap (m, chunks, d), and sums of K with parts of dK (m, T).
+    """dK (m, T, d) as d_k, dE as d_erase where E is not K, overlap (m, chunks, d), and sums (m, T).
 
-    The sums are `written` with gates, and `from_keys` with the delta rule. x has d_scores, and with
+    The sums are of K or E with parts of their gradients: `written` with gates, and `from_keys` with
+    the delta rule. x has d_scores, and with
     the delta rule d_right and d_keys. Without d_scores, dK is only U dSᵀ.
     """
     m, tokens, d = x["k"].shape
@@ -162,6 +173,9 @@ def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str
         inputs |= {name: grid.rows(x[name]) for name in ("d_right", "d_keys")}
         inputs |= grid.named(x, "reading", "beta")
         sums.append("from_keys")
+        if "erase" in x:
+            inputs["erase"] = grid.rows(x["erase"], width)
+            outputs["d_erase"] = grid.rows(empty(m, tokens, d), width)
     outputs |= {name: grid.sums(empty(m, blocks, tokens)) for name in sums}
     result = plan.launch(
         d_keys_of_states,

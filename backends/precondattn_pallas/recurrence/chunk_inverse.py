@@ -1,8 +1,8 @@
 """The inverse of the delta rule's system of a chunk.
 
-    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ K Kᵀ)
+    M = (I + L)⁻¹,    L = diag(β) stril(D ∘ E Kᵀ)
 
-by recursive 2×2 block inversion,
+with E the keys that are erased, K unless others are given; by recursive 2×2 block inversion,
 
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],    that is    M ← M − M (L ∘ lower left) M
 
@@ -12,6 +12,9 @@ for keys of length 1 and β in [0, 2], but doubling the Neumann series instead w
 for nearly equal keys. For two halves of h tokens, D of a pair across their boundary is
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
+
+With one decay for each key channel, D is inside the product, and the pairs of E and K come from
+`channel_decay.py`.
 """
 
 from __future__ import annotations
@@ -46,16 +49,16 @@ def unit_lower_inverse(products: Products, strict: Any) -> Any:
 
 def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
     """M of a chunk: its diagonal blocks first."""
-    half = x["k"].shape[0] // 2
+    half = out["inverse"].shape[0] // 2
     first, second = pl.ds(0, half), pl.ds(half, half)
     blocks = []
     for own in (first, second):
         gates = {"g": x["g"][own]} if "g" in x else {}
-        system = _among_keys(products, x, own, own, block) * pairs_of(gates, half, strict=True)
+        system = _among(products, x, own, own, block) * pairs_of(gates, half, strict=True)
         inverse = unit_lower_inverse(products, system * x["beta"][own][:, None])
         out["inverse"][own, own] = inverse
         blocks.append(inverse)
-    corner = _among_keys(products, x, second, first, block) * x["beta"][second][:, None]
+    corner = _among(products, x, second, first, block) * x["beta"][second][:, None]
     if "g" in x:
         since = jnp.exp(jnp.cumsum(x["g"][second], axis=0))
         i, j = tokens_of(half)
@@ -66,24 +69,28 @@ def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["inverse"][first, second] = jnp.zeros((half, half), jnp.float32)
 
 
-def _among_keys(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
-    """⟨k_i, k_j⟩ between two halves."""
+def _among(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
+    """⟨e_i, k_j⟩ between two halves."""
+    if "among" in x:
+        return x["among"][i, j]
+    erase = "erase" if "erase" in x else "k"
 
     def add(c: Any, total: Any) -> Any:
-        return total + products.dot(x["k"][i, c], x["k"][j, c], right=True)
+        return total + products.dot(x[erase][i, c], x["k"][j, c], right=True)
 
     return every_block(x["k"].shape[1], block, add, jnp.zeros((i.size, j.size), jnp.float32))
 
 
 def inverses(plan: Plan, x: Rows) -> Any:
-    """M of all chunks (m, T, C)."""
+    """M of all chunks (m, T, C); with one decay for each key channel, x has D ∘ E Kᵀ as among."""
     m, tokens, d = x["k"].shape
+    names = ("among", "beta") if "among" in x else ("k", "erase", "beta", "g")
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
     result = plan.launch(
         invert,
         "chunk_inverse",
         grid.shape,
-        {"k": grid.rows(x["k"]), **grid.named(x, "beta", "g")},
+        grid.named(x, *names),
         {"inverse": grid.rows(empty(m, tokens, plan.chunk))},
         block=plan.block("chunk_inverse", d),
     )

@@ -1,9 +1,10 @@
 """The recurrence of linear attention and the delta rule in chunks, by Pallas kernels.
 
-    U = M β (V − reading ∘ K S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
+    U = M β (V − reading ∘ E S)  (additive: U = V),    O = reading ∘ Q S + (D ∘ Q Kᵀ) U,
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; with one decay for each
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; E are the keys that are erased,
+K unless others are given. With one decay for each
 channel, see `channel_recurrence.py`. Chunks are prepared all at once (`delta_rule.py`), states are
 passed from chunk to chunk (`chunk_states.py`), and outputs are read all at once (`chunk_reads.py`).
 The gradient recomputes the states, propagates their gradients back, and computes the rest for all
@@ -107,6 +108,9 @@ class Chunkwise:
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
+            None
+            if x.erase is None
+            else of_keys["d_erase"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
         )
         return Gradients(stream, unpadded_state(d_start, d_final))
 

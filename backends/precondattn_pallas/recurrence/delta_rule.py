@@ -1,11 +1,16 @@
 """What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
 
-    Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
+    Y = M (β ∘ V),    W = M (β ∘ reading ∘ E),    M = (I + diag(β) stril(D ∘ E Kᵀ))⁻¹
 
-(`chunk_inverse.py`). Backward, with X = Mᵀ dU,
+(`chunk_inverse.py`), with E the keys that are erased, K unless others are given. Backward, with
+X = Mᵀ dU,
 
     dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part from `chunk_gradient.py`,
-    dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
+    dL = −stril((β ∘ X) Uᵀ),    L = stril(D ∘ E Kᵀ),
+    dE = (dL ∘ D) K + …,        dK = (dL ∘ D)ᵀ E + …,
+
+and the sum of both where E is K. With one decay for each key channel, D is inside the products: L
+and the gradients from dL are then computed by `channel_decay.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty
 from precondattn_pallas.recurrence.chunk_inverse import inverses
 from precondattn_pallas.recurrence.chunk_tiles import (
     crossing,
+    decayed,
     every_block,
+    is_by_channel,
     pairs_of,
     products_of_rows,
 )
@@ -28,23 +35,27 @@ from precondattn_pallas.recurrence.chunk_tiles import (
 def prepare(x: Any, out: Any, *, products: Products, block: int) -> None:
     """Y and W of a chunk."""
     solve = x["inverse"][...] * x["beta"][...][None, :]
+    by_channel = "reading" in x and is_by_channel(x, "reading")
 
-    def multiply(name: str, solve: Any, result: str) -> None:
+    def multiply(name: str, solve: Any, result: str, factor: str = "") -> None:
         def add(c: Any, done: Any) -> Any:
-            out[result][:, c] = products.dot(solve, x[name][:, c])
+            out[result][:, c] = products.dot(solve, decayed(x, name, factor, slice(None), c))
             return done
 
         every_block(x[name].shape[1], block, add, jnp.int32(0))
 
     multiply("v", solve, "y")
-    if "reading" in x:
+    if "reading" in x and not by_channel:
         solve = solve * x["reading"][...][None, :]
-    multiply("k", solve, "w")
+    multiply("erase" if "erase" in x else "k", solve, "w", "reading" if by_channel else "")
 
 
 def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
-    """X, the factor of K in dK, and the chunk's own part of the gradients of β and of the gates."""
-    size = x["k"].shape[0]
+    """X, the factor of K in dK, and the chunk's own part of the gradients of β and of the gates.
+
+    Where E is not K, or with one decay for each channel, dL ∘ D without its transpose.
+    """
+    size = x["u"].shape[0]
     inverse = x["inverse"][...]
 
     def add(c: Any, total: Any) -> Any:
@@ -59,8 +70,12 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
     among = among * pairs_of(x, size, strict=True)
     beta = x["beta"][...][:, None]
     result = -beta * among
-    out["d_keys"][...] = result + jnp.transpose(result)
-    own = among * products_of_rows(products, x["k"], x["k"], block)
+    is_sum = "erase" not in x and "among" not in x
+    out["d_keys"][...] = result + jnp.transpose(result) if is_sum else result
+    if "among" in x:
+        own = among * x["among"][...]
+    else:
+        own = among * products_of_rows(products, x["erase" if "erase" in x else "k"], x["k"], block)
     out["d_beta"][...] = d_beta - jnp.sum(own, axis=1)
     if "g" in x:
         out["crossing"][...] = crossing(-beta * own)
@@ -76,8 +91,7 @@ def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
         "delta_prepare",
         grid.shape,
         {
-            "k": grid.rows(x["k"]),
-            "v": grid.rows(x["v"]),
+            **grid.named(x, "erase" if "erase" in x else "k", "v"),
             "inverse": grid.rows(inverse),
             **grid.named(x, "beta", "reading"),
         },
@@ -91,21 +105,23 @@ def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
     """X (m, T, e) as d_right, d_keys (m, T, C), d_beta (m, T); with gates, crossing (m, T)."""
     m, tokens, e = u.shape
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
-    numbers = ("d_beta", "crossing") if "g" in x else ("d_beta",)
+    keys, gates = (("among",), ()) if "among" in x else (("k", "erase"), ("g",))
+    numbers = ("d_beta", "crossing") if gates and "g" in x else ("d_beta",)
+    name = "channel_delta_keys" if "among" in x else "delta_keys"
     return plan.launch(
         d_keys,
-        "delta_keys",
+        name,
         grid.shape,
         {
-            **{name: grid.rows(x[name]) for name in ("k", "v", "inverse")},
+            **grid.named(x, *keys, "v", "inverse"),
             "u": grid.rows(u),
             "d_u": grid.rows(d_u),
-            **grid.named(x, "beta", "g"),
+            **grid.named(x, "beta", *gates),
         },
         {
             "d_right": grid.rows(empty(m, tokens, e)),
             "d_keys": grid.rows(empty(m, tokens, plan.chunk)),
             **{name: grid.numbers(empty(m, tokens)) for name in numbers},
         },
-        block=plan.block("delta_keys", min(x["k"].shape[2], e)),
+        block=plan.block(name, min(x["k"].shape[2], e)),
     )

@@ -26,7 +26,7 @@ class TpuRecurrence(Recurrence):
         reason = super().refuses(leaf, request)
         if reason is not None:
             return reason
-        if isinstance(leaf, (pa.GLA, pa.GSA)):
+        if isinstance(leaf, (pa.GLA, pa.GSA, pa.KDA)):
             return f"its recurrence on a TPU supports one decay for each state; found {leaf}"
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])

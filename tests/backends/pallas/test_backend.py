@@ -22,10 +22,10 @@ from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of,
 from tests.backends.pallas.tiles import quick, small_tiles
 
 TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
-ALSO = ("laser", "gla", "gsa", "gated_delta", "conditioned_query")
+ALSO = ("laser", "gla", "gsa", "kda", "gated_delta", "conditioned_query")
 """Mechanisms whose kernels take long to interpret: one dtype, and only some checks."""
-RUNS_BOTH = ("gsa",)
-"""Slow: it runs the kernels of GLA twice."""
+RUNS_BOTH = ("gsa", "kda")
+"""Slow: they run the kernels of GLA twice."""
 GROUPS = (
     (TAKEN, ("float32", "bfloat16", "float16"), ()),
     (ALSO, ("float32",), ("outputs", "gradients", "caching")),

@@ -295,6 +295,7 @@ def request(verb="vjp", **shapes):
         ),
         ("linear", {"k": (2, 20, 2, 264)}, "d=264"),
         ("gla", {}, "on a TPU supports one decay for each state"),
+        ("kda", {}, "on a TPU supports one decay for each state"),
         ("gsa", {"s": (2, 20, 2, 4)}, "on a TPU supports one decay for each state"),
     ],
 )

@@ -1,5 +1,7 @@
 """The Pallas kernels of a decay for each channel against the definition, interpreted.
 
+They serve GLA, GSA, and the delta rule of KDA.
+
 Chunks have 64 tokens in four tiles, so that some tiles are between two others.
 """
 
@@ -34,7 +36,7 @@ KERNELS = Recurrence(interpret=True)
 TILES = {
     key.kernel: Configuration(64, 16)
     for key in CONFIGURATIONS
-    if key.kernel.startswith(("chunk_", "channel_"))
+    if key.kernel.startswith(("chunk_", "channel_", "delta_"))
 }
 """Chunks of 64 tokens, blocks of 16 channels."""
 
@@ -47,14 +49,24 @@ def random_gates(rng, shape, gates):
     )
 
 
-def problem(leaf, t, d=12, e=20, b=1, heads=(2, 4), slots=9, gates="random"):
-    """Inputs and a cotangent; heads of keys and of queries."""
+def problem(leaf, t, d=12, e=20, b=1, heads=(2, 4), slots=9, gates="random", keys="random"):
+    """Inputs and a cotangent; heads of keys, and of queries or states."""
     rng = np.random.default_rng(t)
-    sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": heads[1], "n": heads[0], "m": slots}
+    n, m = heads
+    sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": slots}
+    if getattr(leaf, "heads", "n") == "u":
+        sizes["h"] = n
     x = {name: rng.normal(size=p.shape(sizes)) for name, p in leaf.inputs.items()}
     x["g"] = random_gates(rng, x["g"].shape, gates)
     if "s" in x:
         x["s"] = rng.uniform(size=x["s"].shape)
+    if "beta" in x:
+        if keys == "clustered":
+            x["k"] = 0.1 * x["k"] + rng.normal(size=d)
+        x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
+        x["beta"] = rng.uniform(0, 2, size=x["beta"].shape)
+        x["beta"][:, ::4] = 0
+        x["k"][:, 1::4] = 0
     return x, rng.normal(size=leaf.program.output.shape(sizes))
 
 
@@ -105,19 +117,26 @@ def test_a_chunks_scores_and_their_gradients():
         assert error(array, correct.reshape(array.shape)) < 1e-5, index
 
 
-def test_one_token_more_than_a_chunk_and_blocks_of_channels():
-    check_leaf(pa.GLA(), 65, "bfloat16", d=20, e=72)
+@pytest.mark.parametrize("leaf", [pa.GLA(), pa.KDA()], ids=str)
+def test_one_token_more_than_a_chunk_and_blocks_of_channels(leaf):
+    check_leaf(leaf, 65, "bfloat16", d=20, e=72)
+
+
+def test_nearly_equal_keys_and_open_gates_next_to_closed_ones():
+    check_leaf(pa.KDA(), 63, heads=(1, 1), gates="extreme", keys="clustered")
 
 
 @pytest.mark.parametrize(
-    ("leaf", "dtype"), [(pa.GLA(scale=0.3), "float32"), (pa.GSA(), "float16")], ids=str
+    ("leaf", "dtype"),
+    [(pa.GLA(scale=0.3), "float32"), (pa.GSA(), "float16"), (pa.KDA(scale=0.3), "float16")],
+    ids=str,
 )
 def test_padding_segments_and_open_gates_next_to_closed_ones(leaf, dtype):
     frame = frame_of(70, 70, 2, lengths=(70, 3), segments=(20, 9))
     check_leaf(leaf, 70, dtype, frame=frame, b=2, heads=(1, 1), gates="extreme")
 
 
-@pytest.mark.parametrize("leaf", [pa.GLA(), pa.GSA()], ids=str)
+@pytest.mark.parametrize("leaf", [pa.GLA(), pa.GSA(), pa.KDA()], ids=str)
 def test_an_extension_and_its_gradient(leaf):
     x, cotangent = problem(leaf, 19)
     check_extension(KERNELS, leaf, x, cotangent, 2e-5, **TILES)
