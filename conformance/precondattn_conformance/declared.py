@@ -96,9 +96,11 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
     They can not if the mechanism declares a quantity to be constant in the gradient. Nor can they
     where the function is not differentiable, or too curved within the step: at two equal maxima, at
     a zero key under a norm without eps, under two norms in a row, or under a norm and elu or ATK,
-    or at a zero row (β = 0) that is normalised to length 1.
+    at a feature of almost 0, whose square ATK takes the logarithm of, or at a zero row (β = 0) that
+    is normalised to length 1.
     """
     leaves = mechanism.program.leaves
+    has_features = any(isinstance(leaf, pa.EluPlusOne | pa.HedgehogMap) for leaf in leaves)
     norms = [leaf for leaf in leaves if isinstance(leaf, pa.RMSNorm | pa.LayerNorm | pa.L2Norm)]
     for leaf in leaves:
         if getattr(leaf, "detach_max", False) or getattr(leaf, "detach", False):
@@ -108,6 +110,8 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
         if kind == "zero" and norms and getattr(leaf, "normalize", None) == "keys":
             return False
         if kind == "zero" and norms and isinstance(leaf, pa.EluPlusOne | pa.PreconditionedKey):
+            return False
+        if has_features and isinstance(leaf, pa.PreconditionedKey):
             return False
         if kind in ("zero", "duplicate") and getattr(leaf, "normalize", None) == "rows":
             return False

@@ -254,7 +254,9 @@ gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
         wanted = dtype if values.dtype.kind == "f" else None
         if values.dtype.kind == "i":
             wanted = "int32"
-        return jnp.asarray(values, dtype=wanted, device=device)
+        if wanted is not None:  # Not by JAX, which compiles it for each shape.
+            values = values.astype(jnp.dtype(wanted))
+        return jnp.asarray(values, device=device)
 
     def numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array).astype(np.float64)

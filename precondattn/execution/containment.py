@@ -38,6 +38,7 @@ from precondattn.arrays import (
     arange_like,
     cast,
     gathered,
+    host_array,
     is_traced,
     library_of,
     namespace,
@@ -176,6 +177,8 @@ def _is_finite(array: Array, pattern: Pattern) -> bool:
         total = (array.detach() if array.requires_grad else array).sum().item()
         if math.isfinite(total) or (total < INF and pattern.low == -INF):
             return True
+    if library_of(array) == "jax" and len(array.devices()) == 1:
+        array = host_array(array)  # Not a copy, and JAX would compile two operations for its shape.
     good = namespace(array).all(_is_good(array, pattern))
     # Under `jax.jit`, that of a constant is traced too.
     return not is_traced(good) and bool(good)

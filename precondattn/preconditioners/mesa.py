@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.algebra.options import count_or_none, flag, positive_or_none
-from precondattn.preconditioners.query_side import misses_second_map
+from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.ssd import SSD
 from precondattn.spec.stateful import Stateful
@@ -72,7 +72,7 @@ class Mesa(Preconditioner):
         return self.base.offers
 
     def refuses(self) -> str | None:
-        missed = misses_second_map(self.name, self.base)
+        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
         if missed is not None:
             return missed
         if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in self._leaves):

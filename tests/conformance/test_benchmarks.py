@@ -291,7 +291,7 @@ def test_calls_that_can_not_be_compared_with_the_oracle_are_not_measured(monkeyp
 def test_without_causality_the_oracle_computes_the_first_queries_of_all_keys(monkeypatch):
     sizes, expression = layout(t=40, h=2, d=4), "lucid(softmax[causal=false])"
     whole = correct.oracle.__wrapped__(expression, sizes, "float64", "numpy")
-    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "LARGEST_NOT_CAUSAL", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
     first = correct.oracle.__wrapped__(expression, sizes, "float64", "numpy")
     assert first.head == 16

@@ -186,3 +186,21 @@ def test_the_gradient_of_a_zero_key_under_a_norm_is_that_of_a_small_enough_diffe
         np.sum(d_out * layer(**x | {"k": x["k"] + h * direction})) for h in (1e-9, -1e-9)
     )
     assert abs((above - below) / 2e-9 - expected) < 1e-6 * abs(expected)
+
+
+def test_the_gradient_of_an_almost_empty_state_is_that_of_a_small_enough_difference():
+    """A feature map leaves such channels: the logarithm is curved over the distance ε."""
+    layer, (p, x) = pa.ATK(), problem(pa.ATK(), multiple=1)
+    empty = layer.init_cache(**x)
+    (name,) = (name for name in empty.store if "squares" in name)
+    direction = p.rng.uniform(0.5, 1, size=empty.store[name].shape)
+
+    def run(distance):
+        squares = 1e-8 + distance * direction
+        return layer.extend_vjp(empty._replace(store={**empty.store, name: squares}), **x)
+
+    out, _, pullback = run(0.0)
+    d_out = p.like(out)
+    expected = np.sum(pullback(d_out)[1][name] * direction)
+    above, below = (np.sum(d_out * run(h)[0]) for h in (1e-9, -1e-9))
+    assert abs((above - below) / 2e-9 - expected) < 1e-5 * abs(expected)

@@ -32,7 +32,8 @@ def left_out(m: pa.Mechanism, stage: str) -> Named:
         return
     for name, pattern in m.inputs.items():
         if not pattern.is_rows:
-            yield f"of {name}", with_call(partial(_without, name, 1.0 if pattern.open_low else 0.0))
+            excludes_0 = pattern.open_low or (pattern.low is not None and pattern.low > 0)
+            yield f"of {name}", with_call(partial(_without, name, 1.0 if excludes_0 else 0.0))
 
 
 def _without(name: str, value: float, call: Call) -> Call:
