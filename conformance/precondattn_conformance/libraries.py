@@ -17,7 +17,7 @@ HALF = ("float16", "bfloat16")
 Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]
 
 
-MOST_REGIONS = 20_000
+MOST_REGIONS = 45_000
 """Memory regions of a process. Linux kills a process with more than 65,530, and JAX on a CPU maps a
 few for every operation and shape that it compiles."""
 
