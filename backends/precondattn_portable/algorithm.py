@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import ArraySpec, Request
+from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
@@ -18,10 +18,6 @@ from precondattn_portable.arithmetic import Arithmetic
 
 class Algorithm:
     """How one type of leaf is computed. `ops` is the arithmetic of the arrays' library."""
-
-    def refuses(self, leaf: Any, request: Request) -> str | None:
-        """The reason for declining; None where the algorithm supports this leaf and its options."""
-        return None
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame

@@ -59,11 +59,6 @@ def with_different_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
 
 
 def _needed_noise(leaf: pa.Leaf) -> float:
-    if has_small_rho(leaf):
+    if isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO:
         return NOISE_OF_SMALL_RHO
     return NOISE if isinstance(leaf, pa.Nystrom) else 0.0
-
-
-def has_small_rho(leaf: pa.Leaf) -> bool:
-    """Whether it is LUCID's symmetric solve with a ρ that float32 has few digits for."""
-    return isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO
