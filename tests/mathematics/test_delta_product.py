@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
 import precondattn as pa
 from tests.mathematics.linear_definitions import Problem, close, unit
 
