@@ -11,7 +11,9 @@ difference, dλ = −Σ_t ⟨do_t, o₂_t⟩. The terms are the gradient of a τ
 token and head: wherever in the mechanism it is, nothing has to be known of the rest.
 
 The gradient of the values of a difference, dv = P₁ᵀ do − λ P₂ᵀ do, cancels where the two maps agree
-and λ is near 1. Autograd rounds both parts to the dtype of v before it adds them.
+and λ is near 1. Autograd rounds both parts to the dtype of v before it adds them. The gradients of
+keys and gates under Mesa have such parts, of its sums and of the base: a longer key shortens the
+query that reads it.
 
 In Hedgehog's map, with φ = softmax([y, −y]), the gradient dz = φ ∘ (dφ − φ·dφ) nearly cancels where
 dφ is nearly the same for all features: the more of them there are, the less they differ.
@@ -22,6 +24,10 @@ Where one key has all the weight, or is the only key, the gradients of queries a
 
 are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖. So are those of all else that is
 read through the scores only, such as a bias.
+
+With a single query, the gradient of a linear layer's values is s ⟨q, k_s⟩ do, without decays and
+erasures. Where the two are nearly orthogonal, it is the remainder of d terms, together as large as
+s ‖q‖ ‖k‖ ‖do‖ / √d.
 
 While a state S holds a large value, the gradients of a gate and of a write's strength,
 
@@ -42,6 +48,10 @@ from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
+from precondattn.spec.mesa_query import MesaQuery
+
+Sizes = float | np.ndarray
+"""How large the terms are: of any element, or of each."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +95,23 @@ def sizes_of_terms(
     inputs: dict[str, np.ndarray],
     cotangent: np.ndarray,
     masks: dict[str, np.ndarray],
-) -> dict[str, float]:
-    """For each gradient that is such a sum: the size of its terms, the largest over all heads."""
+) -> dict[str, Sizes]:
+    """For each gradient that is such a sum: the size of its terms, the largest over all heads. Of
+    parts: the size of the larger for each element."""
     calls = mechanism.program.calls
     summed = {dict(c.arguments)[SUMMED[type(c.leaf)]]: c.leaf for c in calls if is_summed(c.leaf)}
-    parts = [f"v of call {i}" for i, c in enumerate(calls) if "v" in c.reads]
-    if not any(isinstance(call.leaf, pa.Difference) for call in calls):
-        parts = []
+    parts = {
+        name: [i for i, call in enumerate(calls) if name in call.reads]
+        for name in _cancelling(mechanism)
+        if name in inputs
+    }
     if not summed and not parts:
         return {}
     separate = [
         LeafCall(
             call.out,
             BY_TOKEN[type(call.leaf)] if is_summed(call.leaf) else call.leaf,
-            tuple((a, f"v of call {i}" if parts and v == "v" else v) for a, v in call.arguments),
+            tuple((a, _part(v, i) if v in parts else v) for a, v in call.arguments),
         )
         for i, call in enumerate(calls)
     ]
@@ -106,15 +119,28 @@ def sizes_of_terms(
     for name, leaf in summed.items():
         heads = inputs["q"] if isinstance(leaf, pa.Tempered) else cotangent
         given[name] = np.broadcast_to(inputs[name], (*cotangent.shape[:2], heads.shape[2]))
-    given |= dict.fromkeys(parts, inputs.get("v"))
+    given |= {_part(name, i): inputs[name] for name, readers in parts.items() for i in readers}
     terms = _sizes_of_gradients(Program(separate, mechanism.program.out), given, cotangent, masks)
-    sizes = {
-        name: np.max(np.sum(terms[name], axis=(0, 1) if leaf.per == "head" else None))
+    sizes: dict[str, Sizes] = {
+        name: float(np.max(np.sum(terms[name], axis=(0, 1) if leaf.per == "head" else None)))
         for name, leaf in summed.items()
     }
-    if parts:
-        sizes["v"] = max(np.max(terms[part]) for part in parts)
-    return {name: float(size) for name, size in sizes.items()}
+    for name, readers in parts.items():
+        sizes[name] = np.max([terms[_part(name, i)] for i in readers], axis=0)
+    return sizes
+
+
+def _cancelling(mechanism: pa.Mechanism) -> tuple[str, ...]:
+    """The inputs whose gradients have parts that cancel, one for each call that reads them."""
+    leaves = mechanism.program.leaves
+    if any(isinstance(leaf, pa.Difference) for leaf in leaves):
+        return ("v",)
+    return ("k", "g") if any(isinstance(leaf, MesaQuery) for leaf in leaves) else ()
+
+
+def _part(name: str, call: int) -> str:
+    """The input as one call reads it."""
+    return f"{name} of call {call}"
 
 
 @dataclass(frozen=True)
@@ -186,6 +212,23 @@ def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -
     q, k = longest(inputs["q"]), longest(inputs["k"])
     sizes = {"q": scale * k, "k": scale * q, "q2": scale * k, "k2": scale * q, "tau": scale * q * k}
     return {name: rows * sizes.get(name, 1.0) for name in inputs if name != "v"}
+
+
+def sizes_of_one_query(
+    mechanism: pa.Mechanism, inputs: dict[str, np.ndarray], cotangent: np.ndarray
+) -> dict[str, float]:
+    """The size of the terms of the values' gradient, in a linear layer that has a single query.
+
+    Of a composition nothing is known, as its layer may read other queries and keys.
+    """
+    leaf = mechanism.program.leaves[0]
+    is_linear = isinstance(leaf, pa.LinearFamily) and not getattr(leaf, "normalize", False)
+    if len(mechanism.program.calls) > 1 or not is_linear or cotangent.shape[1] > 1:
+        return {}
+    d = inputs["k"].shape[-1]
+    lengths = (float(np.max(np.linalg.vector_norm(inputs[name], axis=-1))) for name in "qk")
+    size = leaf.scale_for(d) * float(np.prod([*lengths])) * d**-0.5
+    return {"v": size * float(np.max(np.abs(cotangent)))}
 
 
 def sizes_when_overwritten(

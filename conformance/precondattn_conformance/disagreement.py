@@ -54,7 +54,7 @@ def agree(
     expected: np.ndarray,
     bound: float,
     *,
-    terms: float = 0.0,
+    terms: float | np.ndarray = 0.0,
     smallest: float = 0.0,
     axes: str = "",
 ) -> float:
@@ -65,7 +65,8 @@ def agree(
     what
         The result's name in the message, such as "the output".
     terms
-        The size of the terms that an element is the sum of, if they are larger than the result.
+        The size of the terms that an element is the sum of, or of those of each element, if they
+        are larger than the result.
     smallest
         Elements below this are measured as if all were that large.
     axes
@@ -76,9 +77,12 @@ def agree(
     worst = error(result, expected, terms, smallest)
     if worst <= bound:
         return worst
-    size = max(float(np.max(np.abs(expected))), terms, smallest) or 1.0
+    finite = np.abs(expected[np.isfinite(expected)])
+    size = max(float(np.max(finite, initial=0.0)), float(np.max(terms)), smallest) or 1.0
     # The error in norm can exceed the bound while no element does: then show the worst element.
-    share = np.nan_to_num(np.abs(result - expected) / (size * bound), nan=np.inf)
+    with np.errstate(invalid="ignore"):  # ∞ − ∞
+        difference = np.where(result == expected, 0.0, np.abs(result - expected))
+    share = np.nan_to_num(difference / (size * bound), nan=np.inf, posinf=np.inf)
     share = share / min(1.0, float(np.max(share)))
     index = np.unravel_index(np.argmax(share), share.shape)
     raise DisagreementError(

@@ -85,6 +85,9 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
         arrays[k] = _keys(rng, arrays[k].shape, kind)
         if kind == "clustered" and q in arrays:
             arrays[q] = _queries_near(rng, arrays[q], arrays[k])
+    if "p" in arrays:
+        # What is erased along k then never grows, also where a preconditioner rescales k's entries.
+        arrays["p"] = np.copysign(arrays["p"], arrays["k"])
     for name, array in arrays.items():
         if mechanism.inputs[name].unit:
             arrays[name] = _unit_or_zero(array)

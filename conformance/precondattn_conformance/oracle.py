@@ -13,7 +13,9 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.cancellation import (
+    Sizes,
     sizes_of_feature_maps,
+    sizes_of_one_query,
     sizes_of_terms,
     sizes_when_overwritten,
     sizes_when_saturated,
@@ -48,7 +50,7 @@ class Oracle:
     out: np.ndarray
     cotangent: np.ndarray
     gradients: Arrays
-    terms: dict[str, float]
+    terms: dict[str, Sizes]
     """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
@@ -78,7 +80,7 @@ def _computed(mechanism: str, layout: Layout, kind: str, dtype: str, by: str) ->
         check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
     terms = sizes_of_terms(m, inputs, cotangent, masks)
     of_maps = sizes_of_feature_maps(m, inputs, cotangent, masks)
-    terms |= of_maps
+    terms |= of_maps | sizes_of_one_query(m, inputs, cotangent)
     if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
     elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):

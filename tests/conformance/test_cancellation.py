@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from precondattn_conformance.cancellation import sizes_of_feature_maps, sizes_of_terms
+from precondattn_conformance.cancellation import (
+    sizes_of_feature_maps,
+    sizes_of_one_query,
+    sizes_of_terms,
+)
 from precondattn_conformance.declared import mechanism_of
+from precondattn_conformance.disagreement import DisagreementError, agree
+from precondattn_conformance.tolerance import error
 
 B, T, H = 2, 5, 2
 
@@ -89,3 +95,46 @@ def test_the_terms_of_a_feature_map_are_those_of_the_sum_over_features():
         # Without cancellation they are the same, but for the signs.
         alone = np.where(np.arange(8) == 3, 1.0, 0.0) * np.ones_like(out)
         assert np.max(np.abs(pullback(alone)[name])) <= 2 * sizes[name]
+
+
+@pytest.mark.parametrize("expression", ["linear", "delta[scale=0.3]", "gated_delta"])
+def test_a_single_query_that_is_orthogonal_to_a_key_leaves_only_rounding(expression):
+    mechanism = mechanism_of(expression)
+    rng = np.random.default_rng(0)
+    sizes = {"b": 1, "t": 1, "s": 1, "h": 1, "n": 1, "u": 1, "d": 256, "e": 3}
+    x = {name: rng.normal(size=p.shape(sizes)) for name, p in mechanism.inputs.items()}
+    x |= {name: np.ones_like(x[name]) for name in ("beta", "g") if name in x}
+    k = x["k"] = x["k"] / np.linalg.vector_norm(x["k"])
+    x["q"] = (x["q"] - np.sum(x["q"] * k) * k).astype(np.float32).astype(np.float64)
+    cotangent = np.ones((1, 1, 1, 3))
+    d_v = mechanism.vjp(**x, backend="reference")[1](cotangent)["v"]
+    size = sizes_of_one_query(mechanism, x, cotangent)["v"]
+    rounded = {name: a.astype(np.float32) for name, a in x.items()}
+    found = mechanism.vjp(**rounded, backend="reference")[1](cotangent.astype(np.float32))["v"]
+    assert error(found, d_v) > 1e-2
+    assert error(found, d_v, size) < 1e-6
+    # All terms of one sign are at most √d times as large.
+    q = x["q"][0, 0, 0]
+    np.testing.assert_allclose(
+        size * 256**0.5, mechanism.scale_for(256) * np.linalg.vector_norm(q), rtol=1e-12
+    )
+
+
+def test_a_single_query_of_a_composition_has_no_such_terms():
+    mechanism = mechanism_of("elu1(retention)")
+    assert sizes_of_one_query(mechanism, inputs_of(mechanism), np.ones((B, 1, H, 3))) == {}
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1.0, 1e200])
+def test_errors_are_relative_where_squares_underflow_or_overflow(size):
+    expected = size * np.asarray([1.0, -2.0, 3.0])
+    assert error(expected, expected) == 0.0
+    found = error(expected * np.asarray([1.0, 1.0, 1.0 + 1e-3]), expected)
+    np.testing.assert_allclose(found, 1e-3, rtol=0.05)
+
+
+def test_a_result_that_is_not_finite_is_shown_also_where_the_expected_is_not():
+    expected = np.asarray([[1.0, np.inf], [2.0, np.inf]])
+    found = np.asarray([[1.0, np.inf], [2.0, np.nan]])
+    with pytest.raises(DisagreementError, match="nan found, inf expected"):
+        agree("the output", found, expected, 1e-5, axes="te")

@@ -21,11 +21,12 @@ WORKS = (
     "model_forward",
     "model_step",
     "model_token",
+    "model_generate",
 )
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
 backward pass at t tokens and at its multiples; it is not timed. `layer_step` is a training step of
 an attention layer, and `layer_token` a token of a decoder of four blocks. `model_*` are the same of
-a model of Transformers, and its forward pass."""
+a model of Transformers, its forward pass, and `generate`."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
 """The sizes that can be set; there are as many keys as queries."""
@@ -168,6 +169,7 @@ IN_TRANSFORMERS = tuple(
         ("", "model_forward", 1),
         ("_backward", "model_step", 1),
         ("_decode", "model_token", 16),
+        ("_generate", "model_generate", 16),
     )
 )
 

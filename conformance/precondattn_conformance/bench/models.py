@@ -1,8 +1,9 @@
 """Models of Transformers whose linear layers are computed by this library, beside the same without.
 
-`model_forward` is the logits of t tokens, `model_step` a forward and a backward pass, and
-`model_token` one token after t others. The models have four layers and random weights. Only the
-functions of the recurrence differ, so a ratio is what `use_backend_for` changes.
+`model_forward` is the logits of t tokens, `model_step` a forward and a backward pass, `model_token`
+one token after t others, and `model_generate` greedy search with `generate` from t tokens on. The
+models have four layers and random weights. Only the functions of the recurrence differ, so a ratio
+is what `use_backend_for` changes.
 
 The logits, and the gradient of the embedding, are compared with those of the model that it was. A
 result that differs is not timed.
@@ -27,7 +28,12 @@ from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
 
-WORKS = {"model_forward": "forward", "model_step": "forward_backward", "model_token": "decode"}
+WORKS = {
+    "model_forward": "forward",
+    "model_step": "forward_backward",
+    "model_token": "decode",
+    "model_generate": "decode",
+}
 """By the work of a model: that of its mechanism."""
 
 BLOCKS, VOCABULARY = 4, 256
@@ -146,10 +152,19 @@ def _run(model: Any, case: BenchCase, library: Library) -> Run:
         logits = outputs.logits.detach()
         return finished(library, {"the logits": logits, "the gradient of the embedding": gradient})
 
-    if case.work == "model_forward":
-        return Run(forward)
-    if case.work == "model_step":
-        return Run(step)
+    def generate() -> Arrays:
+        found = model.generate(
+            context,
+            max_new_tokens=case.calls,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return finished(library, {"the logits": torch.stack(found.logits)})
+
+    whole = {"model_forward": forward, "model_step": step, "model_generate": generate}
+    if case.work in whole:
+        return Run(whole[case.work])
     name = "past_key_values"
     if name not in inspect.signature(model.forward).parameters:
         name = "cache_params"

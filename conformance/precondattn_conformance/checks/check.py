@@ -11,6 +11,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
+from precondattn.spec.mesa_query import MesaQuery
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
@@ -197,8 +198,12 @@ class Trial:
         name, m = what.rpartition(" of ")[2], self.mechanism
         is_gradient = name in m.inputs or name in m.program.slots
         is_delta = any(getattr(leaf, "is_delta", False) for leaf in m.program.leaves)
-        case = self.case
-        return bound(case.dtype, case.kind, is_delta_gradient=is_gradient and is_delta)
+        return bound(
+            self.case.dtype,
+            self.case.kind,
+            is_delta_gradient=is_gradient and is_delta,
+            inverts=any(isinstance(leaf, pa.Nystrom | MesaQuery) for leaf in m.program.leaves),
+        )
 
     def _error_of_model(self, what: str, expected: np.ndarray) -> float:
         """The error that rounding makes in a result of the oracle's, or 0."""
