@@ -19,6 +19,7 @@ from precondattn.spec.array_functions import (
     repeat_heads,
     softmax,
     sum_heads,
+    swap_time_and_heads,
     transpose,
 )
 from precondattn_portable import banded_convolution, layout
@@ -61,7 +62,7 @@ class NystromKernels(WholeSequenceAlgorithm):
         cotangent: Array,
     ) -> Arrays:
         call, n = Call(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
-        d_out = ops.heads_first(cotangent)
+        d_out = swap_time_and_heads(cotangent)
         d_o = call.flat(d_out)
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
         of = Gradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
@@ -115,8 +116,7 @@ class Call:
         self.ops = ops
         self.b, t, self.h, d = x["q"].shape
         self.scale = leaf.scale_for(d)
-        q = ops.heads_first(x["q"])
-        k, v = (repeat_heads(ops.heads_first(x[name]), self.h) for name in "kv")
+        q, k, v = (repeat_heads(swap_time_and_heads(x[name]), self.h) for name in "qkv")
         self.values = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
         """(b, h, s, e)"""
         members = q_valid if t == k.shape[2] else None

@@ -130,6 +130,12 @@ class Lucid(Preconditioner):
 
     def refuses(self) -> str | None:
         base = self.base.offers
+        if base.metric is None and not base.causal:
+            return (
+                "without causality, lucid needs one score for each pair of tokens of a sequence, as "
+                "softmax[causal=false] has, and a base that no other preconditioner has used; "
+                "windows, landmarks and channels have none"
+            )
         if base.metric is None:
             return (
                 "lucid needs a base that exponentiates a score function, and one that no other "

@@ -126,7 +126,7 @@ def test_its_differential_is_a_difference():
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("lucid(cross_covariance)", "a base that exponentiates a score function"),
+        ("lucid(cross_covariance)", "one score for each pair of tokens"),
         ("laser(cross_covariance)", "takes means over channels, and laser needs one over tokens"),
         ("temperature(cross_covariance)", "normalises its queries"),
         ("per_dim_scale(cross_covariance)", "normalises its queries"),

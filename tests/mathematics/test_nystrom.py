@@ -197,7 +197,7 @@ def test_a_temperature_divides_the_logits_of_all_three_kernels():
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("lucid(nystrom)", "a base that exponentiates a score function"),
+        ("lucid(nystrom)", "one score for each pair of tokens"),
         ("laser(nystrom)", "non-negative weights that sum to one"),
         ("ccq(nystrom)", "the base is not causal"),
         ("row_normalized(row_normalized(nystrom))", "have length 1 already"),
