@@ -231,7 +231,7 @@ def test_calls_that_do_not_fit_are_named():
 @pytest.mark.parametrize(
     ("outer", "reason"),
     [
-        ("lucid", "lucid needs a base"),
+        ("lucid", "without causality, lucid needs one score"),
         ("ccq", "the base is not causal"),
     ],
 )
