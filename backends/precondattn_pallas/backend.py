@@ -1,6 +1,7 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
+On a GPU: LUCID's solve, a step of LUCID, softmax attention, also in windows, LASER and recurrences
+in chunks. On a
 TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX
 interprets the kernels on a CPU, for checking only: the backend then supports arrays on a CPU, and
 runs only if it is requested by name. It interprets a GPU's kernels, or a TPU's if the environment
@@ -56,6 +57,7 @@ KERNELS: dict[str, KernelTable] = {
                 LOG_MEAN_EXP: "precondattn_pallas.softmax.laser:Laser",
             },
         ),
+        pa.Windowed: "precondattn_pallas.windowed.leaf:WindowedAttention",
         (pa.LucidSolve, pa.Softmax): "precondattn_pallas.lucid.step:LucidStep",
     },
     TPU: {

@@ -79,6 +79,30 @@ declare(
     full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 16, 8, 1)},
 )
 declare(
+    "window_forward",
+    half={128: Configuration(64, 64, 4, 1), 256: Configuration(64, 32, 8, 1)},
+    full={64: Configuration(32, 32, 4, 1), 128: Configuration(16, 32, 8, 1)},
+)
+declare(
+    "window_query_gradient",
+    half={128: Configuration(64, 32, 4, 1), 256: Configuration(32, 32, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 32, 8, 1)},
+)
+declare(
+    "window_key_gradient",
+    half={64: Configuration(64, 32, 4, 1), 256: Configuration(32, 32, 8, 1)},
+    full={
+        32: Configuration(32, 16, 4, 1),
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 16, 8, 1),
+    },
+)
+declare(
+    "window_table_gradient",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={64: Configuration(16, 32, 8, 1), 128: Configuration(16, 16, 8, 1)},
+)
+declare(
     "lucid_decode",
     half={128: Configuration(16, 64, 4, 2), 256: Configuration(16, 32, 4, 2)},
     full={128: Configuration(16, 32, 4, 2), 256: Configuration(16, 32, 8, 1)},

@@ -19,6 +19,8 @@ from precondattn.frame import Frame
 from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 from precondattn_pallas.backend import CUDA, kernels_of
 
+SWIN = "windowed[size=7,shift=3,grid=64/64,bias=true]"
+
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
@@ -32,6 +34,9 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("kda", ("bfloat16", "float32"), ((256, 256), (128, 128))),
     ("kda", ("float16",), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
+    (SWIN, ("bfloat16", "float32"), ((128, 128), (64, 64), (32, 32))),
+    (SWIN, ("float16",), ((256, 256), (32, 32))),
+    ("windowed[size=200,shift=100]", ("bfloat16",), ((64, 64),)),
 )
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 

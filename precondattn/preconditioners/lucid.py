@@ -132,8 +132,8 @@ class Lucid(Preconditioner):
         base = self.base.offers
         if base.metric is None and not base.causal:
             return (
-                "without causality, lucid needs one score for each pair of tokens of a sequence, as "
-                "softmax[causal=false] has, and a base that no other preconditioner has used; "
+                "without causality, lucid needs one score for each pair of tokens of a sequence, "
+                "as softmax[causal=false] has, and a base that no other preconditioner has used; "
                 "windows, landmarks and channels have none"
             )
         if base.metric is None:

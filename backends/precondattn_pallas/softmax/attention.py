@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
-from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.precise import is_precise
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import configuration
@@ -27,11 +27,9 @@ from precondattn_pallas.precision import products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import Tiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
+from precondattn_pallas.softmax.widths import refuses_widths
 
 LOG2_E = math.log2(math.e)
-WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
-"""Widest keys and values: limited by the registers of a multiprocessor."""
-
 
 Masks = tuple[Any, Any, Any]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
@@ -110,18 +108,9 @@ class Attention:
         if reason is not None:
             return reason
         shapes = dict(request.shapes)
-        widest = WIDEST[request.dtype]
-        for name, role in (("k", "keys"), ("v", "values")):
-            if shapes[name][3] > widest:
-                return (
-                    f"has kernels for attention in {request.dtype} with {role} whose width is at "
-                    f"most {widest}; found {shapes[name][3]}"
-                )
         if 0 in shapes["q"] + shapes["v"]:
             return "its attention supports no empty arrays"
-        if max(shapes["q"][0], shapes["q"][2]) > MOST_HEADS:
-            return f"its attention supports at most {MOST_HEADS} sequences, and as many heads"
-        return None
+        return refuses_widths("attention", request)
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
         q, k, v = _inputs(x)

@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.windows import Grid, Size
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.differential_forward import triton_dtype
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import LOG2_E, Masks, configured, factor_dtype, load_tile, store_tile
 from precondattn_triton.windowed.slots import (
-    Grid,
-    Size,
     and_valid,
     tokens_of,
     window_of_program,

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from precondattn.kernel_backend.windows import TOGETHER
 from precondattn.spec.grid_windows import sum_by_entry
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import LOG2_E, load_tile, store_tile
@@ -29,9 +30,6 @@ from precondattn_triton.windowed.slots import and_valid, tokens_of, window_of_pr
 
 CHANNELS = tl.constexpr(32)
 """Channels of a product of the table's gradient, whose factors are all loaded anew."""
-
-TOGETHER = 16
-"""Windows of all sequences that a program of the table's gradient sums over."""
 
 
 @triton.jit
@@ -257,6 +255,5 @@ def window_gradient(
         _table_gradient[(tiles * h * groups,)](
             d_pairs, *from_out, b * windows, *rest, TOGETHER=TOGETHER, **problem.constants(tuned)
         )
-        size = (slots,) if problem.size.columns == 1 else problem.size
-        gradients["bias_table"] = sum_by_entry(d_pairs.sum(0), size)
+        gradients["bias_table"] = sum_by_entry(d_pairs.sum(0), problem.size.axes)
     return gradients

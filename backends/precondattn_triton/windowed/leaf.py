@@ -12,18 +12,14 @@ import torch
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.spec.read import MEAN
+from precondattn.kernel_backend.windows import declined_windows, grid_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
 from precondattn_triton.windowed.forward import Problem, window_forward
 from precondattn_triton.windowed.gradient import window_gradient
-from precondattn_triton.windowed.slots import grid_of
 
 Tensors = Mapping[str, torch.Tensor]
-
-MOST_SLOTS = 1024
-"""Tokens of a window. The table's gradient needs a number for each pair of them."""
 
 
 class WindowedAttention:
@@ -31,18 +27,10 @@ class WindowedAttention:
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
-        if leaf.read != MEAN:
-            return "has no kernel for windows with LASER's read"
-        if "segment_ids" in request.masks:
-            return "has no kernel for windows of packed sequences"
+        reason = declined_windows(leaf, request)
+        if reason is not None:
+            return reason
         shapes = dict(request.shapes)
-        if any(0 in shape for shape in shapes.values()):
-            return "its kernels for windows support no empty arrays"
-        size = 1
-        for w in leaf.windows.size:
-            size *= w
-        if size > MOST_SLOTS:
-            return f"supports windows of at most {MOST_SLOTS} tokens; found {size}"
         return refuses_widths("windows", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(

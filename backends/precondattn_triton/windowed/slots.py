@@ -1,60 +1,16 @@
 """Which token is in which slot of which window, and the score of two slots.
 
-Windows start at …, σ − w, σ, σ + w, … along each axis. Window (I, J) of w_r × w_c slots has in
-slot m
-
-    row    r = first_r + I w_r + ⌊m / w_c⌋,      column    c = first_c + J w_c + m mod w_c,
-
-with first = −((w − σ) mod w), and so token r C + c of a grid of C columns, if that is in the grid.
-Nothing is rolled, cut or filled up: a window at the border has fewer tokens. (Swin's cyclic shift
-puts two such windows into one, and masks their pairs.) A sequence is a grid of one column.
+Slots are numbered as in `kernel_backend/windows.py`.
 
     S_ij = s q_i·k_j + table[(r_i − r_j + w_r − 1) (2 w_c − 1) + c_i − c_j + w_c − 1]
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from precondattn_triton.tiles import LOG2_E
-
-
-class Grid(NamedTuple):
-    """The windows of a call, as kernels read them."""
-
-    windows: int
-    """How many there are."""
-    across: int
-    """How many there are next to each other."""
-    columns: int
-    first_row: int
-    first_column: int
-
-
-class Size(NamedTuple):
-    """Rows and columns of a window."""
-
-    rows: int
-    columns: int
-
-    @property
-    def slots(self) -> int:
-        return self.rows * self.columns
-
-
-def grid_of(windows: Any, s: int) -> tuple[Grid, Size]:
-    """The windows (`spec.grid_windows.Windows`) of s tokens."""
-    is_sequence = windows.columns is None
-    size = Size(*windows.size, *((1,) if is_sequence else ()))
-    shift = (*windows.shift, *((0,) if is_sequence else ()))
-    columns = 1 if is_sequence else windows.columns
-    first = [-((w - by) % w) for w, by in zip(size, shift, strict=True)]
-    lengths = triton.cdiv(s, columns), columns
-    counts = [triton.cdiv(n - at, w) for n, at, w in zip(lengths, first, size, strict=True)]
-    return Grid(counts[0] * counts[1], counts[1], columns, *first), size
 
 
 @triton.jit

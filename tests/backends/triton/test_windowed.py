@@ -10,11 +10,11 @@ import torch
 import precondattn as pa
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
+from precondattn.kernel_backend.windows import grid_of
 from precondattn_conformance.tolerance import error
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.windowed.leaf import WindowedAttention
-from precondattn_triton.windowed.slots import grid_of
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

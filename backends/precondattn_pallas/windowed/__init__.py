@@ -1,0 +1,1 @@
+"""Softmax within the windows of a grid of tokens."""

@@ -1,0 +1,188 @@
+"""Attention within windows, forward: o = softmax(S) v over the slots of a window (`slots.py`).
+
+    S_ij = s q_i·k_j + table[entry of i and j]
+
+Grid: tiles of slots of all windows, heads, sequences. A program loops over its window's tiles of
+keys with a running maximum; a window of at most 64 tokens may be one tile. Queries, keys and values
+are read where the user's arrays have them: no window is copied. Exponents and λ are in units of
+log 2. W² (d + e) products per window and head, where W is padded to whole tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from precondattn_pallas.configurations import Configuration
+from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
+from precondattn_pallas.precision import Products
+from precondattn_pallas.softmax.score_tiles import padded
+from precondattn_pallas.windowed.slots import (
+    Places,
+    and_valid,
+    load_rows,
+    slots,
+    store_rows,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+class Tiling(NamedTuple):
+    """Sizes of one launch of a kernel, and its products."""
+
+    places: Places
+    scale: float
+    """s"""
+    products: Products
+    tile: Configuration
+    d: int
+    """Padded, like e."""
+    e: int
+    rounds: bool
+    """Whether dS is rounded to the dtype of queries and keys before products with them."""
+
+    @property
+    def row_tiles(self) -> int:
+        return whole(self.places.size.slots, self.tile.rows)
+
+    @property
+    def column_tiles(self) -> int:
+        return whole(self.places.size.slots, self.tile.columns)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tiles."""
+        return self.row_tiles * self.column_tiles
+
+    def tile_of_program(self) -> tuple[Any, Any]:
+        """This program's window and tile of slots."""
+        program = pl.program_id(0)
+        return divide(program, self.row_tiles), remainder(program, self.row_tiles)
+
+    def scores(
+        self,
+        product: Any,
+        table: Any,
+        query_slot: Any,
+        key_slot: Any,
+        mask: Any,
+        head: Any = None,
+    ) -> Any:
+        """Scores of pairs of slots, of their products q k, in units of log 2; −∞ where masked.
+
+        `table` (entries), or (entries, heads) and the index of a head, or None.
+        """
+        scores = product * (self.scale * LOG2_E)
+        if table is not None:
+            entry = self.places.entries(query_slot, key_slot)
+            at = (entry,) if head is None else (entry, jnp.full_like(entry, head))
+            bias = plgpu.load(table.at[at], mask=mask, other=0)
+            scores += bias.astype(jnp.float32) * LOG2_E
+        return jnp.where(mask, scores, -jnp.inf)
+
+    def times(self, d_scores: Any, rows: Any) -> Any:
+        """dS K, or dSᵀ Q."""
+        factor = rows.dtype if self.rounds else jnp.float32
+        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
+
+
+def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
+    (rows, columns), places = tiling.tile[:2], tiling.places
+    window, tile = tiling.tile_of_program()
+    row_slot = slots(tile, rows)
+    query, is_query = places.queries(window, row_slot)
+    is_row = and_valid(x.get("q_valid"), query, is_query)
+    q = load_rows(x["q"], query, is_row, tiling.d)
+
+    def add(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        largest, total, acc = carried
+        key_slot = slots(index, columns)
+        key, is_key = places.keys(window, key_slot)
+        is_key = and_valid(x.get("k_valid"), key, is_key)
+        k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
+        mask = is_row[:, None] & is_key[None, :]
+        product = tiling.products.dot(q, k, right=True)
+        scores = tiling.scores(product, x.get("table"), row_slot[:, None], key_slot[None, :], mask)
+        higher = jnp.maximum(largest, jnp.max(scores, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        shrink = jnp.exp2(largest - base)
+        # Sum the rounded weights that multiply v, so that acc / l is a mean.
+        p = jnp.exp2(scores - base[:, None]).astype(v.dtype)
+        total = total * shrink + jnp.sum(p.astype(jnp.float32), axis=1)
+        return higher, total, acc * shrink[:, None] + tiling.products.dot(p, v)
+
+    start = (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, tiling.e), jnp.float32),
+    )
+    largest, total, acc = loop(0, tiling.column_tiles, add, start)
+    some = jnp.where(total > 0, total, 1.0)
+    store_rows(out["o"], query, is_query, acc / some[:, None])
+    logs = jnp.where(total > 0, largest + jnp.log2(some), jnp.inf)
+    plgpu.store(out["log_total"].at[query], logs, mask=is_query)
+
+
+class Masks(NamedTuple):
+    """Which tokens are valid, (b or 1, tokens); None where all are."""
+
+    q_valid: Any
+    k_valid: Any
+
+
+def attend(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[Any, Any]:
+    """o (b, t, h, e) and λ (b, h, t), in float32."""
+    (b, t, h, _), e = x["q"].shape, tiling.e
+    result = launch(
+        forward,
+        (tiling.row_tiles * tiling.places.grid.windows, h, b),
+        inputs_of(tiling, x, masks),
+        {
+            "o": (shape_of((b, t, h, e), jnp.float32), rows_of_head(t, e)),
+            "log_total": (shape_of((b, h, t), jnp.float32), numbers_of_head(t)),
+        },
+        tiling.tile,
+        interpret=tiling.products.interpret,
+        tiling=tiling,
+    )
+    return result["o"][..., : x["v"].shape[3]], result["log_total"]
+
+
+def inputs_of(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
+    """The arrays that every kernel of a query head reads, each with the block of a program."""
+    (_, t, h, _), (_, s, n, _) = x["q"].shape, x["v"].shape
+    given = {
+        "q": (padded(x["q"], t, tiling.d), rows_of_head(t, tiling.d)),
+        "k": (padded(x["k"], s, tiling.d), rows_of_head(s, tiling.d, h // n)),
+        "v": (padded(x["v"], s, tiling.e), rows_of_head(s, tiling.e, h // n)),
+    }
+    return given | shared_inputs(x, masks)
+
+
+def shared_inputs(x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
+    """The table of a head, and which tokens are valid."""
+    given = {}
+    if "bias_table" in x:
+        table = x["bias_table"]
+        given["table"] = table, pl.BlockSpec((table.shape[0], None), lambda i, h, b: (0, h))
+    for name, valid in masks._asdict().items():
+        if valid is not None:
+            b = x["q"].shape[0]
+            numbers = jnp.broadcast_to(valid, (b, valid.shape[1])).astype(jnp.int32)
+            given[name] = numbers, pl.BlockSpec((None, valid.shape[1]), lambda i, h, b: (b, 0))
+    return given
+
+
+def rows_of_head(tokens: int, width: int, group: int = 1) -> pl.BlockSpec:
+    """Of an array (b, tokens, heads, width), of which each of `group` programs reads one head."""
+    return pl.BlockSpec((None, tokens, None, width), lambda i, h, b: (b, 0, divide(h, group), 0))
+
+
+def numbers_of_head(tokens: int) -> pl.BlockSpec:
+    """Of an array (b, heads, tokens)."""
+    return pl.BlockSpec((None, None, tokens), lambda i, h, b: (b, h, 0))

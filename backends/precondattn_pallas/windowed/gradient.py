@@ -1,0 +1,250 @@
+"""Attention within windows, backward, from λ, D = rowsum(do ∘ o) and do:
+
+    A = e^{S − λ},    dS = A ∘ (do vᵀ − D),    dq = s dS k,    dk = s dSᵀ q,    dv = Aᵀ do,
+    dtable[m] = Σ dS_ij over the pairs of slots with entry m, of all windows and sequences.
+
+Kernels, and their grids:
+
+    query gradient    dq                 tiles of slots of all windows, heads, sequences
+    key gradient      dk, dv             the same, per key/value head; it loops over the query heads
+    table gradient    Σ_windows dS_ij    pairs of tiles, heads, groups of windows of all sequences
+
+The last one has the sum of its pairs in registers, and writes it once: (groups, h, W, W) numbers,
+which XLA sums over groups and then by entry. No two programs add to the same element, so the result
+is deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from precondattn.kernel_backend.windows import TOGETHER
+from precondattn.spec.grid_windows import sum_by_entry
+from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
+from precondattn_pallas.softmax.score_tiles import padded
+from precondattn_pallas.windowed.forward import (
+    Masks,
+    Tiling,
+    inputs_of,
+    numbers_of_head,
+    rows_of_head,
+    shared_inputs,
+)
+from precondattn_pallas.windowed.slots import (
+    and_valid,
+    load_numbers,
+    load_rows,
+    slots,
+    store_rows,
+)
+
+CHANNELS = 32
+"""Channels of a product of the table's gradient."""
+
+
+def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+    """A tile of dq / s."""
+    (rows, columns), places = tiling.tile[:2], tiling.places
+    window, tile = tiling.tile_of_program()
+    row_slot = slots(tile, rows)
+    query, is_query = places.queries(window, row_slot)
+    is_row = and_valid(x.get("q_valid"), query, is_query)
+    logs = load_numbers(x["log_total"], query, is_row, jnp.inf)
+    is_row = is_row & (logs < jnp.inf)
+    logs = jnp.where(is_row, logs, 0.0)
+    d_sum = load_numbers(x["d_sum"], query, is_row, 0.0)
+    q, d_o = (load_rows(x[a], query, is_row, w) for a, w in (("q", tiling.d), ("d_o", tiling.e)))
+
+    def add(index: Any, acc: Any) -> Any:
+        key_slot = slots(index, columns)
+        key, is_key = places.keys(window, key_slot)
+        is_key = and_valid(x.get("k_valid"), key, is_key)
+        k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
+        mask = is_row[:, None] & is_key[None, :]
+        product = tiling.products.dot(q, k, right=True)
+        scores = tiling.scores(product, x.get("table"), row_slot[:, None], key_slot[None, :], mask)
+        a = jnp.exp2(scores - logs[:, None])
+        d_a = tiling.products.dot(d_o, v, right=True)
+        return acc + tiling.times(a * (d_a - d_sum[:, None]), k)
+
+    start = jnp.zeros((rows, tiling.d), jnp.float32)
+    store_rows(out["d_q"], query, is_query, loop(0, tiling.column_tiles, add, start))
+
+
+def key_gradient(x: Any, out: Any, *, tiling: Tiling, group: int) -> None:
+    """A tile of dk / s and dv, from `group` query heads; tiles are keys × queries."""
+    (rows, columns), places = tiling.tile[:2], tiling.places
+    window, tile = tiling.tile_of_program()
+    key_slot = slots(tile, rows)
+    key, is_there = places.keys(window, key_slot)
+    is_key = and_valid(x.get("k_valid"), key, is_there)
+    k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
+
+    def of_head(head: Any, carried: Any) -> Any:
+        def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+            d_k, d_v = carried
+            query_slot = slots(index, columns)
+            query, is_query = places.queries(window, query_slot)
+            is_query = and_valid(x.get("q_valid"), query, is_query)
+            logs = load_numbers(x["log_total"], query, is_query, jnp.inf, head)
+            is_query = is_query & (logs < jnp.inf)
+            logs = jnp.where(is_query, logs, 0.0)
+            d_sum = load_numbers(x["d_sum"], query, is_query, 0.0, head)
+            q = load_rows(x["q"], query, is_query, tiling.d, head)
+            d_o = load_rows(x["d_o"], query, is_query, tiling.e, head)
+            mask = is_query[None, :] & is_key[:, None]
+            product = tiling.products.dot(k, q, right=True)
+            scores = tiling.scores(
+                product, x.get("table"), query_slot[None, :], key_slot[:, None], mask, head
+            )
+            a = jnp.exp2(scores - logs[None, :])
+            d_v += tiling.products.dot(a.astype(d_o.dtype), d_o)
+            d_a = tiling.products.dot(v, d_o, right=True)
+            return d_k + tiling.times(a * (d_a - d_sum[None, :]), q), d_v
+
+        return loop(0, tiling.column_tiles, add, carried)
+
+    start = tuple(jnp.zeros((rows, width), jnp.float32) for width in (tiling.d, tiling.e))
+    d_k, d_v = loop(0, group, of_head, start)
+    store_rows(out["d_k"], key, is_there, d_k)
+    store_rows(out["d_v"], key, is_there, d_v)
+
+
+def table_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+    """The sum of dS over a group of windows of one sequence, for a pair of tiles of slots."""
+    (rows, columns), places = tiling.tile[:2], tiling.places
+    group, tile = divide(pl.program_id(0), tiling.pairs), remainder(pl.program_id(0), tiling.pairs)
+    row_slot = slots(divide(tile, tiling.column_tiles), rows)
+    key_slot = slots(remainder(tile, tiling.column_tiles), columns)
+
+    def add(window: Any, acc: Any) -> Any:
+        query, is_row = places.queries(window, row_slot)
+        is_row = and_valid(x.get("q_valid"), query, is_row)
+        key, is_key = places.keys(window, key_slot)
+        is_key = and_valid(x.get("k_valid"), key, is_key)
+        logs = load_numbers(x["log_total"], query, is_row, jnp.inf)
+        is_row = is_row & (logs < jnp.inf)
+        logs = jnp.where(is_row, logs, 0.0)
+        d_sum = load_numbers(x["d_sum"], query, is_row, 0.0)
+        mask = is_row[:, None] & is_key[None, :]
+        rows_of, columns_of = (query, is_row), (key, is_key)
+        product = _product(tiling, x["q"], rows_of, x["k"], columns_of, tiling.d)
+        scores = tiling.scores(product, x["table"], row_slot[:, None], key_slot[None, :], mask)
+        d_a = _product(tiling, x["d_o"], rows_of, x["v"], columns_of, tiling.e)
+        return acc + jnp.exp2(scores - logs[:, None]) * (d_a - d_sum[:, None])
+
+    last = jnp.minimum((group + 1) * TOGETHER, places.grid.windows)
+    acc = loop(group * TOGETHER, last, add, jnp.zeros((rows, columns), jnp.float32))
+    row = lax.broadcast_in_dim(row_slot, acc.shape, (0,))
+    column = lax.broadcast_in_dim(key_slot, acc.shape, (1,))
+    inside = (row < places.size.slots) & (column < places.size.slots)
+    plgpu.store(out["d_pairs"].at[row, column], acc, mask=inside)
+
+
+def _product(
+    tiling: Tiling,
+    left: Any,
+    rows: tuple[Any, Any],
+    right: Any,
+    columns: tuple[Any, Any],
+    width: int,
+) -> Any:
+    """x yᵀ of rows x and rows y, some channels at a time: both are loaded for each window anew."""
+    each = min(width, CHANNELS)
+
+    def add(i: Any, total: Any) -> Any:
+        x, y = (
+            load_rows(array, *of, each, first=i * each)
+            for array, of in ((left, rows), (right, columns))
+        )
+        return total + tiling.products.dot(x, y, right=True)
+
+    return loop(0, width // each, add, jnp.zeros(tiling.tile[:2], jnp.float32))
+
+
+def d_queries(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
+    """dq / s (b, t, h, d), in float32."""
+    b, t, h, d = x["q"].shape
+    result = launch(
+        query_gradient,
+        (tiling.row_tiles * tiling.places.grid.windows, h, b),
+        _inputs(tiling, x, masks),
+        {"d_q": (shape_of((b, t, h, tiling.d), jnp.float32), rows_of_head(t, tiling.d))},
+        tiling.tile,
+        interpret=tiling.products.interpret,
+        tiling=tiling,
+    )
+    return result["d_q"][..., :d]
+
+
+def d_keys_and_values(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[Any, Any]:
+    """dk / s (b, s, n, d) and dv (b, s, n, e), in float32."""
+    (b, t, h, d), (_, s, n, e) = x["q"].shape, x["v"].shape
+    group = h // n
+
+    def rows_of_group(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, t, group, width), lambda i, n, b: (b, 0, n, 0))
+
+    numbers_of_group = pl.BlockSpec((None, group, t), lambda i, n, b: (b, n, 0))
+    inputs = shared_inputs(x, masks) | {
+        "q": (padded(x["q"], t, tiling.d), rows_of_group(tiling.d)),
+        "d_o": (padded(x["d_o"], t, tiling.e), rows_of_group(tiling.e)),
+        "k": (padded(x["k"], s, tiling.d), rows_of_head(s, tiling.d)),
+        "v": (padded(x["v"], s, tiling.e), rows_of_head(s, tiling.e)),
+        "log_total": (x["log_total"], numbers_of_group),
+        "d_sum": (x["d_sum"], numbers_of_group),
+    }
+    if "bias_table" in x:
+        table = x["bias_table"]
+        spec = pl.BlockSpec((table.shape[0], group), lambda i, n, b: (0, n))
+        inputs["table"] = table, spec
+    widths = {"d_k": tiling.d, "d_v": tiling.e}
+    result = launch(
+        key_gradient,
+        (tiling.row_tiles * tiling.places.grid.windows, n, b),
+        inputs,
+        {
+            name: (shape_of((b, s, n, width), jnp.float32), rows_of_head(s, width))
+            for name, width in widths.items()
+        },
+        tiling.tile,
+        interpret=tiling.products.interpret,
+        tiling=tiling,
+        group=group,
+    )
+    return result["d_k"][..., :d], result["d_v"][..., :e]
+
+
+def d_table(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
+    """The gradient of the table (entries, h), in float32."""
+    (b, _, h, _), size = x["q"].shape, tiling.places.size
+    groups, slots = whole(tiling.places.grid.windows, TOGETHER), size.slots
+    block = pl.BlockSpec(
+        (None, None, None, slots, slots),
+        lambda i, h, b: (b, divide(i, tiling.pairs), h, 0, 0),
+    )
+    result = launch(
+        table_gradient,
+        (groups * tiling.pairs, h, b),
+        _inputs(tiling, x, masks),
+        {"d_pairs": (shape_of((b, groups, h, slots, slots), jnp.float32), block)},
+        tiling.tile,
+        interpret=tiling.products.interpret,
+        tiling=tiling,
+    )
+    return sum_by_entry(jnp.sum(result["d_pairs"], axis=(0, 1)), size.axes)
+
+
+def _inputs(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
+    """What the gradients of a query head read."""
+    t = x["q"].shape[1]
+    return inputs_of(tiling, x, masks) | {
+        "d_o": (padded(x["d_o"], t, tiling.e), rows_of_head(t, tiling.e)),
+        "log_total": (x["log_total"], numbers_of_head(t)),
+        "d_sum": (x["d_sum"], numbers_of_head(t)),
+    }

@@ -1,0 +1,125 @@
+"""The leaf `Windowed`: supported calls, and their launches.
+
+Residuals: λ (b, h, t), in units of log 2, and, if the output is rounded to half precision, the
+output in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.precise import is_precise
+from precondattn.kernel_backend.windows import declined_windows, grid_of
+from precondattn_pallas.configurations import configuration
+from precondattn_pallas.precision import products
+from precondattn_pallas.softmax.widths import refuses_widths
+from precondattn_pallas.windowed.forward import Masks, Tiling, attend
+from precondattn_pallas.windowed.gradient import d_keys_and_values, d_queries, d_table
+from precondattn_pallas.windowed.slots import Places
+
+
+class Plan(NamedTuple):
+    """What is known of a call before it runs."""
+
+    forward: Tiling
+    query_gradient: Tiling
+    key_gradient: Tiling
+    table_gradient: Tiling
+
+
+def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> Plan:
+    q, k, v = (x[name] for name in "qkv")
+    d, e, is_half = padded_width(q.shape[3]), padded_width(v.shape[3]), v.dtype.itemsize == 2
+    places = Places(*grid_of(leaf.windows, k.shape[1]), q.shape[1], k.shape[1])
+    multiplied = products(v.dtype, interpret=interpret)
+    if is_half:
+        multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
+    rounds = v.dtype == jnp.bfloat16 and not is_precise()
+    most = padded_width(places.size.slots)
+
+    def tiling(kernel: str) -> Tiling:
+        tile = configuration(f"window_{kernel}", max(d, e), is_half)
+        tile = tile._replace(rows=min(tile.rows, most), columns=min(tile.columns, most))
+        return Tiling(places, leaf.scale_for(q.shape[3]), multiplied, tile, d, e, rounds)
+
+    return Plan(*(tiling(kernel) for kernel in Plan._fields))
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(plan: Plan, x: dict[str, Any], masks: Masks) -> tuple[Any, tuple[Any, ...]]:
+    out, log_total = attend(plan.forward, x, masks)
+    dtype = x["v"].dtype
+    return out.astype(dtype), (log_total,) if dtype == jnp.float32 else (log_total, out)
+
+
+@partial(jax.jit, static_argnums=0)
+def _backward(
+    plan: Plan, x: dict[str, Any], masks: Masks, out: Any, log_total: Any, d_o: Any
+) -> dict[str, Any]:
+    d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
+    x = {**x, "d_o": d_o, "log_total": log_total, "d_sum": jnp.swapaxes(d_sum, 1, 2)}
+    scale = plan.forward.scale
+    d_k, d_v = d_keys_and_values(plan.key_gradient, x, masks)
+    gradients = {"q": scale * d_queries(plan.query_gradient, x, masks), "k": scale * d_k, "v": d_v}
+    if "bias_table" in x:
+        gradients["bias_table"] = d_table(plan.table_gradient, x, masks)
+    return gradients
+
+
+class WindowedAttention:
+    """Softmax within windows, and its gradient."""
+
+    def __init__(self, *, interpret: bool) -> None:
+        self.interpret = interpret
+
+    def refuses(self, leaf: Any, request: Request) -> str | None:
+        """The reason why the kernels do not support this call, or None."""
+        return declined_windows(leaf, request) or refuses_widths("windows", request)
+
+    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+        """The output (b, t, h, e) in the dtype of the values, and the residuals."""
+        x = _inputs(x)
+        plan = plan_of(leaf, x, interpret=self.interpret)
+        result: tuple[Any, tuple[Any, ...]] = _forward(plan, x, _masks(frame))
+        return result
+
+    def backward(
+        self,
+        leaf: Any,
+        x: Mapping[str, Any],
+        frame: Frame,
+        out: Any,
+        residuals: tuple[Any, ...],
+        cotangent: Any,
+    ) -> dict[str, Any]:
+        """The gradients of all inputs, in their dtypes."""
+        given, (log_total, *full) = _inputs(x), residuals
+        plan = plan_of(leaf, given, interpret=self.interpret)
+        d_out, full_out = cotangent.astype(given["v"].dtype), full[0] if full else out
+        result = _backward(plan, given, _masks(frame), full_out, log_total, d_out)
+        return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        """The shapes of the residuals of `forward`."""
+        b, t, h, _ = inputs["q"].shape
+        (*_, e), dtype = inputs["v"]
+        kept = ArraySpec((b, h, t), "float32")
+        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+
+
+def _inputs(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries and keys in the dtype of the values."""
+    dtype = x["v"].dtype
+    return {**x, "q": x["q"].astype(dtype), "k": x["k"].astype(dtype)}
+
+
+def _masks(frame: Frame) -> Masks:
+    return Masks(frame.q_valid, frame.k_valid)

@@ -1,0 +1,79 @@
+"""The windows of a call as kernels read them, and the calls that kernels decline.
+
+Windows start at …, σ − w, σ, σ + w, … along each axis. Window (I, J) of w_r × w_c slots has in
+slot m
+
+    row    r = first_r + I w_r + ⌊m / w_c⌋,      column    c = first_c + J w_c + m mod w_c,
+
+with first = −((w − σ) mod w), and so token r C + c of a grid of C columns, if that is in the grid.
+Nothing is rolled, cut or filled up: a window at the border has fewer tokens. (Swin's cyclic shift
+puts two such windows into one, and masks their pairs.) A sequence is a grid of one column.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from precondattn.backend import Request
+from precondattn.spec.read import MEAN
+
+MOST_SLOTS = 1024
+"""Tokens of a window. The table's gradient needs a number for each pair of them."""
+
+TOGETHER = 16
+"""Windows that a program of the table's gradient sums over."""
+
+
+class Grid(NamedTuple):
+    """The windows of a call."""
+
+    windows: int
+    """How many there are."""
+    across: int
+    """How many there are next to each other."""
+    columns: int
+    first_row: int
+    first_column: int
+
+
+class Size(NamedTuple):
+    """Rows and columns of a window."""
+
+    rows: int
+    columns: int
+
+    @property
+    def slots(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Of a window of a grid, or of a sequence."""
+        return (self.rows,) if self.columns == 1 else (self.rows, self.columns)
+
+
+def grid_of(windows: Any, s: int) -> tuple[Grid, Size]:
+    """The windows (`spec.grid_windows.Windows`) of s tokens."""
+    is_sequence = windows.columns is None
+    size = Size(*windows.size, *((1,) if is_sequence else ()))
+    shift = (*windows.shift, *((0,) if is_sequence else ()))
+    columns = 1 if is_sequence else windows.columns
+    first = [-((w - by) % w) for w, by in zip(size, shift, strict=True)]
+    lengths = -(-s // columns), columns
+    counts = [-(-(n - at) // w) for n, at, w in zip(lengths, first, size, strict=True)]
+    return Grid(counts[0] * counts[1], counts[1], columns, *first), size
+
+
+def declined_windows(leaf: Any, request: Request) -> str | None:
+    """The reason why no kernel supports this call of `Windowed`, or None."""
+    if leaf.read != MEAN:
+        return "has no kernel for windows with LASER's read"
+    if "segment_ids" in request.masks:
+        return "has no kernel for windows of packed sequences"
+    if any(0 in shape for _, shape in request.shapes):
+        return "its kernels for windows support no empty arrays"
+    slots = math.prod(leaf.windows.size)
+    if slots > MOST_SLOTS:
+        return f"supports windows of at most {MOST_SLOTS} tokens; found {slots}"
+    return None
