@@ -30,7 +30,8 @@ SMALL_RHO = 0.1
 """Below which LUCID's symmetric matrix of equal keys is too ill-conditioned for float32."""
 
 NOISE = 0.1
-"""That is added to keys, in half precision a different amount to each."""
+"""That is added to keys, in half precision a different amount to each; of longer keys than random
+ones, this part of their length."""
 
 NOISE_OF_SMALL_RHO = 1.0
 """The same for a small ρ: keys of one cluster are then as different as others."""
@@ -55,7 +56,11 @@ def with_different_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
     if not noise:
         return inputs
     k = inputs["k"]
-    return inputs | {"k": k + noise * np.random.default_rng(3).normal(size=k.shape)}
+    size = float(np.sqrt(np.mean(k**2)))
+    noisy = k + max(1.0, size) * noise * np.random.default_rng(3).normal(size=k.shape)
+    if size > 1.0:  # Extreme keys may be as long as their dtype allows.
+        noisy *= np.max(np.abs(k)) / max(np.max(np.abs(k)), np.max(np.abs(noisy)))
+    return inputs | {"k": noisy}
 
 
 def _needed_noise(leaf: pa.Leaf) -> float:

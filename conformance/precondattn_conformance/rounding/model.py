@@ -132,11 +132,10 @@ Results = tuple[np.ndarray, Arrays]
 
 
 def _runs_in_float32(mechanism: str, expected: Oracle, dtype: str) -> Iterator[Results]:
-    """Of the definition, for the oracle's inputs and for some that are half a unit of the last bit
-    off."""
-    half = float(np.finfo(dtype).eps) / 2
+    """Of the definition, for the oracle's inputs and for some that are a unit of the last bit off."""
+    unit = float(np.finfo(dtype).eps)
     rng = np.random.default_rng(0)
-    for size in (0.0, half, half):
+    for size in (0.0, unit, unit):
         inputs = {
             name: (array * (1 + size * rng.choice([-1, 1], array.shape))).astype(dtype)
             for name, array in expected.inputs.items()
