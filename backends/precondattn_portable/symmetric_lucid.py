@@ -2,10 +2,10 @@
 
     (Φ + ρ I) y = v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d},    Φ_ii = 1
 
-Up to `DIRECT` tokens Cholesky's factorization of one head at a time solves it. That is as exact as
-the dtype allows, and takes 10 to 17 times as long as softmax attention, where the iteration takes 14
-to 56 times as long. Beyond, where the matrix would not fit a cache or memory, it is solved by
-iteration (`block_conjugate_gradients.py`). A product with Φ is computed one row block at a time, up to the
+Up to `DIRECT` tokens Cholesky's factorization of one head at a time solves it. That is exact, and
+takes 10 to 17 times as long as softmax attention, where the iteration takes 14 to 56 times as long.
+Beyond, where the matrix would take much memory, it is solved by iteration
+(`block_conjugate_gradients.py`). A product with Φ is computed one row block at a time, up to the
 diagonal: a block Φ_IJ serves the rows I, and as Φ_IJᵀ the rows J,
 
     z_I += Φ_IJ x_J    (J ≤ I),    z_J += Φ_IJᵀ x_I    (J < I).

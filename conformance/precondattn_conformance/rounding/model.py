@@ -132,7 +132,7 @@ Results = tuple[np.ndarray, Arrays]
 
 
 def _runs_in_float32(mechanism: str, expected: Oracle, dtype: str) -> Iterator[Results]:
-    """Of the definition, for the oracle's inputs and for some that are a unit of the last bit off."""
+    """Of the definition, for the oracle's inputs and for some that differ in the last bit."""
     unit = float(np.finfo(dtype).eps)
     rng = np.random.default_rng(0)
     for size in (0.0, unit, unit):
