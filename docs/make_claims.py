@@ -38,6 +38,7 @@ NAMES = (
     "laser_gradients",
     "laser_maximum",
     "ccq_margin",
+    "ccq_mesa",
     "row_norm_conditioning",
     "overheads",
     "sharp_softmax",
