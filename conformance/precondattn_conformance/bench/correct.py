@@ -178,7 +178,7 @@ def _last_tokens(
     """
     m = of.mechanism
     tokens = token_count(m, inputs)
-    if of.decoder is None or not m.program.slots:
+    if of.decoder is None or not m.program.slots or not m.offers.causal:
         return None
     if of.name == "sdpa":
         rounded = {**inputs, "q": inputs["q"][:, -TAIL:]}
