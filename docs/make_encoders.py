@@ -166,8 +166,8 @@ def measured(saved: dict[str, Any]) -> str:
         f"relative to the largest one. Rank correlations are Spearman's, between the similarities "
         f"of all pairs of sentences, before and after. A temperature begins at 1, and so changes "
         f"nothing. Further training is on {BATCH} sentences of this documentation in a step, to "
-        f"give the embeddings of before (AdamW at a rate of {RATE:g}); the loss is 1 less their mean "
-        f"cosine, here of the sentences that are compared, on which it is not trained. One "
+        f"give the embeddings of before (AdamW at a rate of {RATE:g}); the loss is 1 less their "
+        f"mean cosine, here of the sentences that are compared, on which it is not trained. One "
         f"training ranks nothing. All of it took {saved['seconds_of_one_core']:.0f} seconds of "
         f"one core; `python docs/make_encoders.py` repeats it."
     )
