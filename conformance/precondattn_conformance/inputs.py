@@ -87,7 +87,9 @@ def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 
             arrays[q] = _queries_near(rng, arrays[q], arrays[k])
     if "p" in arrays:
         # What is erased along k then never grows, also where a preconditioner rescales k's entries.
-        arrays["p"] = np.copysign(arrays["p"], arrays["k"])
+        # The features of a map, which may be more than k has channels, are not negative.
+        is_of_keys = arrays["p"].shape == arrays["k"].shape
+        arrays["p"] = np.copysign(arrays["p"], arrays["k"] if is_of_keys else 1.0)
     for name, array in arrays.items():
         if mechanism.inputs[name].unit:
             arrays[name] = _unit_or_zero(array)
