@@ -8,9 +8,8 @@ mid-tones on a transparent ground, which can be read on light and on dark pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -308,7 +307,8 @@ def mesa() -> Figure:
 
     steps = list(range(1, 13))
     for ridge, colour in ((0.01, BLUE), (0.1, ORANGE), (1.0, GREEN)):
-        errors = [error(iterated(linear, k, v, ridge, count)) for count in steps]
+        queries = iterates(lambda p, ridge=ridge: linear(p, k, k) + ridge * p, k, len(steps))
+        errors = [error(linear(q, k, v)) for q in queries]
         left.plot(steps, errors, color=colour, label=f"λ = {ridge:g}")
     left.set(xlabel="iterations", ylabel="error of retrieval", ylim=(0, 1))
     left.legend()
@@ -323,20 +323,18 @@ def mesa() -> Figure:
     return figure
 
 
-def iterated(base: pa.Mechanism, k: np.ndarray, v: np.ndarray, ridge: float, steps: int) -> Any:
-    """The base's output for queries k after some steps of conjugate gradients."""
-
-    def times(p: np.ndarray) -> np.ndarray:
-        return base(p, k, k) + ridge * p
-
-    x, r = np.zeros_like(k), k
+def iterates(
+    times: Callable[[np.ndarray], np.ndarray], right: np.ndarray, steps: int
+) -> Iterator[np.ndarray]:
+    """The steps of conjugate gradients to A x = b, for every row b with a matrix of its own."""
+    x, r = np.zeros_like(right), right
     p = r
     for _ in range(steps):
         image, size = times(p), np.sum(r * r, axis=-1, keepdims=True)
         along = size / np.maximum(np.sum(p * image, axis=-1, keepdims=True), 1e-300)
         x, r = x + along * p, r - along * image
         p = r + np.sum(r * r, axis=-1, keepdims=True) / np.maximum(size, 1e-300) * p
-    return base(x, k, v)
+        yield x
 
 
 def gsa() -> Figure:

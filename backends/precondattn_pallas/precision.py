@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from precondattn.kernel_backend.precise import is_precise
+
+LOG2_E = math.log2(math.e)
+"""Kernels take exponentials to the base 2, of scores times this."""
 
 TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 """Settings of `jax_default_matmul_precision` that are no more exact than tf32. Without a setting, a
@@ -44,10 +48,23 @@ class Products(NamedTuple):
             a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
         )
 
+    def dot_of_gradient(self, d_scores: Any, rows: Any, *, rounds: bool) -> Any:
+        """dS K or dSᵀ Q, with dS rounded to the dtype of the rows, or both in float32."""
+        factor = rows.dtype if rounds else jnp.float32
+        return self.dot(d_scores.astype(factor), rows.astype(factor))
+
     @property
     def exact(self) -> Products:
         """The same, with factors that lose no bits."""
         return self._replace(tf32=False)
+
+
+def attention_products(dtype: Any, *, interpret: bool) -> tuple[Products, bool]:
+    """Those of attention to values of this dtype, and whether its gradient rounds dS."""
+    multiplied = products(dtype, interpret=interpret)
+    if jnp.dtype(dtype).itemsize == 2:
+        multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
+    return multiplied, dtype == jnp.bfloat16 and not is_precise()
 
 
 def _tf32(x: Any) -> Any:

@@ -10,11 +10,10 @@ CCQ's; other orders, and the steps of conjugate gradients to the same solution, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from make_figures import BLUE, GREEN, INK, ORANGE, clustered, panels
+from make_figures import BLUE, GREEN, INK, ORANGE, clustered, iterates, panels
 from matplotlib.figure import Figure
 
 import precondattn as pa
@@ -66,17 +65,6 @@ def by_library(k: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
     return mesa[0, 0], pa.ConditionedQuery(eps=0)(q, keys, contraction=factor)[0, 0]
 
 
-def iterates(h: np.ndarray, q: np.ndarray, ridge: float) -> Iterator[np.ndarray]:
-    """λ times the conjugate-gradient iterates of (H + λ I) x = q, of every row of q."""
-    x, r, p = np.zeros_like(q), q, q
-    for _ in range(STEPS):
-        image, size = p @ h + ridge * p, np.sum(r * r, axis=-1, keepdims=True)
-        step = size / np.maximum(np.sum(p * image, axis=-1, keepdims=True), 1e-300)
-        x, r = x + step * p, r - step * image
-        p = r + np.sum(r * r, axis=-1, keepdims=True) / np.maximum(size, 1e-300) * p
-        yield ridge * x
-
-
 def distance(x: np.ndarray, mesa: np.ndarray) -> float:
     """‖x − mesa‖ / ‖mesa‖"""
     return float(np.linalg.norm(x - mesa) / np.linalg.norm(mesa))
@@ -92,12 +80,16 @@ def run(tokens: int = 128) -> dict[str, Any]:
         pairs = [by_library(k, ratio * largest) for ratio in RATIOS]
         ridge = 0.1 * largest
         mesa, _ = by_library(k, ridge)
+
+        def times(p: np.ndarray, h: np.ndarray = h, ridge: float = ridge) -> np.ndarray:
+            return p @ h + ridge * p
+
         found[kind] = {
             "largest": largest,
             "tokens": tokens,
             "ccq": [distance(ccq, exact) for exact, ccq in pairs],
             "query": [distance(k, exact) for exact, _ in pairs],
-            "steps": [distance(x, mesa) for x in iterates(h, k, ridge)],
+            "steps": [distance(ridge * x, mesa) for x in iterates(times, k, STEPS)],
         }
     return found
 

@@ -13,7 +13,6 @@ are computed in float32 (tf32 on a GPU).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,9 +38,8 @@ from precondattn_pallas.lucid.arrays import (
 )
 from precondattn_pallas.lucid.tiles import Phi, Segments, segments_of
 from precondattn_pallas.masks import where_valid
-from precondattn_pallas.precision import products
+from precondattn_pallas.precision import LOG2_E, products
 
-LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
 

@@ -22,9 +22,8 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.lucid_step import LucidStepKernels
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
-from precondattn_pallas.lucid.solve import LOG2_E
 from precondattn_pallas.masks import where_valid
-from precondattn_pallas.precision import Products, products
+from precondattn_pallas.precision import LOG2_E, Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
 PROGRAMS = 256

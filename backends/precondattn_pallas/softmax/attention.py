@@ -7,7 +7,6 @@ equal, the rounding error would be all of dq.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,17 +18,14 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.precise import is_precise
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
-from precondattn_pallas.precision import products
+from precondattn_pallas.precision import LOG2_E, attention_products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import Tiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
 from precondattn_pallas.softmax.widths import refuses_widths
-
-LOG2_E = math.log2(math.e)
 
 Masks = tuple[Any, Any, Any]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
@@ -48,13 +44,10 @@ def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     d, e = padded_width(q.shape[3]), padded_width(v.shape[3])
     scale = leaf.scale_for(q.shape[3])
     mask = StaticMask(q.shape[1], k.shape[1], leaf.causal, leaf.window)
-    multiplied = products(v.dtype, interpret=interpret)
-    rounds = v.dtype == jnp.bfloat16 and not is_precise()
-    if is_half := v.dtype.itemsize == 2:
-        multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
+    multiplied, rounds = attention_products(v.dtype, interpret=interpret)
 
     def tiling(kernel: str) -> Tiling:
-        tile = configuration(f"attention_{kernel}", max(d, e), is_half)
+        tile = configuration(f"attention_{kernel}", max(d, e), v.dtype.itemsize == 2)
         return Tiling(mask, scale * LOG2_E, multiplied, tile, d, e, rounds)
 
     return Plan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))

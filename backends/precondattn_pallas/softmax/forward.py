@@ -1,11 +1,9 @@
 """Softmax attention forward, in tiles, with the logarithm of each row's sum for the gradient.
 
-    S = s q kᵀ,  P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P v,
-    o = acc / l,    λ = m + log l,
+    S = s q kᵀ,    o = softmax(S) v,    λ = log rowsum(e^S),
 
-with the running maximum m of each row. A program owns a tile of queries of one head and iterates
-over the tiles of keys it attends to; nothing is t × s. Exponents and λ are in units of log 2. A row
-without visible keys has o = 0 and λ = ∞: all of its weights are 0.
+with a running maximum (`running.py`). A program owns a tile of queries of one head and iterates
+over the tiles of keys it attends to; nothing is t × s.
 
 2 t s (d + e) FLOPs per head, half of them with causality; k and v are read once for every tile of
 queries.
@@ -22,6 +20,7 @@ from jax.experimental import pallas as pl
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
 from precondattn_pallas.precision import Products
+from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import (
     Segments,
     StaticMask,
@@ -48,8 +47,7 @@ class Tiling(NamedTuple):
 
     def times(self, d_scores: Any, rows: Any) -> Any:
         """dS K, or dSᵀ Q."""
-        factor = rows.dtype if self.rounds else jnp.float32
-        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
+        return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
 def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
@@ -58,8 +56,7 @@ def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
-    def add(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        largest, total, acc = carried
+    def add(index: Any, carried: Running) -> Running:
         j = pl.ds(index * columns, columns)
         scores = tiling.products.dot(q, x["k"][j, :], right=True) * tiling.scale
         runs = (None, None)
@@ -67,24 +64,11 @@ def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
             runs = x["q_run"][...][:, None], x["k_run"][j][None, :]
         is_visible = visible(tiling.mask, row, index * columns + offset, *runs)
         scores = jnp.where(is_visible, scores, -jnp.inf)
-        higher = jnp.maximum(largest, jnp.max(scores, axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        shrink = jnp.exp2(largest - base)
-        v = x["v"][j, :]
-        # Sum the rounded weights that multiply v, so that acc / l is a mean.
-        p = jnp.exp2(scores - base[:, None]).astype(v.dtype)
-        total = total * shrink + jnp.sum(p.astype(jnp.float32), axis=1)
-        return higher, total, acc * shrink[:, None] + tiling.products.dot(p, v)
+        return with_tile(carried, scores, x["v"][j, :], tiling.products)
 
-    start = (
-        jnp.full((rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, tiling.e), jnp.float32),
+    out["o"][...], out["log_total"][...] = mean_and_log(
+        loop(x["low"][0], x["high"][0], add, empty(rows, tiling.e))
     )
-    largest, total, acc = loop(x["low"][0], x["high"][0], add, start)
-    some = jnp.where(total > 0, total, 1.0)
-    out["o"][...] = acc / some[:, None]
-    out["log_total"][...] = jnp.where(total > 0, largest + jnp.log2(some), jnp.inf)
 
 
 def attend(tiling: Tiling, q: Any, k: Any, v: Any, segments: Segments | None) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ are in float32. Memory holds these for T tokens of a key/value head, and nothing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,14 +25,13 @@ from precondattn_pallas.lucid.arrays import (
 from precondattn_pallas.lucid.solve import LucidSolve
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
+from precondattn_pallas.precision import LOG2_E
 from precondattn_pallas.tpu.launch import in_lanes
 from precondattn_pallas.tpu.lucid_gradient import d_keys
 from precondattn_pallas.tpu.lucid_substitution import solve
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, reach_of
 from precondattn_pallas.tpu.products import products
 from precondattn_pallas.tpu.tiles import numbers_of
-
-LOG2_E = math.log2(math.e)
 
 
 class Plan(NamedTuple):

@@ -3,14 +3,14 @@
     S_ij = s q_i·k_j + table[entry of i and j]
 
 Grid: tiles of slots of all windows, heads, sequences. A program loops over its window's tiles of
-keys with a running maximum; a window of at most 64 tokens may be one tile. Queries, keys and values
-are read where the user's arrays have them: no window is copied. Exponents and λ are in units of
-log 2. W² (d + e) products per window and head, where W is padded to whole tiles.
+keys with a running maximum (`softmax/running.py`); a window of at most 64 tokens may be one tile.
+Queries, keys and values are read where the user's arrays have them: no window is copied. Exponents
+and λ are in units of log 2. W² (d + e) products per window and head, where W is padded to whole
+tiles.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
-from precondattn_pallas.precision import Products
+from precondattn_pallas.precision import LOG2_E, Products
+from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import padded
 from precondattn_pallas.windowed.slots import (
     Places,
@@ -28,8 +29,6 @@ from precondattn_pallas.windowed.slots import (
     slots,
     store_rows,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 class Tiling(NamedTuple):
@@ -85,10 +84,20 @@ class Tiling(NamedTuple):
             scores += bias.astype(jnp.float32) * LOG2_E
         return jnp.where(mask, scores, -jnp.inf)
 
+    def keys(self, x: Any, window: Any, slot: Any) -> tuple[Any, Any]:
+        """The key in each slot of a window, and whether there is one that is valid."""
+        key, is_there = self.places.keys(window, slot)
+        return key, and_valid(x.get("k_valid"), key, is_there)
+
+    def keys_and_values(self, x: Any, window: Any, slot: Any) -> tuple[Any, Any, Any]:
+        """The rows of k and v in these slots, 0 where there is no valid key, and where there is."""
+        key, is_key = self.keys(x, window, slot)
+        k, v = (load_rows(x[a], key, is_key, w) for a, w in (("k", self.d), ("v", self.e)))
+        return k, v, is_key
+
     def times(self, d_scores: Any, rows: Any) -> Any:
         """dS K, or dSᵀ Q."""
-        factor = rows.dtype if self.rounds else jnp.float32
-        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
+        return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
 def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
@@ -99,32 +108,16 @@ def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
     is_row = and_valid(x.get("q_valid"), query, is_query)
     q = load_rows(x["q"], query, is_row, tiling.d)
 
-    def add(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        largest, total, acc = carried
+    def add(index: Any, carried: Running) -> Running:
         key_slot = slots(index, columns)
-        key, is_key = places.keys(window, key_slot)
-        is_key = and_valid(x.get("k_valid"), key, is_key)
-        k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
+        k, v, is_key = tiling.keys_and_values(x, window, key_slot)
         mask = is_row[:, None] & is_key[None, :]
         product = tiling.products.dot(q, k, right=True)
         scores = tiling.scores(product, x.get("table"), row_slot[:, None], key_slot[None, :], mask)
-        higher = jnp.maximum(largest, jnp.max(scores, axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        shrink = jnp.exp2(largest - base)
-        # Sum the rounded weights that multiply v, so that acc / l is a mean.
-        p = jnp.exp2(scores - base[:, None]).astype(v.dtype)
-        total = total * shrink + jnp.sum(p.astype(jnp.float32), axis=1)
-        return higher, total, acc * shrink[:, None] + tiling.products.dot(p, v)
+        return with_tile(carried, scores, v, tiling.products)
 
-    start = (
-        jnp.full((rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, tiling.e), jnp.float32),
-    )
-    largest, total, acc = loop(0, tiling.column_tiles, add, start)
-    some = jnp.where(total > 0, total, 1.0)
-    store_rows(out["o"], query, is_query, acc / some[:, None])
-    logs = jnp.where(total > 0, largest + jnp.log2(some), jnp.inf)
+    o, logs = mean_and_log(loop(0, tiling.column_tiles, add, empty(rows, tiling.e)))
+    store_rows(out["o"], query, is_query, o)
     plgpu.store(out["log_total"].at[query], logs, mask=is_query)
 
 
@@ -164,12 +157,14 @@ def inputs_of(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tupl
     return given | shared_inputs(x, masks)
 
 
-def shared_inputs(x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
-    """The table of a head, and which tokens are valid."""
+def shared_inputs(
+    x: dict[str, Any], masks: Masks, heads: int | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """The table of a program's head, or of its `heads`, and which tokens are valid."""
     given = {}
     if "bias_table" in x:
         table = x["bias_table"]
-        given["table"] = table, pl.BlockSpec((table.shape[0], None), lambda i, h, b: (0, h))
+        given["table"] = table, pl.BlockSpec((table.shape[0], heads), lambda i, h, b: (0, h))
     for name, valid in masks._asdict().items():
         if valid is not None:
             b = x["q"].shape[0]

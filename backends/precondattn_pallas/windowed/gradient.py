@@ -16,7 +16,7 @@ is deterministic.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,70 +47,81 @@ CHANNELS = 32
 """Channels of a product of the table's gradient."""
 
 
+class Rows(NamedTuple):
+    """The queries of a tile that have weights."""
+
+    query: Any
+    is_row: Any
+    logs: Any
+    """λ, 0 where there is no such query."""
+    d_sum: Any
+    """D"""
+
+    @classmethod
+    def of(cls, tiling: Tiling, x: Any, window: Any, slot: Any, head: Any = None) -> Rows:
+        """Of the slots of a window; x has numbers of one head, or of several by head."""
+        query, is_row = tiling.places.queries(window, slot)
+        is_row = and_valid(x.get("q_valid"), query, is_row)
+        logs = load_numbers(x["log_total"], query, is_row, jnp.inf, head)
+        is_row = is_row & (logs < jnp.inf)
+        d_sum = load_numbers(x["d_sum"], query, is_row, 0.0, head)
+        return cls(query, is_row, jnp.where(is_row, logs, 0.0), d_sum)
+
+    def load(self, array: Any, width: int, head: Any = None) -> Any:
+        """Their rows of q or do, 0 elsewhere."""
+        return load_rows(array, self.query, self.is_row, width, head)
+
+
 def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     """A tile of dq / s."""
-    (rows, columns), places = tiling.tile[:2], tiling.places
+    rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
     row_slot = slots(tile, rows)
-    query, is_query = places.queries(window, row_slot)
-    is_row = and_valid(x.get("q_valid"), query, is_query)
-    logs = load_numbers(x["log_total"], query, is_row, jnp.inf)
-    is_row = is_row & (logs < jnp.inf)
-    logs = jnp.where(is_row, logs, 0.0)
-    d_sum = load_numbers(x["d_sum"], query, is_row, 0.0)
-    q, d_o = (load_rows(x[a], query, is_row, w) for a, w in (("q", tiling.d), ("d_o", tiling.e)))
+    of = Rows.of(tiling, x, window, row_slot)
+    q, d_o = of.load(x["q"], tiling.d), of.load(x["d_o"], tiling.e)
 
     def add(index: Any, acc: Any) -> Any:
         key_slot = slots(index, columns)
-        key, is_key = places.keys(window, key_slot)
-        is_key = and_valid(x.get("k_valid"), key, is_key)
-        k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
-        mask = is_row[:, None] & is_key[None, :]
+        k, v, is_key = tiling.keys_and_values(x, window, key_slot)
+        mask = of.is_row[:, None] & is_key[None, :]
         product = tiling.products.dot(q, k, right=True)
         scores = tiling.scores(product, x.get("table"), row_slot[:, None], key_slot[None, :], mask)
-        a = jnp.exp2(scores - logs[:, None])
+        a = jnp.exp2(scores - of.logs[:, None])
         d_a = tiling.products.dot(d_o, v, right=True)
-        return acc + tiling.times(a * (d_a - d_sum[:, None]), k)
+        return acc + tiling.times(a * (d_a - of.d_sum[:, None]), k)
 
-    start = jnp.zeros((rows, tiling.d), jnp.float32)
-    store_rows(out["d_q"], query, is_query, loop(0, tiling.column_tiles, add, start))
+    d_q = loop(0, tiling.column_tiles, add, jnp.zeros((rows, tiling.d), jnp.float32))
+    store_rows(out["d_q"], *tiling.places.queries(window, row_slot), d_q)
 
 
 def key_gradient(x: Any, out: Any, *, tiling: Tiling, group: int) -> None:
     """A tile of dk / s and dv, from `group` query heads; tiles are keys × queries."""
-    (rows, columns), places = tiling.tile[:2], tiling.places
+    rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
     key_slot = slots(tile, rows)
-    key, is_there = places.keys(window, key_slot)
-    is_key = and_valid(x.get("k_valid"), key, is_there)
-    k, v = load_rows(x["k"], key, is_key, tiling.d), load_rows(x["v"], key, is_key, tiling.e)
+    k, v, is_key = tiling.keys_and_values(x, window, key_slot)
 
     def of_head(head: Any, carried: Any) -> Any:
         def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
             d_k, d_v = carried
             query_slot = slots(index, columns)
-            query, is_query = places.queries(window, query_slot)
-            is_query = and_valid(x.get("q_valid"), query, is_query)
-            logs = load_numbers(x["log_total"], query, is_query, jnp.inf, head)
-            is_query = is_query & (logs < jnp.inf)
-            logs = jnp.where(is_query, logs, 0.0)
-            d_sum = load_numbers(x["d_sum"], query, is_query, 0.0, head)
-            q = load_rows(x["q"], query, is_query, tiling.d, head)
-            d_o = load_rows(x["d_o"], query, is_query, tiling.e, head)
-            mask = is_query[None, :] & is_key[:, None]
+            of = Rows.of(tiling, x, window, query_slot, head)
+            q, d_o = of.load(x["q"], tiling.d, head), of.load(x["d_o"], tiling.e, head)
+            mask = of.is_row[None, :] & is_key[:, None]
             product = tiling.products.dot(k, q, right=True)
             scores = tiling.scores(
                 product, x.get("table"), query_slot[None, :], key_slot[:, None], mask, head
             )
-            a = jnp.exp2(scores - logs[None, :])
+            a = jnp.exp2(scores - of.logs[None, :])
             d_v += tiling.products.dot(a.astype(d_o.dtype), d_o)
             d_a = tiling.products.dot(v, d_o, right=True)
-            return d_k + tiling.times(a * (d_a - d_sum[None, :]), q), d_v
+            return d_k + tiling.times(a * (d_a - of.d_sum[None, :]), q), d_v
 
         return loop(0, tiling.column_tiles, add, carried)
 
     start = tuple(jnp.zeros((rows, width), jnp.float32) for width in (tiling.d, tiling.e))
     d_k, d_v = loop(0, group, of_head, start)
+    key, is_there = tiling.places.keys(window, key_slot)
     store_rows(out["d_k"], key, is_there, d_k)
     store_rows(out["d_v"], key, is_there, d_v)
 
@@ -123,20 +134,13 @@ def table_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     key_slot = slots(remainder(tile, tiling.column_tiles), columns)
 
     def add(window: Any, acc: Any) -> Any:
-        query, is_row = places.queries(window, row_slot)
-        is_row = and_valid(x.get("q_valid"), query, is_row)
-        key, is_key = places.keys(window, key_slot)
-        is_key = and_valid(x.get("k_valid"), key, is_key)
-        logs = load_numbers(x["log_total"], query, is_row, jnp.inf)
-        is_row = is_row & (logs < jnp.inf)
-        logs = jnp.where(is_row, logs, 0.0)
-        d_sum = load_numbers(x["d_sum"], query, is_row, 0.0)
-        mask = is_row[:, None] & is_key[None, :]
-        rows_of, columns_of = (query, is_row), (key, is_key)
-        product = _product(tiling, x["q"], rows_of, x["k"], columns_of, tiling.d)
+        of = Rows.of(tiling, x, window, row_slot)
+        keys = tiling.keys(x, window, key_slot)
+        mask = of.is_row[:, None] & keys[1][None, :]
+        product = _product(tiling, x["q"], of[:2], x["k"], keys, tiling.d)
         scores = tiling.scores(product, x["table"], row_slot[:, None], key_slot[None, :], mask)
-        d_a = _product(tiling, x["d_o"], rows_of, x["v"], columns_of, tiling.e)
-        return acc + jnp.exp2(scores - logs[:, None]) * (d_a - d_sum[:, None])
+        d_a = _product(tiling, x["d_o"], of[:2], x["v"], keys, tiling.e)
+        return acc + jnp.exp2(scores - of.logs[:, None]) * (d_a - of.d_sum[:, None])
 
     last = jnp.minimum((group + 1) * TOGETHER, places.grid.windows)
     acc = loop(group * TOGETHER, last, add, jnp.zeros((rows, columns), jnp.float32))
@@ -191,7 +195,7 @@ def d_keys_and_values(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[
         return pl.BlockSpec((None, t, group, width), lambda i, n, b: (b, 0, n, 0))
 
     numbers_of_group = pl.BlockSpec((None, group, t), lambda i, n, b: (b, n, 0))
-    inputs = shared_inputs(x, masks) | {
+    inputs = shared_inputs(x, masks, group) | {
         "q": (padded(x["q"], t, tiling.d), rows_of_group(tiling.d)),
         "d_o": (padded(x["d_o"], t, tiling.e), rows_of_group(tiling.e)),
         "k": (padded(x["k"], s, tiling.d), rows_of_head(s, tiling.d)),
@@ -199,10 +203,6 @@ def d_keys_and_values(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[
         "log_total": (x["log_total"], numbers_of_group),
         "d_sum": (x["d_sum"], numbers_of_group),
     }
-    if "bias_table" in x:
-        table = x["bias_table"]
-        spec = pl.BlockSpec((table.shape[0], group), lambda i, n, b: (0, n))
-        inputs["table"] = table, spec
     widths = {"d_k": tiling.d, "d_v": tiling.e}
     result = launch(
         key_gradient,

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from precondattn.backend import ArraySpec, Request
+from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.precise import is_precise
 from precondattn.kernel_backend.windows import declined_windows, grid_of
 from precondattn_pallas.configurations import configuration
-from precondattn_pallas.precision import products
+from precondattn_pallas.precision import attention_products
+from precondattn_pallas.softmax.attention import Attention
 from precondattn_pallas.softmax.widths import refuses_widths
 from precondattn_pallas.windowed.forward import Masks, Tiling, attend
 from precondattn_pallas.windowed.gradient import d_keys_and_values, d_queries, d_table
@@ -39,10 +39,7 @@ def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> Plan:
     q, k, v = (x[name] for name in "qkv")
     d, e, is_half = padded_width(q.shape[3]), padded_width(v.shape[3]), v.dtype.itemsize == 2
     places = Places(*grid_of(leaf.windows, k.shape[1]), q.shape[1], k.shape[1])
-    multiplied = products(v.dtype, interpret=interpret)
-    if is_half:
-        multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
-    rounds = v.dtype == jnp.bfloat16 and not is_precise()
+    multiplied, rounds = attention_products(v.dtype, interpret=interpret)
     most = padded_width(places.size.slots)
 
     def tiling(kernel: str) -> Tiling:
@@ -74,11 +71,8 @@ def _backward(
     return gradients
 
 
-class WindowedAttention:
-    """Softmax within windows, and its gradient."""
-
-    def __init__(self, *, interpret: bool) -> None:
-        self.interpret = interpret
+class WindowedAttention(Attention):
+    """Softmax within windows, and its gradient; the residuals are those of attention."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
@@ -106,13 +100,6 @@ class WindowedAttention:
         d_out, full_out = cotangent.astype(given["v"].dtype), full[0] if full else out
         result = _backward(plan, given, _masks(frame), full_out, log_total, d_out)
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
-
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """The shapes of the residuals of `forward`."""
-        b, t, h, _ = inputs["q"].shape
-        (*_, e), dtype = inputs["v"]
-        kept = ArraySpec((b, h, t), "float32")
-        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
 
 
 def _inputs(x: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,14 +133,13 @@ Results = tuple[np.ndarray, Arrays]
 
 def _runs_in_float32(mechanism: str, expected: Oracle, dtype: str) -> Iterator[Results]:
     """Of the definition, for the oracle's inputs and for some that differ in the last bit."""
-    unit = float(np.finfo(dtype).eps)
+    m, unit = mechanism_of(mechanism), float(np.finfo(dtype).eps)
     rng = np.random.default_rng(0)
     for size in (0.0, unit, unit):
         inputs = {
             name: (array * (1 + size * rng.choice([-1, 1], array.shape))).astype(dtype)
             for name, array in expected.inputs.items()
         }
-        m = mechanism_of(mechanism)
         out, pullback = m.vjp(**inputs, **expected.masks, backend="reference")
         yield out, pullback(expected.cotangent.astype(dtype))
 
