@@ -45,11 +45,22 @@ RECURRENT = (
     pa.GSA,
     pa.ConditionedQuery,
 )
+ON_A_GPU = (
+    pa.GDN2,
+    pa.Comba,
+    pa.DeltaProduct,
+    pa.ErasingDelta,
+    pa.ErasingGatedDelta,
+    pa.ErasingKDA,
+    pa.ErasingGDN2,
+    pa.PreconditionedKey,
+)
+"""Delta rules with another key to erase or several steps, and the key that ATK writes."""
 
 KERNELS: dict[str, KernelTable] = {
     CUDA: {
         pa.LucidSolve: "precondattn_pallas.lucid.solve:LucidSolve",
-        **dict.fromkeys(RECURRENT, "precondattn_pallas.recurrence.leaves:Recurrence"),
+        **dict.fromkeys((*RECURRENT, *ON_A_GPU), "precondattn_pallas.recurrence.leaves:Recurrence"),
         pa.Softmax: ByOption(
             "read",
             {

@@ -32,7 +32,8 @@ WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
 
 RECURRENT = (
-    *(pa.GatedDelta, pa.KDA, pa.Delta),
+    *(pa.GatedDelta, pa.KDA, pa.Delta, pa.GDN2, pa.Comba, pa.DeltaProduct),
+    *(pa.ErasingDelta, pa.ErasingGatedDelta, pa.ErasingKDA, pa.ErasingGDN2, pa.PreconditionedKey),
     *(pa.SSD, pa.Retention, pa.Linear, pa.GLA, pa.GSA),
 )
 SHARING = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)

@@ -62,6 +62,12 @@ CALLS: Shipped = (
     ("kda", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("kda", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("kda", (torch.float16,), ((128, 128),)),
+    ("comba", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("erasing_gated_delta", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("erasing_kda", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("comba", (torch.float16,), ((128, 128),)),
+    ("erasing_kda", (torch.float16,), ((128, 128),)),
+    ("preconditioned_key", (torch.bfloat16,), ((256, 256), (128, 128))),
     ("ccq(gated_delta)", (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
     ("ccq(gated_delta)", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
@@ -87,7 +93,7 @@ STEPS: Shipped = (
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
-    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED"),
 )
 """The constants of a kernel that depend on its configuration or select a code path."""
 WIDE_SPILLS = 10400
@@ -129,7 +135,7 @@ def variants(target: str) -> Iterator[Variant]:
                     function = launch.function.module, launch.function.__name__
                     identity = (
                         *(function, dtype, _first_dtype(launch), constants, tuned, is_wide),
-                        _is_packed(launch),
+                        *(_is_packed(launch), launch.arguments.get("erase") is not None),
                     )
                     if identity not in yielded:
                         yielded.add(identity)

@@ -2,7 +2,8 @@
 
 A leaf that is one recurrence of its inputs ("plain") passes them to the kernels as they are stored,
 in the call's dtype. What another leaf computes from its inputs first (a norm, a softmax, a column
-of ones) is computed in float32. States, gates and β are in float32.
+of ones) is computed in float32. States, gates and β are in float32. The kernels multiply the
+outputs of the linear family by its scale, which would round the queries.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
+from precondattn.spec.comba import Comba
+from precondattn.spec.delta_product import DeltaProduct
+from precondattn.spec.dplr import DPLR
+from precondattn.spec.erase_key import WithEraseKey
+from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
     LinearFamily,
@@ -24,14 +30,22 @@ from precondattn.spec.linear_family import (
     queries_of_states,
     rows_of_states,
 )
-from precondattn.spec.recurrence import Form, Stream
+from precondattn.spec.recurrence import Form, Gradients, Stream
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
+
+COMPUTED = (GDN2, DeltaProduct, DPLR)
+"""Leaves whose recurrence has rows that they compute first: products of inputs, or more tokens."""
+
+
+def is_linear(leaf: Any) -> bool:
+    """Whether it is one recurrence, whose outputs have a scale."""
+    return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
 
 
 def is_plain(leaf: Any) -> bool:
     """Whether it is one recurrence of its own inputs."""
-    return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
+    return is_linear(leaf) and not isinstance(leaf, COMPUTED)
 
 
 def decays(leaf: Any, frame: Frame) -> bool:
@@ -40,8 +54,13 @@ def decays(leaf: Any, frame: Frame) -> bool:
 
 
 def scale_in_form(leaf: Any, x: Mapping[str, Array]) -> float:
-    """The scale that the form multiplies by: that of a plain leaf, whose stream has none."""
-    return float(leaf.scale_for(x["q"].shape[3])) if is_plain(leaf) else 1.0
+    """The scale that the form multiplies by: that of the linear family."""
+    return float(leaf.scale_for(x["q"].shape[3])) if is_linear(leaf) else 1.0
+
+
+def unscaled(leaf: Any) -> Any:
+    """The leaf without the scale that the form multiplies by."""
+    return replace(leaf, scale=1.0) if is_linear(leaf) else leaf
 
 
 def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
@@ -55,6 +74,7 @@ def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
         swap_time_and_heads(x["v"]),
         _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
         swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
+        **(leaf.erased(x, frame) if isinstance(leaf, (Comba, WithEraseKey)) else {}),
     )
 
 
@@ -78,8 +98,26 @@ def gradients_of(leaf: Any, x: Mapping[str, Array], d: Stream, frame: Frame) -> 
 
     The form has multiplied by the scale.
     """
-    gradients: Arrays = replace(leaf, scale=1.0).gradients(x, d, frame)
+    gradients: Arrays = unscaled(leaf).gradients(x, d, frame)
     return gradients
+
+
+class Rounded:
+    """A form whose rows are in the call's dtype, for a leaf that computes them from its inputs."""
+
+    def __init__(self, form: Form, dtype: Any) -> None:
+        self.form, self.dtype = form, dtype
+        self.by_tokens, self.read = form.by_tokens, form.read
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        return self.form.forward(self._rounded(x), state)
+
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+        return self.form.vjp(self._rounded(x), state, cast(d_o, self.dtype), d_final)
+
+    def _rounded(self, x: Stream) -> Stream:
+        rows = {name: getattr(x, name) for name in ("q", "k", "v", "erase", "undecayed")}
+        return x._replace(**{n: cast(a, self.dtype) for n, a in rows.items() if a is not None})
 
 
 class StatefulKernels:
@@ -95,7 +133,7 @@ class StatefulKernels:
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        d, e = shapes["k"][-1], shapes.get("v", shapes["k"])[-1]
         slots = shapes["s"][3] if "s" in shapes else 0
         if slots > WIDEST_KEYS:
             return f"its recurrence supports at most {WIDEST_KEYS} slots; found m={slots}"
@@ -106,10 +144,14 @@ class StatefulKernels:
             )
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence supports no empty arrays"
-        heads = max(shapes[name][2] for name in ("q", "v") if name in shapes)
-        if shapes["q"][0] * heads > MOST_HEADS:
+        heads = max(shapes[name][-2] for name in ("q", "k", "v") if name in shapes)
+        if shapes["k"][0] * heads > MOST_HEADS:
             return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
+
+    def _form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Form:
+        form = self.form(leaf, x, frame)
+        return Rounded(form, x["q"].dtype) if isinstance(leaf, COMPUTED) else form
 
     def run(
         self,
@@ -119,13 +161,13 @@ class StatefulKernels:
         frame: Frame,
     ) -> tuple[Array, Arrays]:
         """The output and the new state, from a state, or from zeros where it is None."""
-        form = self.form(leaf, x, frame)
+        form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
         if is_plain(leaf):
             o, final = form.forward(stream_of(leaf, x, frame), state["state"])
             return rows_of_states(o), {"state": final}
-        out, finals = leaf.run(state, upcast_all(x), frame, form)
-        return cast(out, x["v" if "v" in x else "q"].dtype), finals
+        out, finals = unscaled(leaf).run(state, upcast_all(x), frame, form)
+        return cast(out, _dtype_of_output(x)), finals
 
     def run_vjp(
         self,
@@ -137,7 +179,7 @@ class StatefulKernels:
         d_state: Mapping[str, Array] | None,
     ) -> tuple[Arrays, Arrays]:
         """The gradients of inputs and state, from those of the output and the new state."""
-        form = self.form(leaf, x, frame)
+        form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
         d_state = leaf.zero_state(x) if d_state is None else d_state
         if is_plain(leaf):
@@ -145,7 +187,7 @@ class StatefulKernels:
             d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_state["state"])
             gradients, d_past = gradients_of(leaf, x, d.stream, frame), {"state": d.state}
         else:
-            gradients, d_past = leaf.run_vjp(
+            gradients, d_past = unscaled(leaf).run_vjp(
                 state, upcast_all(x), frame, upcast(cotangent), d_state, form
             )
         return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
@@ -199,6 +241,10 @@ class StatefulKernels:
 
     def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         return ()
+
+
+def _dtype_of_output(x: Mapping[str, Array]) -> Any:
+    return next(x[name].dtype for name in "vqk" if name in x)
 
 
 def _without_masks_if_uniform(frame: Frame) -> Frame:

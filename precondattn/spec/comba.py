@@ -88,15 +88,20 @@ class Comba(LinearFamily):
         option = "" if self.erases == type(self).erases else "[erases=decayed]"
         return (slot._replace(holds=slot.holds.replace("comba", f"comba{option}", 1)),)
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
-        stream = super().stream(x, frame)
-        p = repeat_heads(swap_time_and_heads(x["p"]), stream.k.shape[1])
+    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+        """The keys that are erased (b, h, s, d), by their name in the stream."""
+        p = swap_time_and_heads(x["p"])
         if self.erases == "decayed":
-            return stream._replace(erase=p)
+            return {"erase": p}
         same = same_segment_as_before(frame, p.shape[2])
         if same is not None:  # The state before is that of another segment.
             p = namespace(p).where(same[:, None, :, None], p, 0.0)
-        return stream._replace(undecayed=p)
+        return {"undecayed": p}
+
+    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+        stream = super().stream(x, frame)
+        keys = self.erased(x, frame)
+        return stream._replace(**{n: repeat_heads(a, stream.k.shape[1]) for n, a in keys.items()})
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         d_p = d.erase if self.erases == "decayed" else d.undecayed

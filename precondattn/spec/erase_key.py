@@ -39,10 +39,14 @@ class WithEraseKey(LinearFamily):
         declared = dict(super().inputs) | {"beta": Pattern.read(f"b s {self.heads} in [0, 1]")}
         return Inputs(**declared, erase=Pattern.read("b s h d unit row"))
 
+    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+        """The keys that are erased (b, h, s, d), by their name in the stream."""
+        return {"erase": swap_time_and_heads(x["erase"])}
+
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         stream = super().stream(x, frame)
-        erase = repeat_heads(swap_time_and_heads(x["erase"]), stream.k.shape[1])
-        return stream._replace(erase=erase)
+        keys = self.erased(x, frame)
+        return stream._replace(**{n: repeat_heads(a, stream.k.shape[1]) for n, a in keys.items()})
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         d_erase = sum_heads(d.erase, x["erase"].shape[2])

@@ -14,7 +14,7 @@ from precondattn.spec.recurrence import Stream
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.launch import divide, launch, remainder, shape_of, whole
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.gate_sums import factors_of
+from precondattn_pallas.recurrence.gate_sums import before_decays, factors_of
 
 LOWEST = -200.0
 """A gate whose exponential is 0 in float32, used in place of −∞."""
@@ -25,7 +25,8 @@ WIDEST_BLOCK = 64
 Rows = Mapping[str, Any]
 """Arrays of a recurrence by name, those that are present (`chunk_tiles.py`): q (m, r, T, d), k, v;
 erase, the keys that are erased if others than k; beta (m, T); g, reading, writing (m, T), or (m, T,
-d) with one gate for each key channel; total (m, chunks, 1 or d)."""
+d) with one gate for each key channel; total (m, chunks, 1 or d). Where keys are erased from the
+state before its decay, preceding and erasing (m, T) are g and reading of the token before."""
 
 
 class Plan(NamedTuple):
@@ -82,9 +83,13 @@ def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any
 
 def written_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
     """All rows but q; gates (b, m, s, 1 or d, 1), β and keys to erase where present."""
-    if x.undecayed is not None:
-        raise ValueError("the chunkwise form erases from the decayed state; found undecayed keys")
-    k, v, beta, erase = x.k, x.v, x.beta, x.erase
+    if x.undecayed is not None and x.g.shape[3] > 1:
+        raise ValueError(
+            "the chunkwise form erases from the state before its decay with one decay per head; "
+            f"found {x.g.shape[3]}"
+        )
+    k, v, beta = x.k, x.v, x.beta
+    erase = x.erase if x.undecayed is None else x.undecayed
     b, m, s, d = k.shape
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
 
@@ -106,7 +111,14 @@ def written_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, 
         g = jnp.maximum(x.g[..., 0].astype(jnp.float32), LOWEST)
         result["g"] = padded(g, width) if g.shape[3] > 1 else padded(g[..., 0])
         result |= factors_of(result["g"], plan.chunk)
+        if x.undecayed is not None:
+            result |= before_decays(result["g"], plan.chunk)
     return result
+
+
+def of_erased(x: Rows) -> Rows:
+    """The rows with the decays until the keys that are erased are read."""
+    return {**x, "reading": x["erasing"]} if "erasing" in x else x
 
 
 def padded_values(e: int) -> int:

@@ -21,7 +21,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_arrays import (
+    Grid,
+    Plan,
+    Rows,
+    each_query,
+    empty,
+    of_erased,
+)
 from precondattn_pallas.recurrence.chunk_tiles import (
     crossing,
     every_block,
@@ -171,7 +178,7 @@ def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str
         sums += ["written"] if "writing" in x else []
     if "d_right" in x:
         inputs |= {name: grid.rows(x[name]) for name in ("d_right", "d_keys")}
-        inputs |= grid.named(x, "reading", "beta")
+        inputs |= grid.named(of_erased(x), "reading", "beta")
         sums.append("from_keys")
         if "erase" in x:
             inputs["erase"] = grid.rows(x["erase"], width)

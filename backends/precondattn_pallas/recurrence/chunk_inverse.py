@@ -13,7 +13,8 @@ for nearly equal keys. For two halves of h tokens, D of a pair across their boun
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
 
-With one decay for each key channel, D is inside the product, and the pairs of E and K come from
+Keys that are erased from the state before its decay have D_ij without the gate of token i. With one
+decay for each key channel, D is inside the product, and the pairs of E and K come from
 `channel_decay.py`.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.precision import Products
@@ -53,15 +55,19 @@ def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
     first, second = pl.ds(0, half), pl.ds(half, half)
     blocks = []
     for own in (first, second):
-        gates = {"g": x["g"][own]} if "g" in x else {}
+        gates = {name: x[name][own] for name in ("g", "preceding") if name in x}
         system = _among(products, x, own, own, block) * pairs_of(gates, half, strict=True)
         inverse = unit_lower_inverse(products, system * x["beta"][own][:, None])
         out["inverse"][own, own] = inverse
         blocks.append(inverse)
     corner = _among(products, x, second, first, block) * x["beta"][second][:, None]
     if "g" in x:
-        since = jnp.exp(jnp.cumsum(x["g"][second], axis=0))
         i, j = tokens_of(half)
+        own = x["g"][second]
+        if "preceding" in x:  # But for that of the other half's last token.
+            is_later = lax.broadcasted_iota(jnp.int32, (half,), 0) > 0
+            own = jnp.where(is_later, x["preceding"][second], jnp.float32(0))
+        since = jnp.exp(jnp.cumsum(own, axis=0))
         after = jnp.where(i > j, x["g"][first][:, None], jnp.float32(0))
         corner = corner * since[:, None] * jnp.exp(jnp.sum(after, axis=0))[None, :]
     exact = products.exact
@@ -84,7 +90,7 @@ def _among(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
 def inverses(plan: Plan, x: Rows) -> Any:
     """M of all chunks (m, T, C); with one decay for each key channel, x has D ∘ E Kᵀ as among."""
     m, tokens, d = x["k"].shape
-    names = ("among", "beta") if "among" in x else ("k", "erase", "beta", "g")
+    names = ("among", "beta") if "among" in x else ("k", "erase", "beta", "g", "preceding")
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
     result = plan.launch(
         invert,

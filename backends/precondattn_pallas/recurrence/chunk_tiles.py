@@ -54,21 +54,29 @@ def tokens_of(size: int) -> tuple[Any, Any]:
 
 
 def pairs_of(x: Any, size: int, *, strict: bool = False) -> Any:
-    """D, 0 above the diagonal, or, if `strict`, above and on it."""
+    """D, 0 above the diagonal, or, if `strict`, above and on it.
+
+    With `preceding`, the gates of the tokens before, token i reads before its own gate:
+    D_ij = e^{g_{j+1} + … + g_{i−1}}.
+    """
     i, j = tokens_of(size)
     seen = i > j if strict else i >= j
     if "g" not in x:
         return jnp.where(seen, jnp.float32(1), jnp.float32(0))
     # In the column of token j, the gates after j are summed.
-    after = jnp.where(i > j, x["g"][...][:, None], jnp.float32(0))
+    if "preceding" in x:
+        after = jnp.where(i > j + 1, x["preceding"][...][:, None], jnp.float32(0))
+    else:
+        after = jnp.where(i > j, x["g"][...][:, None], jnp.float32(0))
     return jnp.where(seen, jnp.exp(jnp.cumsum(after, axis=0)), jnp.float32(0))
 
 
-def crossing(pairs: Any) -> Any:
-    """The gates' gradient from Σ dx ∘ x over pairs (C, C): gate t is in the pairs j < t ≤ i."""
+def crossing(pairs: Any, *, undecayed: bool = False) -> Any:
+    """The gates' gradient from Σ dx ∘ x over pairs (C, C): gate t is in the pairs j < t ≤ i, or
+    j < t < i if `undecayed`."""
     i, j = tokens_of(pairs.shape[0])
     before = jnp.cumsum(pairs, axis=1) - pairs
-    return jnp.sum(jnp.where(i >= j, before, jnp.float32(0)), axis=0)
+    return jnp.sum(jnp.where(i > j if undecayed else i >= j, before, jnp.float32(0)), axis=0)
 
 
 def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:

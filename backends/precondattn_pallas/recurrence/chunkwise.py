@@ -4,12 +4,13 @@
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
 with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; E are the keys that are erased,
-K unless others are given. With one decay for each
-channel, see `channel_recurrence.py`. Chunks are prepared all at once (`delta_rule.py`), states are
-passed from chunk to chunk (`chunk_states.py`), and outputs are read all at once (`chunk_reads.py`).
-The gradient recomputes the states, propagates their gradients back, and computes the rest for all
-chunks at once (`chunk_gradient.py`). XLA computes the factors of the gates, and the gradient of the
-gates from sums that the kernels return (`gate_sums.py`).
+K unless others are given. They may be erased from the state before its decay; reading of token i is
+then that of token i − 1. With one decay for each channel, see `channel_recurrence.py`. Chunks are
+prepared all at once (`delta_rule.py`), states are passed from chunk to chunk (`chunk_states.py`),
+and outputs are read all at once (`chunk_reads.py`). The gradient recomputes the states, propagates
+their gradients back, and computes the rest for all chunks at once (`chunk_gradient.py`). XLA
+computes the factors of the gates, and the gradient of the gates from sums that the kernels return
+(`gate_sums.py`).
 
 Besides inputs, outputs and their gradients, memory holds a state of d e numbers in float32 for each
 chunk, and M and two rows of numbers for each token; in the gradient, twice that and a few rows.
@@ -40,7 +41,7 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     unpadded_queries,
     unpadded_state,
 )
-from precondattn_pallas.recurrence.gate_sums import d_gates
+from precondattn_pallas.recurrence.gate_sums import by_next, d_gates
 
 
 class Chunkwise:
@@ -95,22 +96,24 @@ class Chunkwise:
             read = jnp.sum(by_queries["read"], axis=1)
             if x.beta is not None:
                 crossing = crossing + of_delta_rule["crossing"]
-                read = read - rows["beta"] * of_keys["from_keys"]
+                erased = rows["beta"] * of_keys["from_keys"]
+                read = read - (by_next(erased, plan.chunk) if "erasing" in rows else erased)
             kept = jnp.sum(of_keys["overlap"] * rows["total"], axis=2)
             d_g = d_gates(crossing, read, of_keys["written"], kept, plan.chunk)
             d_g = d_g[:, :s].reshape(x.g.shape)
-        d_beta = None
+        d_beta = d_erase = None
         if x.beta is not None:
             d_beta = (of_delta_rule["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
+        if "d_erase" in of_keys:
+            d_erase = of_keys["d_erase"][:, :s, : x.k.shape[3]].reshape(x.k.shape)
         stream = Stream(
             unpadded_queries(by_queries["d_q"], x, x.k.shape[3]),
             of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
             d_v[:, :s, :e].reshape(x.v.shape),
             d_g,
             d_beta,
-            None
-            if x.erase is None
-            else of_keys["d_erase"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
+            None if x.erase is None else d_erase,
+            None if x.undecayed is None else d_erase,
         )
         return Gradients(stream, unpadded_state(d_start, d_final))
 

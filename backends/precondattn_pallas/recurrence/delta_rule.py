@@ -9,8 +9,9 @@ X = Mᵀ dU,
     dL = −stril((β ∘ X) Uᵀ),    L = stril(D ∘ E Kᵀ),
     dE = (dL ∘ D) K + …,        dK = (dL ∘ D)ᵀ E + …,
 
-and the sum of both where E is K. With one decay for each key channel, D is inside the products: L
-and the gradients from dL are then computed by `channel_decay.py`.
+and the sum of both where E is K. Keys that are erased from the state before its decay have the
+factor reading_{i−1} in W, and D_{i−1,j} in L. With one decay for each key channel, D is inside the
+products: L and the gradients from dL are then computed by `channel_decay.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty
+from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty, of_erased
 from precondattn_pallas.recurrence.chunk_inverse import inverses
 from precondattn_pallas.recurrence.chunk_tiles import (
     crossing,
@@ -78,7 +79,7 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
         own = among * products_of_rows(products, x["erase" if "erase" in x else "k"], x["k"], block)
     out["d_beta"][...] = d_beta - jnp.sum(own, axis=1)
     if "g" in x:
-        out["crossing"][...] = crossing(-beta * own)
+        out["crossing"][...] = crossing(-beta * own, undecayed="preceding" in x)
 
 
 def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
         {
             **grid.named(x, "erase" if "erase" in x else "k", "v"),
             "inverse": grid.rows(inverse),
-            **grid.named(x, "beta", "reading"),
+            **grid.named(of_erased(x), "beta", "reading"),
         },
         {"y": grid.rows(empty(m, tokens, e)), "w": grid.rows(empty(m, tokens, d))},
         block=plan.block("delta_prepare", min(d, e)),
@@ -105,7 +106,7 @@ def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
     """X (m, T, e) as d_right, d_keys (m, T, C), d_beta (m, T); with gates, crossing (m, T)."""
     m, tokens, e = u.shape
     grid = Grid(plan.chunk, tokens // plan.chunk, m)
-    keys, gates = (("among",), ()) if "among" in x else (("k", "erase"), ("g",))
+    keys, gates = (("among",), ()) if "among" in x else (("k", "erase"), ("g", "preceding"))
     numbers = ("d_beta", "crossing") if gates and "g" in x else ("d_beta",)
     name = "channel_delta_keys" if "among" in x else "delta_keys"
     return plan.launch(

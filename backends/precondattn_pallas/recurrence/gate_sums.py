@@ -26,6 +26,19 @@ def factors_of(g: Any, chunk: int) -> dict[str, Any]:
     }
 
 
+def before_decays(g: Any, chunk: int) -> dict[str, Any]:
+    """g and reading (m, T) of the token before, in the same chunk."""
+    preceding = _shifted(g.reshape(g.shape[0], -1, chunk))
+    erasing = jnp.exp(jnp.cumsum(preceding, axis=2))
+    return {"preceding": preceding.reshape(g.shape), "erasing": erasing.reshape(g.shape)}
+
+
+def by_next(x: Any, chunk: int) -> Any:
+    """Numbers (m, T) of the next token, 0 for the last of a chunk: reads before its own decay."""
+    chunks = x.reshape(x.shape[0], -1, chunk)
+    return jnp.pad(chunks[:, :, 1:], ((0, 0), (0, 0), (0, 1))).reshape(x.shape)
+
+
 def d_gates(crossing: Any, read: Any, written: Any, kept: Any, chunk: int) -> Any:
     """The gates' gradient, from the sums of dx ∘ x of everything that the gates multiply.
 
@@ -52,5 +65,9 @@ def _after(x: Any) -> Any:
 
 def _before(x: Any) -> Any:
     """Σ_{j<i} x_j"""
-    shifted = jnp.concatenate([jnp.zeros_like(x[:, :, :1, ...]), x[:, :, :-1, ...]], axis=2)
-    return jnp.cumsum(shifted, axis=2)
+    return jnp.cumsum(_shifted(x), axis=2)
+
+
+def _shifted(x: Any) -> Any:
+    """x of the token before, 0 for the first."""
+    return jnp.concatenate([jnp.zeros_like(x[:, :, :1, ...]), x[:, :, :-1, ...]], axis=2)

@@ -13,7 +13,6 @@ output. Gradients are linear in the cotangents of the output and of the final st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,11 +25,12 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import (
     StatefulKernels,
     decays,
-    is_plain,
     scale_in_form,
+    unscaled,
 )
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
+from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.recurrence import Form
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
@@ -50,20 +50,15 @@ def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> For
 
 def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) -> Form:
     """The form for inputs of a dtype."""
-    # What has just been computed in float32, rows of length 1 or a softmax, is not rounded again.
-    operands = jnp.float32 if isinstance(leaf, (ConditionedQuery, GSA)) else dtype
+    # What has just been computed in float32 (rows of length 1, a softmax, squares) is not rounded.
+    computed = isinstance(leaf, (ConditionedQuery, GSA, PreconditionedKey))
+    operands = jnp.float32 if computed else dtype
     return form_of(dtype, operands, decays=decays(leaf, _frame(masks)), interpret=interpret)
 
 
 def _frame(masks: Masks) -> Frame:
     q_valid, k_valid, k_segment = masks
     return Frame(None, None, q_valid, k_valid, None, k_segment)
-
-
-def _unscaled(leaf: Any, x: Mapping[str, Any]) -> tuple[Any, float]:
-    """The leaf without its scale, and the scale."""
-    scale = scale_in_form(leaf, x)
-    return (replace(leaf, scale=1.0) if is_plain(leaf) else leaf), scale
 
 
 def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
@@ -74,12 +69,12 @@ def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
-    dtype = x["q"].dtype
+    dtype = x["k"].dtype
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     form = _form(form_of, leaf, dtype, masks, interpret)
-    leaf, scale = _unscaled(leaf, x)
-    out, final = leaf.run(state, x, _frame(masks), form)
+    scale = scale_in_form(leaf, x)
+    out, final = unscaled(leaf).run(state, x, _frame(masks), form)
     return (scale * out).astype(dtype), final
 
 
@@ -98,9 +93,9 @@ def _run_vjp(
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.zero_state(x) if d_state is None else d_state
-    form = _form(form_of, leaf, dtypes["q"], masks, interpret)
+    form = _form(form_of, leaf, dtypes["k"], masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
-    leaf, scale = _unscaled(leaf, x)
+    scale, leaf = scale_in_form(leaf, x), unscaled(leaf)
     d_state = {slot: each / scale for slot, each in d_state.items()}
     gradients, d_past = leaf.run_vjp(state, x, _frame(masks), cotangent, d_state, form)
     d_past = {slot: scale * each for slot, each in d_past.items()}
@@ -132,7 +127,7 @@ _extended.defvjp(_extended_forward, _extended_backward)
 
 
 class Recurrence(StatefulKernels):
-    """Leaves of the linear family, GSA, and CCQ's query.
+    """Leaves of the linear family, GSA, CCQ's query, and the key that ATK writes.
 
     A run is one compiled function of arrays, so a frame is passed to it as its masks.
     """

@@ -35,15 +35,18 @@ def decay_of(x: Stream) -> str:
     ------
     ValueError
         if every element of the state has its own gate, or, with the delta rule, every column; or if
-        a key is erased from the state before its decay.
+        a key is erased from the state before a decay of channels.
     """
-    if x.undecayed is not None:
-        raise ValueError("the chunkwise form erases from the decayed state; found undecayed keys")
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and columns > 1):
         raise ValueError(
             "the chunkwise form supports one decay per head or key channel, or, without the delta "
             f"rule, one per value channel; found {rows} x {columns} decays"
+        )
+    if rows > 1 and x.undecayed is not None:
+        raise ValueError(
+            "the chunkwise form erases from the state before its decay with one decay per head; "
+            f"found {rows}"
         )
     return "keys" if rows > 1 else "values" if columns > 1 else "head"
 
@@ -87,6 +90,7 @@ class Call:
         self.half, self.like = half, x.k
         self.width, self.step = padded_width(d), padded_values(e)
         decay = decay_of(x)
+        erase = x.erase if x.undecayed is None else x.undecayed
         self.decay = decay if decays else "none"
         self.is_by_channel = self.decay in ("keys", "values")
         self.gate_step = self.step if self.decay == "values" else self.width
@@ -99,15 +103,15 @@ class Call:
             "q": x.q,
             "k": x.k,
             "v": x.v,
-            "erase": x.erase,
+            "erase": erase,
             **strides("q", x.q, "bmtrd"),
             **strides("k", x.k, "bmsd"),
             **strides("v", x.v, "bmse"),
-            **strides_if("erase", x.erase, "bmsd"),
+            **strides_if("erase", erase, "bmsd"),
             "q_group": m // x.q.shape[1],
             "k_group": m // x.k.shape[1],
             "v_group": m // x.v.shape[1],
-            "erase_group": 1 if x.erase is None else m // x.erase.shape[1],
+            "erase_group": 1 if erase is None else m // erase.shape[1],
             "heads": m,
             "queries": r,
             "s": s,
@@ -122,8 +126,16 @@ class Call:
             "STEP": self.step,
             "GATE_STEP": self.gate_step,
             "DECAY": self.decay,
+            "UNDECAYED": x.undecayed is not None and self.decay == "head",
             "PRECISION": precision,
         }
+
+    @property
+    def erasing(self) -> Tensor | None:
+        """The decay of the state before a chunk until a token erases from it."""
+        name = "erasing" if self.arguments["UNDECAYED"] else "reading"
+        result: Tensor | None = self.arguments[name]
+        return result
 
     def configuration(self, kernel: str) -> Configuration:
         """The configuration of that name."""

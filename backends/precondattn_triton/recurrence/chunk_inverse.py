@@ -3,7 +3,8 @@
     M = (I + L)⁻¹,    L = diag(β) stril(D ∘ E Kᵀ)
 
 with E the keys that are erased: K, unless others are given. With a gate per key channel, D is
-inside the product, and the scores of E and K are those of `channel_decay.py`.
+inside the product, and the scores of E and K are those of `channel_decay.py`. Keys that are erased
+from the state before its decay have D_ij without the gate of token i.
 
 The two halves of the chunk are inverted in registers (`triangular_inverse.py`), then the lower left
 corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The inversion has float32 precision for every
@@ -51,6 +52,7 @@ def invert(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     LEVELS: tl.constexpr,
+    UNDECAYED: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -89,14 +91,18 @@ def invert(
     row = tl.arange(0, HALF)
     at = head * tokens + start
     beta = tl.load(strength + at + row)
-    upper *= pairs_of(gates, at, HALF, True) * beta[:, None]
+    upper *= pairs_of(gates, at, HALF, True, UNDECAYED) * beta[:, None]
     upper = unit_lower_inverse(upper, HALF, LEVELS, EXACT)
     beta = tl.load(strength + at + HALF + row)
-    lower *= pairs_of(gates, at + HALF, HALF, True) * beta[:, None]
+    lower *= pairs_of(gates, at + HALF, HALF, True, UNDECAYED) * beta[:, None]
     lower = unit_lower_inverse(lower, HALF, LEVELS, EXACT)
     corner *= beta[:, None]
     if gates is not None:
-        since = tl.cumsum(tl.load(gates + at + HALF + row), axis=0)
+        if UNDECAYED:
+            own = tl.load(gates + at + HALF + row - 1, mask=row > 0, other=0.0)
+        else:
+            own = tl.load(gates + at + HALF + row)
+        since = tl.cumsum(own, axis=0)
         following = tl.load(gates + at + 1 + row, mask=row + 1 < HALF, other=0.0)
         until = tl.cumsum(following, axis=0, reverse=True)
         corner *= tl.exp(since)[:, None] * tl.exp(until)[None, :]

@@ -56,24 +56,32 @@ def store_tokens(array, start, first, count, width, token_stride, tile):
 
 
 @triton.jit
-def pairs_of(g, start, SIZE: tl.constexpr, STRICT: tl.constexpr):
+def pairs_of(g, start, SIZE: tl.constexpr, STRICT: tl.constexpr, UNDECAYED: tl.constexpr = False):
     """D of the tokens whose gates begin at `start`; 0 above the diagonal, and on it if STRICT.
 
-    Without gates, D is 1.
+    If UNDECAYED, token i reads before its own gate: D_ij = e^{g_{j+1} + … + g_{i−1}}. Without
+    gates, D is 1.
     """
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     mask = i > j if STRICT else i >= j
     decay = tl.full((SIZE, SIZE), 1.0, tl.float32)
     if g is not None:
-        gates = tl.load(g + start + tl.arange(0, SIZE))
         # Column j accumulates the gates of the tokens after j.
-        decay = tl.exp(tl.cumsum(tl.where(i > j, gates[:, None], 0.0), axis=0))
+        if UNDECAYED:
+            row = tl.arange(0, SIZE)
+            gates = tl.load(g + start + row - 1, mask=row > 0, other=0.0)
+            decay = tl.exp(tl.cumsum(tl.where(i > j + 1, gates[:, None], 0.0), axis=0))
+        else:
+            gates = tl.load(g + start + tl.arange(0, SIZE))
+            decay = tl.exp(tl.cumsum(tl.where(i > j, gates[:, None], 0.0), axis=0))
     return tl.where(mask, decay, 0.0)
 
 
 @triton.jit
-def crossing(pairs, SIZE: tl.constexpr):
-    """The gradient of gates from dD ∘ D of pairs (C, C): gate t is in the pairs j < t ≤ i."""
+def crossing(pairs, SIZE: tl.constexpr, UNDECAYED: tl.constexpr = False):
+    """The gradient of gates from dD ∘ D of pairs (C, C): gate t is in the pairs j < t ≤ i, or
+    j < t < i if UNDECAYED."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     before = tl.cumsum(pairs, axis=1) - pairs
-    return tl.sum(tl.where(i >= j, before, 0.0), axis=0)
+    is_after = i > j if UNDECAYED else i >= j
+    return tl.sum(tl.where(is_after, before, 0.0), axis=0)

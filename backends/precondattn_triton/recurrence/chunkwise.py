@@ -4,11 +4,12 @@
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
 with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`; E are the keys that are
-erased, K unless others are given. All chunks are prepared at
-once (`delta_rule.py`), states are carried from chunk to chunk (`chunk_states.py`), and the outputs
-of all chunks are computed at once (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`)
-recomputes the states, carries their gradients backward, and computes the rest for all chunks at
-once. A call with one token has a separate kernel (`one_token.py`).
+erased, K unless others are given. They may be erased from the state before its decay; reading of
+token i is then that of token i − 1. All chunks are prepared at once (`delta_rule.py`), states are
+carried from chunk to chunk (`chunk_states.py`), and the outputs of all chunks are computed at once
+(`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) recomputes the states, carries their
+gradients backward, and computes the rest for all chunks at once. A call with one token has a
+separate kernel (`one_token.py`).
 
 Each key channel may have its own gate, or, in an additive recurrence, each value channel. Then
 `channel_decay.py` computes the pairs within a chunk, and the factors are rows instead of numbers.
@@ -121,7 +122,8 @@ def _step(call: Call, x: Stream) -> tuple[Tensor, Tensor]:
 def prepare(call: Call, x: Stream) -> None:
     """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
-    names = ("gates", "reading", "writing", "total", "strength", "among", "inverse", "y", "w", "u")
+    names = ("gates", "reading", "erasing", "writing", "total", "strength")
+    names += ("among", "inverse", "y", "w", "u")
     call.arguments |= dict.fromkeys(names)
     if call.decay == "head" or x.beta is not None:
         prepare_numbers(call, x)
@@ -152,6 +154,7 @@ def prepare(call: Call, x: Stream) -> None:
         delta_rule.prepare,
         "delta_prepare",
         (call.count, heads),
+        reading=call.erasing,
         BLOCK=call.both("delta_prepare"),
     )
 
@@ -160,6 +163,7 @@ def prepare_numbers(call: Call, x: Stream) -> None:
     """Compute the decay factors of gates per head, and load β."""
     heads = call.b * call.m
     names = ["gates", "reading", "writing"] if call.decay == "head" else []
+    names += ["erasing"] if call.arguments["UNDECAYED"] else []
     names += [] if x.beta is None else ["strength"]
     call.arguments |= {name: call.empty(heads, call.tokens) for name in names}
     gates = None

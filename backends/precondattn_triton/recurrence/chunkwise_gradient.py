@@ -74,12 +74,15 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
         pairs, within = call.arguments["d_keys"], within[1:]
         call.arguments["within_erase"] = erase_gate_gradients(call, pairs, within)
     d_q = _d_queries(call, x)
-    d_erase = None if x.erase is None else _d_erase(call, x.erase).transpose(1, 2)
+    d_erase, d_undecayed = (
+        None if keys is None else _d_erase(call, keys) for keys in (x.erase, x.undecayed)
+    )
     d_k = _d_keys(call, x)
     d_g, d_beta = _d_numbers(call, x)
     if call.is_by_channel:
         d_g = _d_channel_gates(call, x)
-    stream = Stream(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_erase)
+    d_q, d_k = d_q.transpose(1, 2), d_k.transpose(1, 2)
+    stream = Stream(d_q, d_k, d_v, d_g, d_beta, d_erase, d_undecayed)
     return Gradients(stream, d_initial)
 
 
@@ -165,7 +168,7 @@ def _d_queries(call: Call, x: Stream) -> Tensor:
 
 
 def _d_erase(call: Call, erase: Tensor) -> Tensor:
-    """dE (b, s, m, d)"""
+    """dE (b, m, s, d)"""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
     if call.decay == "keys":
@@ -176,11 +179,12 @@ def _d_erase(call: Call, erase: Tensor) -> Tensor:
         erase_gradient.d_erase_of,
         "chunk_key_gradient",
         (call.count * blocks, heads),
+        reading=call.erasing,
         d_erase=d_erase,
         KEYS=keys,
         BLOCK=call.values("chunk_key_gradient"),
     )
-    return d_erase
+    return d_erase.transpose(1, 2)
 
 
 def _d_keys(call: Call, x: Stream) -> Tensor:
@@ -193,7 +197,7 @@ def _d_keys(call: Call, x: Stream) -> Tensor:
         call.arguments["written"] = call.empty(heads, blocks, call.tokens)
     if call.decay == "keys":
         call.arguments["written"] = call.empty(heads, call.tokens, call.width)
-    erases = x.beta is not None and x.erase is None
+    erases = x.beta is not None and x.erase is None and x.undecayed is None
     if erases:
         call.arguments["from_keys"] = call.empty(heads, blocks, call.tokens)
         if call.decay == "keys":

@@ -9,8 +9,9 @@ X = Mᵀ dU,
     dL = −stril((β ∘ X) Uᵀ),    L = stril(D ∘ E Kᵀ),
     dE = (dL ∘ D) K + …,    dK = (dL ∘ D)ᵀ E + …,
 
-and the sum of both where E is K. With a gate per key channel, D is inside the products: L is then
-computed, and its gradient applied, by `channel_decay.py`.
+and the sum of both where E is K. Keys that are erased from the state before its decay have the
+factor reading_{i−1} in W, and D_{i−1,j} in L. With a gate per key channel, D is inside the
+products: L is then computed, and its gradient applied, by `channel_decay.py`.
 
 Grid: one program per chunk of one head. It iterates over blocks of channels: 2 C (d + e) FLOPs per
 token forward, and 4 C e + 2 C d backward.
@@ -133,6 +134,7 @@ def d_written(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    UNDECAYED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write X to `d_right` (m, T, STEP) and the gradient of v to `d_v` (b, s, m, e).
@@ -175,7 +177,7 @@ def d_written(
                 scores += product(erased, tl.trans(keys), PRECISION)
             else:
                 scores += product(keys, tl.trans(keys), PRECISION)
-    within_chunk *= pairs_of(gates, at, CHUNK, True)
+    within_chunk *= pairs_of(gates, at, CHUNK, True, UNDECAYED)
     d_pairs = -beta[:, None] * within_chunk
     if among is None and erase is None:
         store_rows(d_keys, head, tokens, start, 0, d_pairs + tl.trans(d_pairs), CHUNK)
@@ -184,5 +186,5 @@ def d_written(
     scores *= within_chunk
     tl.store(d_strength + at + row, d_beta - tl.sum(scores, axis=1))
     if gates is not None:
-        d_gates = crossing(-beta[:, None] * scores, CHUNK)
+        d_gates = crossing(-beta[:, None] * scores, CHUNK, UNDECAYED)
         tl.store(crossing_keys + at + row, d_gates)

@@ -2,6 +2,8 @@
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
+Keys that are erased from the state before its decay are read with reading_{i−1}.
+
 The gradient of a gate is a sum over everything that it decays: pairs of tokens (`crossing`), reads
 of the state before the chunk (`read`), writes to the state after it (`written`), and the state
 itself from before to after the chunk (`overlap`). Grid: one program per chunk of one head.
@@ -22,6 +24,7 @@ def load_factors(
     beta,
     gates,
     reading,
+    erasing,
     writing,
     total,
     strength,
@@ -38,7 +41,8 @@ def load_factors(
 ):
     """Write g to `gates`, reading, writing (m, T) and total (m, chunks); β to `strength` (m, T).
 
-    `g` or `beta` is None if there is none, and so are the outputs computed from it.
+    `erasing` (m, T) gets reading_{i−1}, if it is not None. `g` or `beta` is None if there is none,
+    and so are the outputs computed from it.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
@@ -54,6 +58,11 @@ def load_factors(
         following = tl.maximum(following, LOWEST)
         tl.store(gates + head * tokens + token, loaded)
         tl.store(reading + head * tokens + token, tl.exp(tl.cumsum(loaded, axis=0)))
+        if erasing is not None:
+            inside = (position > 0) & (token - 1 < s)
+            preceding = tl.load(at + (token - 1) * g_s, mask=inside, other=0.0).to(tl.float32)
+            preceding = tl.maximum(preceding, LOWEST)
+            tl.store(erasing + head * tokens + token, tl.exp(tl.cumsum(preceding, axis=0)))
         until_end = tl.cumsum(following, axis=0, reverse=True)
         tl.store(writing + head * tokens + token, tl.exp(until_end))
         decay = tl.exp(tl.sum(loaded, axis=0))
@@ -84,6 +93,7 @@ def gate_gradient(
     READ_BLOCKS: tl.constexpr,
     KEY_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    UNDECAYED: tl.constexpr,
 ):
     """Write dg and dβ (m, s); either may be None.
 
@@ -110,7 +120,17 @@ def gate_gradient(
                 reads += tl.load(read + at + token)
         if crossing_keys is not None:
             crossed += tl.load(crossing_keys + head * tokens + token)
-            reads -= tl.load(strength + head * tokens + token) * from_state
+            if UNDECAYED:
+                # The gate of a token is in the reads of those after it.
+                has_next = position + 1 < CHUNK
+                from_state = tl.zeros((CHUNK,), tl.float32)
+                for block in range(KEY_BLOCKS):
+                    at = (head * KEY_BLOCKS + block) * tokens + token + 1
+                    from_state += tl.load(from_keys + at, mask=has_next, other=0.0)
+                beta = tl.load(strength + head * tokens + token + 1, mask=has_next, other=0.0)
+                reads -= beta * from_state
+            else:
+                reads -= tl.load(strength + head * tokens + token) * from_state
         writes = tl.zeros((CHUNK,), tl.float32)
         for block in range(KEY_BLOCKS):
             # The sum over the tokens before each.

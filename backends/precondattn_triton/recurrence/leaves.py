@@ -21,7 +21,7 @@ from precondattn_triton.recurrence.chunkwise import Chunkwise
 
 def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
     """The recurrence in chunks for a leaf and its inputs."""
-    dtype = x["q"].dtype
+    dtype = x["k"].dtype
     # The outputs are divided by a sum of weights that may cancel.
     divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
     return Chunkwise(
@@ -33,7 +33,7 @@ def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
 
 
 class Recurrence(StatefulKernels):
-    """The linear family, gated slot attention, and CCQ's query."""
+    """The linear family, gated slot attention, CCQ's query, and the key that ATK writes."""
 
     def form(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
         return form_of(leaf, x, frame)

@@ -2,7 +2,7 @@
 
     S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ a)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
 
-with a the key that is erased: k, unless another one is given.
+with a the key that is erased: k, unless another one is given, also from S in place of S'.
 
 Grid: one program per block of value channels of one head. It holds d × block elements of the state
 in registers, for all r queries that read it. Everything is in float32, without products of tiles:
@@ -64,6 +64,7 @@ def step(
     beta_m,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNDECAYED: tl.constexpr,
 ):
     """Write the new state to `final` (m, d, e) and the output to `o` (b, 1, m, r, e).
 
@@ -76,19 +77,23 @@ def step(
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
     state = tl.load(initial + at, mask=inside, other=0.0)
+    keys = load_channels(head_of(k, head, heads, k_b, k_m, k_group), key, d, k_d)
+    written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
+    erased = keys
+    if erase is not None:
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        erased = load_channels(erase, key, d, erase_d)
+    if UNDECAYED:
+        written -= tl.sum(state * erased[:, None], axis=0)
     if g is not None:
         gate_at = key[:, None] * g_d + channel[None, :] * g_e
         gates = head_of(g, head, heads, g_b, g_m, 1) + gate_at
         state *= tl.exp(tl.load(gates, mask=inside, other=0.0).to(tl.float32))
-    keys = load_channels(head_of(k, head, heads, k_b, k_m, k_group), key, d, k_d)
-    written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
     if beta is not None:
         strength = tl.load(head_of(beta, head, heads, beta_b, beta_m, 1)).to(tl.float32)
-        erased = keys
-        if erase is not None:
-            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-            erased = load_channels(erase, key, d, erase_d)
-        written = strength * (written - tl.sum(state * erased[:, None], axis=0))
+        if not UNDECAYED:
+            written -= tl.sum(state * erased[:, None], axis=0)
+        written *= strength
     state += keys[:, None] * written[None, :]
     tl.store(final + at, state, mask=inside)
     q = head_of(q, head, heads, q_b, q_m, q_group)

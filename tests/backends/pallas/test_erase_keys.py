@@ -28,9 +28,12 @@ def float32(x):
     return Stream(*(None if a is None else jnp.asarray(a, dtype="float32") for a in x))
 
 
-@pytest.mark.parametrize(("gate", "s", "t"), [("head", 33, 33), ("key", 17, 3)])
-def test_chunks_are_those_of_the_definition(gate, s, t):
-    x, state = stream(s, gate, t, b=1, d={"head": 20, "key": 4}[gate])
+@pytest.mark.parametrize(
+    ("gate", "s", "t", "erased"),
+    [("head", 33, 33, "erase"), ("key", 17, 3, "erase"), ("head", 37, 5, "undecayed")],
+)
+def test_chunks_are_those_of_the_definition(gate, s, t, erased):
+    x, state = stream(s, gate, t, erased, b=1, d={"head": 20, "key": 4}[gate])
     form = Chunkwise(Products(interpret=True, tf32=False), jnp.float32, decays=True)
     expected, expected_last = recurrent(x, state)
     rng = np.random.default_rng(0)

@@ -30,7 +30,7 @@ def problem(leaf, t, d=12, e=20, b=2, heads=(2, 4), keys="random", gates="random
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n}
-    if leaf.heads == "u":
+    if getattr(leaf, "heads", "h") == "u":
         sizes["h"] = n
     shapes = {name: pattern.shape(sizes) for name, pattern in leaf.inputs.items()}
     x = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -41,10 +41,17 @@ def problem(leaf, t, d=12, e=20, b=2, heads=(2, 4), keys="random", gates="random
     x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
     if keys == "zero":
         x["k"][:, ::3] = 0
-    if "g" in x:
-        x["g"] = -0.3 * np.abs(x["g"])
-        if gates == "extreme":
-            x["g"] = rng.choice([0.0, -1e-6, -20.0, -1000.0], size=x["g"].shape)
+    for name in ("p", "erase"):
+        if name in x:
+            x[name] = (x["k"] + 0.1 * x[name]) / 2
+    for name in ("g", "g_atk"):
+        if name in x:
+            x[name] = -0.3 * np.abs(x[name])
+            if gates == "extreme":
+                x[name] = rng.choice([0.0, -1e-6, -20.0, -1000.0], size=x[name].shape)
+    for name in ("b", "w", "beta_atk"):
+        if name in x:
+            x[name] = rng.uniform(size=x[name].shape)
     if "beta" in x:
         x["beta"] = rng.uniform(0, 2, size=x["beta"].shape)
         x["beta"][:, ::4] = 0
@@ -90,6 +97,33 @@ def test_special_cases_run_by_the_same_kernels(leaf):
         check(KERNELS, leaf, x, cotangent, frame_of(20, 20, 1), "float32", 2e-5, **TILES)
         return
     check_leaf(leaf, 20, b=1)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "t", "dtype"),
+    [
+        ("gdn2", 33, "float32"),
+        ("gdn2[scale=0.3]", 17, "bfloat16"),
+        ("comba", 33, "float32"),
+        ("comba[scale=0.3]", 17, "bfloat16"),
+        ("comba[erases=decayed]", 17, "float16"),
+        ("delta_product", 17, "float32"),
+        ("delta_product[steps=3,scale=0.3]", 9, "bfloat16"),
+        ("erasing_delta", 17, "float32"),
+        ("erasing_gated_delta", 33, "float32"),
+        ("erasing_kda", 17, "float16"),
+        ("erasing_gdn2", 17, "float32"),
+        ("preconditioned_key", 33, "float32"),
+        ("preconditioned_key[learned=true]", 9, "bfloat16"),
+    ],
+)
+def test_rules_that_erase_or_write_otherwise_run_by_the_same_kernels(leaf, t, dtype):
+    check_leaf(pa.parse(leaf), t, dtype, b=1, gates="extreme" if t > 30 else "random")
+
+
+def test_a_token_of_comba_extends_its_cache():
+    x, cotangent = problem(pa.Comba(), 19, b=1)
+    check_extension(KERNELS, pa.Comba(), x, cotangent, 2e-5, **TILES)
 
 
 def test_contracted_queries_run_by_the_same_kernels():

@@ -21,9 +21,12 @@ def tensors(x):
     return Stream(*(None if a is None else torch.from_numpy(a).float() for a in x))
 
 
-@pytest.mark.parametrize(("gate", "s", "t"), [("head", 33, 33), ("key", 17, 3)])
-def test_chunks_are_those_of_the_definition(gate, s, t):
-    x, state = stream(s, gate, t, b=1, d={"head": 20, "key": 4}[gate])
+@pytest.mark.parametrize(
+    ("gate", "s", "t", "erased"),
+    [("head", 33, 33, "erase"), ("key", 17, 3, "erase"), ("head", 37, 5, "undecayed")],
+)
+def test_chunks_are_those_of_the_definition(gate, s, t, erased):
+    x, state = stream(s, gate, t, erased, b=1, d={"head": 20, "key": 4}[gate])
     form = Chunkwise(exact(), half=False, decays=True)
     first = torch.from_numpy(state).float()
     expected, expected_last = recurrent(x, state)
@@ -41,9 +44,11 @@ def test_chunks_are_those_of_the_definition(gate, s, t):
             assert_close(result, exact_one, 1e-5)
 
 
-@pytest.mark.parametrize("gate", ["head", "key"])
-def test_one_token_is_that_of_the_definition(gate):
-    x, state = stream(1, gate)
+@pytest.mark.parametrize(
+    ("gate", "erased"), [("head", "erase"), ("key", "erase"), ("head", "undecayed")]
+)
+def test_one_token_is_that_of_the_definition(gate, erased):
+    x, state = stream(1, gate, erased=erased)
     with small_tiles():
         form = Chunkwise(exact(), half=False, decays=True)
         result = form.forward(tensors(x), torch.from_numpy(state).float())
@@ -62,9 +67,8 @@ def test_erase_keys_may_have_fewer_heads_than_the_state():
     assert_close(out, expected, 1e-5)
 
 
-def test_keys_that_are_erased_before_the_decay_are_declined():
-    x, state = stream(1, "head")
-    x = tensors(x)
-    x = x._replace(erase=None, undecayed=x.erase)
-    with pytest.raises(ValueError, match="undecayed"):
-        Chunkwise(exact(), half=False, decays=False).forward(x, torch.from_numpy(state).float())
+def test_keys_that_are_erased_before_a_decay_of_channels_are_declined():
+    x, state = stream(1, "key", erased="undecayed")
+    form = Chunkwise(exact(), half=False, decays=True)
+    with pytest.raises(ValueError, match="one decay per head"):
+        form.forward(tensors(x), torch.from_numpy(state).float())

@@ -38,16 +38,19 @@ def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), slots=5, keys="random", gate
     x["k"] /= x["k"].norm(dim=-1, keepdim=True)
     if keys == "zero":
         x["k"][:, ::3] = 0
-    if "g" in x:
-        x["g"] = -0.3 * x["g"].abs()
-        if gates == "extreme":
-            drawn = torch.randint(0, 4, x["g"].shape)
-            x["g"] = torch.tensor([0.0, -1e-6, -20.0, -1e4])[drawn]
+    if "p" in x:
+        x["p"] = (x["k"] + 0.3 * x["p"]) / 2
+    for name in ("g", "g_atk"):
+        if name in x:
+            x[name] = -0.3 * x[name].abs()
+            if gates == "extreme":
+                drawn = torch.randint(0, 4, x[name].shape)
+                x[name] = torch.tensor([0.0, -1e-6, -20.0, -1e4])[drawn]
     if "beta" in x:
         x["beta"] = 2 * torch.rand_like(x["beta"])
         x["beta"][:, ::4] = 0
         x["beta"][:, 1::4] = 1
-    for name in ("s", "contraction"):
+    for name in ("s", "contraction", "b", "w", "beta_atk"):
         if name in x:
             x[name] = torch.rand_like(x[name])
     return x
@@ -113,6 +116,31 @@ def test_special_cases_run_by_the_same_kernels(layer):
     if layer == pa.Linear(normalize=True):
         x |= {"q": x["q"].abs(), "k": x["k"].abs()}
     check(layer, x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "t", "dtype"),
+    [
+        ("gdn2", 33, torch.float32),
+        ("gdn2[scale=0.3]", 16, torch.bfloat16),
+        ("comba", 33, torch.float32),
+        ("comba[scale=0.3]", 17, torch.bfloat16),
+        ("comba[erases=decayed]", 17, torch.float16),
+        ("comba", 1, torch.float32),
+        ("delta_product", 17, torch.float32),
+        ("delta_product[steps=3,scale=0.3]", 9, torch.bfloat16),
+        ("delta_product", 1, torch.float16),
+        ("atk(delta)", 17, torch.float32),
+        ("atk", 33, torch.float32),
+        ("atk[learned=true]", 9, torch.bfloat16),
+        ("atk(kda)", 17, torch.float16),
+        ("atk(gdn2)", 17, torch.float32),
+        ("atk(comba)", 17, torch.float32),
+    ],
+)
+def test_rules_that_erase_or_write_otherwise_run_by_the_same_kernels(layer, t, dtype):
+    layer = pa.parse(layer)
+    check(layer, problem(layer, t, gates="extreme" if t > 30 else "random"), dtype)
 
 
 def test_contracted_queries_run_by_the_same_kernels():
