@@ -19,11 +19,11 @@ from precondattn_portable.mesa_query import Problem, Search, Solving
 def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
     """q* of queries (…, d)."""
     problem = Problem.of(leaf, q, diagonal, ridge)
-    times = problem.times(read)
+    times, most = problem.times(read), leaf.most_iterations(q.shape[-1])
 
     def is_open(carry: Any) -> Array:
         search, used = carry
-        return (used < leaf.iterations) & jnp.any(problem.recurring(search.r).is_large())
+        return (used < most) & jnp.any(problem.recurring(search.r).is_large())
 
     def advanced(carry: Any) -> Any:
         search, used = carry
@@ -31,7 +31,7 @@ def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Ar
 
     def is_left(carry: Any) -> Array:
         _, _, left, used = carry
-        return (used < leaf.iterations) & jnp.any(left.is_large())
+        return (used < most) & jnp.any(left.is_large())
 
     def again(carry: Any) -> Any:
         x, rest, _, used = carry

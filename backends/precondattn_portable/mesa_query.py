@@ -100,17 +100,17 @@ def _length(x: Array) -> Array:
 def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
     xp, problem = namespace(q), Problem.of(leaf, q, diagonal, ridge)
-    times, used = problem.times(read), 0
+    times, used, most = problem.times(read), 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
     while True:
         search = Search.towards(rest, problem.diagonal)
-        while used < leaf.iterations and xp.any(problem.recurring(search.r).is_large()):
+        while used < most and xp.any(problem.recurring(search.r).is_large()):
             search, used = search.advanced(times, problem.diagonal), used + 1
         x = x + search.x
         rest, left = problem.residual(read, x)
         if not xp.any(left.is_large()):
             return x * problem.scale
-        if used == leaf.iterations:
+        if used == most:
             length = _length(problem.right)
             share = xp.where(left.is_large(), left.length / xp.where(length > 0, length, 1.0), 0.0)
             raise NotSolvedError(

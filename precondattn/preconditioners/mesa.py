@@ -93,9 +93,8 @@ class Mesa(Preconditioner):
 
     def query(self) -> MesaQuery:
         """The piece that solves for the query."""
-        given = {} if self.iterations is None else {"iterations": self.iterations}
         decay = (self.base.offers.decay if self.decay else None) or "none"
-        return MesaQuery(decay, self.beta, self.tolerance, **given)
+        return MesaQuery(decay, self.beta, self.tolerance, self.iterations)
 
     def steps(self) -> tuple[Step, ...]:
         return step("q_mesa", self.query()), step("out", self.base, q="q_mesa")

@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops
-from precondattn.algebra.options import choice, count, flag, positive_or_none
+from precondattn.algebra.options import choice, count_or_none, flag, positive_or_none
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -83,8 +83,8 @@ class MesaQuery(Stateful):
         Whether there is an input `beta_mesa`, the β of each key; 1 without it.
     tolerance : float, optional
         τ; by default 1e-6, and 1e-13 in float64.
-    iterations : int
-        The largest number of iterations.
+    iterations : int, optional
+        The largest number of iterations; by default 200, or 2 d where that is more.
 
     Source
     ------
@@ -110,9 +110,16 @@ class MesaQuery(Stateful):
     decay: str = choice("none", "head", "channel", "retention")
     beta: bool = flag(False)
     tolerance: float | None = positive_or_none()
-    iterations: int = count(200)
+    iterations: int | None = count_or_none()
 
     output = "b t h d"
+
+    def most_iterations(self, d: int) -> int:
+        """The largest number of iterations for keys of width d.
+
+        With exact products d would do. Rounding makes it more for float64's tolerance.
+        """
+        return max(200, 2 * d) if self.iterations is None else self.iterations
 
     @property
     def inputs(self) -> Inputs:
