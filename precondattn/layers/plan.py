@@ -146,7 +146,7 @@ def _history_shape(entry: Entry, sizes: Sizes, of_input: Shape) -> Shape:
 def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[Entry]:
     program = mechanism.program
     entries: dict[str, Entry] = {}
-    made = meanings(program)
+    made, chosen_helpers = meanings(program), {*given}
     for name, (call, formal) in made.items():
         table = recipes_for(call.leaf)
         names = {own: origin(program, value) for own, value in call.arguments}
@@ -170,6 +170,13 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[Entry]:
         raise ValueError(
             f"recipes: {mechanism} has no input {next(iter(given))!r}; it has {', '.join(entries)}"
         )
+    # A helper is left out where the recipes that would read it are replaced.
+    read = {value for entry in entries.values() for _, value in entry.reads}
+    entries = {
+        name: entry
+        for name, entry in entries.items()
+        if name in (*made, OUT) or name in read or name in chosen_helpers
+    }
     known = {*entries}
     for entry in entries.values():
         missing = [value for _, value in entry.reads if value not in known]

@@ -17,7 +17,14 @@ import precondattn as pa
 from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import command, correct, layers, models, plot
+from precondattn_conformance.bench import (
+    command,
+    correct,
+    layers,
+    models,
+    naive_references,
+    plot,
+)
 from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
@@ -213,6 +220,28 @@ def test_a_backend_without_support_gives_the_reason(rescaled):
     assert code == 1
     assert "knows softmax only" in printed
     assert "nothing was measured, which counts as a failure" in printed
+
+
+def test_a_naive_reference_is_loaded_by_its_file_and_compared(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    source = tmp_path / "fla" / "ops" / "kda" / "naive.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "import precondattn as pa\n"
+        "def naive_chunk_kda(q, k, v, g, beta):\n"
+        "    return pa.kda(q, k, v, g=g, beta=beta), None\n"
+    )
+
+    class Installed:
+        def locate_file(self, path):
+            return tmp_path / path
+
+    monkeypatch.setattr(naive_references, "distribution", lambda name: Installed())
+    naive_references.function_of.cache_clear()
+    code, printed = run_quick("kda")
+    naive_references.function_of.cache_clear()
+    assert code == 0
+    assert "naive_fla" in printed
 
 
 def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):

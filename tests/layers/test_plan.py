@@ -6,7 +6,15 @@ import pytest
 import precondattn as pa
 from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import Tokens
-from precondattn.layers.recipes import Convolution, Projection, Rotary, Sigmoid, UnitConvolution
+from precondattn.layers.recipes import (
+    Convolution,
+    LogSigmoid,
+    Projection,
+    Rotary,
+    Sigmoid,
+    StepSize,
+    UnitConvolution,
+)
 from tests.layers.layer_cases import MECHANISMS, sizes_for
 
 SIZES = ("kv_heads", "value_heads", "head_dim", "value_dim", "slots")
@@ -105,3 +113,10 @@ def test_bad_input_is_named(expression, options, error, message):
 
 def test_a_mechanism_may_be_given_as_an_object():
     assert plan(pa.Lucid(pa.Path())) == plan("lucid(path)")
+
+
+def test_helpers_that_no_recipe_reads_have_no_weights():
+    assert "dt" in recipes_of("ssd")
+    given = {"v": Projection(), "g": LogSigmoid()}
+    assert "dt" not in recipes_of("ssd", recipes=given)
+    assert "dt" in recipes_of("ssd", recipes={**given, "dt": StepSize()})

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from precondattn.layers.recipes import Biased, Projection, UnitConvolution
+from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
 from precondattn.layers.torch import Attention
 
 PEERS = Path(__file__).parent / "peers"
@@ -137,6 +137,20 @@ def gated_delta_net(w):
         "g.A_log": w["A_log"],
         "g.dt_bias": w["dt_bias"],
         "out.gate": heads(w["g_proj.weight"], 4),
+    }
+
+
+def mesa_net(w):
+    return {
+        **convolved(w, "qk"),
+        "v.weight": heads(w["v_proj.weight"], 4),
+        "g.weight": w["a_proj.weight"].T,
+        "g.bias": w["a_proj.bias"],
+        "beta_mesa.weight": w["b_proj.weight"].T,
+        "beta_mesa.bias": w["b_proj.bias"],
+        "lam_mesa.weight": w["lambda_params"].reshape(4, -1),
+        "out.gain": w["o_norm.weight"],
+        "out.projection": from_heads(w["o_proj.weight"], 4),
     }
 
 
@@ -303,6 +317,7 @@ LAYERS = {
     },
     gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
     rwkv7: {**FOUR, "mechanism": "dplr[scale=1]"},
+    mesa_net: {**FOUR, "mechanism": "mesa[beta=true](ssd)", "recipes": MESANET},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
     retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
     path: {**FOUR, "mechanism": "path[forget=scaled]"},

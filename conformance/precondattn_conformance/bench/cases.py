@@ -198,26 +198,26 @@ COMPARED = (
     *(
         BenchCase(f"{prefix}kda{suffix}", "kda", work, layout(d=128), library, peers=peers)
         for prefix, library, peers in (
-            ("", "torch", ("gated_delta", "fla")),
+            ("", "torch", ("gated_delta", "naive_fla", "fla")),
             ("jax_", "jax", ("gated_delta",)),
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
     *(
-        BenchCase(f"{name}{suffix}", text, work, layout(d=128), peers=(peer,))
-        for name, text, peer in (
-            ("gdn2", "gdn2", "kda"),
-            ("comba", "comba", "gated_delta"),
-            ("delta_product", "delta_product", "gated_delta"),
-            ("dplr", "dplr", "kda"),
-            ("atk_gated_delta", "atk(gated_delta)", "base"),
-            ("atk_kda", "atk(kda)", "base"),
+        BenchCase(f"{name}{suffix}", text, work, layout(d=128), peers=peers)
+        for name, text, peers in (
+            ("gdn2", "gdn2", ("kda", "naive_fla")),
+            ("comba", "comba", ("gated_delta", "naive_fla")),
+            ("delta_product", "delta_product", ("gated_delta", "naive_fla")),
+            ("dplr", "dplr", ("kda",)),
+            ("atk_gated_delta", "atk(gated_delta)", ("base", "naive_fla")),
+            ("atk_kda", "atk(kda)", ("base", "naive_fla")),
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
     BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
-    BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa",)),
+    BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa", "naive_fla")),
     BenchCase(
         "deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)
     ),
@@ -234,7 +234,7 @@ COMPARED = (
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
     *(
-        BenchCase(f"mesa{suffix}", "mesa", work, layout(), peers=("base",))
+        BenchCase(f"mesa{suffix}", "mesa", work, layout(), peers=("base", "naive_fla"))
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),

@@ -15,6 +15,8 @@ transformers   gated       the same mechanism; of Nyström      PyTorch, with `t
                nystrom
 fla            linear      the same, in half precision         PyTorch on a GPU, with
                family      or float32                          flash-linear-attention
+naive_fla      newer       the same mechanism, as their naive  PyTorch, with `fla-core`
+               rules       references have it
 by_hand,       some        the same mechanism, most for small  PyTorch; NumPy
 numpy_by_hand              calls
 base           any         the base alone, on our backend      everywhere
@@ -42,6 +44,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance import libraries
+from precondattn_conformance.bench import naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
@@ -308,6 +311,13 @@ PEERS = (
         _transformers,
     ),
     Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
+    Peer(
+        naive_references.NAME,
+        "torch",
+        lambda m: str(m) in naive_references.REFERENCES,
+        lambda case, device: naive_references.lack(case),
+        lambda m, backend: naive_references.naive_reference(m),
+    ),
     *(
         Peer(
             name,

@@ -34,10 +34,12 @@ from precondattn.layers.recipes.projections import (
     Rotary,
     Stepped,
     UnitConvolution,
+    Weighted,
 )
-from precondattn.layers.recipes.published import recipes_for
+from precondattn.layers.recipes.published import MESANET, recipes_for
 
 __all__ = [
+    "MESANET",
     "Activated",
     "Activation",
     "Biased",
@@ -66,6 +68,7 @@ __all__ = [
     "Stepped",
     "Unchanged",
     "UnitConvolution",
+    "Weighted",
     "Written",
     "recipes_for",
 ]

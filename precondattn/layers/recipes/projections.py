@@ -168,6 +168,20 @@ class Stepped(Recipe):
 
 
 @dataclass(frozen=True)
+class Weighted(Projection):
+    """β W x + b, with β the weight of the key in Mesa's matrix
+
+    Source: MesaNet (arXiv 2506.05233), Eq. 8; flash-linear-attention, fla/layers/mesa_net.py.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("beta_mesa",)
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        rows = super().make(tokens, p)
+        return cast(tokens.values["beta_mesa"][..., None] * upcast(rows), rows.dtype)
+
+
+@dataclass(frozen=True)
 class Contraction(Recipe):
     """σ(w·q̄ + b) for each head, q̄ = L2(q), with b = log(0.1/0.9) at the start
 

@@ -56,6 +56,7 @@ from precondattn.layers.recipes.projections import (
     Rotary,
     Stepped,
     UnitConvolution,
+    Weighted,
 )
 from precondattn.layers.recipes.rwkv7 import (
     BonusGroupNorm,
@@ -196,6 +197,17 @@ PUBLISHED: dict[str, Recipes] = {
     "layer_norm": GAIN,
     "l2_norm": GAIN,
 }
+
+
+MESANET: Recipes = {
+    "q": UnitConvolution(),
+    "k": UnitConvolution(),
+    "v": Weighted(),
+    "g": LogSigmoid(),
+    "beta_mesa": Sigmoid(bias=True),
+    "out": Norm(),
+}
+"""Those of `mesa[beta=true](ssd)` in MesaNet's layer, which are not those of `ssd` in Mamba-2's."""
 
 
 def recipes_for(leaf: Leaf) -> Recipes:

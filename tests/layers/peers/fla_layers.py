@@ -16,6 +16,7 @@ its weights, and returns the call of a dict of them and x.
     gsa             num_kv_heads=2, num_slots=3
     retention       expand_v=2
     path            use_forget_gate=True
+    mesa_net        the exact solve in place of conjugate gradients
 """
 
 import importlib.metadata
@@ -220,6 +221,42 @@ def comba():
     return shapes, call
 
 
+def mesa_net():
+    import torch
+
+    shapes = {
+        **projections(q=32, k=32, v=32, a=4, b=4),
+        "a_proj.bias": (4,),
+        "b_proj.bias": (4,),
+        "lambda_params": (32,),
+        "q_conv1d.weight": (32, 1, 4),
+        "k_conv1d.weight": (32, 1, 4),
+        "o_norm.weight": (8,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        q, k = (
+            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "qk"
+        )
+        g = torch.nn.functional.logsigmoid(linear(w, "a_proj", x))
+        ridge = torch.nn.functional.softplus(w["lambda_params"]).unflatten(0, (HEADS, -1)) + 0.25
+        o, *_ = naive("mesa_net").naive_mesa_net_exact(
+            q=unit(q),
+            k=unit(k),
+            v=linear(w, "v_proj", x, HEADS),
+            g=g,
+            lamb=ridge,
+            beta=linear(w, "b_proj", x).sigmoid(),
+        )
+        return linear(w, "o_proj", normed(w, "o_norm", o).flatten(2))
+
+    return shapes, call
+
+
 def rwkv7():
     import torch
 
@@ -408,5 +445,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7)
+NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7, mesa_net)
 """Apart, because the seed of a layer is its place."""

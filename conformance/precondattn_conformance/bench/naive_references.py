@@ -1,0 +1,104 @@
+"""flash-linear-attention's naive references, plain PyTorch in float32, as peers on any device.
+
+They are loaded by their files: the package around them imports Triton. Chunked ones are taken where
+there are any, others loop over the tokens. Gradients of a loop would keep every state, so that only
+forward passes are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any, NamedTuple
+
+import precondattn as pa
+from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.computation import Computation
+
+DISTRIBUTION = "fla-core"
+NAME = "naive_fla"
+
+
+class Reference(NamedTuple):
+    """A function of flash-linear-attention, and how it is called."""
+
+    operation: str
+    function: str
+    arguments: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """Its arguments, from our inputs."""
+    computes: str | None = None
+    """The expression that it computes, if another."""
+
+
+def _steps_in_a_row(x: dict[str, Any]) -> dict[str, Any]:
+    """Several steps of a token (b, s, n, …) as (b, s n, …)."""
+    rows = {name: x[name].flatten(1, 2) for name in ("k", "v", "beta")}
+    scale, steps = x["q"].shape[-1] ** -0.5, x["k"].shape[2]
+    return {**x, **rows, "scale": scale, "num_householder": steps}
+
+
+def _of_mesa(x: dict[str, Any]) -> dict[str, Any]:
+    beta = x["g"].new_ones(x["g"].shape)
+    rows = {name: x[name] for name in "qkvg"}
+    return {**rows, "beta": beta, "lamb": x["lam_mesa"]}
+
+
+REFERENCES = {
+    "kda": Reference("kda", "naive_chunk_kda"),
+    "gdn2": Reference("gdn2", "naive_chunk_gdn2"),
+    "comba": Reference("comba", "naive_chunk_comba"),
+    "delta_product": Reference(
+        "gated_delta_product", "naive_recurrent_gated_delta_product", _steps_in_a_row
+    ),
+    "atk": Reference(
+        "precond_gated_delta_rule",
+        "naive_recurrent_precond_gated_delta_rule",
+        computes="qk_norm[norm=l2](atk)",
+    ),
+    "atk(kda)": Reference("precond_kda", "naive_recurrent_precond_kda"),
+    "mesa": Reference("mesa_net", "naive_mesa_net_exact", _of_mesa),
+    "deltaformer": Reference("deltaformer", "naive_deltaformer_attn"),
+}
+"""By the mechanism's expression in its shortest form."""
+
+
+def is_installed() -> bool:
+    try:
+        distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+@cache
+def function_of(operation: str, name: str) -> Callable[..., Any]:
+    """A function of an operation's file `naive.py`."""
+    source = distribution(DISTRIBUTION).locate_file(f"fla/ops/{operation}/naive.py")
+    spec = spec_from_file_location(f"fla_{operation}_naive", str(source))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def lack(case: BenchCase) -> str:
+    """Why the reference of a case is not measured; empty if it is."""
+    if not is_installed():
+        return f"{DISTRIBUTION} is not installed"
+    return "" if case.work == "forward" else "is measured in forward passes"
+
+
+def naive_reference(mechanism: pa.Mechanism) -> Computation:
+    """What the reference of a mechanism computes."""
+    reference = REFERENCES[str(mechanism)]
+
+    def forward(**x: Any) -> Any:
+        function = function_of(reference.operation, reference.function)
+        result = function(**reference.arguments(x))
+        return result[0] if isinstance(result, tuple) else result
+
+    computed = mechanism if reference.computes is None else pa.parse(reference.computes)
+    return Computation(NAME, computed, forward)
