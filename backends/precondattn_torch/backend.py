@@ -52,13 +52,18 @@ class Torch(Portable):
     @cached_property
     def _algorithms(self) -> dict[type, Algorithm]:
         """Its own, and the portable ones."""
+        from precondattn_torch.by_heads import ByHeads
         from precondattn_torch.one_token import InPlaceToken
         from precondattn_torch.path import PathAttention
         from precondattn_torch.scaled_dot_product import KernelAttention
 
         own = {pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
         recurrences = (pa.SSD, pa.GLA, pa.Delta, pa.GatedDelta, pa.KDA)
-        return {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
+        blocked = {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
+        return {
+            leaf: algorithm if leaf in TOKEN_WISE else ByHeads(algorithm)
+            for leaf, algorithm in blocked.items()
+        }
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

@@ -1,0 +1,235 @@
+"""A call on a CPU by several threads, each of which computes some of the heads.
+
+Blocked algorithms are hundreds of short products and exponentials. If PyTorch divides each of them
+among its threads, then each ends with a wait for the slowest thread. Next to another busy process
+that is a wait for the operating system, and a call takes ten times as long. Heads are independent:
+here they are divided once, and every thread computes its own without waiting for the others.
+
+Key/value heads are divided with the query heads that read them. Where there is one of them, every
+thread reads it, and its gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Arrays, Residuals, only_computes
+from precondattn.backend import ArraySpec
+from precondattn.cache import Updates
+from precondattn.frame import Frame
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
+
+HEAD_LETTERS = "nhu"
+"""Key/value heads, query heads and value heads: each number divides the next."""
+
+LEAST = 2**17
+"""Elements of the largest input from which threads are worth their start."""
+
+
+class ByHeads(Algorithm):
+    """An algorithm, applied to some of the heads by each thread."""
+
+    def __init__(self, whole: Algorithm) -> None:
+        self.whole = whole
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Residuals]:
+        axes = axes_of(leaf, x)
+        count = parts_of(leaf, x, axes, frame)
+        if count == 1:
+            return self.whole.forward(ops, leaf, x, frame)
+
+        def forward(part: int) -> tuple[Tensor, Residuals]:
+            return self.whole.forward(ops, leaf, _part(x, axes, part, count), frame)
+
+        results = _in_threads(forward, count)
+        of_out = _head_axis(leaf.program.output)
+        out = torch.cat([out for out, _ in results], of_out)
+        kept = zip(*(residuals for _, residuals in results), strict=True)
+        of_residuals = self._axes_of_residuals(leaf, x, axes, count)
+        return out, tuple(
+            torch.cat(parts, axis) for parts, axis in zip(kept, of_residuals, strict=True)
+        )
+
+    def backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        out: Tensor,
+        residuals: Residuals,
+        cotangent: Tensor,
+    ) -> Arrays:
+        axes = axes_of(leaf, x)
+        count = parts_of(leaf, x, axes, frame)
+        if count == 1:
+            return self.whole.backward(ops, leaf, x, frame, out, residuals, cotangent)
+        of_out = _head_axis(leaf.program.output)
+        # PyTorch's own attention has kept none.
+        of_residuals = self._axes_of_residuals(leaf, x, axes, count) if residuals else ()
+
+        def backward(part: int) -> Arrays:
+            return self.whole.backward(
+                ops,
+                leaf,
+                _part(x, axes, part, count),
+                frame,
+                _slice(out, of_out, part, count),
+                tuple(
+                    _slice(array, axis, part, count)
+                    for array, axis in zip(residuals, of_residuals, strict=True)
+                ),
+                _slice(cotangent, of_out, part, count),
+            )
+
+        results = _in_threads(backward, count)
+        return {name: _joined([of[name] for of in results], axes[name]) for name in results[0]}
+
+    def step(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Tensor],
+        x: Mapping[str, Tensor],
+        frame: Frame,
+    ) -> tuple[Tensor, Updates]:
+        return self.whole.step(ops, leaf, past, x, frame)
+
+    def step_backward(
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        past: Mapping[str, Tensor],
+        x: Mapping[str, Tensor],
+        frame: Frame,
+        cotangent: Tensor,
+        d_buffers: Mapping[str, Tensor],
+    ) -> tuple[Arrays, Arrays]:
+        return self.whole.step_backward(ops, leaf, past, x, frame, cotangent, d_buffers)
+
+    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+        return self.whole.residual_shapes(leaf, inputs)
+
+    def _axes_of_residuals(
+        self, leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None], count: int
+    ) -> tuple[int, ...]:
+        """The axis of the heads of each residual: the one that is shorter with fewer heads."""
+        all_heads = {name: ArraySpec(tuple(a.shape), _dtype(a)) for name, a in x.items()}
+        some = {
+            name: ArraySpec(tuple(a.shape), _dtype(a))
+            for name, a in _part(x, axes, 0, count).items()
+        }
+        found = []
+        for whole, part in zip(
+            self.residual_shapes(leaf, all_heads), self.residual_shapes(leaf, some), strict=True
+        ):
+            (axis,) = (i for i, n in enumerate(whole.shape) if n != part.shape[i])
+            found.append(axis)
+        return tuple(found)
+
+
+def axes_of(leaf: Any, x: Mapping[str, Tensor]) -> dict[str, int | None]:
+    """The axis of the heads of each input; None where there is one head for all."""
+    return {name: _axis_of(leaf.inputs[name], array) for name, array in x.items()}
+
+
+def parts_of(
+    leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None], frame: Frame
+) -> int:
+    """Into how many parts the heads of a call are divided; 1 where it is computed as one."""
+    threads = torch.get_num_threads()
+    largest = max(x.values(), key=lambda array: array.numel())
+    if threads == 1 or largest.numel() < LEAST or not largest.is_cpu:
+        return 1
+    if leaf.numbers_heads or leaf.mixes_sequences or not only_computes():
+        return 1
+    if any(type(array) not in (Tensor, torch.nn.Parameter) for array in x.values()):
+        return 1
+    heads = [x[name].shape[axis] for name, axis in axes.items() if axis is not None]
+    if not heads or _head_axis_or_none(leaf.program.output) is None:
+        return 1
+    return max(n for n in range(1, threads + 1) if gcd(*heads) % n == 0)
+
+
+def _axis_of(pattern: Pattern, array: Tensor) -> int | None:
+    axis = _head_axis_or_none(pattern)
+    return None if axis is None or array.shape[axis] == 1 else axis
+
+
+def _head_axis_or_none(pattern: Pattern) -> int | None:
+    found = [i for i, axis in enumerate(pattern.axes) if axis.letter in HEAD_LETTERS]
+    return found[0] if found else None
+
+
+def _head_axis(pattern: Pattern) -> int:
+    axis = _head_axis_or_none(pattern)
+    assert axis is not None  # `parts_of` has checked it.
+    return axis
+
+
+def _dtype(array: Tensor) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _slice(array: Tensor, axis: int, part: int, count: int) -> Tensor:
+    size = array.shape[axis] // count
+    return array.narrow(axis, part * size, size)
+
+
+def _part(
+    x: Mapping[str, Tensor], axes: Mapping[str, int | None], part: int, count: int
+) -> dict[str, Tensor]:
+    """The inputs of some of the heads."""
+    return {
+        name: array if (axis := axes[name]) is None else _slice(array, axis, part, count)
+        for name, array in x.items()
+    }
+
+
+def _joined(parts: Sequence[Tensor], axis: int | None) -> Tensor:
+    """The gradient of an input from those of its parts, or of what every part has read."""
+    return sum(parts[1:], parts[0]) if axis is None else torch.cat(list(parts), axis)
+
+
+def _in_threads(function: Callable[[int], Any], count: int) -> list[Any]:
+    """function(0), … function(count − 1), each in a thread of its own."""
+    # The mode belongs to a thread.
+    mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
+
+    def computed(part: int) -> Any:
+        with mode():
+            return function(part)
+
+    return list(
+        _threads(os.getpid(), count, torch.get_num_threads() // count).map(computed, range(count))
+    )
+
+
+@cache
+def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
+    """Threads that compute with `each` threads of PyTorch. A forked process has its own."""
+    whole = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, "precondattn", torch.set_num_threads, (each,))
+    list(pool.map(_waiting(count), range(count)))  # All of them are started.
+    torch.set_num_threads(whole)  # For threads that start later.
+    return pool
+
+
+def _waiting(count: int) -> Callable[[int], object]:
+    """A function that returns once `count` threads call it."""
+    from threading import Barrier
+
+    barrier = Barrier(count)
+    return lambda part: barrier.wait()
