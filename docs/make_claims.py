@@ -44,6 +44,10 @@ NAMES = (
     "sharp_softmax",
     "state_tracking",
     "row_norm_digits",
+    "lucid_needles",
+    "ccq_recall",
+    "laser_training",
+    "differential_noise",
 )
 LINE = 110
 

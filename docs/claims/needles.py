@@ -1,0 +1,143 @@
+"""Needles of two-token keys in a haystack, and small decoders trained to recall them.
+
+A needle is a key of two tokens out of 16 each, and a value out of 64, so that a key shares a token
+with others. Needles stand at random places of a sequence of noise, and the keys of all of them
+follow, in the same order, each of which asks for its value:
+
+    noise  a b v  noise  a d w  noise …   a b → v   a d → w
+
+A decoder has one block. Queries and keys have short convolutions in every model, so that a token
+knows those before it; values have none, so that a needle's value is read at one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from claims.trainings import steps
+
+PARTS, VALUES, NOISE = 16, 64, 16
+"""Tokens of each kind: parts of keys, values, and noise."""
+TOKENS = PARTS + VALUES + NOISE
+LENGTH, NEEDLES = 128, 16
+"""What is trained."""
+TESTS = ((128, 16), (256, 32), (512, 64), (1024, 128), (1024, 16))
+"""Lengths and numbers of needles that are tested."""
+
+
+def batch(count: int, length: int, needles: int) -> tuple[Any, Any, Any]:
+    """Tokens (count, length), and the values of all needles and where they are (count, needles)."""
+    import torch
+
+    first = length - 2 * needles
+    tokens = PARTS + VALUES + torch.randint(NOISE, (count, length))
+    keys = torch.rand(count, PARTS * PARTS).argsort(1)[:, :needles]
+    values = PARTS + torch.randint(VALUES, (count, needles))
+    places = 3 * torch.rand(count, first // 3).argsort(1)[:, :needles]
+    a, b = keys // PARTS, keys % PARTS
+    for i, token in enumerate((a, b, values)):
+        tokens.scatter_(1, places + i, token)
+    tokens[:, first::2], tokens[:, first + 1 :: 2] = a, b
+    return tokens, values, places + 2
+
+
+def layer(mechanism: str, *, plain_values: bool = True) -> dict[str, Any]:
+    """The arguments of a layer: its published recipes, but for q and k, and v if `plain_values`."""
+    from precondattn.layers.recipes.projections import Convolution, Projection, Rotary
+    from precondattn.layers.torch import Attention
+
+    recipes = {}
+    for entry in Attention(8, heads=1, mechanism=mechanism).plan.entries:
+        if entry.name in ("q", "k") and isinstance(entry.recipe, (Projection, Rotary)):
+            recipes[entry.name] = Convolution()
+        if plain_values and entry.name == "v" and isinstance(entry.recipe, Convolution):
+            recipes["v"] = Projection()
+    return {"mechanism": mechanism, "recipes": recipes}
+
+
+def train(
+    arguments: Mapping[str, Any],
+    seed: int,
+    updates: int,
+    size: int,
+    shown: bool,
+    *,
+    heads: int = 2,
+    width: int = 64,
+    needles: int = NEEDLES,
+) -> tuple[Any, list[float]]:
+    """A trained decoder, and the losses of its steps."""
+    import torch
+
+    from precondattn.layers.torch import Decoder
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = Decoder(TOKENS, width, heads=heads, layers=[dict(arguments)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=updates)
+    losses = []
+    for _ in steps(updates, shown):
+        tokens, values, _ = batch(size, LENGTH, needles)
+        logits = model(tokens)[:, 1 - 2 * needles :: 2]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rates.step()
+        losses.append(round(loss.item(), 4))
+    return model, losses
+
+
+def accuracy(model: Any, length: int, needles: int, count: int = 32) -> float:
+    """The share of needles that are recalled, in `count` sequences."""
+    import torch
+
+    torch.manual_seed(length + needles)
+    with torch.no_grad():
+        tokens, values, _ = batch(count, length, needles)
+        found = model(tokens)[:, 1 - 2 * needles :: 2].argmax(-1)
+    return round((found == values).float().mean().item(), 4)
+
+
+class Seen:
+    """A mechanism that keeps the inputs of its last call."""
+
+    def __init__(self, mechanism: Any) -> None:
+        self.mechanism = mechanism
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.inputs = inputs
+        return self.mechanism(**inputs)
+
+
+def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float]:
+    """Where the weights of the queries of 16 needles lie, as shares of their absolute values.
+
+    A mechanism that is linear in its values has weights W with o = W v, also where some are
+    negative. Here W is its output for values that are the unit vectors of tokens. Shares are those
+    of the head with the largest one of the answer.
+    """
+    import torch
+
+    attention = model.blocks[0].attention
+    plan = attention.plan
+    torch.manual_seed(length)
+    tokens, _, answers = batch(count, length, NEEDLES)
+    seen = Seen(plan.mechanism)
+    with torch.no_grad():
+        attention.plan = replace(plan, mechanism=seen)
+        model(tokens)
+        attention.plan = plan
+        one = torch.eye(length)[None, :, None].expand(*seen.inputs["v"].shape[:3], length)
+        weights = plan.mechanism(**{**seen.inputs, "v": one}).abs()[:, 1 - 2 * NEEDLES :: 2]
+    weights = weights.movedim(2, 0) / weights.movedim(2, 0).sum(-1, keepdim=True)
+    answer = weights.gather(3, answers[..., None].expand(*weights.shape[:3], 1))[..., 0]
+    noise = torch.where(tokens[:, None] >= PARTS + VALUES, weights, 0).sum(-1)
+    head = int(answer.mean((1, 2)).argmax())
+    found = {"answer": answer[head].mean().item(), "noise": noise[head].mean().item()}
+    found["needles"] = 1 - found["answer"] - found["noise"]
+    return {name: round(share, 4) for name, share in found.items()}
