@@ -24,7 +24,7 @@ from precondattn_portable.chunkwise_additive import (
 )
 from precondattn_portable.chunkwise_delta import DeltaRule
 from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
-from precondattn_portable.layout import blocks
+from precondattn_portable.layout import blocks, budget
 
 CHUNK = 64
 """Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
@@ -101,7 +101,7 @@ class Chunkwise:
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
         t = arrays[0].shape[axis]
-        step = max(t * TILE // max(math.prod(array.shape) for array in arrays), 1)
+        step = max(t * budget(TILE) // max(math.prod(array.shape) for array in arrays), 1)
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
             here = (*(slice(None),) * axis, slice(i0, i1))
@@ -207,7 +207,7 @@ class Work:
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        step = max(budget(GROUP) // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))

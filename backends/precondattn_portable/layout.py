@@ -7,6 +7,7 @@ blocks together fit a cache.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
@@ -35,6 +36,20 @@ chunk, costs every preceding key a product, and chunks are half as long."""
 
 ROW_BLOCK_ENTRIES = 2**22
 """Entries of the row blocks that are processed together: 16 MiB in float32."""
+
+
+class Sharing(threading.local):
+    """Of each thread: how many threads divide a call, and the memory that one may use."""
+
+    count = 1
+
+
+SHARING = Sharing()
+
+
+def budget(entries: int) -> int:
+    """The part of this thread in what may be processed together."""
+    return entries // SHARING.count
 
 
 Part = tuple[slice, slice, EllipsisType]
@@ -94,7 +109,7 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 def head_groups(b: int, n: int, row_block: int) -> Iterator[Part]:
     """Groups of sequences and heads; `row_block` is the entries of one head's largest row block."""
-    together = max(ROW_BLOCK_ENTRIES // max(row_block, 1), 1)
+    together = max(budget(ROW_BLOCK_ENTRIES) // max(row_block, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
             yield slice(start, stop), slice(0, n), ...

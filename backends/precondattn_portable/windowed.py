@@ -41,7 +41,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import ROW_BLOCK_ENTRIES, padded, zero_padding
+from precondattn_portable.layout import ROW_BLOCK_ENTRIES, budget, padded, zero_padding
 from precondattn_portable.windows import Part, Partition, partition
 
 
@@ -122,7 +122,8 @@ class WindowedAttention(Algorithm):
         b = x["q"].shape[0]
         call = self.call(ops, leaf, x, frame)
         outs = [
-            _as_slots(self.read(ops, leaf, each), b) for each in call.windows(self.entries_together)
+            _as_slots(self.read(ops, leaf, each), b)
+            for each in call.windows(budget(self.entries_together))
         ]
         out = call.by_token(outs)
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
@@ -146,7 +147,7 @@ class WindowedAttention(Algorithm):
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )
         d_q, d_k, d_v, d_bias = [], [], [], None
-        for each in call.windows(self.entries_together):
+        for each in call.windows(budget(self.entries_together)):
             o = None if leaf.read == MEAN else call.gathered(out, each.part)
             d_o = call.gathered(cotangent, each.part)
             d_scores, *d_rows = self.pull(ops, leaf, each, o, d_o)

@@ -60,8 +60,10 @@ class Torch(Portable):
         own = {pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
         recurrences = (pa.SSD, pa.GLA, pa.Delta, pa.GatedDelta, pa.KDA)
         blocked = {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
+        # Of these the results are most of the memory, and to join them costs what is won.
+        whole = {*TOKEN_WISE, pa.Linear, pa.Retention, pa.SSD}
         return {
-            leaf: algorithm if leaf in TOKEN_WISE else ByHeads(algorithm)
+            leaf: algorithm if leaf in whole else ByHeads(algorithm)
             for leaf, algorithm in blocked.items()
         }
 

@@ -28,11 +28,12 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import SHARING
 
 HEAD_LETTERS = "nhu"
 """Key/value heads, query heads and value heads: each number divides the next."""
 
-LEAST = 2**17
+LEAST = 2**19
 """Elements of the largest input from which threads are worth their start."""
 
 
@@ -95,7 +96,10 @@ class ByHeads(Algorithm):
             )
 
         results = _in_threads(backward, count)
-        return {name: _joined([of[name] for of in results], axes[name]) for name in results[0]}
+        # Parts are freed as they are joined.
+        return {
+            name: _joined([of.pop(name) for of in results], axes[name]) for name in [*results[0]]
+        }
 
     def step(
         self,
@@ -210,6 +214,7 @@ def _in_threads(function: Callable[[int], Any], count: int) -> list[Any]:
 
     def computed(part: int) -> Any:
         with mode():
+            SHARING.count = count
             return function(part)
 
     return list(

@@ -37,7 +37,7 @@ DIVIDED = [
 """Expressions, query heads and key/value heads."""
 
 WHOLE = [
-    ("retention", 4, 4),  # The decay of a head depends on its number.
+    ("mesa(retention)", 4, 4),  # The decay of a head depends on its number.
     ("lucid", 1, 1),
 ]
 
@@ -140,7 +140,7 @@ def test_calls_of_several_threads_at_once(counted):
 
 
 def test_an_error_of_a_part_is_raised(counted):
-    mechanism, x = inputs("mesa", 4, 4)
+    _, x = inputs("mesa", 4, 4)
     impatient = pa.Mesa(iterations=1)
     with pytest.raises(pa.NotSolvedError, match="after 1 iterations"):
         impatient(**x, backend="torch")
