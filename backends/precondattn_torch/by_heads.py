@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import gcd
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class ByHeads(Algorithm):
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
         axes = axes_of(leaf, x)
-        count = parts_of(leaf, x, axes, frame)
+        count = parts_of(leaf, x, axes)
         if count == 1:
             return self.whole.forward(ops, leaf, x, frame)
 
@@ -74,7 +75,7 @@ class ByHeads(Algorithm):
         cotangent: Tensor,
     ) -> Arrays:
         axes = axes_of(leaf, x)
-        count = parts_of(leaf, x, axes, frame)
+        count = parts_of(leaf, x, axes)
         if count == 1:
             return self.whole.backward(ops, leaf, x, frame, out, residuals, cotangent)
         of_out = _head_axis(leaf.program.output)
@@ -149,9 +150,7 @@ def axes_of(leaf: Any, x: Mapping[str, Tensor]) -> dict[str, int | None]:
     return {name: _axis_of(leaf.inputs[name], array) for name, array in x.items()}
 
 
-def parts_of(
-    leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None], frame: Frame
-) -> int:
+def parts_of(leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None]) -> int:
     """Into how many parts the heads of a call are divided; 1 where it is computed as one."""
     threads = torch.get_num_threads()
     largest = max(x.values(), key=lambda array: array.numel())
@@ -234,7 +233,5 @@ def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
 
 def _waiting(count: int) -> Callable[[int], object]:
     """A function that returns once `count` threads call it."""
-    from threading import Barrier
-
     barrier = Barrier(count)
     return lambda part: barrier.wait()
