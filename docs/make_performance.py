@@ -9,6 +9,7 @@ Every number on the page comes from a file that `precondattn bench --save` wrote
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from precondattn_conformance.bench.record import TIMED, Record, Row, load
 from precondattn_conformance.bench.table import duration, size
@@ -79,7 +80,7 @@ def machine(record: Record) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in computer.get("versions", {}).items())
     lines = [
         f"Measured {record.date} on {computer.get('processor')}, {computer.get('cores')} cores, "
-        f"{computer.get('threads')} threads, with {versions}.",
+        f"{computer.get('threads')} threads{_neighbours(computer)}, with {versions}.",
     ]
     for rate in record.rates:
         lines.append(
@@ -88,6 +89,11 @@ def machine(record: Record) -> str:
             f"{rate['bytes_per_second'] / 1e9:.3g} GB/s in a copy."
         )
     return "\n".join(lines) + "\n"
+
+
+def _neighbours(computer: dict[str, Any]) -> str:
+    count = computer.get("neighbours", 0)
+    return f", beside {count} other busy process{'es' if count > 1 else ''}" if count else ""
 
 
 def sizes(row: Row) -> str:

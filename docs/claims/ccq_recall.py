@@ -14,9 +14,9 @@ import numpy as np
 from make_figures import BLUE, ORANGE, panels
 from matplotlib.figure import Figure
 
+from claims import pairs
 from claims.claim import Claim, table
-from claims.needles import layer
-from claims.trainings import SEEDS, steps, trained
+from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
     says="CCQ helps any linear backbone recall",
@@ -39,56 +39,14 @@ BACKBONES = {
     "Mamba-2": "ssd",
     "retention": "retention",
 }
-KEYS, VALUES, NOISE = 64, 64, 16
-LENGTH, PAIRS = 32, 4
-RATE = 3e-3
 TESTS = ((32, 4), (64, 8), (128, 16), (256, 32))
 """Lengths and numbers of pairs that are tested."""
 
 
-def batch(count: int, length: int, pairs: int) -> tuple[Any, Any]:
-    """Tokens (count, length) and the values of all pairs (count, pairs)."""
-    import torch
-
-    first = length - pairs
-    tokens = KEYS + VALUES + torch.randint(NOISE, (count, length))
-    keys = torch.rand(count, KEYS).argsort(1)[:, :pairs]
-    values = KEYS + torch.randint(VALUES, (count, pairs))
-    places = 2 * torch.rand(count, first // 2).argsort(1)[:, :pairs]
-    tokens.scatter_(1, places, keys)
-    tokens.scatter_(1, places + 1, values)
-    tokens[:, first:] = keys
-    return tokens, values
-
-
 def train(name: str, seed: int, updates: int, size: int, shown: bool) -> dict[str, Any]:
     """The recall of each test, and the last loss."""
-    import torch
-
-    from precondattn.layers.torch import Decoder
-
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = Decoder(KEYS + VALUES + NOISE, 64, heads=1, layers=[layer(name, plain_values=False)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=updates)
-    for _ in steps(updates, shown):
-        tokens, values = batch(size, LENGTH, PAIRS)
-        logits = model(tokens)[:, -PAIRS:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rates.step()
-    recall = []
-    for length, pairs in TESTS:
-        torch.manual_seed(length)
-        with torch.no_grad():
-            tokens, values = batch(64, length, pairs)
-            found = model(tokens)[:, -pairs:].argmax(-1)
-        recall.append(round((found == values).float().mean().item(), 4))
-    return {"recall": recall, "loss": round(loss.item(), 4)}
+    model, loss = pairs.model_of(name, seed, updates, size, shown)
+    return {"recall": [pairs.recall(model, *test) for test in TESTS], "loss": loss}
 
 
 def run(
@@ -124,11 +82,11 @@ def rows(found: dict[str, Any]) -> str:
     cells = []
     for title in titles(found):
         plain, ccq = 100 * recall(found, title), 100 * recall(found, f"CCQ, {title}")
-        for i, (length, pairs) in enumerate(TESTS):
+        for i, (length, count) in enumerate(TESTS):
             apart = (ccq - plain)[:, i]
             spread = f"{apart.mean():+.0f} ({apart.min():+.0f} to {apart.max():+.0f})"
             means = (f"{plain[:, i].mean():.0f} %", f"{ccq[:, i].mean():.0f} %")
-            cells.append((title if i == 0 else "", f"{pairs} of {length} tokens", *means, spread))
+            cells.append((title if i == 0 else "", f"{count} of {length} tokens", *means, spread))
     return table(
         ("backbone", "pairs", "without", "with CCQ", "difference in points (range)"), cells
     )
@@ -138,14 +96,14 @@ def draw(found: dict[str, Any]) -> Figure:
     """Recall by the number of pairs: the mean, and the range of the seeds."""
     names = titles(found)
     figure, axes = panels(len(names), height=2.4)
-    pairs = [count for _, count in TESTS]
+    counts = [count for _, count in TESTS]
     for ax, title in zip(axes, names, strict=True):
         for key, label, colour in ((title, "without", BLUE), (f"CCQ, {title}", "CCQ", ORANGE)):
             of = recall(found, key)
-            ax.plot(pairs, of.mean(0), color=colour, label=label, linewidth=1.4)
-            ax.fill_between(pairs, of.min(0), of.max(0), color=colour, alpha=0.15, linewidth=0)
+            ax.plot(counts, of.mean(0), color=colour, label=label, linewidth=1.4)
+            ax.fill_between(counts, of.min(0), of.max(0), color=colour, alpha=0.15, linewidth=0)
         ax.set(title=title.replace(" with ", "\n"), xscale="log", ylim=(-0.02, 1.02))
-        ax.set_xticks(pairs, [str(x) for x in pairs])
+        ax.set_xticks(counts, [str(x) for x in counts])
         ax.set_xticks([], minor=True)
         if ax is not axes[0]:
             ax.set_yticklabels([])

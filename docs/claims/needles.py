@@ -108,10 +108,25 @@ class Seen:
 
     def __init__(self, mechanism: Any) -> None:
         self.mechanism = mechanism
+        self.inputs: dict[str, Any] = {}
 
     def __call__(self, **inputs: Any) -> Any:
         self.inputs = inputs
         return self.mechanism(**inputs)
+
+
+def inputs_of(model: Any, tokens: Any) -> dict[str, Any]:
+    """The inputs of the mechanism of the first block."""
+    import torch
+
+    attention = model.blocks[0].attention
+    plan = attention.plan
+    seen = Seen(plan.mechanism)
+    attention.plan = replace(plan, mechanism=seen)
+    with torch.no_grad():
+        model(tokens)
+    attention.plan = plan
+    return seen.inputs
 
 
 def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float]:
@@ -123,17 +138,13 @@ def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float
     """
     import torch
 
-    attention = model.blocks[0].attention
-    plan = attention.plan
     torch.manual_seed(length)
     tokens, _, answers = batch(count, length, NEEDLES)
-    seen = Seen(plan.mechanism)
+    inputs = inputs_of(model, tokens)
     with torch.no_grad():
-        attention.plan = replace(plan, mechanism=seen)
-        model(tokens)
-        attention.plan = plan
-        one = torch.eye(length)[None, :, None].expand(*seen.inputs["v"].shape[:3], length)
-        weights = plan.mechanism(**{**seen.inputs, "v": one}).abs()[:, 1 - 2 * NEEDLES :: 2]
+        one = torch.eye(length)[None, :, None].expand(*inputs["v"].shape[:3], length)
+        mechanism = model.blocks[0].attention.mechanism
+        weights = mechanism(**{**inputs, "v": one}).abs()[:, 1 - 2 * NEEDLES :: 2]
     weights = weights.movedim(2, 0) / weights.movedim(2, 0).sum(-1, keepdim=True)
     answer = weights.gather(3, answers[..., None].expand(*weights.shape[:3], 1))[..., 0]
     noise = torch.where(tokens[:, None] >= PARTS + VALUES, weights, 0).sum(-1)

@@ -255,6 +255,9 @@ def bench(
     memory: Annotated[
         bool, typer.Option("--memory", help="measure peak memory too, in separate processes")
     ] = False,
+    neighbours: Annotated[
+        int, typer.Option(help="other processes that are busy meanwhile", min=0)
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, as a test")] = False,
     save: Annotated[Path | None, typer.Option(help="write the rows to this JSON file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
@@ -283,6 +286,7 @@ def bench(
             peers=(tuple(peer) if peer else None) if peers else (),
             rounds=rounds,
             memory=memory,
+            neighbours=neighbours,
             quick=quick,
             save=save,
             plot=plot,

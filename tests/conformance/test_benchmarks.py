@@ -23,6 +23,7 @@ from precondattn_conformance.bench import (
     layers,
     models,
     naive_references,
+    neighbours,
     plot,
 )
 from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
@@ -220,6 +221,26 @@ def test_a_backend_without_support_gives_the_reason(rescaled):
     assert code == 1
     assert "knows softmax only" in printed
     assert "nothing was measured, which counts as a failure" in printed
+
+
+def test_neighbours_are_busy_only_during_the_run_and_are_recorded(tmp_path, monkeypatch):
+    started, process = [], neighbours.subprocess.Popen
+
+    def starting(*arguments, **options):
+        started.append(process(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(neighbours.subprocess, "Popen", starting)
+    code, _ = run_quick("numpy_lucid", neighbours=2, save=tmp_path / "run.json")
+    assert code == 0
+    assert load(tmp_path / "run.json").machine["neighbours"] == 2
+    assert len([each for each in started if each.args[-1] == neighbours.BUSY]) == 2
+    assert all(each.poll() is not None for each in started)
+
+
+def test_a_negative_number_of_neighbours_is_refused():
+    with pytest.raises(ValueError, match="neighbours must be 0 or above; found -1"):
+        run_quick("numpy_lucid", neighbours=-1)
 
 
 def test_a_naive_reference_is_loaded_by_its_file_and_compared(monkeypatch, tmp_path):

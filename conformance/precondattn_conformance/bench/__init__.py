@@ -19,6 +19,7 @@ plan            a row before it is measured: description, backends
 correct         whether a result is correct; a wrong one is not timed
 paired          the ratio of two times that were measured in turns
 cost            FLOPs and bytes, by mechanism and work
+neighbours      other busy processes beside a run
 machine         a description of the machine, and the rates of its GEMM and copy
 record          a run as rows, and its JSON file
 table, plot     a record as a table, and as figures

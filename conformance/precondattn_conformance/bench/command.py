@@ -20,6 +20,7 @@ from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
+from precondattn_conformance.bench.neighbours import busy_neighbours
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.bench.table import duration, print_record
@@ -55,6 +56,7 @@ def bench(
     dtype: str | None = None,
     peers: tuple[str, ...] | None = None,
     rounds: int | None = None,
+    neighbours: int = 0,
     memory: bool = False,
     quick: bool = False,
     save: Path | None = None,
@@ -64,7 +66,8 @@ def bench(
 ) -> int:
     """Measure, print, save and draw. The exit code is 0, or 1 if a result is wrong or fails.
 
-    `peers` are the peers of each case by name; None: those that it declares.
+    `peers` are the peers of each case by name; None: those that it declares. `neighbours` other
+    processes are busy meanwhile.
     A run in which nothing was measured has failed.
 
     Raises
@@ -74,6 +77,8 @@ def bench(
     """
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be 1 or above; found {rounds}")
+    if neighbours < 0:
+        raise ValueError(f"neighbours must be 0 or above; found {neighbours}")
     require_writable(save, benchmark_json, folder=plot)
     for name in ",".join(backends).split(",") if backends else ():
         discover().named(name)
@@ -94,8 +99,10 @@ def bench(
 
     options = Options(device, rounds, memory, quick)
     todo = [(case, backend) for case in cases for backend in backends or (None,)]
-    rows = _run(todo, options, benchmark_json, console)
-    record = Record(machine.now(), machine.describe(), _rates(rows, options), rows)
+    with busy_neighbours(neighbours):
+        rows = _run(todo, options, benchmark_json, console)
+    described = machine.describe() | ({"neighbours": neighbours} if neighbours else {})
+    record = Record(machine.now(), described, _rates(rows, options), rows)
     print_record(record, console)
     if save is not None:
         record.save(save)

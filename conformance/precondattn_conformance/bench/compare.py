@@ -59,7 +59,7 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
 
 def machines_differ(old: Record, new: Record) -> list[str]:
     """The differences between the machines of two records, which make times incomparable."""
-    properties = ("processor", "cores", "threads", "system")
+    properties = ("processor", "cores", "threads", "system", "neighbours")
     return [
         f"{name}: {old.machine.get(name)} before, {new.machine.get(name)} now"
         for name in properties
