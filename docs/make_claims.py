@@ -46,6 +46,7 @@ NAMES = (
     "row_norm_digits",
     "lucid_needles",
     "ccq_recall",
+    "ccq_alignment",
     "laser_training",
     "differential_noise",
 )

@@ -22,8 +22,12 @@ from claims.trainings import SEEDS, trained
 CLAIM = Claim(
     says="Keys of needles lie off the directions in which keys vary most",
     source="CCQ §3.3, Appendix H, Figures 1 and 2",
-    verdict="holds",
-    because="",
+    verdict="does not hold",
+    because=(
+        "Before training the keys of needles are off the top 16 directions, by 0.13. After it they "
+        "lie on them more than noise does, by 0.06 to 0.13 on average and in every seed, with and "
+        "without CCQ: a model that has to tell needles apart makes their keys vary."
+    ),
 )
 SMALL = {"updates": 2, "seeds": (0,), "batch": 2, "names": ("GLA",), "kept": False}
 """Arguments of `run` for a test."""
