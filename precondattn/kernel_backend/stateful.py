@@ -145,7 +145,7 @@ class StatefulKernels:
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence supports no empty arrays"
         heads = max(shapes[name][-2] for name in ("q", "k", "v") if name in shapes)
-        if shapes["k"][0] * heads > MOST_HEADS:
+        if shapes.get("q", shapes["k"])[0] * heads > MOST_HEADS:
             return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
 

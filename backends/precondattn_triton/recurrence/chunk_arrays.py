@@ -104,6 +104,7 @@ class Call:
             "k": x.k,
             "v": x.v,
             "erase": erase,
+            "erasing": None,
             **strides("q", x.q, "bmtrd"),
             **strides("k", x.k, "bmsd"),
             **strides("v", x.v, "bmse"),
