@@ -46,14 +46,8 @@ MECHANISMS = {
     "PaTH": "path",
     "LUCID around PaTH": "lucid(path)",
 }
-SHOWN = {
-    "softmax": INK,
-    "LUCID": ORANGE,
-    "PaTH": GREEN,
-    "differential": BLUE,
-    "gated delta": "#b05fc0",
-}
-"""Colours of what is drawn."""
+SHOWN = {"softmax": INK, "LUCID": ORANGE, "PaTH": GREEN, "differential": BLUE}
+SHOWN["gated delta"] = "#b05fc0"
 EVERY = 20
 
 
