@@ -145,6 +145,6 @@ def draw(found: dict[str, Any]) -> Figure:
         right.plot(apart.mean(), i, "|", color=ORANGE, markersize=16)
     right.axvline(0, color=ORANGE, linewidth=0.8)
     right.set(yticks=range(len(found["names"])), yticklabels=found["names"])
-    right.set_xlabel("loss, LASER − softmax (nats)")
+    right.set_xlabel("loss of LASER − softmax")
     right.invert_yaxis()
     return figure
