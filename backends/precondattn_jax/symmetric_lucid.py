@@ -19,6 +19,7 @@ from precondattn.arrays import Arrays, Residuals
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import identity_like, where_valid
+from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_jax.arithmetic import (
     full_precision,
@@ -113,7 +114,7 @@ class Similarities:
             with full_precision():
                 similarities = self.leaf.similarities(self.unit[:, :, :s], self.frame)
                 return self.leaf.solved(similarities, right)
-        tolerance = symmetric_lucid.tolerance_of(self.leaf, right)
+        tolerance = tolerance_of(self.leaf, right)
         right = self.blocks.of_keys(right)
         return solved(ops, self.times, right, tolerance, self.leaf.iterations)[:, :, :s]
 

@@ -26,14 +26,11 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, transpose
-from precondattn.spec.positive_definite import NotSolvedError, solve_positive
+from precondattn.spec.positive_definite import ROUNDINGS, NotSolvedError, solve_positive
 from precondattn_portable.arithmetic import Arithmetic
 
 Product = Callable[[Array], Array]
 """A X, of X (b, n, s, columns)"""
-
-ROUNDINGS = 4.0
-"""Roundings of a product with A that a residual may be made of."""
 
 
 class Residual(NamedTuple):

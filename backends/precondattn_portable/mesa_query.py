@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, row_sum
 from precondattn.spec.mesa_query import Read
-from precondattn.spec.positive_definite import NotSolvedError
+from precondattn.spec.positive_definite import ROUNDINGS, tolerance_of
 from precondattn.spec.recurrence import Stream
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.block_conjugate_gradients import ROUNDINGS, Residual
+from precondattn_portable.block_conjugate_gradients import Residual
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.stateful import StatefulAlgorithm
-from precondattn_portable.symmetric_lucid import tolerance_of
 
 
 class Search(NamedTuple):
@@ -113,11 +112,7 @@ def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Ar
         if used == most:
             length = _length(problem.right)
             share = xp.where(left.is_large(), left.length / xp.where(length > 0, length, 1.0), 0.0)
-            raise NotSolvedError(
-                f"{leaf}: conjugate gradients left a residual of {float(xp.max(share)):.1e} of a "
-                f"query after {used} iterations, and {problem.tolerance:.0e} is expected; give "
-                f"more iterations, a larger tolerance or a larger lam_mesa"
-            )
+            raise leaf.not_solved(float(xp.max(share)), used, problem.tolerance)
 
 
 def diagonal_of(form: Any, x: Stream, state: Array, ridge: Array, t: int) -> Array:

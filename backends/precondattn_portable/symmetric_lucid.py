@@ -24,6 +24,7 @@ from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
+from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
@@ -34,13 +35,6 @@ from precondattn_portable.masks import Mask
 
 DIRECT = 2048
 """The most tokens of a sequence whose matrix is factorized: 16 MiB in float32."""
-
-
-def tolerance_of(leaf: Any, x: Array) -> float:
-    """τ"""
-    if leaf.tolerance is not None:
-        return float(leaf.tolerance)
-    return 1e-13 if x.dtype == namespace(x).float64 else 1e-6
 
 
 class Similarities:

@@ -1,10 +1,10 @@
 """The Triton backend: which leaves are computed by which kernels.
 
 LUCID's solve, LASER, PaTH, differential and windowed attention, rows of unit norm, and leaves with
-a state: the linear family, the delta rule, gated slot attention, CCQ's query, alone and with its
-backbone. Softmax around them is computed by the backend `torch`. Where Triton interprets its
-kernels, on a machine without a GPU, they are for checking only: the backend then supports arrays on
-a CPU, and runs only if it is requested by name.
+a state: the linear family, the delta rule, gated slot attention, Mesa's query, and CCQ's, alone and
+with its backbone. Softmax around them is computed by the backend `torch`. Where Triton interprets
+its kernels, on a machine without a GPU, they are for checking only: the backend then supports
+arrays on a CPU, and runs only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ KERNELS: KernelTable = {
         otherwise=_RECURRENCE,
     ),
     **dict.fromkeys(RECURRENT, _RECURRENCE),
+    pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
     pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:Laser"}),
     pa.Path: "precondattn_triton.path.leaf:Path",
     pa.Windowed: "precondattn_triton.windowed.leaf:WindowedAttention",

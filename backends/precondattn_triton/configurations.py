@@ -305,6 +305,11 @@ declare(
     full={256: Configuration(32, 32, 8, 1)},
 )
 declare(
+    "mesa_query",
+    half={},
+    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 32, 8, 1)},
+)
+declare(
     "row_lengths", half={256: Configuration(64, 0, 4, 1)}, full={256: Configuration(64, 0, 4, 1)}
 )
 declare(

@@ -72,6 +72,7 @@ CALLS: Shipped = (
     ("ccq(gated_delta)", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
+    ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
 """Full calls, with their gradients."""
 
@@ -210,7 +211,8 @@ def launches(
         out, residuals = backend.forward(piece, x, frame)
         backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
         if isinstance(piece, Stateful):
-            last = {name: array[:, -1:] for name, array in x.items()}
+            by_tokens = {name for name, pattern in inputs.items() if set("ts") & {*pattern.letters}}
+            last = {n: array[:, -1:] if n in by_tokens else array for n, array in x.items()}
             backend.forward(piece, last, Frame(position[:, -1:], position[:, -1:]))
     return recorded_launches
 

@@ -43,7 +43,7 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.conditioned_query import GATE, ConditionedQuery
 from precondattn.spec.linear_family import queries_of_rows, queries_of_states, rows_of_states
-from precondattn.spec.positive_definite import solve_positive
+from precondattn.spec.positive_definite import NotSolvedError, solve_positive
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.stateful import Stateful
 
@@ -120,6 +120,14 @@ class MesaQuery(Stateful):
         With exact products d would do. Rounding makes it more for float64's tolerance.
         """
         return max(200, 2 * d) if self.iterations is None else self.iterations
+
+    def not_solved(self, residual: float, iterations: int, tolerance: float) -> NotSolvedError:
+        """The error where conjugate gradients left a residual, as a share of a query."""
+        return NotSolvedError(
+            f"{self}: conjugate gradients left a residual of {residual:.1e} of a query after "
+            f"{iterations} iterations, and {tolerance:.0e} is expected; give more iterations, a "
+            f"larger tolerance or a larger lam_mesa"
+        )
 
     @property
     def inputs(self) -> Inputs:

@@ -6,9 +6,13 @@ A x = b:    L z = b,    Lᵀ x = z
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
+
+ROUNDINGS = 4.0
+"""Roundings of a product with a matrix that the residual of a solve by iteration may be made of."""
 
 
 class NotSolvedError(ArithmeticError):
@@ -31,3 +35,10 @@ def solve_positive(matrix: Array, right: Array) -> Array:
         ) from error
     solution = solve_upper(transpose(lower), solve_lower(lower, right))
     return xp.where(is_finite, solution, math.nan)
+
+
+def tolerance_of(leaf: Any, x: Array) -> float:
+    """τ of a leaf that solves by iteration, for right sides like x."""
+    if leaf.tolerance is not None:
+        return float(leaf.tolerance)
+    return 1e-13 if x.dtype == namespace(x).float64 else 1e-6
