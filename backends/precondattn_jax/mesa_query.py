@@ -12,14 +12,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.spec.mesa_query import Read
+from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
+from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.mesa_query import Problem, Search, Solving
 
 
-def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
+def solved(
+    ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
+) -> Array:
     """q* of queries (…, d)."""
     problem = Problem.of(leaf, q, diagonal, ridge)
-    times, most = problem.times(read), leaf.most_iterations(q.shape[-1])
+    times, most = problem.times(ops, read), leaf.most_iterations(q.shape[-1])
 
     def is_open(carry: Any) -> Array:
         search, used = carry
@@ -27,7 +31,7 @@ def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Ar
 
     def advanced(carry: Any) -> Any:
         search, used = carry
-        return search.advanced(times, problem.diagonal), used + 1
+        return search.advanced(ops, times, problem.diagonal), used + 1
 
     def is_left(carry: Any) -> Array:
         _, _, left, used = carry
@@ -38,7 +42,7 @@ def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Ar
         start = (Search.towards(rest, problem.diagonal), used)
         search, used = lax.while_loop(is_open, advanced, start)
         x = x + search.x
-        return x, *problem.residual(read, x), used
+        return x, *problem.residual(times, x), used
 
     start = (problem.right * 0, problem.right, problem.recurring(problem.right), 0)
     x, _, left, _ = lax.while_loop(is_left, again, start)
@@ -48,4 +52,5 @@ def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Ar
 class SolvingChunkwise(Solving, Chunkwise):
     """The recurrence in chunks, which are read as often as the iteration needs."""
 
+    ops = JAX
     by = staticmethod(solved)

@@ -32,10 +32,13 @@ CHUNK = 64
 TILE = 2**19
 """Elements of an array that `by_tokens` processes at once: 2 MiB in float32."""
 
-GROUP = 2**21
-"""Elements of an array of the chunks that are computed at once: 8 MiB in float32."""
+GROUP = 2**19
+"""Elements of an array of the chunks that are computed at once: 2 MiB in float32.
 
-REREAD = 8
+A chunk has ten to twenty arrays, of which each pass reads two or three from a core's own cache.
+"""
+
+REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
 
 
@@ -207,7 +210,7 @@ class Work:
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = max(budget(GROUP) // (self.b * self.m * self.size * widest), 1)
+        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))

@@ -39,16 +39,17 @@ class Search(NamedTuple):
     @classmethod
     def towards(cls, right: Array, diagonal: Array) -> Search:
         z = right / diagonal
-        return cls(right * 0, right, z, row_sum(right * z))
+        return cls(right * 0, right + 0, z, row_sum(right * z))
 
-    def advanced(self, times: Read, diagonal: Array) -> Search:
-        """After one more product."""
+    def advanced(self, ops: Arithmetic, times: Read, diagonal: Array) -> Search:
+        """After one more product, in the arrays of this one where the library can."""
         image = times(self.p)
         along = _ratio(self.size, row_sum(self.p * image))
-        x, r = self.x + along * self.p, self.r - along * image
+        x = ops.add_multiple(self.x, along, self.p)
+        r = ops.add_multiple(self.r, -along, image)
         z = r / diagonal
         size = row_sum(r * z)
-        return Search(x, r, z + _ratio(size, self.size) * self.p, size)
+        return Search(x, r, ops.add_multiple(z, _ratio(size, self.size), self.p), size)
 
 
 def _ratio(a: Array, b: Array) -> Array:
@@ -76,16 +77,16 @@ class Problem(NamedTuple):
         diagonal = xp.where(diagonal == 0, 1.0, diagonal)
         return cls(q / scale, scale, diagonal, ridge, tolerance_of(leaf, q))
 
-    def times(self, read: Read) -> Read:
-        return lambda p: read(p) + self.ridge * p
+    def times(self, ops: Arithmetic, read: Read) -> Read:
+        return lambda p: ops.add_multiple(read(p), self.ridge, p)
 
     def recurring(self, r: Array) -> Residual:
         """That of the recurrence."""
         return Residual(_length(r), self.tolerance * _length(self.right))
 
-    def residual(self, read: Read, x: Array) -> tuple[Array, Residual]:
+    def residual(self, times: Read, x: Array) -> tuple[Array, Residual]:
         """q − M x, and its lengths."""
-        rest = self.right - self.times(read)(x)
+        rest = self.right - times(x)
         rounding = ROUNDINGS * float(namespace(x).finfo(x.dtype).eps)
         norm = row_sum(self.diagonal)  # The trace of M, at least its norm.
         allowed = self.tolerance * _length(self.right) + rounding * norm * _length(x)
@@ -96,17 +97,19 @@ def _length(x: Array) -> Array:
     return namespace(x).sqrt(row_sum(x * x))
 
 
-def solved(leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array) -> Array:
+def solved(
+    ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
+) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
     xp, problem = namespace(q), Problem.of(leaf, q, diagonal, ridge)
-    times, used, most = problem.times(read), 0, leaf.most_iterations(q.shape[-1])
+    times, used, most = problem.times(ops, read), 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
     while True:
         search = Search.towards(rest, problem.diagonal)
         while used < most and xp.any(problem.recurring(search.r).is_large()):
-            search, used = search.advanced(times, problem.diagonal), used + 1
+            search, used = search.advanced(ops, times, problem.diagonal), used + 1
         x = x + search.x
-        rest, left = problem.residual(read, x)
+        rest, left = problem.residual(times, x)
         if not xp.any(left.is_large()):
             return x * problem.scale
         if used == most:
@@ -139,7 +142,7 @@ class Solving:
         diagonal = xp.broadcast_to(diagonal_of(form, x, state, ridge, q.shape[2]), q.shape)
 
         def function(read: Read, *arrays: Array) -> Array:
-            return self.by(leaf, read, *arrays)
+            return self.by(form.ops, leaf, read, *arrays)
 
         result: tuple[Array, Array] = form.reread(x, state, function, q, diagonal, ridge)
         return result
