@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, dtype_name
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 
@@ -96,6 +96,11 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, array: Array) -> ArraySpec:
+        """Those of an array."""
+        return cls(tuple(array.shape), dtype_name(array))
 
 
 def _missing_method(backend: Backend, method: str) -> NotImplementedError:

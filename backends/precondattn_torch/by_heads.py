@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import gcd
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.arrays import Arrays, Residuals, only_computes
 from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
@@ -31,11 +31,28 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import SHARING
 
-HEAD_LETTERS = "nhu"
-"""Key/value heads, query heads and value heads: each number divides the next."""
-
 LEAST = 2**19
 """Elements of the largest input from which threads are worth their start."""
+
+
+class Division(NamedTuple):
+    """How the heads of a call are divided."""
+
+    count: int
+    """Of parts"""
+    axes: Mapping[str, int | None]
+    """The axis of the heads of each input; None where there is one head for all."""
+
+    def part(self, x: Mapping[str, Tensor], part: int) -> dict[str, Tensor]:
+        """The inputs of some of the heads."""
+        return {
+            name: array if (axis := self.axes[name]) is None else self.slice(array, axis, part)
+            for name, array in x.items()
+        }
+
+    def slice(self, array: Tensor, axis: int, part: int) -> Tensor:
+        size = array.shape[axis] // self.count
+        return array.narrow(axis, part * size, size)
 
 
 class ByHeads(Algorithm):
@@ -47,19 +64,18 @@ class ByHeads(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
-        axes = axes_of(leaf, x)
-        count = parts_of(leaf, x, axes)
-        if count == 1:
+        division = division_of(leaf, x)
+        if division is None:
             return self.whole.forward(ops, leaf, x, frame)
 
         def forward(part: int) -> tuple[Tensor, Residuals]:
-            return self.whole.forward(ops, leaf, _part(x, axes, part, count), frame)
+            return self.whole.forward(ops, leaf, division.part(x, part), frame)
 
-        results = _in_threads(forward, count)
+        results = _in_threads(forward, division.count)
         of_out = _head_axis(leaf.program.output)
         out = torch.cat([out for out, _ in results], of_out)
         kept = zip(*(residuals for _, residuals in results), strict=True)
-        of_residuals = self._axes_of_residuals(leaf, x, axes, count)
+        of_residuals = self._axes_of_residuals(leaf, x, division)
         return out, tuple(
             torch.cat(parts, axis) for parts, axis in zip(kept, of_residuals, strict=True)
         )
@@ -74,32 +90,32 @@ class ByHeads(Algorithm):
         residuals: Residuals,
         cotangent: Tensor,
     ) -> Arrays:
-        axes = axes_of(leaf, x)
-        count = parts_of(leaf, x, axes)
-        if count == 1:
+        division = division_of(leaf, x)
+        if division is None:
             return self.whole.backward(ops, leaf, x, frame, out, residuals, cotangent)
         of_out = _head_axis(leaf.program.output)
         # PyTorch's own attention has kept none.
-        of_residuals = self._axes_of_residuals(leaf, x, axes, count) if residuals else ()
+        of_residuals = self._axes_of_residuals(leaf, x, division) if residuals else ()
 
         def backward(part: int) -> Arrays:
             return self.whole.backward(
                 ops,
                 leaf,
-                _part(x, axes, part, count),
+                division.part(x, part),
                 frame,
-                _slice(out, of_out, part, count),
+                division.slice(out, of_out, part),
                 tuple(
-                    _slice(array, axis, part, count)
+                    division.slice(array, axis, part)
                     for array, axis in zip(residuals, of_residuals, strict=True)
                 ),
-                _slice(cotangent, of_out, part, count),
+                division.slice(cotangent, of_out, part),
             )
 
-        results = _in_threads(backward, count)
+        results = _in_threads(backward, division.count)
         # Parts are freed as they are joined.
         return {
-            name: _joined([of.pop(name) for of in results], axes[name]) for name in [*results[0]]
+            name: _joined([of.pop(name) for of in results], division.axes[name])
+            for name in [*results[0]]
         }
 
     def step(
@@ -128,42 +144,42 @@ class ByHeads(Algorithm):
         return self.whole.residual_shapes(leaf, inputs)
 
     def _axes_of_residuals(
-        self, leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None], count: int
+        self, leaf: Any, x: Mapping[str, Tensor], division: Division
     ) -> tuple[int, ...]:
         """The axis of the heads of each residual: the one that is shorter with fewer heads."""
-        all_heads = {name: ArraySpec(tuple(a.shape), _dtype(a)) for name, a in x.items()}
-        some = {
-            name: ArraySpec(tuple(a.shape), _dtype(a))
-            for name, a in _part(x, axes, 0, count).items()
-        }
         found = []
         for whole, part in zip(
-            self.residual_shapes(leaf, all_heads), self.residual_shapes(leaf, some), strict=True
+            self.residual_shapes(leaf, _specs(x)),
+            self.residual_shapes(leaf, _specs(division.part(x, 0))),
+            strict=True,
         ):
             (axis,) = (i for i, n in enumerate(whole.shape) if n != part.shape[i])
             found.append(axis)
         return tuple(found)
 
 
-def axes_of(leaf: Any, x: Mapping[str, Tensor]) -> dict[str, int | None]:
-    """The axis of the heads of each input; None where there is one head for all."""
-    return {name: _axis_of(leaf.inputs[name], array) for name, array in x.items()}
-
-
-def parts_of(leaf: Any, x: Mapping[str, Tensor], axes: Mapping[str, int | None]) -> int:
-    """Into how many parts the heads of a call are divided; 1 where it is computed as one."""
+def division_of(leaf: Any, x: Mapping[str, Tensor]) -> Division | None:
+    """How the heads of a call are divided; None where it is computed as one."""
     threads = torch.get_num_threads()
-    largest = max(x.values(), key=lambda array: array.numel())
-    if threads == 1 or largest.numel() < LEAST or not largest.is_cpu:
-        return 1
+    if threads == 1:
+        return None
+    largest = max(x.values(), key=Tensor.numel)
+    if largest.numel() < LEAST or not largest.is_cpu:
+        return None
     if leaf.numbers_heads or leaf.mixes_sequences or not only_computes():
-        return 1
+        return None
     if any(type(array) not in (Tensor, torch.nn.Parameter) for array in x.values()):
-        return 1
+        return None
+    axes = {name: _axis_of(leaf.inputs[name], array) for name, array in x.items()}
     heads = [x[name].shape[axis] for name, axis in axes.items() if axis is not None]
     if not heads or _head_axis_or_none(leaf.program.output) is None:
-        return 1
-    return max(n for n in range(1, threads + 1) if gcd(*heads) % n == 0)
+        return None
+    count = max(n for n in range(1, threads + 1) if gcd(*heads) % n == 0)
+    return None if count == 1 else Division(count, axes)
+
+
+def _specs(x: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
+    return {name: ArraySpec.of(array) for name, array in x.items()}
 
 
 def _axis_of(pattern: Pattern, array: Tensor) -> int | None:
@@ -172,33 +188,14 @@ def _axis_of(pattern: Pattern, array: Tensor) -> int | None:
 
 
 def _head_axis_or_none(pattern: Pattern) -> int | None:
-    found = [i for i, axis in enumerate(pattern.axes) if axis.letter in HEAD_LETTERS]
+    found = [i for i, axis in enumerate(pattern.axes) if axis.letter in HEADS]
     return found[0] if found else None
 
 
 def _head_axis(pattern: Pattern) -> int:
     axis = _head_axis_or_none(pattern)
-    assert axis is not None  # `parts_of` has checked it.
+    assert axis is not None  # `division_of` has checked it.
     return axis
-
-
-def _dtype(array: Tensor) -> str:
-    return str(array.dtype).removeprefix("torch.")
-
-
-def _slice(array: Tensor, axis: int, part: int, count: int) -> Tensor:
-    size = array.shape[axis] // count
-    return array.narrow(axis, part * size, size)
-
-
-def _part(
-    x: Mapping[str, Tensor], axes: Mapping[str, int | None], part: int, count: int
-) -> dict[str, Tensor]:
-    """The inputs of some of the heads."""
-    return {
-        name: array if (axis := axes[name]) is None else _slice(array, axis, part, count)
-        for name, array in x.items()
-    }
 
 
 def _joined(parts: Sequence[Tensor], axis: int | None) -> Tensor:
@@ -213,7 +210,6 @@ def _in_threads(function: Callable[[int], Any], count: int) -> list[Any]:
 
     def computed(part: int) -> Any:
         with mode():
-            SHARING.count = count
             return function(part)
 
     return list(
@@ -225,10 +221,16 @@ def _in_threads(function: Callable[[int], Any], count: int) -> list[Any]:
 def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
     """Threads that compute with `each` threads of PyTorch. A forked process has its own."""
     whole = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, "precondattn", torch.set_num_threads, (each,))
+    pool = ThreadPoolExecutor(count, "precondattn", _start, (count, each))
     list(pool.map(_waiting(count), range(count)))  # All of them are started.
     torch.set_num_threads(whole)  # For threads that start later.
     return pool
+
+
+def _start(count: int, each: int) -> None:
+    """In each thread: it computes with `each` threads of PyTorch, as one of `count`."""
+    torch.set_num_threads(each)
+    SHARING.count = count
 
 
 def _waiting(count: int) -> Callable[[int], object]:

@@ -43,6 +43,8 @@ LETTERS = {
     "e": "value width",
     "m": "slots",
 }
+HEADS = "nhu"
+"""Key/value heads, query heads and value heads: each number divides the next."""
 
 Sizes = dict[str, int]
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from precondattn.algebra.declaration import HEADS
+
 CHUNK = 64
 """C: the number of tokens in one chunk of a chunkwise algorithm."""
 
@@ -78,4 +80,4 @@ def state_flops(tokens: int, d: int, e: int, *, is_delta: bool = False) -> Flops
 
 def state_heads(sizes: Mapping[str, int]) -> int:
     """The number of heads that read a state: value heads where there are more of them."""
-    return max(sizes[letter] for letter in "nhu" if letter in sizes)
+    return max(sizes[letter] for letter in HEADS if letter in sizes)

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from precondattn.algebra.declaration import LETTERS, Pattern
+from precondattn.algebra.declaration import HEADS, LETTERS, Pattern
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.windows import FIRST
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
-HEADS = "nhu"
 Patterns = dict[str, Pattern]
 Placements = tuple[Placement, ...]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from precondattn.algebra.declaration import HEADS as HEAD_LETTERS
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Array
 
@@ -24,8 +25,6 @@ INDEPENDENT = BATCH + HEADS
 OTHER = "."
 NUMBERED = "#"
 """Heads that depend on their number, and heads and sequences that depend on each other."""
-HEAD_LETTERS = "nhu"
-"""Key/value heads, query heads and value heads: each number divides the next."""
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 

@@ -150,10 +150,7 @@ def _output_like(
 @forward.register_fake
 def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
     mechanism = piece_named(piece)
-    specs = {
-        name: ArraySpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
-        for name, t in named_inputs(mechanism, tensors).items()
-    }
+    specs = {name: ArraySpec.of(t) for name, t in named_inputs(mechanism, tensors).items()}
     residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
     return [
         _output_like(mechanism, backend, tensors, has_gradient=True),

@@ -18,10 +18,8 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
-from precondattn.spec.comba import Comba
 from precondattn.spec.delta_product import DeltaProduct
 from precondattn.spec.dplr import DPLR
-from precondattn.spec.erase_key import WithEraseKey
 from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
@@ -74,7 +72,7 @@ def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
         swap_time_and_heads(x["v"]),
         _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
         swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
-        **(leaf.erased(x, frame) if isinstance(leaf, (Comba, WithEraseKey)) else {}),
+        **leaf.erased(x, frame),
     )
 
 

@@ -19,7 +19,7 @@ from precondattn.algebra.options import choice
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
+from precondattn.spec.array_functions import sum_heads, swap_time_and_heads
 from precondattn.spec.linear_family import LinearFamily, same_segment_as_before
 from precondattn.spec.recurrence import Stream
 
@@ -89,7 +89,6 @@ class Comba(LinearFamily):
         return (slot._replace(holds=slot.holds.replace("comba", f"comba{option}", 1)),)
 
     def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
-        """The keys that are erased (b, h, s, d), by their name in the stream."""
         p = swap_time_and_heads(x["p"])
         if self.erases == "decayed":
             return {"erase": p}
@@ -97,11 +96,6 @@ class Comba(LinearFamily):
         if same is not None:  # The state before is that of another segment.
             p = namespace(p).where(same[:, None, :, None], p, 0.0)
         return {"undecayed": p}
-
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
-        stream = super().stream(x, frame)
-        keys = self.erased(x, frame)
-        return stream._replace(**{n: repeat_heads(a, stream.k.shape[1]) for n, a in keys.items()})
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         d_p = d.erase if self.erases == "decayed" else d.undecayed

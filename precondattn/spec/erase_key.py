@@ -17,7 +17,7 @@ from typing import ClassVar
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.arrays import Array, Arrays
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
+from precondattn.spec.array_functions import sum_heads, swap_time_and_heads
 from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.recurrence import Stream
@@ -40,13 +40,7 @@ class WithEraseKey(LinearFamily):
         return Inputs(**declared, erase=Pattern.read("b s h d unit row"))
 
     def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
-        """The keys that are erased (b, h, s, d), by their name in the stream."""
         return {"erase": swap_time_and_heads(x["erase"])}
-
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
-        stream = super().stream(x, frame)
-        keys = self.erased(x, frame)
-        return stream._replace(**{n: repeat_heads(a, stream.k.shape[1]) for n, a in keys.items()})
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         d_erase = sum_heads(d.erase, x["erase"].shape[2])

@@ -152,6 +152,10 @@ class LinearFamily(Stateful):
             return {}
         return {"g": swap_time_and_heads(d_g[..., 0] if self.gate == "channel" else d_g[..., 0, 0])}
 
+    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+        """The keys that are erased (b, h, s, d), by their name in the stream, if not k."""
+        return {}
+
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         """The inputs in the layout of the recurrence."""
         m = self.state_heads(x)
@@ -162,6 +166,7 @@ class LinearFamily(Stateful):
             repeat_heads(swap_time_and_heads(x["v"]), m),
             forget_other_segments(self.log_decay(x, frame), frame),
             swap_time_and_heads(x["beta"]) if self.is_delta else None,
+            **{name: repeat_heads(keys, m) for name, keys in self.erased(x, frame).items()},
         )
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
