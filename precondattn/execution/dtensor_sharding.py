@@ -166,6 +166,7 @@ def _divided_by(
             else "every element of the output depends on all of it"
         )
         + "; redistribute it first"
+        + (", or use precondattn.parallel.torch.context_parallel" if letter in "tsc" else "")
     )
 
 

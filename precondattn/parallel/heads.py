@@ -1,0 +1,104 @@
+"""Heads for tokens: which heads of an input a device computes, and what that sends.
+
+With P devices, of which each has the tokens T_r, and x (b, T, heads, …):
+
+    device r:  x[:, T_r, all heads]  →  x[:, all tokens, heads of r]
+
+A number of heads that P divides is divided. One that divides P (key/value heads of grouped queries)
+gives one head to P / n devices each: those that have its query heads. An input without heads, or
+with one, goes to every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from precondattn.algebra.declaration import HEADS, Axis, Inputs, Pattern
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+LAYOUTS = ("heads",)
+Shape = tuple[int, ...]
+
+
+class Axes(NamedTuple):
+    """Those of one array that matter here; None where it has none."""
+
+    time: int | None
+    """The tokens that are divided among devices: those of queries, if it has both."""
+    heads: int | None
+    """Heads, where there is more than one."""
+
+    @classmethod
+    def of(cls, pattern: Pattern, shape: Shape) -> Axes:
+        letters = pattern.letters
+        time = next((letters.index(letter) for letter in "ts" if letter in letters), None)
+        if time is not None and pattern.axes[time].broadcasts and shape[time] == 1:
+            time = None
+        heads = next((i for i, letter in enumerate(letters) if letter in HEADS), None)
+        return cls(time, None if heads is None or shape[heads] == 1 else heads)
+
+
+def share(count: int, devices: int, device: int) -> slice:
+    """The heads that a device computes, of `count`: P divides it, or it divides P."""
+    if count < devices:
+        first = device * count // devices
+        return slice(first, first + 1)
+    each = count // devices
+    return slice(device * each, (device + 1) * each)
+
+
+def first_with(count: int, devices: int, head: int) -> int:
+    """The first device that computes a head."""
+    return head * devices // count if count < devices else head // (count // devices)
+
+
+def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str | None:
+    """Why this layout can not divide a call with these numbers of heads; None where it can."""
+    if mechanism.numbers_heads:
+        return "the decay of each head depends on its number among all heads"
+    if any(axis.letter in HEADS and axis.multiple > 1 for axis in _axes(mechanism)):
+        return "heads of an input come in groups"
+    letter = heads_of_output(mechanism)
+    if sizes[letter] % devices:
+        return (
+            f"{devices} devices must divide the number of heads of the output; found "
+            f"{letter}={sizes[letter]}"
+        )
+    for letter in HEADS:
+        count = sizes.get(letter, devices)
+        if count % devices and devices % count:
+            return (
+                f"{devices} devices must divide the number of heads, or be a multiple of it; "
+                f"found {letter}={count}"
+            )
+    return None
+
+
+def heads_of_output(mechanism: Mechanism) -> str:
+    """The letter of the heads that the output has."""
+    return next(letter for letter in mechanism.program.output.letters if letter in HEADS)
+
+
+def _axes(mechanism: Mechanism) -> list[Axis]:
+    patterns = [*mechanism.inputs.values(), mechanism.program.output]
+    return [axis for pattern in patterns for axis in pattern.axes]
+
+
+def elements_sent(
+    inputs: Inputs, shapes: Mapping[str, Shape], out: Shape, whole: Shape, devices: int
+) -> dict[str, int]:
+    """Elements that a device sends to others forward: of each input, and of the output `out`.
+
+    `shapes` and `out` are those of its own tokens, and `whole` that of all tokens' output.
+    """
+    sent = {}
+    for name, shape in shapes.items():
+        heads = Axes.of(inputs[name], shape).heads
+        count = 1 if heads is None else shape[heads]
+        # Others get all of one head each, or each their share.
+        sent[name] = prod(shape) // min(count, devices) * (devices - 1)
+    return sent | {"out": (prod(whole) - prod(out)) // devices}

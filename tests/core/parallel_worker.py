@@ -1,0 +1,353 @@
+"""One of several processes that divide sequences: `python -m tests.core.parallel_worker RANK
+WORLD DIR`.
+
+It writes `result_RANK.json`: the names of its cases, and the error of each that failed.
+"""
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import precondattn as pa
+from precondattn.parallel.torch import context_parallel
+from precondattn_conformance.inputs import Layout, make_inputs
+
+MECHANISMS = (
+    *("softmax", "softmax[bias=true]", "softmax[causal=false]", "softmax[forget=unscaled]"),
+    *("lucid", "lucid[beta=true]", "lucid(path)", "laser", "path", "differential"),
+    *("deltaformer", "row_normalized", "temperature[per=head](linear)", "per_dim_scale", "elu1"),
+    *("linear", "gla", "gsa", "ssd", "delta", "gated_delta", "kda", "comba", "delta_product"),
+    *("ccq(gla)", "ccq(lucid)", "atk", "mesa", "hedgehog(gated_delta)"),
+    *("cross_covariance", "lucid(softmax[causal=false])"),
+)
+FEW = ("lucid", "gated_delta", "softmax[bias=true]")
+"""With other numbers of heads and tokens, and in other ways"""
+
+
+def layout_of(world, **changed):
+    """An odd number of tokens, of which the last process has fewer."""
+    heads = {2: (4, 2), 3: (6, 3), 4: (4, 4), 8: (8, 8)}[world]
+    h, n = changed.pop("heads", heads)
+    return Layout("test", t=5 * world - 1, s=5 * world - 1, h=h, n=n)._replace(**changed)
+
+
+def whole(expression, layout, kind="clustered"):
+    m = pa.parse(expression)
+    return m, {n: torch.tensor(a) for n, a in make_inputs(m, layout, kind).items()}
+
+
+def time_of(pattern):
+    letters = [axis.letter for axis in pattern.axes]
+    return next((letters.index(letter) for letter in "ts" if letter in letters), None)
+
+
+def part_of(x, pattern, rank, world):
+    """A process's tokens, of blocks of equal length but the last."""
+    axis = time_of(pattern)
+    if axis is None:
+        return x
+    multiple = pattern.axes[axis].multiple
+    each = -(-(x.shape[axis] // multiple) // world) * multiple
+    return x.narrow(axis, rank * each, min(each, x.shape[axis] - rank * each))
+
+
+def require_equal(found, expected, what, tolerance=1e-10):
+    torch.testing.assert_close(
+        found, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def check(expression, mesh, layout, dtype=torch.float64, tolerance=1e-10, mask=None, as_dtensor=0):
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole(expression, layout)
+    x = {n: a.to(dtype).requires_grad_() for n, a in x.items()}
+    masks = {n: torch.as_tensor(a) for n, a in layout._replace(mask=mask).masks().items()}
+    expected = m(**x, **masks)
+    cotangent = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
+    of_all = torch.autograd.grad(expected, list(x.values()), cotangent)
+
+    given = {
+        n: part_of(a.detach(), m.inputs[n], rank, world).clone().requires_grad_()
+        for n, a in x.items()
+    }
+    before = {n: a.detach().clone() for n, a in given.items()}
+    of_tokens = {n: a if n == "lengths" else a.chunk(world, 1)[rank] for n, a in masks.items()}
+    called = dict(given)
+    if as_dtensor:
+        called = {n: dtensor(a, x[n], m.inputs[n], mesh) for n, a in given.items()}
+    attn = context_parallel(m, mesh)
+    out = attn(**called, **of_tokens)
+    if as_dtensor:
+        assert out.shape == expected.shape
+        assert out.placements == (Shard(1),)
+        out = out.to_local()
+    output = m.program.output
+    require_equal(out, part_of(expected, output, rank, world), "the output", tolerance)
+    d_out = part_of(cotangent, output, rank, world)
+    gradients = torch.autograd.grad(out, list(given.values()), d_out)
+    for (name, pattern), found, true in zip(m.inputs.items(), gradients, of_all, strict=True):
+        if time_of(pattern) is None:
+            found = found.clone()
+            dist.all_reduce(found)
+        true = part_of(true, pattern, rank, world)
+        scale = max(1.0, float(true.abs().max()))
+        require_equal(found / scale, true / scale, f"the gradient of {name}", tolerance)
+        assert torch.equal(given[name], before[name])
+
+
+def dtensor(local, of_all, pattern, mesh):
+    axis = time_of(pattern)
+    placement = Replicate() if axis is None else Shard(axis)
+    shape, stride = of_all.shape, of_all.stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def bytes_are_counted(mesh):
+    """What `explain` says is what is sent, with gradient twice as much."""
+    for expression in FEW:
+        for heads in ((8, 8), (8, 2), (8, 1)):
+            m, x = whole(expression, layout_of(mesh.size(), heads=heads, t=16, s=16))
+            rank, world = mesh.get_local_rank(), mesh.size()
+            given = {
+                n: part_of(a, m.inputs[n], rank, world).clone().requires_grad_()
+                for n, a in x.items()
+            }
+            attn = context_parallel(m, mesh)
+            plan = attn.explain(**given)
+            sent, send = [], dist.all_to_all_single
+
+            def counted(result, buffer, received, given, group, sent=sent, send=send):
+                sent.append(sum(given))
+                return send(result, buffer, received, given, group=group)
+
+            dist.all_to_all_single = counted
+            try:
+                out = attn(**given)
+                forward = sum(sent)
+                out.sum().backward()
+            finally:
+                dist.all_to_all_single = send
+            assert forward == sum(plan.bytes_sent.values()), (expression, heads)
+            everyone = [None] * world
+            dist.all_gather_object(everyone, (forward, sum(sent) - forward))
+            assert sum(a for a, _ in everyone) == sum(b for _, b in everyone)
+            assert f"{forward:,} bytes sent" in str(plan)
+
+
+def require_refused(
+    mesh, words, expression="lucid", kind=ValueError, on=None, masks=None, **changed
+):
+    """On all processes alike; `changed` on one of them, or on all."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole(expression, layout_of(world))
+    given = {n: part_of(a, m.inputs[n], rank, world) for n, a in x.items()}
+    if on is None or rank == on:
+        given |= {n: change(given[n]) for n, change in changed.items()}
+    with pytest.raises(kind) as raised:
+        context_parallel(m, mesh)(**given, **(masks or {}))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, str(raised.value))
+    assert len(set(everyone)) == 1, everyone
+
+
+def refusals(mesh):
+    world, h = mesh.size(), layout_of(mesh.size()).h
+    refused = {
+        "one process has other heads": lambda: require_refused(
+            mesh, ("all processes must call the same", "process 1"), on=1, q=lambda q: q[:, :, :1]
+        ),
+        "one process has another dtype": lambda: require_refused(
+            mesh, ("all processes must call the same", "float32"), on=1, v=lambda v: v.float()
+        ),
+        "one process has a list": lambda: require_refused(
+            mesh,
+            ("process 1: k must be a tensor; found list",),
+            kind=TypeError,
+            on=1,
+            k=lambda k: k.tolist(),
+        ),
+        "one process has fewer keys than values": lambda: require_refused(
+            mesh, ("process 1: v has", "tokens, and k has"), on=1, k=lambda k: k[:, 1:]
+        ),
+        "one process has no token": lambda: require_refused(
+            mesh,
+            ("every process must have a token",),
+            on=1,
+            **dict.fromkeys("qkv", lambda a: a[:, :0]),
+        ),
+        "heads that can not be divided": lambda: require_refused(
+            mesh,
+            (f"{world} devices must divide the number of heads of the output; found h={h - 1}",),
+            **dict.fromkeys("qkv", lambda a: a[:, :, :1].expand(-1, -1, h - 1, -1)),
+        ),
+        "heads that depend on their number": lambda: require_refused(
+            mesh, ("retention", "depends on its number"), "retention"
+        ),
+        "an input too many": lambda: require_refused_input(mesh),
+        "an error of the call": lambda: require_refused(
+            mesh, ("lengths",), masks={"lengths": torch.tensor([1, 2, 3])}
+        ),
+        "a mask that is not one of tokens": lambda: require_refused(
+            mesh,
+            ("key_mask has 1 tokens, and",),
+            masks={"key_mask": torch.ones(2, 1, dtype=torch.bool)},
+        ),
+        "mixed": lambda: require_refused(
+            mesh,
+            ("must all be DTensors, or none", "k is a DTensor"),
+            kind=TypeError,
+            k=lambda k: DTensor.from_local(k, mesh, [Shard(1)]),
+        ),
+        "a DTensor of heads": lambda: require_refused(
+            mesh,
+            ("q must be S(1)",),
+            **dict.fromkeys("qkv", lambda a: DTensor.from_local(a, mesh, [Shard(2)])),
+        ),
+        "a layout that is none": lambda: require_no_plan(
+            ValueError, "one of 'heads'; found 'ring'", "lucid", mesh, layout="ring"
+        ),
+        "a mesh that is none": lambda: require_no_plan(
+            TypeError, "a DeviceMesh, such as mesh\\['cp'\\]; found int", "lucid", world
+        ),
+    }
+    return {f"refused: {name}": call for name, call in refused.items()}
+
+
+def require_refused_input(mesh):
+    m, x = whole("lucid", layout_of(mesh.size()))
+    with pytest.raises(TypeError, match="process 0: lucid: unknown keyword 'beta'"):
+        context_parallel(m, mesh)(**x, beta=x["q"][..., 0])
+
+
+def require_no_plan(kind, words, *arguments, **options):
+    with pytest.raises(kind, match=words):
+        context_parallel(*arguments, **options)
+
+
+def two_dimensions(world):
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    require_no_plan(ValueError, "one dimension, such as mesh\\['cp'\\]; found 2", "lucid", mesh)
+    check("lucid", mesh["cp"], layout_of(2))
+
+
+def a_second_derivative(mesh):
+    m, x = whole("lucid", layout_of(mesh.size()))
+    given = {
+        n: part_of(a, m.inputs[n], mesh.get_local_rank(), mesh.size()).clone().requires_grad_()
+        for n, a in x.items()
+    }
+    out = context_parallel("lucid", mesh)(**given)
+    (d_q,) = torch.autograd.grad(out.sum(), [given["q"]], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        d_q.sum().backward()
+
+
+def in_bfloat16(mesh):
+    """The numbers of one process, to the bit: only heads are divided."""
+    m, x = whole("gated_delta", layout_of(2))
+    x = {n: a.to(torch.bfloat16) for n, a in x.items()}
+    parts = {n: part_of(a, m.inputs[n], mesh.get_local_rank(), 2) for n, a in x.items()}
+    expected = part_of(m(**x), m.program.output, mesh.get_local_rank(), 2)
+    torch.testing.assert_close(context_parallel(m, mesh)(**parts), expected, rtol=0, atol=0)
+
+
+def cases(mesh):
+    world = mesh.size()
+    if world == 8:
+        for expression in FEW[:2]:
+            yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(8))
+        return
+    for expression in MECHANISMS:
+        yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(world))
+    for expression in FEW:
+        changes = {
+            "one key head": {"heads": (2 * world, 1)},
+            "even": {"t": 2 * world, "s": 2 * world},
+            "one token each": {"t": world, "s": world},
+        }
+        if world == 4:
+            changes["a key head for two processes"] = {"heads": (8, 2)}
+        for name, changed in changes.items():
+            if name == "one key head" and expression == "gated_delta":
+                changed = {"heads": (2 * world, 2 * world)}
+            yield (
+                f"{expression}, {name}",
+                lambda e=expression, c=changed: check(e, mesh, layout_of(world, **c)),
+            )
+        yield (
+            f"{expression}, float32",
+            lambda e=expression: check(e, mesh, layout_of(world), torch.float32, 1e-5),
+        )
+        yield (
+            f"{expression}, as DTensors",
+            lambda e=expression: check(e, mesh, layout_of(world), as_dtensor=1),
+        )
+    for mask in ("lengths", "key_mask", "segment_ids"):
+        yield (
+            f"lucid, masked by {mask}",
+            lambda k=mask: check("lucid", mesh, layout_of(world), mask=k),
+        )
+    if world in (2, 4):
+        yield "bytes", lambda: bytes_are_counted(mesh)
+    if world == 4:
+        yield "two dimensions", lambda: two_dimensions(world)
+    if world == 2:
+        yield "a second derivative", lambda: a_second_derivative(mesh)
+        yield "bfloat16", lambda: in_bfloat16(mesh)
+        yield from refusals(mesh).items()
+
+
+def main(rank, world, folder):
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    results = {}
+    for name, case in cases(mesh["cp"]):
+        try:
+            case()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+    if world == 2:
+        results["another process ends"] = None
+        if rank == 1:
+            write(results, rank, folder)
+            os._exit(0)
+        try:
+            another_process_ends(mesh["cp"])
+        except BaseException:
+            results["another process ends"] = traceback.format_exc()
+        write(results, rank, folder)
+        os._exit(0)  # Its group has lost a process.
+    write(results, rank, folder)
+    dist.destroy_process_group()
+
+
+def write(results, rank, folder):
+    (Path(folder) / f"result_{rank}.json").write_text(json.dumps(results))
+
+
+def another_process_ends(mesh):
+    """The engine reports it, within its timeout."""
+    x = whole("lucid", layout_of(2))[1]
+    with pytest.raises(RuntimeError, match=r"(?i)connection|timed out|peer"):
+        context_parallel("lucid", mesh)(**x)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
