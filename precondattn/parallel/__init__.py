@@ -4,11 +4,15 @@
 `context_parallel`, which makes of a mechanism one for such parts. Between devices each uses its
 framework's engine: `torch.distributed`, and shardings of JAX.
 
-A layout says how a call is divided meanwhile (`heads.py`). There is one so far:
+A layout says how a call is divided meanwhile:
 
 `heads`
     Every device computes some of the heads for all tokens: tokens are exchanged for heads before
-    the call, and heads for tokens after it. That is exact for any mechanism whose heads do not
-    depend on their number. As many devices as there are query heads can take part.
+    the call, and heads for tokens after it (`heads.py`). That is exact for any mechanism whose
+    heads do not depend on their number, with as many devices as there are heads at most.
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
+
+`contiguous`
+    Every device computes its own tokens, from a state that a scan along the devices gives it
+    (`states.py`). For recurrences of the linear family and the delta rule, in PyTorch.
 """

@@ -20,7 +20,6 @@ from precondattn.algebra.declaration import HEADS, Axis, Inputs, Pattern
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
-LAYOUTS = ("heads",)
 Shape = tuple[int, ...]
 
 
@@ -59,20 +58,20 @@ def first_with(count: int, devices: int, head: int) -> int:
 def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str | None:
     """Why this layout can not divide a call with these numbers of heads; None where it can."""
     if mechanism.numbers_heads:
-        return "the decay of each head depends on its number among all heads"
+        return "divides heads, and the decay of each depends on its number among all"
     if any(axis.letter in HEADS and axis.multiple > 1 for axis in _axes(mechanism)):
-        return "heads of an input come in groups"
+        return "divides heads, and those of an input come in groups"
     letter = heads_of_output(mechanism)
     if sizes[letter] % devices:
         return (
-            f"{devices} devices must divide the number of heads of the output; found "
+            f"expects that {devices} devices divide the number of heads of the output; found "
             f"{letter}={sizes[letter]}"
         )
     for letter in HEADS:
         count = sizes.get(letter, devices)
         if count % devices and devices % count:
             return (
-                f"{devices} devices must divide the number of heads, or be a multiple of it; "
+                f"expects that {devices} devices divide the number of heads, or are a multiple; "
                 f"found {letter}={count}"
             )
     return None

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.expression import parse
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
-from precondattn.parallel.heads import LAYOUTS, Axes, refusal
+from precondattn.parallel.heads import Axes, refusal
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
+LAYOUTS = ("heads",)
 MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""
 
@@ -137,7 +138,7 @@ class ContextParallel:
             shapes[name] = tuple(shape)
         refused = refusal(self.mechanism, declared.sizes(self.owner, shapes), self.devices)
         if refused is not None:
-            raise ValueError(f"{self.owner}: layout {self.layout!r}: {refused}")
+            raise ValueError(f"{self.owner}: layout {self.layout!r} {refused}")
 
     def _resharded(self, x: Array, spec: P) -> Array:
         """x with its tokens sharded, as a `shard_map` of explicit shardings expects."""

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from precondattn.algebra.expression import parse
+from precondattn.parallel import heads_torch, states_torch
 from precondattn.parallel.agreement_torch import agreed
-from precondattn.parallel.arguments_torch import WHOLE, Bound, bind
-from precondattn.parallel.exchange_torch import Exchange, gathered
-from precondattn.parallel.heads import (
-    LAYOUTS,
-    Axes,
-    Shape,
-    elements_sent,
-    heads_of_output,
-    refusal,
-    share,
-)
+from precondattn.parallel.arguments_torch import bind
+from precondattn.parallel.call_torch import Call, Processes
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+
+LAYOUTS = {"heads": heads_torch, "contiguous": states_torch}
 
 
 def context_parallel(
@@ -40,8 +33,9 @@ def context_parallel(
         What to call, or its expression.
     mesh : DeviceMesh
         Of one dimension. The tokens of process i come after those of process i − 1.
-    layout : {"heads"}
-        How a call is divided (`precondattn.parallel`).
+    layout : {"heads", "contiguous"}
+        How a call is divided (`precondattn.parallel`): by heads, or, for one recurrence, by a scan
+        of states.
 
     Returns
     -------
@@ -94,16 +88,6 @@ def context_parallel(
     return ContextParallel(mechanism, mesh, layout)
 
 
-class Call(NamedTuple):
-    """A call that all processes have agreed on."""
-
-    bound: Bound
-    tokens: dict[str, tuple[int, ...]]
-    """The numbers of queries `t` and keys `s` of every process"""
-    sizes: dict[str, int]
-    """By letter, for all tokens"""
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a call is divided, and what a process sends to others. `print` it."""
@@ -112,16 +96,16 @@ class Plan:
     layout: str
     devices: int
     tokens: int
-    """Of this process, between calls"""
-    heads: int
-    """Of the output, on this process during a call"""
+    """Queries of this process"""
+    during: str
+    """What it has during the call"""
     bytes_sent: Mapping[str, int]
-    """By this process forward, of each input with tokens and of the output, `out`"""
+    """By this process to others forward, of each array"""
 
     def __str__(self) -> str:
         lines = [
             f"{self.mechanism}: {self.tokens} tokens on this process of {self.devices}",
-            f"  layout {self.layout!r}: all tokens of {self.heads} heads during the call",
+            f"  layout {self.layout!r}: {self.during} during the call",
             *(f"  {name}: {sent:,} bytes sent" for name, sent in self.bytes_sent.items()),
             f"  in all: {sum(self.bytes_sent.values()):,} bytes sent, and as many in the gradient",
         ]
@@ -133,51 +117,40 @@ class ContextParallel:
 
     def __init__(self, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
         self.mechanism, self.mesh, self.layout = mechanism, mesh, layout
-        self.owner = f"context_parallel({mechanism})"
-        self.group, self.rank, self.devices = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        owner = f"context_parallel({mechanism})"
+        group, rank = mesh.get_group(), mesh.get_local_rank()
+        self.processes = Processes(owner, group, rank, mesh.size(), _device_of(mesh))
 
     def __repr__(self) -> str:
         return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, layout={self.layout!r})"
 
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
         """The output of this process's tokens."""
-        call = self._agreed(arrays, named)
-        bound, names = call.bound, call.bound.with_tokens
-        moved = self._exchange(call).to_heads([bound.inputs[name] for name in names])
-        inputs = {**self._weights(bound), **dict(zip(names, moved, strict=True))}
-        masks = {
-            name: mask if name in WHOLE else gathered(self.group, mask, call.tokens["s"])
-            for name, mask in bound.masks.items()
-        }
-        out, error = None, None
-        try:
-            out = self.mechanism(**inputs, **masks, backend=backend)
-        except Exception as raised:
-            error = raised
-        agreed(self.owner, self.group, _device_of(self.mesh), error=error)
-        return self._of_tokens(out, call)
+        call = self._agreed(arrays, named, backend)
+        part = LAYOUTS[self.layout].output(call, self.processes)
+        if not call.bound.is_distributed:
+            return part
+        pattern = self.mechanism.program.output
+        whole = pattern.shape(call.sizes)
+        placement = Shard(pattern.letters.index("t"))
+        stride = torch.empty(whole, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, [placement], run_check=False, shape=whole, stride=stride
+        )
 
     def explain(self, *arrays: Any, **named: Any) -> Plan:
         """How a call with these arguments is divided. All processes ask together."""
-        call = self._agreed(arrays, named)
-        bound = call.bound
-        shapes = {name: tuple(bound.inputs[name].shape) for name in bound.with_tokens}
-        own = {letter: counts[self.rank] for letter, counts in call.tokens.items()}
-        of_out = self.mechanism.program.output
-        out, whole = of_out.shape(call.sizes | own), of_out.shape(call.sizes)
-        elements = elements_sent(self.mechanism.inputs, shapes, out, whole, self.devices)
-        widths = {name: x.dtype.itemsize for name, x in bound.inputs.items()}
-        widths["out"] = widths.get("v", next(iter(widths.values())))
+        call, layout = self._agreed(arrays, named, None), LAYOUTS[self.layout]
         return Plan(
             str(self.mechanism),
             self.layout,
-            self.devices,
-            own["t"],
-            call.sizes[heads_of_output(self.mechanism)] // self.devices,
-            {name: count * widths[name] for name, count in elements.items()},
+            self.processes.devices,
+            call.tokens["t"][self.processes.rank],
+            layout.during(call, self.processes),
+            layout.bytes_sent(call, self.processes),
         )
 
-    def _agreed(self, arrays: Any, named: Mapping[str, Any]) -> Call:
+    def _agreed(self, arrays: Any, named: Mapping[str, Any], backend: Any) -> Call:
         """The arguments, after all processes have checked theirs together."""
         bound, error = None, None
         try:
@@ -185,61 +158,22 @@ class ContextParallel:
         except (TypeError, ValueError) as raised:
             error = raised
         said, own = ("", (0, 0)) if bound is None else (str(bound), bound.tokens)
-        device = _device_of(self.mesh)
-        everyone = agreed(self.owner, self.group, device, said, own, error)
+        owner, group, _, _, device = self.processes
+        everyone = agreed(owner, group, device, said, own, error)
         assert bound is not None  # `agreed` has raised the error.
         tokens = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
         if min(map(min, tokens.values())) < 1:
             raise ValueError(
-                f"{self.owner}: every process must have a token; found numbers of queries "
+                f"{owner}: every process must have a token; found numbers of queries "
                 f"{tokens['t']} and of keys {tokens['s']}"
             )
         shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
-        sizes = self.mechanism.inputs.sizes(self.owner, shapes)
-        refused = refusal(self.mechanism, sizes, self.devices)
+        sizes = self.mechanism.inputs.sizes(owner, shapes)
+        call = Call(self.mechanism, bound, tokens, sizes, backend)
+        refused = LAYOUTS[self.layout].refusal(self.mechanism, call, self.processes)
         if refused is not None:
-            raise ValueError(f"{self.owner}: layout {self.layout!r}: {refused}")
-        return Call(bound, tokens, sizes)
-
-    def _exchange(self, call: Call) -> Exchange:
-        """Of all inputs with tokens."""
-        bound, names = call.bound, call.bound.with_tokens
-        axes = tuple(bound.axes[name] for name in names)
-        times = tuple(bound.times(name, call.tokens) for name in names)
-        heads = tuple(
-            1 if axis.heads is None else bound.inputs[name].shape[axis.heads]
-            for name, axis in zip(names, axes, strict=True)
-        )
-        return Exchange(self.group, self.rank, axes, times, heads)
-
-    def _weights(self, bound: Bound) -> dict[str, Tensor]:
-        """Inputs without tokens, those of this process's heads."""
-        result = {}
-        for name, x in bound.inputs.items():
-            axes = bound.axes[name]
-            if axes.time is None:
-                result[name] = x
-                if axes.heads is not None:
-                    part = share(x.shape[axes.heads], self.devices, self.rank)
-                    result[name] = x.narrow(axes.heads, part.start, part.stop - part.start)
-        return result
-
-    def _of_tokens(self, out: Tensor, call: Call) -> Any:
-        """The output of this process's tokens, from that of its heads."""
-        pattern = self.mechanism.program.output
-        whole: Shape = pattern.shape(call.sizes)
-        axes = Axes.of(pattern, whole)
-        assert axes.time is not None
-        times = call.tokens[pattern.letters[axes.time]]
-        heads = 1 if axes.heads is None else whole[axes.heads]
-        exchange = Exchange(self.group, self.rank, (axes,), (times,), (heads,))
-        (part,) = exchange.to_tokens([out])
-        if not call.bound.is_distributed:
-            return part
-        stride = torch.empty(whole, device="meta").stride()
-        return DTensor.from_local(
-            part, self.mesh, [Shard(axes.time)], run_check=False, shape=whole, stride=stride
-        )
+            raise ValueError(f"{owner}: layout {self.layout!r} {refused}")
+        return call
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

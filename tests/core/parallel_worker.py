@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,11 @@ MECHANISMS = (
     *("ccq(gla)", "ccq(lucid)", "atk", "mesa", "hedgehog(gated_delta)"),
     *("cross_covariance", "lucid(softmax[causal=false])"),
 )
+STATES = (
+    *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
+    *("delta_product", "dplr"),
+)
+"""Whose states are scanned"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
 """With other numbers of heads and tokens, and in other ways"""
 
@@ -69,7 +75,16 @@ def require_equal(found, expected, what, tolerance=1e-10):
     )
 
 
-def check(expression, mesh, layout, dtype=torch.float64, tolerance=1e-10, mask=None, as_dtensor=0):
+def check(
+    expression,
+    mesh,
+    layout,
+    dtype=torch.float64,
+    tolerance=1e-10,
+    mask=None,
+    as_dtensor=0,
+    by="heads",
+):
     rank, world = mesh.get_local_rank(), mesh.size()
     m, x = whole(expression, layout)
     x = {n: a.to(dtype).requires_grad_() for n, a in x.items()}
@@ -87,7 +102,7 @@ def check(expression, mesh, layout, dtype=torch.float64, tolerance=1e-10, mask=N
     called = dict(given)
     if as_dtensor:
         called = {n: dtensor(a, x[n], m.inputs[n], mesh) for n, a in given.items()}
-    attn = context_parallel(m, mesh)
+    attn = context_parallel(m, mesh, layout=by)
     out = attn(**called, **of_tokens)
     if as_dtensor:
         assert out.shape == expected.shape
@@ -115,39 +130,50 @@ def dtensor(local, of_all, pattern, mesh):
 
 
 def bytes_are_counted(mesh):
-    """What `explain` says is what is sent, with gradient twice as much."""
-    for expression in FEW:
-        for heads in ((8, 8), (8, 2), (8, 1)):
-            m, x = whole(expression, layout_of(mesh.size(), heads=heads, t=16, s=16))
-            rank, world = mesh.get_local_rank(), mesh.size()
-            given = {
-                n: part_of(a, m.inputs[n], rank, world).clone().requires_grad_()
-                for n, a in x.items()
-            }
-            attn = context_parallel(m, mesh)
-            plan = attn.explain(**given)
-            sent, send = [], dist.all_to_all_single
+    """What `explain` says is what is sent, and the gradient sends as much in all."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    asked = [(e, {"heads": heads}, "heads") for e in FEW for heads in ((8, 8), (8, 2), (8, 1))]
+    asked += [(e, {}, "contiguous") for e in ("linear", "gla", "gated_delta")]
+    for expression, sizes, by in asked:
+        m, x = whole(expression, layout_of(world, t=16, s=16, **sizes))
+        given = {
+            n: part_of(a, m.inputs[n], rank, world).clone().requires_grad_() for n, a in x.items()
+        }
+        attn = context_parallel(m, mesh, layout=by)
+        plan = attn.explain(**given)
+        with sent_bytes() as sent:
+            out = attn(**given)
+            forward = sum(sent)
+            out.sum().backward()
+        assert forward == sum(plan.bytes_sent.values()), (expression, sizes, by)
+        everyone = [None] * world
+        dist.all_gather_object(everyone, (forward, sum(sent) - forward))
+        assert sum(a for a, _ in everyone) == sum(b for _, b in everyone)
+        assert f"{forward:,} bytes sent" in str(plan)
 
-            def counted(result, buffer, received, given, group, sent=sent, send=send):
-                sent.append(sum(given))
-                return send(result, buffer, received, given, group=group)
 
-            dist.all_to_all_single = counted
-            try:
-                out = attn(**given)
-                forward = sum(sent)
-                out.sum().backward()
-            finally:
-                dist.all_to_all_single = send
-            assert forward == sum(plan.bytes_sent.values()), (expression, heads)
-            everyone = [None] * world
-            dist.all_gather_object(everyone, (forward, sum(sent) - forward))
-            assert sum(a for a, _ in everyone) == sum(b for _, b in everyone)
-            assert f"{forward:,} bytes sent" in str(plan)
+@contextmanager
+def sent_bytes():
+    """What this process sends meanwhile, of inputs, outputs and states."""
+    sent, exchange, pass_on = [], dist.all_to_all_single, dist.batch_isend_irecv
+
+    def exchanging(result, buffer, received, given, group):
+        sent.append(sum(given))
+        return exchange(result, buffer, received, given, group=group)
+
+    def passing(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return pass_on(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = exchanging, passing
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = exchange, pass_on
 
 
 def require_refused(
-    mesh, words, expression="lucid", kind=ValueError, on=None, masks=None, **changed
+    mesh, words, expression="lucid", kind=ValueError, on=None, masks=None, by="heads", **changed
 ):
     """On all processes alike; `changed` on one of them, or on all."""
     rank, world = mesh.get_local_rank(), mesh.size()
@@ -156,7 +182,7 @@ def require_refused(
     if on is None or rank == on:
         given |= {n: change(given[n]) for n, change in changed.items()}
     with pytest.raises(kind) as raised:
-        context_parallel(m, mesh)(**given, **(masks or {}))
+        context_parallel(m, mesh, layout=by)(**given, **(masks or {}))
     assert all(word in str(raised.value) for word in words), str(raised.value)
     everyone = [None] * world
     dist.all_gather_object(everyone, str(raised.value))
@@ -190,7 +216,7 @@ def refusals(mesh):
         ),
         "heads that can not be divided": lambda: require_refused(
             mesh,
-            (f"{world} devices must divide the number of heads of the output; found h={h - 1}",),
+            (f"{world} devices divide the number of heads of the output; found h={h - 1}",),
             **dict.fromkeys("qkv", lambda a: a[:, :, :1].expand(-1, -1, h - 1, -1)),
         ),
         "heads that depend on their number": lambda: require_refused(
@@ -216,8 +242,18 @@ def refusals(mesh):
             ("q must be S(1)",),
             **dict.fromkeys("qkv", lambda a: DTensor.from_local(a, mesh, [Shard(2)])),
         ),
+        "states that are not those of one recurrence": lambda: require_refused(
+            mesh, ("scans the states of one recurrence",), "ccq(gla)", by="contiguous"
+        ),
+        "states of packed sequences": lambda: require_refused(
+            mesh,
+            ("no mask but lengths; found segment_ids",),
+            "gla",
+            by="contiguous",
+            masks={"segment_ids": torch.zeros(2, 5 - mesh.get_local_rank(), dtype=torch.int64)},
+        ),
         "a layout that is none": lambda: require_no_plan(
-            ValueError, "one of 'heads'; found 'ring'", "lucid", mesh, layout="ring"
+            ValueError, "one of 'heads', 'contiguous'; found 'ring'", "lucid", mesh, layout="ring"
         ),
         "a mesh that is none": lambda: require_no_plan(
             TypeError, "a DeviceMesh, such as mesh\\['cp'\\]; found int", "lucid", world
@@ -269,6 +305,7 @@ def cases(mesh):
     if world == 8:
         for expression in FEW[:2]:
             yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(8))
+        yield "states", lambda: check("gated_delta", mesh, layout_of(8), by="contiguous")
         return
     for expression in MECHANISMS:
         yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(world))
@@ -295,6 +332,26 @@ def cases(mesh):
             f"{expression}, as DTensors",
             lambda e=expression: check(e, mesh, layout_of(world), as_dtensor=1),
         )
+    for expression in STATES:
+        yield (
+            f"{expression}, states",
+            lambda e=expression: check(e, mesh, layout_of(world), by="contiguous"),
+        )
+    for expression in ("gla", "gated_delta"):
+        yield (
+            f"{expression}, states, masked",
+            lambda e=expression: check(e, mesh, layout_of(world), mask="lengths", by="contiguous"),
+        )
+        yield (
+            f"{expression}, states, float32",
+            lambda e=expression: check(
+                e, mesh, layout_of(world), torch.float32, 1e-5, by="contiguous"
+            ),
+        )
+    yield (
+        "gated_delta, states, as DTensors",
+        lambda: check("gated_delta", mesh, layout_of(world), as_dtensor=1, by="contiguous"),
+    )
     for mask in ("lengths", "key_mask", "segment_ids"):
         yield (
             f"lucid, masked by {mask}",

@@ -34,7 +34,7 @@ def results(world, folder):
     return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 67), (3, 49), (4, 54), (8, 2)])
+@pytest.mark.parametrize(("world", "count"), [(2, 86), (3, 65), (4, 70), (8, 3)])
 def test_sequences_divided_among_processes(world, count, tmp_path):
     for of_rank in results(world, tmp_path):
         failed = {name: error for name, error in of_rank.items() if error}

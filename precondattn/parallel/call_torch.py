@@ -1,0 +1,49 @@
+"""What all layouts know of a call: who takes part, and what they have agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from precondattn.parallel.agreement_torch import agreed
+from precondattn.parallel.arguments_torch import Bound
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+Result = TypeVar("Result")
+
+
+class Processes(NamedTuple):
+    """Those of a mesh of one dimension, and this one among them."""
+
+    owner: str
+    """The name of the call in errors"""
+    group: Any
+    rank: int
+    devices: int
+    device: torch.device
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """function(), unless it is an error on any process, which all raise then."""
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+        agreed(self.owner, self.group, self.device, error=error)
+        return result  # type: ignore[return-value]
+
+
+class Call(NamedTuple):
+    """A call that all processes have agreed on."""
+
+    mechanism: Mechanism
+    bound: Bound
+    tokens: dict[str, tuple[int, ...]]
+    """The numbers of queries `t` and keys `s` of every process"""
+    sizes: dict[str, int]
+    """By letter, for all tokens"""
+    backend: Any

@@ -1,0 +1,71 @@
+"""A prefix scan of states along the processes of PyTorch, in log₂ P rounds (`states.py`).
+
+In round i a process sends what it knows of the 2^i processes before it, itself among them, to the
+one 2^i after it: Hillis and Steele 1986, Data parallel algorithms.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.parallel.states import Step
+
+
+class Line(NamedTuple):
+    """Those of a group, in their order or in reverse."""
+
+    group: Any
+    rank: int
+    devices: int
+    is_reversed: bool = False
+
+    @property
+    def place(self) -> int:
+        return self.devices - 1 - self.rank if self.is_reversed else self.rank
+
+    def rank_at(self, place: int) -> int:
+        """The rank of a process among all of the program."""
+        rank = self.devices - 1 - place if self.is_reversed else place
+        return int(dist.get_global_rank(self.group, rank))
+
+    def passed(self, tensors: list[Tensor], distance: int) -> list[Tensor] | None:
+        """What the process `distance` before this one passes on, which all do at once."""
+        to, source = self.place + distance, self.place - distance
+        received = [torch.empty_like(x) for x in tensors] if source >= 0 else None
+        operations = []
+        for i, x in enumerate(tensors):
+            if to < self.devices:
+                peer = self.rank_at(to)
+                operations.append(dist.P2POp(dist.isend, x, peer, self.group, tag=i))
+            if received is not None:
+                peer = self.rank_at(source)
+                operations.append(dist.P2POp(dist.irecv, received[i], peer, self.group, tag=i))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return received
+
+
+def state_before(line: Line, step: Step) -> Tensor | None:
+    """S_begin of this process; None for the first, whose state is 0."""
+    distance = 1
+    while distance < line.devices:
+        tensors = [x.contiguous() for x in step if x is not None]
+        received = line.passed(tensors, distance)
+        if received is not None:
+            step = step.after(Step(None if step.transition is None else received[0], received[-1]))
+        distance *= 2
+    before = line.passed([step.state.contiguous()], 1)
+    return None if before is None else before[0]
+
+
+def tensors_sent(line: Line) -> tuple[int, int]:
+    """How many transitions and how many states this process sends."""
+    rounds, distance = 0, 1
+    while distance < line.devices:
+        rounds += line.place + distance < line.devices
+        distance *= 2
+    return rounds, rounds + (line.place + 1 < line.devices)
