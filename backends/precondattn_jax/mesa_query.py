@@ -21,9 +21,21 @@ from precondattn_portable.mesa_query import Problem, Search, Solving
 def solved(
     ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
 ) -> Array:
-    """q* of queries (…, d)."""
-    problem = Problem.of(leaf, q, diagonal, ridge)
-    times, most = problem.times(ops, read), leaf.most_iterations(q.shape[-1])
+    """q* of queries (…, d), differentiable: a linear solve with a symmetric matrix."""
+    diagonal = lax.stop_gradient(diagonal)
+
+    def times(p: Array) -> Array:
+        return ops.add_multiple(read(p), ridge, p)
+
+    def solve(times: Read, right: Array) -> Array:
+        return _by_iteration(ops, leaf, times, Problem.of(leaf, right, diagonal, ridge))
+
+    result: Array = lax.custom_linear_solve(times, q, solve, symmetric=True)
+    return result
+
+
+def _by_iteration(ops: Arithmetic, leaf: Any, times: Read, problem: Problem) -> Array:
+    most = leaf.most_iterations(problem.right.shape[-1])
 
     def is_open(carry: Any) -> Array:
         search, used = carry
