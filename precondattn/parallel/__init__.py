@@ -13,6 +13,7 @@ A layout says how a call is divided meanwhile:
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
 `contiguous`
-    Every device computes its own tokens, from a state that a scan along the devices gives it
-    (`states.py`). For recurrences of the linear family and the delta rule, in PyTorch.
+    Every device computes its own tokens. Keys and values of softmax attention go around a ring
+    (`ring_torch.py`), and the states of a recurrence of the linear family or the delta rule are
+    scanned along the devices (`states.py`). In PyTorch, for any number of devices.
 """

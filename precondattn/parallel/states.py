@@ -35,8 +35,8 @@ def refusal(mechanism: Mechanism) -> str | None:
     leaves = mechanism.program.leaves
     if len(leaves) != 1 or not isinstance(leaves[0], LinearFamily):
         return (
-            "scans the states of one recurrence of the linear family or the delta rule; use the "
-            "layout 'heads'"
+            "is for softmax attention, and for one recurrence of the linear family or the delta "
+            "rule; use the layout 'heads'"
         )
     if isinstance(leaves[0], Linear) and leaves[0].normalize:
         return "scans one state, and normalize=true has another, of weights; use the layout 'heads'"

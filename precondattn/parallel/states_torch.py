@@ -26,16 +26,12 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 
-def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | None:
-    """Why a call can not be divided like this; None where it can."""
-    masks = [name for name in call.bound.masks if name != "lengths"]
-    if masks:
-        return f"supports no mask but lengths; found {', '.join(masks)} (use the layout 'heads')"
-    if call.tokens["t"] != call.tokens["s"]:
-        return (
-            f"expects as many queries as keys on every process; found {call.tokens['t']} and "
-            f"{call.tokens['s']}"
-        )
+MASKS = ("lengths",)
+PASSED = "the state before them"
+
+
+def refusal(mechanism: Mechanism) -> str | None:
+    """Why the states of a mechanism have no scan; None where they have."""
     return states.refusal(mechanism)
 
 
@@ -56,11 +52,6 @@ def output(call: Call, processes: Processes) -> Tensor:
     scanned = _Scan(call.mechanism, line, tuple(inputs), processes.together(step), call, masks)
     out: Tensor = _Scanned.apply(scanned, *inputs.values())
     return out
-
-
-def during(call: Call, processes: Processes) -> str:
-    """What a process has during the call."""
-    return f"{call.tokens['t'][processes.rank]} tokens of all heads, with the state before them,"
 
 
 def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:

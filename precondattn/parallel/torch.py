@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from precondattn.algebra.expression import parse
-from precondattn.parallel import heads_torch, states_torch
+from precondattn.parallel import contiguous_torch, heads_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, Processes
@@ -19,7 +19,7 @@ from precondattn.parallel.call_torch import Call, Processes
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
-LAYOUTS = {"heads": heads_torch, "contiguous": states_torch}
+LAYOUTS = {"heads": heads_torch, "contiguous": contiguous_torch}
 
 
 def context_parallel(
@@ -34,8 +34,8 @@ def context_parallel(
     mesh : DeviceMesh
         Of one dimension. The tokens of process i come after those of process i − 1.
     layout : {"heads", "contiguous"}
-        How a call is divided (`precondattn.parallel`): by heads, or, for one recurrence, by a scan
-        of states.
+        How a call is divided (`precondattn.parallel`): by heads, or, for softmax attention and for
+        one recurrence, by tokens.
 
     Returns
     -------

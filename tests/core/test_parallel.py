@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,24 +20,36 @@ if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 
-def results(world, folder):
+@contextmanager
+def processes(world, folder, *more, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.core.parallel_worker"]
     workers = [
-        subprocess.Popen([*command, str(rank), str(world), str(folder)], env=environment)
+        subprocess.Popen(
+            [*command, *map(str, (rank, world, folder, *more))], env=environment, **options
+        )
         for rank in range(world)
     ]
     try:
-        assert [worker.wait(timeout=600) for worker in workers] == [0] * world
+        yield workers
     finally:
         for worker in workers:
             worker.kill()
-    return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 86), (3, 65), (4, 70), (8, 3)])
+@pytest.mark.parametrize(("world", "count"), [(2, 90), (3, 70), (4, 75), (8, 4)])
 def test_sequences_divided_among_processes(world, count, tmp_path):
-    for of_rank in results(world, tmp_path):
-        failed = {name: error for name, error in of_rank.items() if error}
+    with processes(world, tmp_path) as workers:
+        assert [worker.wait(timeout=600) for worker in workers] == [0] * world
+    for rank in range(world):
+        results = json.loads((tmp_path / f"result_{rank}.json").read_text())
+        failed = {name: error for name, error in results.items() if error}
         assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
-        assert len(of_rank) == count
+        assert len(results) == count
+
+
+def test_a_process_that_ends_is_reported_to_the_others(tmp_path):
+    with processes(2, tmp_path, 1, stderr=subprocess.PIPE, text=True) as workers:
+        (_, said), _ = (worker.communicate(timeout=90) for worker in workers)
+    assert workers[0].returncode != 0
+    assert "in agreed" in said  # Where it waited; the message is the engine's.

@@ -1,0 +1,153 @@
+"""Softmax attention in the layout `contiguous`: keys and values go around a ring of processes.
+
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r
+
+with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
+r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
+to them: causally, nothing for later tokens.
+
+Backward, with w_r = e^{λ_r − λ},
+
+    do_r = w_r do,    dλ_r = w_r do·(o_r − o),
+
+are the cotangents of each part, which is computed again. The gradients of the keys go around with
+them, in float32, and are complete when they are back. So a process has the keys of two others at a
+time, however long the sequence is. Source: ring attention (arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.parallel.call_torch import Call, Processes
+from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.spec.read import MEAN
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+MASKS: tuple[str, ...] = ()
+PASSED = "the keys of two other processes at a time"
+
+
+def refusal(mechanism: Mechanism) -> str | None:
+    """Why softmax attention can not go around a ring; None where it can."""
+    (leaf,) = mechanism.program.leaves
+    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    if set(mechanism.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read != MEAN:
+        return (
+            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
+        )
+    return None
+
+
+def output(call: Call, processes: Processes) -> Tensor:
+    """The output of this process's tokens."""
+    ring = Ring(call.mechanism, processes, call.tokens["s"], call.backend)
+    out: Tensor = _Around.apply(ring, *(call.bound.inputs[name] for name in "qkv"))
+    return out
+
+
+def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+    """Forward, by this process to the next one."""
+    counts, rank = call.tokens["s"], processes.rank
+    around = [counts[(rank - i) % processes.devices] for i in range(processes.devices - 1)]
+    return {
+        name: sum(around) * (call.bound.inputs[name][:, :1].numel() * x.dtype.itemsize)
+        for name, x in call.bound.inputs.items()
+        if name != "q"
+    }
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A call, and who takes part."""
+
+    mechanism: Mechanism
+    processes: Processes
+    counts: tuple[int, ...]
+    """The number of keys of every process"""
+    backend: Any
+
+    def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
+        rank, devices = self.processes.rank, self.processes.devices
+        held = [x.contiguous() for x in arrays]
+        for distance in range(devices):
+            source = (rank - distance) % devices
+            yield source, held
+            if distance + 1 < devices:
+                held = self.passed_on(held, (source - 1) % devices)
+
+    def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
+        """What the process before this one has, of the keys of `source`."""
+        _, group, rank, devices, _ = self.processes
+        after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))
+        received, operations = [], []
+        for i, x in enumerate(held):
+            received.append(x.new_empty(x.shape[0], self.counts[source], *x.shape[2:]))
+            operations += [
+                dist.P2POp(dist.isend, x, after, group, tag=i),
+                dist.P2POp(dist.irecv, received[i], before, group, tag=i),
+            ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+    def part(self, source: int) -> Softmax | None:
+        """The attention of this process's queries to the keys of another; None for later keys."""
+        (leaf,) = self.mechanism.program.leaves
+        assert isinstance(leaf, Softmax)
+        if source == self.processes.rank or not leaf.causal:
+            return leaf
+        return replace(leaf, causal=False) if source < self.processes.rank else None
+
+
+class _Around(torch.autograd.Function):  # type: ignore[misc]
+    """The output of this process's queries."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts: list[tuple[Tensor, Tensor]] = []
+        for source, (keys, values) in ring.rounds(k, v):
+            softmax = ring.part(source)
+            if softmax is not None:
+                part = with_lse(softmax, q, keys, values, backend=ring.backend)
+                parts = [merge(*zip(*parts, part, strict=True))] if parts else [part]
+        ((out, lse),) = parts
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        ring: Ring = ctx.ring
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = lse.dtype
+        d_q = torch.zeros_like(q, dtype=wide)
+        zeros = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        around = ring.rounds(k, v, *zeros)
+        for source, held in around:
+            keys, values, d_k, d_v = held
+            softmax = ring.part(source)
+            if softmax is not None:
+                (own, own_lse), pull = with_lse_vjp(softmax, q, keys, values, backend=ring.backend)
+                weight = torch.exp(own_lse - lse)[..., None]
+                d_own = weight * d_out.to(wide)
+                d_lse = (d_own * (own.to(wide) - out.to(wide))).sum(-1)
+                gradients = pull(d_own.to(out.dtype), d_lse)
+                d_q += gradients["q"]
+                d_k += gradients["k"]
+                d_v += gradients["v"]
+        # Those of the next process's keys are complete, and go to it.
+        home = ring.passed_on([d_k, d_v], ring.processes.rank)
+        return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
