@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import precondattn as pa
 from claims import needles, pairs
-from claims.claim import Claim, table
+from claims.claim import Claim, table, with_range
 from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
@@ -44,9 +44,10 @@ RANK, LENGTH = 16, 256
 def train(name: str, seed: int, updates: int, size: int, shown: bool) -> dict[str, Any]:
     """The mean alignment of keys of pairs and of noise, before and after training; the recall."""
     found = {}
-    for when, steps in (("before", 0), ("after", updates)):
-        model, _ = pairs.model_of(name, seed, steps, size, shown)
-        found[when] = alignments(model)
+    model = pairs.decoder(name, seed)
+    found["before"] = alignments(model)
+    model, _ = pairs.model_of(name, seed, updates, size, shown)
+    found["after"] = alignments(model)
     return {**found, "recall": pairs.recall(model, LENGTH, pairs.PAIRS)}
 
 
@@ -93,7 +94,7 @@ def rows(found: dict[str, Any]) -> str:
         for when in ("before", "after"):
             needle, noise = of(found, title, when).T
             gap = needle - noise
-            spread = f"{gap.mean():+.2f} ({gap.min():+.2f} to {gap.max():+.2f})"
+            spread = with_range(gap, "+.2f")
             means = (f"{needle.mean():.2f}", f"{noise.mean():.2f}")
             cells.append((title if when == "before" else "", f"{when} training", *means, spread))
     head = ("model", "", "alignment of needles", "of noise", "gap (range of seeds)")

@@ -15,7 +15,7 @@ from make_figures import BLUE, ORANGE, panels
 from matplotlib.figure import Figure
 
 from claims import pairs
-from claims.claim import Claim, table
+from claims.claim import Claim, table, with_range
 from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
@@ -84,7 +84,7 @@ def rows(found: dict[str, Any]) -> str:
         plain, ccq = 100 * recall(found, title), 100 * recall(found, f"CCQ, {title}")
         for i, (length, count) in enumerate(TESTS):
             apart = (ccq - plain)[:, i]
-            spread = f"{apart.mean():+.0f} ({apart.min():+.0f} to {apart.max():+.0f})"
+            spread = with_range(apart, "+.0f")
             means = (f"{plain[:, i].mean():.0f} %", f"{ccq[:, i].mean():.0f} %")
             cells.append((title if i == 0 else "", f"{count} of {length} tokens", *means, spread))
     return table(

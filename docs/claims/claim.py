@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Verdict = Literal["holds", "holds in part", "does not hold", "needs a GPU"]
 
@@ -26,6 +26,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table in Markdown; numbers have three significant digits."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *([_cell(x) for x in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_range(values: Any, form: str, *, unit: str = "", middle: float | None = None) -> str:
+    """ "middle (least to largest)" of numbers, each in the format `form`; the mean by default."""
+    of = values.mean() if middle is None else middle
+    return f"{of:{form}}{unit} ({values.min():{form}} to {values.max():{form}})"
 
 
 def _cell(x: object) -> str:

@@ -15,7 +15,7 @@ from make_figures import BLUE, GREEN, INK, panels
 from matplotlib.figure import Figure
 
 from claims import needles
-from claims.claim import Claim, table
+from claims.claim import Claim, table, with_range
 from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
@@ -42,7 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """The shares and the recall at each length."""
     arguments = needles.layer(name)
-    model, _ = needles.train(arguments, seed, updates, size, shown, heads=4, width=32)
+    model, _ = needles.train(arguments, seed, updates, size, shown, width=32)
     return {
         "shares": [needles.shares(model, length) for length in lengths],
         "recall": [needles.accuracy(model, length, needles.NEEDLES) for length in lengths],
@@ -79,10 +79,8 @@ def rows(found: dict[str, Any]) -> str:
         for title in MECHANISMS:
             shown = []
             for place in PLACES:
-                low, middle, high = 100 * np.quantile(
-                    shares(found, title, place)[:, i], (0, 0.5, 1)
-                )
-                shown.append(f"{middle:.1f} % ({low:.1f} to {high:.1f})")
+                of = 100 * shares(found, title, place)[:, i]
+                shown.append(with_range(of, ".1f", unit=" %", middle=np.median(of)))
             runs = (found["runs"][f"{title}, seed {seed}"] for seed in found["seeds"])
             recall = 100 * np.median([run["recall"][i] for run in runs])
             cells.append((f"{length} tokens", title, *shown, f"{recall:.0f} %"))

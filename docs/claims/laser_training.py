@@ -14,7 +14,7 @@ import numpy as np
 from make_figures import BLUE, ORANGE, panels
 from matplotlib.figure import Figure
 
-from claims.claim import Claim, table
+from claims.claim import Claim, table, with_range
 from claims.trainings import SEEDS, steps, trained
 
 CLAIM = Claim(
@@ -119,7 +119,7 @@ def rows(found: dict[str, Any]) -> str:
     for variant in found["names"]:
         softmax, laser = (held_out(found, variant, name) for name in MECHANISMS)
         apart = laser - softmax
-        spread = f"{apart.mean():+.3f} ({apart.min():+.3f} to {apart.max():+.3f})"
+        spread = with_range(apart, "+.3f")
         means = (f"{softmax.mean():.3f}", f"{laser.mean():.3f}")
         cells.append((variant, *means, spread, f"{(apart < 0).sum()} of {len(apart)}"))
     head = ("variant", "softmax", "LASER", "LASER − softmax (range of seeds)", "seeds that gain")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import precondattn as pa
 from claims import needles
-from claims.claim import Claim, table
+from claims.claim import Claim, table, with_range
 from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
@@ -34,18 +34,19 @@ SMALL = {"updates": 2, "seeds": (0,), "batch": 2, "names": ("softmax", "LUCID"),
 """Arguments of `run` for a test."""
 ALT = "Recall against the number of needles, and loss against steps, for nine mechanisms."
 MECHANISMS = {
-    "softmax": "softmax",
-    "softmax, heads of 32": "softmax",
-    "LUCID": "lucid",
-    "LUCID, heads of 32": "lucid",
-    "LUCID, learned β": "lucid[beta=true]",
-    "LUCID, QK norm": "lucid[normalize=queries_and_keys]",
-    "LUCID, rows by their maximum": "lucid[normalize=rows]",
-    "differential": "differential",
-    "gated delta": "gated_delta",
-    "PaTH": "path",
-    "LUCID around PaTH": "lucid(path)",
+    "softmax": ("softmax", 8),
+    "softmax, heads of 32": ("softmax", 32),
+    "LUCID": ("lucid", 8),
+    "LUCID, heads of 32": ("lucid", 32),
+    "LUCID, learned β": ("lucid[beta=true]", 8),
+    "LUCID, QK norm": ("lucid[normalize=queries_and_keys]", 8),
+    "LUCID, rows by their maximum": ("lucid[normalize=rows]", 8),
+    "differential": ("differential", 8),
+    "gated delta": ("gated_delta", 8),
+    "PaTH": ("path", 8),
+    "LUCID around PaTH": ("lucid(path)", 8),
 }
+"""Their expressions, and the width of their heads."""
 SHOWN = {"softmax": INK, "LUCID": ORANGE, "PaTH": GREEN, "differential": BLUE}
 SHOWN["gated delta"] = "#b05fc0"
 EVERY = 20
@@ -53,11 +54,11 @@ EVERY = 20
 
 def train(title: str, seed: int, updates: int, size: int, shown: bool) -> dict[str, Any]:
     """The recall of each test, where the weights lie, and the mean losses of every 20 steps."""
-    name = MECHANISMS[title]
-    arguments, width = needles.layer(name), 128 if "32" in title else 32
+    name, heads_width = MECHANISMS[title]
+    arguments, width = needles.layer(name), 4 * heads_width
     # At 128 tokens PaTH is fastest by its definition.
     with pa.use_backend("reference") if "path" in name else nullcontext():
-        model, losses = needles.train(arguments, seed, updates, size, shown, heads=4, width=width)
+        model, losses = needles.train(arguments, seed, updates, size, shown, width=width)
         recall = [needles.accuracy(model, *test) for test in needles.TESTS]
         shares = needles.shares(model)
     means = [np.mean(losses[i : i + EVERY]) for i in range(0, updates, EVERY)]
@@ -106,10 +107,7 @@ def rows(found: dict[str, Any]) -> str:
     cells = []
     for title in titles(found):
         recall = 100 * of(found, title, "recall")
-        shown = [
-            "{:.0f} ({:.0f} to {:.0f})".format(*np.quantile(recall[:, i], (0.5, 0, 1)))
-            for i in range(4)
-        ]
+        shown = [with_range(of, ".0f", middle=np.median(of)) for of in recall.T[:4]]
         shares = [run["answer"] for run in of(found, title, "shares")]
         losses = of(found, title, "losses")
         is_low = np.concatenate([losses < 1, np.ones((len(losses), 1), bool)], axis=1)

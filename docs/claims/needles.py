@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from claims.trainings import steps
+from claims.trainings import fit
 
 PARTS, VALUES, NOISE = 16, 64, 16
 """Tokens of each kind: parts of keys, values, and noise."""
@@ -58,38 +58,24 @@ def layer(mechanism: str, *, plain_values: bool = True) -> dict[str, Any]:
 
 
 def train(
-    arguments: Mapping[str, Any],
-    seed: int,
-    updates: int,
-    size: int,
-    shown: bool,
-    *,
-    heads: int = 2,
-    width: int = 64,
-    needles: int = NEEDLES,
+    arguments: Mapping[str, Any], seed: int, updates: int, size: int, shown: bool, *, width: int
 ) -> tuple[Any, list[float]]:
-    """A trained decoder, and the losses of its steps."""
+    """A trained decoder of four heads, and the losses of its steps."""
     import torch
 
     from precondattn.layers.torch import Decoder
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = Decoder(TOKENS, width, heads=heads, layers=[dict(arguments)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=updates)
-    losses = []
-    for _ in steps(updates, shown):
-        tokens, values, _ = batch(size, LENGTH, needles)
-        logits = model(tokens)[:, 1 - 2 * needles :: 2]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rates.step()
-        losses.append(round(loss.item(), 4))
-    return model, losses
+    model = Decoder(TOKENS, width, heads=4, layers=[dict(arguments)])
+
+    def loss_of() -> Any:
+        tokens, values, _ = batch(size, LENGTH, NEEDLES)
+        logits = model(tokens)[:, 1 - 2 * NEEDLES :: 2]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
+
+    losses = fit(model, 3e-3, updates, loss_of, shown=shown)
+    return model, [round(loss, 4) for loss in losses]
 
 
 def accuracy(model: Any, length: int, needles: int, count: int = 32) -> float:

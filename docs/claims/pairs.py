@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from claims.needles import layer
-from claims.trainings import steps
+from claims.trainings import fit
 
 KEYS, VALUES, NOISE = 64, 64, 16
 LENGTH, PAIRS = 32, 4
@@ -33,8 +33,8 @@ def batch(count: int, length: int, pairs: int) -> tuple[Any, Any, Any]:
     return tokens, values, places + 1
 
 
-def model_of(name: str, seed: int, updates: int, size: int, shown: bool) -> tuple[Any, float]:
-    """A trained decoder, and its last loss."""
+def decoder(name: str, seed: int) -> Any:
+    """An untrained decoder."""
     import torch
 
     from precondattn.layers.torch import Decoder
@@ -42,20 +42,21 @@ def model_of(name: str, seed: int, updates: int, size: int, shown: bool) -> tupl
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     layers = [layer(name, plain_values=False)]
-    model = Decoder(KEYS + VALUES + NOISE, 64, heads=1, layers=layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(updates, 1))
-    loss = torch.zeros(())
-    for _ in steps(updates, shown):
+    return Decoder(KEYS + VALUES + NOISE, 64, heads=1, layers=layers)
+
+
+def model_of(name: str, seed: int, updates: int, size: int, shown: bool) -> tuple[Any, float]:
+    """A trained decoder, and its last loss."""
+    import torch
+
+    model = decoder(name, seed)
+
+    def loss_of() -> Any:
         tokens, values, _ = batch(size, LENGTH, PAIRS)
         logits = model(tokens)[:, -PAIRS:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rates.step()
-    return model, round(loss.item(), 4)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
+
+    return model, round(fit(model, RATE, updates, loss_of, shown=shown)[-1], 4)
 
 
 def recall(model: Any, length: int, pairs: int) -> float:

@@ -17,8 +17,8 @@ import numpy as np
 from make_figures import BLUE, GREEN, INK, ORANGE, panels
 from matplotlib.figure import Figure
 
-from claims.claim import Claim, table
-from claims.trainings import SEEDS, steps, trained
+from claims.claim import Claim, table, with_range
+from claims.trainings import SEEDS, fit, trained
 
 CLAIM = Claim(
     says="PaTH and the delta rule track state, which softmax attention can not",
@@ -81,21 +81,17 @@ def train(title: str, task: str, seed: int, updates: int, size: int, shown: bool
     name, top, _ = MECHANISMS[title]
     layer = {"mechanism": name, **({"recipes": {"beta": Sigmoid(top)}} if top else {})}
     model = Decoder(len(tables(task)[0]) + 1, 32, heads=4, layers=[layer])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=updates)
-    for _ in steps(updates, shown):
+
+    def loss_of() -> Any:
         tokens, states = batch(task, size, LENGTH)
         logits = model(tokens)[:, 1:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), states.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rates.step()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), states.flatten())
+
+    losses = fit(model, 5e-3, updates, loss_of, shown=shown)
     with torch.no_grad():
         tokens, states = batch(task, 4 * size, TESTED)
         right = model(tokens)[:, 1:].argmax(-1) == states
-    return {"loss": loss.item(), "right": [round(x, 4) for x in right.float().mean(0).tolist()]}
+    return {"loss": losses[-1], "right": [round(x, 4) for x in right.float().mean(0).tolist()]}
 
 
 def run(
@@ -124,8 +120,10 @@ def rows(found: dict[str, Any]) -> str:
         for title in MECHANISMS:
             of = right(found, task, title)
             ranges = (of[:, a:b].mean(1) for a, b in ((0, 16), (16, 32), (32, 64)))
-            shown = [100 * np.quantile(x, (0.5, 0, 1)) for x in ranges]
-            cells.append((task, title, *("{:.0f} % ({:.0f} to {:.0f})".format(*x) for x in shown)))
+            shown = (
+                with_range(100 * x, ".0f", unit=" %", middle=100 * np.median(x)) for x in ranges
+            )
+            cells.append((task, title, *shown))
     return table(("task", "mechanism", "tokens 1 to 16", "17 to 32", "33 to 64"), cells)
 
 

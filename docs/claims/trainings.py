@@ -35,6 +35,26 @@ def trained(
     return found
 
 
+def fit(
+    model: Any, rate: float, updates: int, loss_of: Callable[[], Any], *, shown: bool
+) -> list[float]:
+    """The losses of a training: AdamW, one cycle of rates, and gradients of norm 1 at most."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=updates)
+    losses = []
+    for _ in steps(updates, shown):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rates.step()
+        losses.append(loss.item())
+    return losses
+
+
 def steps(count: int, shown: bool) -> Iterator[int]:
     """0, 1, … count − 1, with a bar on the standard error."""
     for i in range(count):

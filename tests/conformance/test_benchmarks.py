@@ -258,9 +258,9 @@ def test_a_naive_reference_is_loaded_by_its_file_and_compared(monkeypatch, tmp_p
             return tmp_path / path
 
     monkeypatch.setattr(naive_references, "distribution", lambda name: Installed())
-    naive_references.function_of.cache_clear()
+    naive_references.module_of.cache_clear()
     code, printed = run_quick("kda")
-    naive_references.function_of.cache_clear()
+    naive_references.module_of.cache_clear()
     assert code == 0
     assert "naive_fla" in printed
 

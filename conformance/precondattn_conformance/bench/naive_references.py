@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import precondattn as pa
@@ -73,15 +74,15 @@ def is_installed() -> bool:
 
 
 @cache
-def function_of(operation: str, name: str) -> Callable[..., Any]:
-    """A function of an operation's file `naive.py`."""
+def module_of(operation: str) -> ModuleType:
+    """An operation's file `naive.py`."""
     source = distribution(DISTRIBUTION).locate_file(f"fla/ops/{operation}/naive.py")
     spec = spec_from_file_location(f"fla_{operation}_naive", str(source))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)  # type: ignore[no-any-return]
+    return module
 
 
 def lack(case: BenchCase) -> str:
@@ -96,7 +97,7 @@ def naive_reference(mechanism: pa.Mechanism) -> Computation:
     reference = REFERENCES[str(mechanism)]
 
     def forward(**x: Any) -> Any:
-        function = function_of(reference.operation, reference.function)
+        function = getattr(module_of(reference.operation), reference.function)
         result = function(**reference.arguments(x))
         return result[0] if isinstance(result, tuple) else result
 

@@ -19,21 +19,9 @@ its weights, and returns the call of a dict of them and x.
     mesa_net        the exact solve in place of conjugate gradients
 """
 
-import importlib.metadata
-import importlib.util
+from precondattn_conformance.bench.naive_references import module_of
 
 HEADS = 4
-
-
-def naive(operation):
-    """The module of the references of one operation, by its file, which needs no Triton."""
-    source = importlib.metadata.distribution("fla-core").locate_file(
-        f"fla/ops/{operation}/naive.py"
-    )
-    spec = importlib.util.spec_from_file_location(f"fla_{operation}_naive", source)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def projections(**widths):
@@ -84,7 +72,7 @@ def gla():
         k, v = (linear(w, f"{n}_proj", x, 2).repeat_interleave(2, 2) for n in "kv")
         gate = linear(w, "gk_proj.1", linear(w, "gk_proj.0", x), 2).repeat_interleave(2, 2)
         gate = torch.nn.functional.logsigmoid(gate) / 16
-        o, _ = naive("gla").naive_recurrent_gla(q, k, v, gate)
+        o, _ = module_of("gla").naive_recurrent_gla(q, k, v, gate)
         o = normed(w, "g_norm_swish_gate", o)
         o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
         return linear(w, "o_proj", o.flatten(2))
@@ -116,7 +104,7 @@ def delta_net(expand_v=1):
         if "A_log" in w:
             step = torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
             g = -w["A_log"].exp() * step
-        rule = naive("gated_delta_rule").naive_recurrent_gated_delta_rule
+        rule = module_of("gated_delta_rule").naive_recurrent_gated_delta_rule
         o, _ = rule(unit(q), unit(k), v, beta, g)
         o = normed(w, "o_norm", o)
         if "g_proj.weight" in w:
@@ -161,7 +149,7 @@ def kda():
         step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
         g = -w["A_log"].exp()[:, None] * step
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = naive("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
+        o, _ = module_of("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
         gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
         o = normed(w, "o_norm", o) * gate.sigmoid()
         return linear(w, "o_proj", o.flatten(2))
@@ -186,7 +174,7 @@ def gdn2():
         step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
         g = -w["A_log"].exp()[:, None] * step
         b, strength = (linear(w, f"{n}_proj", x, HEADS).sigmoid() for n in "bw")
-        o, _ = naive("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
+        o, _ = module_of("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
         gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
         o = normed(w, "o_norm", o) * gate.sigmoid()
         return linear(w, "o_proj", o.flatten(2))
@@ -212,7 +200,7 @@ def comba():
         q = q - w["D"][:, None] * p
         g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = naive("comba").naive_chunk_comba(
+        o, _ = module_of("comba").naive_chunk_comba(
             unit(q), unit(k), v, unit(p), g, beta, chunk_size=16
         )
         o = normed(w, "o_norm", o) * linear(w, "g_proj", x, HEADS).sigmoid()
@@ -244,7 +232,7 @@ def mesa_net():
         )
         g = torch.nn.functional.logsigmoid(linear(w, "a_proj", x))
         ridge = torch.nn.functional.softplus(w["lambda_params"]).unflatten(0, (HEADS, -1)) + 0.25
-        o, *_ = naive("mesa_net").naive_mesa_net_exact(
+        o, *_ = module_of("mesa_net").naive_mesa_net_exact(
             q=unit(q),
             k=unit(k),
             v=linear(w, "v_proj", x, HEADS),
@@ -292,7 +280,7 @@ def rwkv7():
         k = k + k * (rate - 1) * w["k_a"]
         r, k, v, g, rate = (y.unflatten(-1, (HEADS, -1)) for y in (r, k, v, g, rate))
         arrays = (r * 8**0.5, k, v, -kappa, kappa * rate, g)  # The operator has no option scale.
-        o, _ = naive("generalized_delta_rule/dplr").dplr_recurrence(
+        o, _ = module_of("generalized_delta_rule/dplr").dplr_recurrence(
             *(array.transpose(1, 2) for array in arrays)
         )
         o = o.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -319,7 +307,7 @@ def gated_delta_product():
         beta = linear(w, "b_proj", x).sigmoid().unflatten(-1, (2, HEADS)).flatten(1, 2)
         g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
         q = unit(q.unflatten(-1, (HEADS, -1)))
-        operator = naive("gated_delta_product").naive_recurrent_gated_delta_product
+        operator = module_of("gated_delta_product").naive_recurrent_gated_delta_product
         o, _ = operator(q, unit(k), v, g, beta, q.shape[-1] ** -0.5, num_householder=2)
         gate = linear(w, "g_proj", x, HEADS)
         o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
@@ -346,7 +334,7 @@ def precond_gated_delta_net():
         softplus = torch.nn.functional.softplus
         g = -w["A_log"].exp() * softplus(linear(w, "a_proj", x) + w["dt_bias"])
         g_atk = -w["A_log_atk"].exp() * softplus(linear(w, "a_atk_proj", x) + w["dt_bias_atk"])
-        o, _, _ = naive("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
+        o, _, _ = module_of("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
             q,
             k,
             v,
@@ -378,7 +366,7 @@ def gsa():
         k, v = (silu(linear(w, f"{n}_proj", x, 2)) for n in "kv")
         f = torch.nn.functional.logsigmoid(linear(w, "f_proj", x, 2)) / 8
         k, v, f, s = (y.repeat_interleave(2, 2) for y in (k, v, f, 1 - f.exp()))
-        o, _ = naive("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
+        o, _ = module_of("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
         return linear(w, "o_proj", normed(w, "g_norm", silu(o.flatten(2))))
 
     return shapes, call
@@ -415,7 +403,7 @@ def retention():
 def retain(q, k, v):
     """`naive_retention`, whose heads are before time."""
     arrays = (y.transpose(1, 2) for y in (q, k, v))
-    return naive("retention").naive_retention(*arrays).transpose(1, 2)
+    return module_of("retention").naive_retention(*arrays).transpose(1, 2)
 
 
 def path():
@@ -437,7 +425,7 @@ def path():
         directions = short_convolution(w, "w_conv1d", directions).unflatten(-1, (HEADS, -1))
         beta = 2 * linear(w, "bt_proj", x).sigmoid()
         g = torch.nn.functional.logsigmoid(linear(w, "g_proj", x))
-        rule = naive("path_attn").naive_path_attn
+        rule = module_of("path_attn").naive_path_attn
         o = rule(q, k, v, unit(directions), beta, g, scale=8**-0.5, chunk_size=4)
         return linear(w, "o_proj", o.flatten(2))
 

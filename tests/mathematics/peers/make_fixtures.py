@@ -71,11 +71,12 @@ All have `versions`, a string. To run it, in an environment of its own:
 """
 
 import importlib.metadata
-import importlib.util
 import inspect
 from pathlib import Path
 
 import numpy as np
+
+from precondattn_conformance.bench.naive_references import module_of
 
 # torch and transformers are imported where they are used: pytest imports this file to collect it.
 
@@ -109,22 +110,11 @@ def path_inputs(rng, batch, time, query_heads, heads, gate, dim=16):
     return {name: x.astype(np.float32) for name, x in inputs.items()}
 
 
-def load_naive(operation):
-    """Return the module of flash-linear-attention's references of one operation."""
-    # By its file, which is plain PyTorch: `import fla.ops` needs triton, which a CPU may not have.
-    fla = importlib.metadata.distribution("fla-core")
-    source = fla.locate_file(f"fla/ops/{operation}/naive.py")
-    spec = importlib.util.spec_from_file_location(f"fla_{operation}_naive", source)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def path_entries():
     """Return the entries of path_fla.npz, without `versions`."""
     import torch
 
-    naive_path_attn = load_naive("path_attn").naive_path_attn
+    naive_path_attn = module_of("path_attn").naive_path_attn
     rng = np.random.default_rng(20260)
     entries = {}
     for case, how in PATH_CASES.items():
@@ -272,14 +262,14 @@ def linear_entries():
     """Return the entries of linear_fla.npz, without `versions`."""
 
     def linear(x, initial):
-        out, state = load_naive("linear_attn").naive_recurrent_linear_attn(
+        out, state = module_of("linear_attn").naive_recurrent_linear_attn(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def normalized(x, initial):
         # The mass of the peer has an axis for time.
-        out, (state, mass) = load_naive("linear_attn").naive_recurrent_linear_attn(
+        out, (state, mass) = module_of("linear_attn").naive_recurrent_linear_attn(
             **x,
             initial_state=(initial["state"], initial["mass"][:, None]),
             output_final_state=True,
@@ -289,16 +279,16 @@ def linear_entries():
 
     def retention(x, _initial):
         time_behind_heads = (x[name].transpose(1, 2) for name in "qkv")
-        return load_naive("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
+        return module_of("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
 
     def gla(x, initial):
-        out, state = load_naive("gla").naive_recurrent_gla(
+        out, state = module_of("gla").naive_recurrent_gla(
             x["q"], x["k"], x["v"], x["g"], initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def simple(x, initial):
-        out, state = load_naive("simple_gla").naive_recurrent_simple_gla(
+        out, state = module_of("simple_gla").naive_recurrent_simple_gla(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
@@ -335,19 +325,19 @@ def delta_entries():
 
     def delta(x, initial):
         time_behind_heads = {name: array.transpose(1, 2) for name, array in x.items()}
-        out, state = load_naive("delta_rule").delta_rule_recurrence(
+        out, state = module_of("delta_rule").delta_rule_recurrence(
             **time_behind_heads, initial_state=initial["state"]
         )
         return out.transpose(1, 2), {"state": state}
 
     def recurrent(x, initial):
-        out, state = load_naive("gated_delta_rule").naive_recurrent_gated_delta_rule(
+        out, state = module_of("gated_delta_rule").naive_recurrent_gated_delta_rule(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def chunk(x, initial):
-        out, state = load_naive("gated_delta_rule").naive_chunk_gated_delta_rule(
+        out, state = module_of("gated_delta_rule").naive_chunk_gated_delta_rule(
             **x, chunk_size=16, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
@@ -405,7 +395,7 @@ def of_naive(operation, name, **options):
     """Return the call of a reference that takes and returns a state."""
 
     def call(x, initial):
-        out, state = getattr(load_naive(operation), name)(
+        out, state = getattr(module_of(operation), name)(
             **x, initial_state=initial["state"], output_final_state=True, **options
         )
         return out, {"state": state}
@@ -445,7 +435,7 @@ def dplr_entries():
     def call(x, initial):
         rows = {"q": "q", "k": "k", "v": "v", "a": "alpha", "b": "beta", "g": "gk"}
         time_behind_heads = {rows[name]: array.transpose(1, 2) for name, array in x.items()}
-        out, state = load_naive("generalized_delta_rule/dplr").dplr_recurrence(
+        out, state = module_of("generalized_delta_rule/dplr").dplr_recurrence(
             **time_behind_heads, initial_state=initial["state"]
         )
         return out.transpose(1, 2), {"state": state}
@@ -463,7 +453,7 @@ def delta_product_entries():
     """Return the entries of delta_product_fla.npz, without `versions`."""
 
     def call(x, initial):
-        out, state = load_naive("gated_delta_product").naive_recurrent_gated_delta_product(
+        out, state = module_of("gated_delta_product").naive_recurrent_gated_delta_product(
             **x,
             scale=x["q"].shape[-1] ** -0.5,
             initial_state=initial["state"],
@@ -489,7 +479,7 @@ def atk_entries():
     """Return the entries of atk_fla.npz, without `versions`."""
 
     def of(operation):
-        naive = getattr(load_naive(operation), f"naive_recurrent_{operation}")
+        naive = getattr(module_of(operation), f"naive_recurrent_{operation}")
 
         def call(x, initial):
             out, state, squares = naive(
@@ -534,7 +524,7 @@ def gsa_entries():
     """Return the entries of gsa_fla.npz, without `versions`."""
 
     def gsa(x, initial):
-        out, (keys, values) = load_naive("gsa").naive_recurrent_gsa(
+        out, (keys, values) = module_of("gsa").naive_recurrent_gsa(
             **x,
             initial_state=(initial["keys"], initial["values"]),
             output_final_state=True,
@@ -561,7 +551,7 @@ def mesa_entries():
     """Return the entries of mesa_fla.npz, without `versions`."""
 
     def mesa(x, initial):
-        return load_naive("mesa_net").naive_mesa_net_exact(**x)[0], {}
+        return module_of("mesa_net").naive_mesa_net_exact(**x)[0], {}
 
     rng = np.random.default_rng(20276)
     batch, time, heads, dim = 2, 24, 2, 8
@@ -580,7 +570,7 @@ def deltaformer_entries():
     """Return the entries of deltaformer_fla.npz, without `versions`."""
 
     def deltaformer(x, initial):
-        return load_naive("deltaformer").naive_deltaformer_attn(**x), {}
+        return module_of("deltaformer").naive_deltaformer_attn(**x), {}
 
     rng = np.random.default_rng(20267)
     batch, time, heads, dim = 2, 33, 3, 8
